@@ -1,32 +1,33 @@
-//! What keeps a store from an answer.
+//! Failures of a store.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// What kind of failure a [`StoreError`] is: kinds differ where a caller acts differently.
+/// Kind of a failure: two failures have different kinds if a caller must act differently.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum StoreErrorKind {
     /// Nothing was written; the same call may succeed later.
     Unavailable,
-    /// The write may have landed, for example because the answer timed out. Repeating it with the same owner token is
-    /// safe, and recognises its own effect.
+    /// The write may have landed, for example because the answer timed out. Repeating the call with the same owner
+    /// token is safe: the store recognises its earlier effect.
     Unconfirmed,
-    /// What is stored is not a record of this library or of this version; it is left alone.
+    /// The stored value is not a record of this library or of this version. It is left unchanged.
     Corrupt,
     /// The configuration, the server's version or the credentials are wrong; a retry can't help.
     Misconfigured,
-    /// The store is full: new keys are refused, nothing is forgotten. Nothing was written.
+    /// The store is full: it refuses new keys, and forgets no record. Nothing was written.
     Full,
-    /// The result is larger than the store can hold. Nothing was written; the engine records the completion without it.
+    /// The result is larger than the store can hold. Nothing was written; the engine records the completion without the
+    /// result.
     TooLarge,
-    /// The store can't do this at all, or not unless it is asked for more explicitly. Nothing was written.
+    /// The store can't do this, or needs a more explicit request for it. Nothing was written.
     Unsupported,
-    /// The user's transaction can't go on. Nothing of it takes effect: roll it back and deliver the message again.
+    /// The user's transaction can't go on, and nothing in it takes effect. Roll it back and deliver the message again.
     Aborted,
 }
 
-/// A store that did not do what it was asked for. Clones share what it says: one failed call may be about many leases.
+/// A failed request to a store. Clones share their content, because one failed call may be about many leases.
 #[derive(Clone)]
 pub struct StoreError(Arc<Failure>);
 
@@ -38,34 +39,35 @@ struct Failure {
 }
 
 impl StoreError {
-    /// A failure of `kind`; `message` says what failed, without secrets and payloads.
+    /// Makes a failure of `kind`. `message` says what failed, without secrets and payloads.
     pub fn new(kind: StoreErrorKind, message: impl Into<String>) -> Self {
         Self(Arc::new(Failure { kind, message: message.into(), source: None }))
     }
 
-    /// The failure with what caused it.
+    /// Adds the cause of the failure.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Arc::make_mut(&mut self.0).source = Some(source.into().into());
         self
     }
 
-    /// What kind of failure it is.
+    /// Kind of the failure.
     pub fn kind(&self) -> StoreErrorKind {
         self.0.kind
     }
 
-    /// Whether the write may have landed.
+    /// Returns whether the write may have landed.
     pub fn may_have_landed(&self) -> bool {
         self.kind() == StoreErrorKind::Unconfirmed
     }
 
-    /// Whether the same call may succeed if it is repeated.
+    /// Returns whether the same call may succeed if it is repeated.
     pub fn is_transient(&self) -> bool {
         matches!(self.kind(), StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed)
     }
 
-    /// Whether only a person can make the same call succeed: something is damaged, forbidden or wrongly set up.
+    /// Returns whether only a person can make the same call succeed: a record is damaged, a right is missing, or the
+    /// setup is wrong.
     pub(crate) fn is_for_good(&self) -> bool {
         matches!(self.kind(), StoreErrorKind::Corrupt | StoreErrorKind::Misconfigured | StoreErrorKind::Unsupported)
     }

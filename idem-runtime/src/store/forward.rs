@@ -1,11 +1,11 @@
-//! Stores that hand calls on to another one.
+//! Stores that forward calls to another store.
 
 use std::sync::Arc;
 
 use super::Store;
 
-/// Writes the named methods of [`Store`](crate::Store) by handing them on to another store: for a wrapper, which writes the
-/// rest itself. As the trait has no default bodies, none can be forgotten.
+/// Writes the named methods of [`Store`](crate::Store), each of which forwards to another store. For a wrapper, which
+/// writes the other methods itself. The trait has no default bodies, so the compiler reports a forgotten method.
 ///
 /// # Examples
 /// ```
@@ -179,7 +179,7 @@ macro_rules! __forward {
 #[doc(inline)]
 pub use crate::__forward as forward;
 
-/// Makes a store of the library of what it shares with its other handles.
+/// Implements `Store` for a store of the library, which holds the state that its handles share.
 #[allow(unused_macros, reason = "without a store of the library nobody uses it")]
 macro_rules! store_of_shared {
     ($store:ident) => {

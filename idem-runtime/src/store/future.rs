@@ -1,4 +1,4 @@
-//! The answer of a store, now or later.
+//! The answer of a store, immediate or later.
 
 use std::fmt;
 use std::future::Future;
@@ -11,9 +11,9 @@ use crate::clock::Instant;
 use crate::metrics::StoreOp;
 use crate::record::Verdict;
 
-/// The future of a store call: an answer that is there at once, or a boxed future.
+/// Future of a store call: an immediate answer, or a boxed future.
 ///
-/// A store in memory answers without an allocation; every other store writes `StoreFuture::new(async move { … })`.
+/// A store in memory answers without an allocation. Every other store writes `StoreFuture::new(async move { … })`.
 #[must_use = "futures do nothing unless polled"]
 pub struct StoreFuture<'a, T> {
     reply: Reply<'a, T>,
@@ -25,21 +25,21 @@ enum Reply<'a, T> {
     Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>),
 }
 
-// Nothing in it is pinned in place.
+// The future pins none of its own fields.
 impl<T> Unpin for StoreFuture<'_, T> {}
 
 impl<'a, T> StoreFuture<'a, T> {
-    /// An answer that is there at once.
+    /// Makes an immediate answer.
     pub fn ready(answer: Result<T, StoreError>) -> Self {
         Self { reply: Reply::Ready(Some(answer)), watch: None }
     }
 
-    /// Takes the time of the operation `op` of `store`, and notes whether it fails.
+    /// Measures the time of the operation `op` of `store`, and counts its failure.
     pub(crate) fn watched<S: Store + ?Sized>(self, store: &'a S, op: StoreOp) -> Self {
         self.watched_since(store, op, None)
     }
 
-    /// The same of an operation that `began` then, if that is known.
+    /// Like `watched`, for an operation that began at `began`, if that time is known.
     pub(crate) fn watched_since<S: Store + ?Sized>(
         mut self,
         store: &'a S,
@@ -55,7 +55,7 @@ impl<'a, T> StoreFuture<'a, T> {
         self
     }
 
-    /// Takes the answer, if it was there at once and is no error; otherwise the future is as it was.
+    /// Takes an immediate successful answer. Otherwise the future stays unchanged.
     pub(crate) fn at_once(&mut self) -> Option<T> {
         match &mut self.reply {
             Reply::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
@@ -63,14 +63,15 @@ impl<'a, T> StoreFuture<'a, T> {
         }
     }
 
-    /// The answer of `future`.
+    /// Makes the answer of `future`.
     pub fn new(future: impl Future<Output = Result<T, StoreError>> + Send + 'a) -> Self {
         Self { reply: Reply::Later(Box::pin(future)), watch: None }
     }
 }
 
 impl<'a> StoreFuture<'a, ()> {
-    /// For [`Store::renew`](super::Store::renew) of a store whose answers come together, in the order of the leases.
+    /// Makes the answer of [`Store::renew`](super::Store::renew) for a store whose answers come together, in the order
+    /// of the leases.
     pub fn renewed(
         answer: &'a Answers<'a>,
         renewed: impl Future<Output = Result<Vec<Verdict>, StoreError>> + Send + 'a,

@@ -1,4 +1,4 @@
-//! Whether calls can be served, for readiness probes.
+//! Readiness of a store to serve calls, for readiness probes.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,42 +6,42 @@ use std::time::Duration;
 use super::{Store, StoreError, StoreErrorKind};
 use crate::metrics::StoreOp;
 
-/// What [`StoreExt::health`](super::StoreExt::health) found.
+/// Result of [`StoreExt::health`](super::StoreExt::health).
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Health {
-    /// Where the records are.
+    /// Name of the store.
     pub store: &'static str,
-    /// How long the store took to answer.
+    /// Time until the store answered.
     pub took: Duration,
-    /// How many leases this process keeps alive.
+    /// Number of leases that this process keeps alive.
     pub leases: usize,
-    /// By how much the latest renewal is overdue; zero if none is.
+    /// Time by which the latest renewal is overdue; zero if none is overdue.
     pub beat_lag: Duration,
-    /// What is wrong; empty if calls can be served.
+    /// Problems of the store; empty if it can serve calls.
     pub problems: Vec<HealthProblem>,
 }
 
-/// What keeps calls from being served.
+/// Reason why the store can't serve calls.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HealthProblem {
     /// The store did not answer, or is full.
     Unreachable(StoreError),
-    /// The store answers, and can't be used: its schema or version is another one, or rights are missing.
+    /// The store answers, but can't be used: its schema or version is a different one, or rights are missing.
     Misconfigured(StoreError),
-    /// Nothing renews the leases of this process: the runtime that did so is gone.
+    /// No task renews the leases of this process: the runtime of the renewal task has ended.
     NoHeartbeat,
-    /// A lease should have been renewed by now, and a beat more has passed.
+    /// The renewal of a lease is overdue by more than a beat.
     #[non_exhaustive]
     BeatsLate {
-        /// By how much it is overdue.
+        /// Time by which the renewal is overdue.
         lag: Duration,
     },
 }
 
 impl HealthProblem {
-    /// A fixed name for it: `store`, `schema`, `heartbeat` or `beat_lag`.
+    /// Returns a fixed name for the problem: `store`, `schema`, `heartbeat` or `beat_lag`.
     pub const fn axis(&self) -> &'static str {
         match self {
             Self::Unreachable(_) => "store",
@@ -64,13 +64,13 @@ impl fmt::Display for HealthProblem {
 }
 
 impl Health {
-    /// Whether calls can be served.
+    /// Returns whether the store can serve calls.
     pub fn is_ready(&self) -> bool {
         self.problems.is_empty()
     }
 }
 
-/// One line: `redis: ready`, or what is wrong.
+/// Writes one line: `redis: ready`, or the problems.
 impl fmt::Display for Health {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.store)?;

@@ -1,4 +1,4 @@
-//! Records as a person looks through them: page by page, and counted.
+//! Lists of records for operators: page by page, and counted.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,7 +9,7 @@ use super::{Inspection, StoreError, StoreErrorKind};
 use crate::key::Key;
 use crate::record::request::Standing;
 
-/// Which records [`Store::list`](crate::Store::list) shows.
+/// Selects the records that [`Store::list`](crate::Store::list) returns.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -23,73 +23,75 @@ use crate::record::request::Standing;
 #[must_use]
 #[non_exhaustive]
 pub struct Filter {
-    /// Only records that stand like one of these; empty for all.
+    /// Standings of the records; empty for all.
     pub standings: Vec<Standing>,
-    /// Only records under this scope.
+    /// Scope of the records; `None` for all.
     pub scope: Option<Box<str>>,
-    /// Only records whose latest attempt began at least this long ago, by the store's clock.
+    /// Shortest time since the latest attempt of the records began, by the store's clock.
     pub older_than: Option<Duration>,
-    /// How many records a page has at most, unless it is one of a scan.
+    /// Largest number of records in a page, unless the page belongs to a scan.
     pub limit: u32,
-    /// Where the page begins: at the end of the page that had this cursor.
+    /// Start of the page: the end of the page that had this cursor.
     pub after: Option<Cursor>,
-    /// Whether a store without any order of its keys may walk through all of them.
+    /// True if a store without an order of its keys may scan all of them.
     pub scan: bool,
 }
 
 impl Filter {
-    /// The most records of a page.
+    /// Largest number of records in a page.
     pub const MAX_LIMIT: u32 = 1000;
 
-    /// All records, a hundred in a page.
+    /// Selects all records, a hundred in a page.
     pub const fn new() -> Self {
         Self { standings: Vec::new(), scope: None, older_than: None, limit: 100, after: None, scan: false }
     }
 
-    /// Only records that stand like this; called more than once, like one of these.
+    /// Selects only records with this standing. Several calls select several standings.
     pub fn standing(mut self, standing: Standing) -> Self {
         self.standings.push(standing);
         self
     }
 
-    /// Only records whose effect may have happened without their knowing: lapsed, interrupted and damaged ones.
+    /// Selects only records whose effect may have happened without being recorded: lapsed, interrupted and damaged
+    /// ones.
     pub fn uncertain(self) -> Self {
         self.standing(Standing::Lapsed).standing(Standing::Interrupted).standing(Standing::Damaged)
     }
 
-    /// Only records under this scope.
+    /// Selects only records under this scope.
     pub fn scope(self, scope: impl Into<Box<str>>) -> Self {
         Self { scope: Some(scope.into()), ..self }
     }
 
-    /// Only records whose latest attempt began at least this long ago, and damaged ones, whose age is unknown.
+    /// Selects only records whose latest attempt began at least this long ago, and damaged records, whose age is
+    /// unknown.
     pub fn older_than(self, age: Duration) -> Self {
         Self { older_than: Some(age), ..self }
     }
 
-    /// How many records a page has at most (default: 100): 1 to [`MAX_LIMIT`](Self::MAX_LIMIT). A page of a
-    /// [`scan`](Self::scan) has what one step of it finds.
+    /// Sets the largest number of records in a page (default: 100): 1 to [`MAX_LIMIT`](Self::MAX_LIMIT). A page of a
+    /// [`scan`](Self::scan) holds the records that one step of the scan finds.
     pub fn limit(self, limit: u32) -> Self {
         Self { limit: limit.clamp(1, Self::MAX_LIMIT), ..self }
     }
 
-    /// The page that follows the one with this cursor; `None` for the first one.
+    /// Selects the page that follows the page with this cursor; `None` for the first page.
     pub fn after(self, cursor: impl Into<Option<Cursor>>) -> Self {
         Self { after: cursor.into(), ..self }
     }
 
-    /// Lets a store without any order of its keys walk through all of them, as Redis does with `SCAN`. Records that are
-    /// written meanwhile may then be missed, and others may be shown twice.
+    /// Lets a store without an order of its keys scan all of them, as Redis does with `SCAN`. Such a list may miss
+    /// records that are written meanwhile, and may return others twice.
     pub fn scan(self) -> Self {
         Self { scan: true, ..self }
     }
 
-    /// Whether a record that stands like this is shown.
+    /// Returns whether the filter selects records with this standing.
     pub fn takes(&self, standing: Standing) -> bool {
         self.standings.is_empty() || self.standings.contains(&standing)
     }
 
-    /// Whether a record is shown that was looked at like this, under this key. The page is not asked about.
+    /// Returns whether the filter selects a record with this key and inspection, regardless of its page.
     pub fn matches(&self, key: &Key, inspection: &Inspection) -> bool {
         let in_scope = self.scope.as_deref().is_none_or(|scope| key.scope() == scope);
         let is_old = self.older_than.is_none_or(|age| match inspection.began {
@@ -99,13 +101,13 @@ impl Filter {
         in_scope && is_old && self.takes(inspection.standing())
     }
 
-    /// How many records a page has at most, as a number of items.
+    /// Largest number of records in a page, as a `usize`.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn most(&self) -> usize {
         self.limit.clamp(1, Self::MAX_LIMIT) as usize
     }
 
-    /// What every stored key in question begins with.
+    /// Returns the beginning of every stored key that the filter may select.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn prefix(&self) -> String {
         match &self.scope {
@@ -121,23 +123,23 @@ impl Default for Filter {
     }
 }
 
-/// Where a page ends and the next one begins. A text of the store's own: it may be kept and read again, and means nothing to
-/// another store. It holds a key, or a place.
+/// The position at which a page ends and the next one begins. A text of the store: it can be stored and parsed again,
+/// but has no meaning for another store. It contains a key, or a position.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Cursor(Box<str>);
 
 impl Cursor {
-    /// A cursor of a store.
+    /// Makes a cursor of a store.
     pub fn new(text: impl Into<Box<str>>) -> Self {
         Self(text.into())
     }
 
-    /// The text.
+    /// Text of the cursor.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The error of a store that did not make this cursor.
+    /// Returns the error of a store that did not make this cursor.
     pub fn is_foreign(&self) -> StoreError {
         let message = "the cursor is not of this store; begin without one";
         StoreError::new(StoreErrorKind::Unsupported, message)
@@ -158,32 +160,34 @@ impl FromStr for Cursor {
     }
 }
 
-/// Some of the records that a [`Filter`] asks for.
+/// Some of the records that a [`Filter`] selects.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Page {
-    /// The records, without their results ([`StoredResult::LeftOut`](crate::record::StoredResult::LeftOut)). A page may have
-    /// fewer than the limit, or none, although more follow.
+    /// Records, without their results ([`StoredResult::LeftOut`](crate::record::StoredResult::LeftOut)). A page may
+    /// hold fewer than the limit, or none, although more follow.
     pub records: Vec<(Key, Inspection)>,
-    /// The number of entries that were passed over because another program keeps them: they are no records.
+    /// Number of skipped entries that another program wrote: they are not records.
     pub unreadable: u64,
-    /// Where the next page begins; `None` after the last one.
+    /// Start of the next page; `None` after the last page.
     pub next: Option<Cursor>,
 }
 
 impl Page {
-    /// A page with these records, and where the next one begins.
+    /// Makes a page with these records. `next`: start of the next page.
     pub const fn new(records: Vec<(Key, Inspection)>, next: Option<Cursor>) -> Self {
         Self { records, unreadable: 0, next }
     }
 
-    /// The keys of the records in it that can't be read. A list reads no results, so a store looks at each of these once more.
+    /// Returns the keys of the records in the page that can't be read. A list reads no results, so a store must read
+    /// each of these records again.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn damaged(&self) -> Vec<Key> {
         self.records.iter().filter(|(_, found)| found.damage.is_some()).map(|(key, _)| key.clone()).collect()
     }
 
-    /// Shows the record of `key` as it was found when it was looked at once more, if `filter` still asks for it.
+    /// Replaces the entry of `key` by `now`, the record that a second read found, if `filter` still selects it.
+    /// Otherwise removes the entry.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn show(&mut self, filter: &Filter, key: &Key, now: Option<Inspection>) {
         let now = now.filter(|now| filter.matches(key, now));
@@ -197,7 +201,8 @@ impl Page {
         });
     }
 
-    /// Adds the entry that a store has under the key `stored`, if `filter` asks for it. `Ok(None)` is an expired one.
+    /// Adds the entry that a store holds under the key `stored`, if `filter` selects it. `Ok(None)` stands for an
+    /// expired entry.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn add<E>(&mut self, filter: &Filter, stored: &str, entry: Result<Option<Inspection>, E>) {
         let key = Some(stored).filter(|key| key.starts_with(Key::STORED)).and_then(|key| key.parse::<Key>().ok());
@@ -213,20 +218,20 @@ impl Page {
     }
 }
 
-/// How many records a store has, by scope and by how they stand.
+/// Number of records of a store, by scope and by standing.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stats {
-    /// The counts of each scope.
+    /// Counts of each scope.
     pub scopes: BTreeMap<Box<str>, Counts>,
-    /// The number of entries that another program keeps: they are no records.
+    /// Number of entries that another program wrote: they are not records.
     pub unreadable: u64,
-    /// Where the counting ended; `None` if all records were counted.
+    /// Position at which the counting ended; `None` if all records were counted.
     pub next: Option<Cursor>,
 }
 
 impl Stats {
-    /// The counts of all scopes together.
+    /// Returns the counts of all scopes together.
     pub fn total(&self) -> Counts {
         let mut total = Counts::default();
         for counts in self.scopes.values() {
@@ -249,17 +254,17 @@ impl Stats {
     }
 }
 
-/// How many records stand how.
+/// Number of records by standing.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Counts([u64; Standing::ALL.len()]);
 
 impl Counts {
-    /// How many stand like this.
+    /// Number of records with this standing.
     pub fn of(&self, standing: Standing) -> u64 {
         self.0[standing as usize]
     }
 
-    /// How many there are.
+    /// Number of all records.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
     }

@@ -40,24 +40,25 @@ pub use crate::record::revision::{Revision, RevisionError};
 pub use crate::record::trail::Holder;
 use crate::sync::lock;
 
-/// Where records are kept.
+/// A place that keeps records.
 ///
 /// The contract, which the suite in `idem_runtime::conformance` (feature `conformance`) checks:
 ///
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
-///   one is answered [`Reservation::Granted`]. What a reservation does with the record it meets is decided by
-///   [`Record::admit`](crate::record::Record::admit); the store makes that decision atomic.
+///   one is answered [`Reservation::Granted`]. [`Record::admit`](crate::record::Record::admit) decides the effect of a
+///   reservation on the record; the store makes that decision atomic.
 /// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
-///   [`release`](Store::release) change a pending record only, and only if its owner token is the one presented; all but a
+///   [`release`](Store::release) change only a pending record, and only if the call presents its owner token; all but a
 ///   release also compare the number of the attempt. A refusal is an answer ([`Verdict::Refused`]), not an error.
-/// - **Repeatable.** Every operation may be repeated with the same owner token; one that took effect although its answer
-///   got lost is recognised as done.
-/// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released one is kept for `ttl` from
-///   that write. Nothing is forgotten earlier, and an expired record is treated as absent whether or not it has been
-///   cleaned up.
-/// - **One clock.** Leases and retentions are measured by the store's own clock, never by comparing two machines'.
-/// - **Told.** A record keeps the [`Trail`](crate::record::Trail) that `admit`, `decide` and the lease give it, and the store
-///   notes when the key was first seen and when the latest attempt began. Nothing is decided by them.
+/// - **Repeatable.** Every operation may be repeated with the same owner token. If the first call took effect although
+///   its answer was lost, the store recognises that effect and answers as if it had applied the repetition.
+/// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released record is kept for `ttl`
+///   from that write. No record is forgotten earlier, and an expired record is treated as absent whether or not it has
+///   been cleaned up.
+/// - **One clock.** The store measures leases and retentions by its own clock, and never compares the clocks of two
+///   machines.
+/// - **Traceable.** A record keeps the [`Trail`](crate::record::Trail) that `admit`, `decide` and the lease give it,
+///   and the store records when the key was first seen and when the latest attempt began. No decision depends on them.
 /// - **Bounded.** Every call ends; a store that can hang has a timeout of its own.
 /// - **Cancel safe.** Any returned future may be dropped at any time; its write then happened in full or not at all.
 ///
@@ -68,147 +69,159 @@ use crate::sync::lock;
     note = "name a value that implements `idem_runtime::Store`, or derefs to or shares one, for example `store = app.idempotency`"
 )]
 pub trait Store: fmt::Debug + Send + Sync + 'static {
-    /// What errors and logs call the store, for example `redis`.
+    /// Returns the name of the store in errors and logs, for example `redis`.
     fn name(&self) -> &'static str;
 
-    /// Another handle to the same store and the same [`Heartbeats`], for work that outlives a call.
+    /// Returns another handle to the same store and the same [`Heartbeats`], for work that outlives a call.
     ///
-    /// Each operation takes one. Duplicates of one key share a wait if theirs are the same `Arc`; a store that makes a new one
-    /// each time works as well, and each duplicate waits by itself.
+    /// Each operation takes a handle. Duplicates of one key share a wait if their handles are the same `Arc`. A store
+    /// may also make a new handle each time; then each duplicate waits alone.
     fn handle(&self) -> Arc<dyn Store>;
 
-    /// A handle of the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
+    /// Returns a handle to the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
     ///
-    /// They run on a thread of their own ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle that shares no connection, no queue and no runtime with
-    /// other callers keeps leases alive while those are slow or blocked. It should open its connection at its first use. A
-    /// store that has nothing to share returns [`handle`](Store::handle).
+    /// Both run on a thread of their own ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle that shares no
+    /// connection, no queue and no runtime with other callers keeps leases alive while these callers are slow or
+    /// blocked. Such a handle should open its connection at its first use. A store without anything to share returns
+    /// [`handle`](Store::handle).
     fn upkeep(&self) -> Arc<dyn Store>;
 
-    /// What tells this application's records from those of others in the same place. It enters child keys
-    /// ([`Attempt::child_key`](crate::Attempt::child_key)), so that two applications never share one. Empty if there is none.
+    /// Returns the text that separates this application's records from records of other applications in the same place.
+    /// Empty without one. The namespace enters child keys ([`Attempt::child_key`](crate::Attempt::child_key)), so that
+    /// two applications never share a child key.
     fn namespace(&self) -> &str;
 
-    /// How long one call of the store may take before it is given up; zero if calls can't hang. A lease has to be longer.
+    /// Time limit of one call of the store; zero if calls can't hang. A lease has to be longer.
     fn response_timeout(&self) -> Duration;
 
-    /// The leases this handle keeps alive, its clock, and its late writes.
+    /// Returns the leases that this handle keeps alive, with its clock and its late writes.
     fn heartbeats(&self) -> &Heartbeats;
 
-    /// Reserves `request.key` for one attempt, or reports what is there, in one atomic step.
+    /// Reserves `request.key` for one attempt, or returns the state of its record, in one atomic step.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not answer; it is never an answer such as "no record".
+    /// [`StoreError`] if the store did not answer. An error is never an answer such as "no record".
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation>;
 
-    /// Marks in the record that the body of this attempt begins, and renews the lease. Under `on_crash = fail`, and where
-    /// `max_attempts` counts, the engine polls no body before this write is confirmed: an attempt that lapses without the mark
-    /// is neither interrupted nor counted.
+    /// Marks in the record that the body of this attempt begins, and renews the lease. Under `on_crash = fail`, and
+    /// where `max_attempts` counts, the engine polls no body before the store confirms this write: an attempt that
+    /// lapses without the mark is neither interrupted nor counted.
     ///
-    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish). A lease that has lapsed by the store's
-    /// clock is refused, unless the record is marked already: so a request that arrives late marks nothing. The condition is
-    /// [`Record::may_begin`](crate::record::Record::may_begin).
+    /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). Refuses a lease that has lapsed by the
+    /// store's clock, unless the record is already marked: so a request that arrives late marks nothing.
+    /// [`Record::may_begin`](crate::record::Record::may_begin) is the condition.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the mark may be
+    /// written.
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict>;
 
-    /// Renews the leases and calls `answer` for each, by its place in `leases`, as soon as the store has answered for it. A
-    /// lease that has lapsed is renewed if nobody took over.
+    /// Renews the leases. Calls `answer` for each lease, with its index in `leases`, as soon as the store has answered
+    /// for it. A lapsed lease is renewed if no other attempt has taken over.
     ///
-    /// Owner token and `lease.attempt` are compared, as in [`finish`](Store::finish). A lease without an answer is renewed or
-    /// not: its record could not be reached, or was locked by somebody else. Such a lease must not hold up the others.
+    /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). A lease without an answer may be
+    /// renewed or not: its record could not be reached, or another session had locked it. Such a lease must not delay
+    /// the others.
     ///
     /// # Errors
-    /// [`StoreError`] says why leases have no answer. The answers that were given stand.
+    /// [`StoreError`] holds the reason why leases have no answer. The answers that were given stay valid.
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()>;
 
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///
-    /// Refused unless owner token and `lease.attempt` are those of the record. The token alone is not enough: a reservation
-    /// that arrives again late may get its owner a later attempt, whose number would then go backwards.
+    /// Refuses unless owner token and `lease.attempt` match the record. The token alone is not enough: a late copy of a
+    /// reservation may give its owner a later attempt, whose number would then decrease.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
+    /// finished.
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict>;
 
     /// Ends the attempt without a result, keeps the record for `lease.ttl` from now, and wakes its waiters.
     ///
-    /// `lease.attempt` is not looked at: a caller that never heard the answer to its reservation doesn't know it.
+    /// Ignores `lease.attempt`: a caller whose reservation was never answered doesn't have the number.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
+    /// released.
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict>;
 
-    /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early. Tells what is
-    /// recorded then, so that a waiting duplicate need not ask again.
+    /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early. Returns
+    /// the record at that time, so that a waiting duplicate need not reserve.
     ///
-    /// What is told was read after the call began, and is as good as the answer to a reservation: a duplicate replays the
-    /// result in it. `None` says nothing, neither that there is no record nor that the attempt goes on: the caller reserves. A
-    /// store may always answer so. A record that can't be read is an error, as for a reservation.
+    /// The returned record was read after the call began, and is as good as the answer to a reservation: a duplicate
+    /// replays the result in it. After `None` the caller reserves: `None` does not mean that there is no record, nor
+    /// that the attempt goes on. A store may always return `None`. A record that can't be read is an error, as for a
+    /// reservation.
     ///
-    /// The engine makes one such call for all duplicates of a key that wait in one [`handle`](Store::handle) and runtime.
+    /// The engine makes one such call for all duplicates of a key that wait in one [`handle`](Store::handle) and
+    /// runtime.
     ///
     /// # Errors
-    /// [`StoreError`] if the store can't be asked.
+    /// [`StoreError`] if the store can't be reached.
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>>;
 
-    /// Looks at the record of `key`, for operators and tests. A record that can't be read is an
-    /// [`Inspection::damaged`] of all that is stored.
+    /// Reads the record of `key`, for operators and tests. A record that can't be read is returned as an
+    /// [`Inspection::damaged`] of all its stored parts.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer.
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>>;
 
-    /// Does with a record what an operator has decided, in one atomic step, and wakes its waiters.
+    /// Applies an operator's decision to a record, in one atomic step, and wakes its waiters.
     ///
-    /// [`Inspection::decide`] says what that is, and when it is refused; the store makes that decision atomic. The record keeps its
-    /// retention, and unless it is removed, its attempt number. A decision is applied only to the record that its operator
-    /// saw: of two decisions about the same record one is applied. A decision may be repeated: it then changes nothing.
+    /// [`Inspection::decide`] returns the effect of the decision, or the reason of its refusal; the store makes that
+    /// effect atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision is
+    /// applied only to the record that its operator saw: of two decisions about the same record one is applied. A
+    /// repeated decision changes nothing.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] tells whether it may be done.
+    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the decision may be
+    /// recorded.
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided>;
 
-    /// Looks at up to `batch` records that may have expired, and removes those that have. Returns how many it removed.
+    /// Checks up to `batch` records that may have expired, and removes the expired ones. Returns the number of removed
+    /// records.
     ///
-    /// Purging changes nothing but the size of the store. A store whose server removes expired records removes none here.
+    /// Purging changes only the size of the store. A store whose server removes expired records removes none here.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; the call may be repeated.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64>;
 
-    /// Some of the records that `filter` asks for, without their results, and where the next ones begin.
+    /// Returns some of the records that `filter` selects, without their results, and the start of the next page.
     ///
-    /// A record that is there from the first page to the last is shown once, whatever is written meanwhile, in the order of the
-    /// store. A call looks at a bounded number of records; a page with few of them, or none, may be followed by others. A
-    /// store that has no order to walk by does so only under [`Filter::scan`], where records may be missed and repeated. Records
-    /// that can't be read are shown as [`inspect`](Store::inspect) shows them; damage to a result alone is seen there only.
+    /// A record that exists from the first page to the last is returned once, in the order of the store, no matter what
+    /// is written meanwhile. A call reads a bounded number of records; more pages may follow a page with few records,
+    /// or none. A store without an order of its keys lists them only under [`Filter::scan`], and may then miss and
+    /// repeat records. A record that can't be read is returned as by [`inspect`](Store::inspect); damage to a result
+    /// alone shows only there.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not answer; of kind [`StoreErrorKind::Unsupported`] if it can't list records, or if
-    /// the filter has to ask for a scan, or has the cursor of another store.
+    /// [`StoreError`] if the store did not answer. Its kind is [`StoreErrorKind::Unsupported`] if the store can't list
+    /// records, if it can list only by a scan, or if the cursor belongs to another store.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page>;
 
-    /// Whether the store can be reached: one cheap exchange with it, or with each of its servers. Changes nothing.
+    /// Checks that the store can be reached: one cheap exchange with it, or with each of its servers. Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError`] says why it can't be.
+    /// [`StoreError`] holds the reason why the store can't be reached.
     fn ping(&self) -> StoreFuture<'_, ()>;
 }
 
-/// What every store can do besides; for `Arc<dyn Store>`, too.
+/// Further methods of every store; for `Arc<dyn Store>` too.
 pub trait StoreExt: Store {
     /// Waits until late writes and renewals are done; see [`Heartbeats::flush`]. For the end of a program.
     fn flush(&self) -> impl Future<Output = ()> + Send + '_ {
         self.heartbeats().flush()
     }
 
-    /// What this handle and its clones have counted; see [`crate::metrics`].
+    /// Returns the metrics of this handle and its clones; see [`crate::metrics`].
     fn metrics(&self) -> Snapshot {
         self.heartbeats().snapshot(self.name())
     }
 
-    /// Whether calls can be served: for a readiness probe. Pings the store once.
+    /// Checks whether the store can serve calls, for a readiness probe. Pings the store once.
     ///
     /// ```
     /// # use idem_runtime::{MemoryStore, StoreExt};
@@ -220,12 +233,12 @@ pub trait StoreExt: Store {
     /// ```
     ///
     /// # Cancel safety
-    /// Cancel safe: nothing is written.
+    /// Cancel safe: the check writes nothing.
     fn health(&self) -> impl Future<Output = Health> + Send + '_ {
         health::check(self)
     }
 
-    /// What a person does about a record: see [`Operator`].
+    /// Returns the [`Operator`] of the store, by which a person decides about records.
     fn operator(&self) -> Operator<'_, Self> {
         Operator::new(self)
     }
@@ -233,13 +246,13 @@ pub trait StoreExt: Store {
 
 impl<S: Store + ?Sized> StoreExt for S {}
 
-/// Takes what a store says of one lease of [`Store::renew`]: its place among the leases, and the answer.
+/// Receives the store's answer about one lease of [`Store::renew`]: the index of the lease, and the answer.
 pub type Answers<'a> = dyn Fn(usize, Verdict) + Send + Sync + 'a;
 
 /// Renews `leases`, and waits for all answers.
 ///
 /// # Errors
-/// [`StoreError`] if a lease got no answer; each of them is then renewed or not.
+/// [`StoreError`] if a lease got no answer. Each lease without an answer may be renewed or not.
 pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Verdict>, StoreError> {
     let answers = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| {
@@ -259,12 +272,12 @@ pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result
 }
 
 impl Policy {
-    /// Whether the durations can be honoured by `store`: besides [`check`](Policy::check), a lease must be longer than a call
-    /// of the store may take, or one call that is slow costs the lease. For the start of a program; a call under such a
-    /// policy only warns.
+    /// Checks that `store` can honour the durations. In addition to [`check`](Policy::check), a lease must be longer
+    /// than the time limit of a call of the store, or one slow call costs the lease. For the start of a program: a call
+    /// under such a policy only warns.
     ///
     /// # Errors
-    /// [`PolicyProblem`] names the option that can't be honoured and what to write instead.
+    /// [`PolicyProblem`] names the option that the store can't honour, and a value to write instead.
     ///
     /// ```
     /// # use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What a person does about a record.
+//! Decisions of a person about a record.
 
 use std::error::Error;
 use std::fmt;
@@ -16,12 +16,12 @@ use crate::key::{Key, KeyError};
 use crate::metrics::StoreOp;
 use crate::record::StoredResult;
 
-/// What a person does about records: made by [`StoreExt::operator`](super::StoreExt::operator).
+/// Reads records and decides about them, for a person. Made by [`StoreExt::operator`](super::StoreExt::operator).
 ///
-/// Each decision takes what the person has looked at, an [`Inspection`] or its [`Revision`], and is refused once that record has
-/// changed: of two people who look at the same record, one decides. A decision may be repeated by the same person: a second
-/// time it changes nothing. Who decided and why is kept in the record, until the next decision, and is in an event of
-/// `tracing` (level INFO).
+/// Each decision takes the record that the person has seen, as an [`Inspection`] or its [`Revision`]. It is refused
+/// once that record has changed: of two people who look at the same record, only one decides. The same person may
+/// repeat a decision: the second time it changes nothing. The record keeps the name of the person and the reason until
+/// the next decision. An event of `tracing` (level INFO) contains them too.
 ///
 /// ```
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -60,23 +60,23 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         Self { store, by: String::new(), reason: String::new() }
     }
 
-    /// The name of the person, for the record and the event of each decision (default: empty). A record keeps
+    /// Sets the name of the person, for the record and the event of each decision (default: empty). A record keeps
     /// [`Trail::MAX_BY_BYTES`](crate::record::Trail::MAX_BY_BYTES) of it.
     pub fn by(self, by: impl Into<String>) -> Self {
         Self { by: by.into(), ..self }
     }
 
-    /// Why they decide so, for the record and the event of each decision (default: empty). A record keeps
+    /// Sets the reason of the decisions, for the record and the event of each (default: empty). A record keeps
     /// [`Trail::MAX_REASON_BYTES`](crate::record::Trail::MAX_REASON_BYTES) of it.
     pub fn reason(self, reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), ..self }
     }
 
-    /// Reads a key as an error or a log shows it (`<scope>/<text>`), or as the store has it (`1/<scope>/<text>`, with or
-    /// without the namespace in front), in quotes or not.
+    /// Parses a key in the form of an error or a log (`<scope>/<text>`), or of the store (`1/<scope>/<text>`, with or
+    /// without the namespace in front), with or without quotes.
     ///
     /// # Errors
-    /// [`KeyError`] says what is to be typed in place of what is no key, or is one of another namespace.
+    /// [`KeyError`] if the text is not a key, or a key of another namespace. It says what to type instead.
     pub fn key(&self, shown: &str) -> Result<Key, KeyError> {
         let shown = shown.trim();
         let quoted = ['"', '\'', '`'].into_iter().find_map(|quote| shown.strip_prefix(quote)?.strip_suffix(quote));
@@ -85,7 +85,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         stored.unwrap_or(shown).parse()
     }
 
-    /// Looks at the record of `key`; `None` without a record. A record that can't be read is shown as
+    /// Reads the record of `key`; `None` without a record. A record that can't be read is returned as
     /// [damaged](Inspection::damage), with the reason.
     ///
     /// # Errors
@@ -98,14 +98,14 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
             .map_err(|source| self.failed(Some(key), source))
     }
 
-    /// Says what became of the attempt that was `seen`: its operation has ended like this, and every duplicate is told so.
+    /// Records the end of the operation whose attempt was `seen`. Every duplicate gets this end.
     ///
-    /// For an attempt that was interrupted, has lapsed, or has ended without a result. An operation that completed without
-    /// a result that could be stored is given one. A recorded result stands; [`replace`](Self::replace) corrects one.
+    /// For an attempt that was interrupted, has lapsed, or has ended without a result. An operation that completed
+    /// without a storable result gets this one. A recorded result stays; [`replace`](Self::replace) corrects it.
     ///
     /// # Errors
-    /// [`OperatorError`] says why it was refused. Nothing was changed then; after [`OperatorError::Store`] it may be: repeat
-    /// it.
+    /// [`OperatorError`] holds the reason of a refusal, which changes nothing. After [`OperatorError::Store`] the
+    /// decision may be recorded: repeat it.
     pub async fn resolve(
         &self,
         key: &Key,
@@ -115,11 +115,11 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::resolve(key, seen, resolution.0)).await
     }
 
-    /// Corrects what a finished operation has recorded: duplicates are told this from now on. The handler does not run in
-    /// between. Callers that have had the recorded result keep it.
+    /// Corrects the recorded end of a finished operation: from now on duplicates get the new one. The handler does not
+    /// run in between. Callers that already have the recorded result keep it.
     ///
     /// # Errors
-    /// As for [`resolve`](Self::resolve).
+    /// See [`resolve`](Self::resolve).
     pub async fn replace(
         &self,
         key: &Key,
@@ -131,40 +131,41 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
 
     /// Lets the next delivery run again. No attempt counts against `max_attempts` any more.
     ///
-    /// For an attempt that was interrupted, has lapsed, or has ended without a result. A recorded result stands;
-    /// [`discard`](Self::discard) gives one up.
+    /// For an attempt that was interrupted, has lapsed, or has ended without a result. A recorded result stays;
+    /// [`discard`](Self::discard) removes it.
     ///
     /// # Errors
-    /// As for [`resolve`](Self::resolve).
+    /// See [`resolve`](Self::resolve).
     pub async fn reopen(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
         self.decide(Decision::reopen(key, seen)).await
     }
 
-    /// Gives up what a finished operation has recorded, and lets the next delivery run again. No attempt counts against
-    /// `max_attempts` any more.
+    /// Discards the recorded end of a finished operation, and lets the next delivery run again. No attempt counts
+    /// against `max_attempts` any more.
     ///
     /// # Errors
-    /// As for [`resolve`](Self::resolve).
+    /// See [`resolve`](Self::resolve).
     pub async fn discard(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
         self.decide(Decision::discard(key, seen)).await
     }
 
-    /// Ends a lease whose holder is gone for sure. What follows is what follows a crash: under `on_crash = retry` the next
-    /// delivery runs, under `fail` the key is interrupted.
+    /// Ends a lease whose holder has certainly ended. The consequences are those of a crash: under `on_crash = retry`
+    /// the next delivery runs, under `fail` the key is interrupted.
     ///
-    /// If the holder is alive after all, its body goes on until its next renewal is refused, beside the next attempt.
+    /// If the holder is alive after all, its body goes on until its next renewal is refused, at the same time as the
+    /// next attempt.
     ///
     /// # Errors
-    /// As for [`resolve`](Self::resolve).
+    /// See [`resolve`](Self::resolve).
     pub async fn break_lease(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
         self.decide(Decision::break_lease(key, seen)).await
     }
 
-    /// Removes the record, result included: the next delivery runs as the first one. Returns whether there was one. It is the
-    /// only decision about a damaged record.
+    /// Removes the record, its result included: the next delivery runs like the first one. Returns whether there was a
+    /// record. For a damaged record this is the only possible decision.
     ///
     /// # Errors
-    /// As for [`resolve`](Self::resolve).
+    /// See [`resolve`](Self::resolve).
     pub async fn forget(&self, key: &Key, seen: impl Into<Revision>) -> Result<bool, OperatorError> {
         match self.decide(Decision::forget(key, seen)).await {
             Ok(()) => Ok(true),
@@ -173,19 +174,21 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         }
     }
 
-    /// Looks at up to `batch` records that may have expired, and removes those that have. Returns how many it removed.
+    /// Checks up to `batch` records that may have expired, and removes the expired ones. Returns the number of removed
+    /// records.
     ///
     /// # Errors
-    /// [`OperatorError::Store`] if the store did not confirm; repeat it.
+    /// [`OperatorError::Store`] if the store did not confirm; repeat the call.
     pub async fn purge(&self, batch: u32) -> Result<u64, OperatorError> {
         self.store.purge(batch).watched(self.store, StoreOp::Purge).await.map_err(|source| self.failed(None, source))
     }
 
-    /// Some of the records that `filter` asks for, without their results; [`inspect`](Self::inspect) shows a result. The next
-    /// ones begin at [`Page::next`], and the last page has none.
+    /// Returns some of the records that `filter` selects, without their results; [`inspect`](Self::inspect) returns a
+    /// result. The next page begins at [`Page::next`], which the last page does not have.
     ///
-    /// SQLite and PostgreSQL walk along the primary key, the memory store along its own order. DynamoDB reads the whole
-    /// table, page by page, and bills it; Redis does so only under [`Filter::scan`], and may then miss and repeat records.
+    /// SQLite and PostgreSQL list in the order of the primary key, the memory store in its own order. DynamoDB reads
+    /// the whole table, page by page, and bills it. Redis lists only under [`Filter::scan`], and may then miss and
+    /// repeat records.
     ///
     /// ```
     /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -207,23 +210,23 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// ```
     ///
     /// # Errors
-    /// [`OperatorError::Unsupported`] if the store can't, or not without a scan; [`OperatorError::Store`] if it did not
-    /// answer.
+    /// [`OperatorError::Unsupported`] if the store can't list records, or not without a scan. [`OperatorError::Store`]
+    /// if it did not answer.
     pub async fn list(&self, filter: &Filter) -> Result<Page, OperatorError> {
         self.store.list(filter).watched(self.store, StoreOp::List).await.map_err(|source| self.failed(None, source))
     }
 
-    /// Counts the records that `filter` asks for, by scope and by how they stand, from [`Filter::after`] on and at most about
-    /// `at_most` of them. [`Stats::next`] says where to go on if there are more.
+    /// Counts the records that `filter` selects, by scope and by standing, from [`Filter::after`] on and at most about
+    /// `at_most` of them. If there are more, [`Stats::next`] is the position to continue from.
     ///
-    /// It reads all records that it counts, without their results, page by page; what that costs is what it costs to
-    /// [`list`](Self::list) them. Records that are written meanwhile are counted or not.
+    /// This call reads all records that it counts, page by page, without their results, and costs as much as to
+    /// [`list`](Self::list) them. Records that are written meanwhile may be counted or not.
     ///
     /// # Errors
-    /// As for [`list`](Self::list).
+    /// See [`list`](Self::list).
     ///
     /// # Cancel safety
-    /// Changes nothing; what was counted is lost.
+    /// Changes nothing; the counts so far are lost.
     pub async fn stats(&self, filter: &Filter, at_most: u64) -> Result<Stats, OperatorError> {
         let mut stats = Stats::default();
         let mut filter = filter.clone().limit(Filter::MAX_LIMIT);
@@ -277,59 +280,59 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     }
 }
 
-/// What became of an operation, as a person says.
+/// End of an operation that a person decides.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub struct Resolution(Finish);
 
 impl Resolution {
-    /// It completed with `result`, which duplicates replay: a value of the type that the handler returns in its `Ok`. It is
-    /// written as JSON, and read back as a check.
+    /// The operation completed with `result`, which duplicates replay: a value of the type that the handler returns in
+    /// its `Ok`. The result is written as JSON, and read back as a check.
     ///
     /// # Errors
-    /// [`CodecError`] if the result can't be written, or can't be read again.
+    /// [`CodecError`] if the result can't be written, or can't be read back.
     pub fn completed<T: Serialize + DeserializeOwned>(result: &T) -> Result<Self, CodecError> {
         Self::completed_by::<Json, T>(result)
     }
 
-    /// The same, by the codec of the handler.
+    /// Like [`completed`](Self::completed), with the codec of the handler.
     ///
     /// # Errors
-    /// As for [`completed`](Self::completed).
+    /// See [`completed`](Self::completed).
     pub fn completed_by<C: Codec, T: Serialize + DeserializeOwned>(result: &T) -> Result<Self, CodecError> {
         Ok(Self(Finish::Completed(encoded::<C, T>(result)?)))
     }
 
-    /// It completed, and its result is unknown: duplicates get [`Error::ResultUnavailable`](crate::Error::ResultUnavailable)
-    /// and are acknowledged.
+    /// The operation completed, and its result is unknown: duplicates get
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable) and are acknowledged.
     pub fn completed_without_result() -> Self {
         Self(Finish::Completed(StoredResult::Unencodable))
     }
 
-    /// It failed for good with `error`, which duplicates replay: a value of the error type of a handler under
-    /// `on_error = record`.
+    /// The operation failed permanently with `error`, which duplicates replay: a value of the error type of a handler
+    /// under `on_error = record`.
     ///
     /// # Errors
-    /// As for [`completed`](Self::completed).
+    /// See [`completed`](Self::completed).
     pub fn failed<E: Serialize + DeserializeOwned>(error: &E) -> Result<Self, CodecError> {
         Self::failed_by::<Json, E>(error)
     }
 
-    /// The same, by the codec of the handler.
+    /// Like [`failed`](Self::failed), with the codec of the handler.
     ///
     /// # Errors
-    /// As for [`completed`](Self::completed).
+    /// See [`completed`](Self::completed).
     pub fn failed_by<C: Codec, E: Serialize + DeserializeOwned>(error: &E) -> Result<Self, CodecError> {
         Ok(Self(Finish::Failed(encoded::<C, E>(error)?)))
     }
 
-    /// It failed for good, and there is no error to replay.
+    /// The operation failed permanently, and there is no error to replay.
     pub fn failed_without_result() -> Self {
         Self(Finish::Failed(StoredResult::Unencodable))
     }
 }
 
-/// What is recorded as it is, unchecked: for results whose type is unknown here.
+/// Takes an end without a check, for results whose type is unknown here.
 impl From<Finish> for Resolution {
     fn from(finish: Finish) -> Self {
         Self(finish)
@@ -342,108 +345,108 @@ fn encoded<C: Codec, T: Serialize + DeserializeOwned>(result: &T) -> Result<Stor
     Ok(StoredResult::Encoded { codec, bytes: Bytes::from(bytes) })
 }
 
-/// Why nothing was decided.
+/// Reason why no decision took effect.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperatorError {
     /// An attempt is running.
     #[non_exhaustive]
     LiveLease {
-        /// The key.
+        /// Key of the record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// The attempt that is running.
+        /// Number of the running attempt.
         attempt: u32,
-        /// The time until its lease lapses unless it is renewed; never zero.
+        /// Time until its lease lapses unless it is renewed; never zero.
         lapses_in: Duration,
     },
-    /// The latest attempt is another one than the decision is about.
+    /// The decision is about another attempt than the latest one.
     #[non_exhaustive]
     OtherAttempt {
-        /// The key.
+        /// Key of the record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// The attempt that the decision is about.
+        /// Number of the attempt that the decision is about.
         attempt: u32,
-        /// The latest attempt.
+        /// Number of the latest attempt.
         latest: u32,
     },
     /// The record of the attempt has changed since the person looked at it.
     #[non_exhaustive]
     Changed {
-        /// The key.
+        /// Key of the record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// The attempt.
+        /// Number of the attempt.
         attempt: u32,
-        /// Where the operation stood when the person looked.
+        /// Standing of the operation when the person looked.
         seen: Standing,
-        /// Where it stands.
+        /// Current standing of the operation.
         standing: Standing,
-        /// The person who decided meanwhile, if one did and gave a name.
+        /// Name of the person who decided meanwhile, if one did and gave a name.
         decided_by: Option<String>,
     },
-    /// The operation has finished, and what is recorded stands.
+    /// The operation has finished, and its recorded end stays.
     #[non_exhaustive]
     Finished {
-        /// The key.
+        /// Key of the record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// The attempt.
+        /// Number of the attempt.
         attempt: u32,
-        /// The [name](crate::store::Action::name) of the action that was refused.
+        /// [Name](crate::store::Action::name) of the refused action.
         action: &'static str,
     },
-    /// The operation has not finished: no result can be discarded or replaced.
+    /// The operation has not finished, so it has no result to discard or replace.
     #[non_exhaustive]
     Unfinished {
-        /// The key.
+        /// Key of the record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// The attempt.
+        /// Number of the attempt.
         attempt: u32,
-        /// The [name](crate::store::Action::name) of the action that was refused.
+        /// [Name](crate::store::Action::name) of the refused action.
         action: &'static str,
     },
     /// There is no record.
     #[non_exhaustive]
     NoRecord {
-        /// The key.
+        /// Key without a record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
     },
     /// The record can't be read, so it can only be forgotten.
     #[non_exhaustive]
     Damaged {
-        /// The key.
+        /// Key of the record.
         key: Key,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// The [name](crate::store::Action::name) of the action that was refused.
+        /// [Name](crate::store::Action::name) of the refused action.
         action: &'static str,
     },
-    /// The store can't do this, or not unless it is asked for more explicitly.
+    /// The store can't do this, or needs a more explicit request for it.
     #[non_exhaustive]
     Unsupported {
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// Why it can't.
+        /// Reason why the store can't do it.
         source: StoreError,
     },
     /// The store failed.
     #[non_exhaustive]
     Store {
-        /// The key, unless it is about many.
+        /// Key of the record; `None` if the call is about many records.
         key: Option<Key>,
-        /// The name of the store.
+        /// Name of the store.
         store: &'static str,
-        /// Its error.
+        /// Error of the store.
         source: StoreError,
     },
 }

@@ -1,4 +1,5 @@
-//! What does not answer for a while: a handful of lines in the log with counts, and one when it is back.
+//! Log lines about a store or broker that does not answer for a while: a few lines with counts, and one when it answers
+//! again.
 
 use std::time::Duration;
 
@@ -9,15 +10,15 @@ use crate::metrics::StoreOp;
 use crate::sync::SharedOrAnew;
 use crate::sync::atomic::{AtomicBool, Ordering};
 
-/// The pause between the first two lines; it doubles with each line up to [`LONGEST_PAUSE`].
+/// Pause between the first two lines. The pause doubles with each line up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_secs(30);
-/// After as long without a failure the lines begin anew.
+/// Longest pause between two lines. After this time without a failure the pauses start again at [`FIRST_PAUSE`].
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
 /// What has failed since it last succeeded, and when that is told.
 #[derive(Default)]
 pub(super) struct Outage {
-    /// Whether the last answer was none. Read at each answer.
+    /// True if the last operation failed. Read at each success.
     open: AtomicBool,
     state: SharedOrAnew<State>,
 }
@@ -26,27 +27,27 @@ pub(super) struct Outage {
 struct State {
     since: Option<Instant>,
     failed: [u64; 4],
-    /// When each kind failed last, if it has not succeeded since.
+    /// Time of the last failure of each kind, if the kind has not succeeded since.
     failing: [Option<Instant>; 4],
-    /// Whether a line has told of it.
+    /// True if a line has reported the failures.
     told: bool,
     last_line: Option<Instant>,
     last_failure: Option<Instant>,
     pause: Duration,
 }
 
-/// What a line tells.
+/// Content of a line.
 struct Line {
-    /// For how long there has been no answer.
+    /// Time since the first failure.
     since: Duration,
-    /// How much has failed, by what it was.
+    /// Number of failures by kind.
     failed: [u64; 4],
-    /// Whether it is the first line.
+    /// True for the first line.
     is_first: bool,
 }
 
 impl Outage {
-    /// Counts a failure of kind `what`. Returns a line if it is time for one.
+    /// Counts a failure of kind `what`. Returns a line if one is due.
     fn fails(&self, what: usize, now: Instant) -> Option<Line> {
         let mut state = self.state.lock();
         let passed = |earlier: Option<Instant>| earlier.map(|earlier| now.saturating_since(earlier));
@@ -67,7 +68,8 @@ impl Outage {
         Some(Line { since: now.saturating_since(since), failed: state.failed, is_first })
     }
 
-    /// Notes a success of kind `what`. Returns a line if it ends failures that were told. One load, unless there were any.
+    /// Records a success of kind `what`. Returns a line if the success ends reported failures. One load, unless there
+    /// were failures.
     #[inline]
     fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<Line> {
         if self.open.load(Ordering::Relaxed) { self.ends(what, now()) } else { None }
@@ -77,7 +79,8 @@ impl Outage {
     fn ends(&self, what: usize, now: Instant) -> Option<Line> {
         let mut state = self.state.lock();
         state.failing[what] = None;
-        // A store may renew leases and take no results: that is no end. What is no longer asked for is not waited for.
+        // A store may renew leases but accept no results: that does not end the outage. A kind of operation that is no
+        // longer requested does not prolong it.
         let goes_on = |failed: &Instant| now.saturating_since(*failed) < FIRST_PAUSE;
         if state.failing.iter().flatten().any(goes_on) {
             return None;
@@ -85,7 +88,7 @@ impl Outage {
         state.failing = [None; 4];
         self.open.store(false, Ordering::Relaxed);
         let since = state.since.take()?;
-        // Where one request fails now and then while others get through, the next line has the counts.
+        // If single requests fail now and then while others succeed, the next line reports their number.
         if !std::mem::take(&mut state.told) {
             return None;
         }
@@ -93,7 +96,7 @@ impl Outage {
         Some(Line { since: now.saturating_since(since), failed, is_first: false })
     }
 
-    /// The operation `op` of the store `name` has failed.
+    /// Reports that the operation `op` of the store `name` has failed.
     pub(super) fn store_fails(&self, name: &'static str, op: StoreOp, error: &StoreError, now: Instant) {
         if !is_outage(error.kind()) {
             return;
@@ -114,7 +117,7 @@ impl Outage {
         }
     }
 
-    /// The store `name` has answered.
+    /// Reports that the store `name` has answered.
     #[inline]
     pub(super) fn store_answers(&self, name: &'static str, op: StoreOp, now: impl FnOnce() -> Instant) {
         let Some(Line { since, failed, .. }) = self.succeeds(kind_of(op), now) else { return };
@@ -125,7 +128,7 @@ impl Outage {
         );
     }
 
-    /// A broker could not be told that the message with `key` is being handled.
+    /// Reports that the broker could not be told that the message with `key` is still being handled.
     pub(super) fn broker_fails(&self, key: Option<&crate::key::Key>, elapsed: Duration, error: &str, now: Instant) {
         let key = key.map(tracing::field::display);
         let Some(Line { since, failed: [beats, ..], .. }) = self.fails(0, now) else { return };
@@ -139,7 +142,7 @@ impl Outage {
         );
     }
 
-    /// A broker has been told that a message is being handled.
+    /// Reports that a broker was told that a message is still being handled.
     pub(super) fn broker_answers(&self, now: impl FnOnce() -> Instant) {
         if let Some(Line { since, failed: [beats, ..], .. }) = self.succeeds(0, now) {
             tracing::warn!(after = ?since, beats, "the broker is told again that messages are being handled");
@@ -147,7 +150,7 @@ impl Outage {
     }
 }
 
-/// The kinds of operations that are counted: those that begin an attempt, renewals, those that end one, and others.
+/// Kinds of operations that are counted: those that begin an attempt, renewals, those that end an attempt, and others.
 const fn kind_of(op: StoreOp) -> usize {
     match op {
         StoreOp::Reserve | StoreOp::Begin => 0,
@@ -157,7 +160,7 @@ const fn kind_of(op: StoreOp) -> usize {
     }
 }
 
-/// The state of a store that fails with errors of this kind.
+/// Returns the state of a store that fails with errors of this kind, as text.
 const fn state(kind: StoreErrorKind) -> &'static str {
     match kind {
         StoreErrorKind::Full => "the store is full",
@@ -168,7 +171,7 @@ const fn state(kind: StoreErrorKind) -> &'static str {
     }
 }
 
-/// Whether a failure says that the store is away, and not that something is wrong with one record.
+/// Returns whether a failure of this kind concerns the whole store, and not only one record.
 const fn is_outage(kind: StoreErrorKind) -> bool {
     match kind {
         StoreErrorKind::Unavailable
@@ -212,7 +215,7 @@ mod tests {
             assert!(outage.fails(2, at(second)).is_none());
         }
         assert!(outage.succeeds(1, || at(58)).is_none());
-        // Nobody has a result to record any more.
+        // No caller has a result to record any more.
         assert!(outage.succeeds(1, || at(59)).is_some());
     }
 

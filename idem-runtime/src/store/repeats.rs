@@ -1,13 +1,13 @@
-//! How often something happened in a row that no record counts.
+//! Counts of repeated events that no record counts.
 
 use std::fmt;
 
 use crate::sync::SharedOnce;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// How many things are remembered. Of two that share a slot, the later one is.
+/// Number of tags that are counted. If two tags share a slot, only the later one is counted.
 const SLOTS: usize = 256;
-/// The bits of a slot that hold the count; the others are those of the tag.
+/// Bits of a slot that hold the count. The other bits hold the tag.
 const COUNT: u64 = 0xffff;
 
 /// Counts by tag, in a fixed amount of memory: a count may be forgotten, and then begins anew.
@@ -26,12 +26,12 @@ impl Repeats {
         let known = slot.load(Ordering::Relaxed);
         let before = if known & !COUNT == tag & !COUNT { known & COUNT } else { 0 };
         let count = (before + 1).min(COUNT);
-        // A race loses a count, which shortens a pause.
+        // Two concurrent writes may lose a count, which shortens a pause.
         slot.store(tag & !COUNT | count, Ordering::Relaxed);
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
-    /// It is over.
+    /// Ends the series of events.
     pub(crate) fn forget(&self, tag: u64) {
         let Some(slot) = self.0.get().map(|slots| &slots[slot_of(tag)]) else { return };
         if slot.load(Ordering::Relaxed) & !COUNT == tag & !COUNT {
@@ -40,7 +40,7 @@ impl Repeats {
     }
 }
 
-/// Chosen by bits that the tag in the slot does not have.
+/// Selects a slot by the bits that the tag in the slot does not contain.
 fn slot_of(tag: u64) -> usize {
     usize::try_from(tag & COUNT).unwrap_or(0) % SLOTS
 }

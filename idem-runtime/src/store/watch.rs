@@ -1,4 +1,4 @@
-//! What is seen of each operation of a store: its time, its failure, and a span while it is waited for.
+//! Observation of each store operation: its duration, its failure, and a span while it is awaited.
 
 use std::time::Duration;
 
@@ -8,18 +8,18 @@ use super::{Heartbeats, Store, StoreError, StoreErrorKind};
 use crate::clock::Instant;
 use crate::metrics::{ErrorKind, StoreOp};
 
-/// Sees one operation that was not answered at once.
+/// Observes one operation that had no immediate answer.
 pub(super) struct Watch<'a> {
     heartbeats: &'a Heartbeats,
     op: StoreOp,
-    /// Nanoseconds since the origin of the clock, to be small.
+    /// Start of the operation, in nanoseconds since the origin of the clock, to be small.
     began: u64,
-    /// Boxed, and only if somebody listens: every call would carry its size inline.
+    /// Boxed, and only if a subscriber is enabled: every call would carry its size inline.
     span: Option<Box<Span>>,
 }
 
 impl<'a> Watch<'a> {
-    /// An operation that `began` then, or just now.
+    /// Observes an operation that began at `began`, or just now.
     pub(super) fn new<S: Store + ?Sized>(store: &'a S, op: StoreOp, began: Option<Instant>) -> Self {
         let (heartbeats, name) = (store.heartbeats(), store.name());
         let span = tracing::debug_span!(
@@ -42,10 +42,10 @@ impl<'a> Watch<'a> {
         self.span.as_deref()
     }
 
-    /// The operation has ended.
+    /// Records the end of the operation.
     pub(super) fn ended<T>(&self, answer: &Result<T, StoreError>) {
         let now = self.heartbeats.clock().now();
-        // Made before, or it would not be known what the store is called.
+        // Made at the start of the operation: the name of the store is unknown here.
         let Some(metrics) = self.heartbeats.known_metrics() else { return };
         let store = metrics.store();
         metrics.store_took(self.op, Duration::from_nanos(nanos(now).saturating_sub(self.began)));
@@ -63,13 +63,13 @@ impl<'a> Watch<'a> {
 }
 
 impl Heartbeats {
-    /// An operation of the store was answered while it was asked.
+    /// Counts an operation that the store answered immediately.
     pub(super) fn answered_at_once(&self, store: &'static str, op: StoreOp) {
         self.metrics(store).store_took(op, Duration::ZERO);
         self.outage().store_answers(store, op, || self.clock().now());
     }
 
-    /// An operation of the store has failed.
+    /// Counts an operation of the store that failed.
     pub(super) fn operation_failed(&self, store: &'static str, op: StoreOp, error: &StoreError) {
         self.metrics(store).store_failed(op, error.kind().label());
         self.outage().store_fails(store, op, error, self.clock().now());
@@ -80,7 +80,7 @@ fn nanos(instant: Instant) -> u64 {
     u64::try_from(instant.since_origin().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What OpenTelemetry calls the system behind a store of the library.
+/// Returns the OpenTelemetry name of the system behind a store of the library.
 fn system(store: &'static str) -> Option<&'static str> {
     match store {
         "postgres" => Some("postgresql"),
@@ -91,7 +91,7 @@ fn system(store: &'static str) -> Option<&'static str> {
 }
 
 impl StoreErrorKind {
-    /// What the kind is called in labels and spans.
+    /// Returns the name of the kind in labels and spans.
     pub(crate) const fn label(self) -> ErrorKind {
         match self {
             Self::Unavailable => ErrorKind::Unavailable,

@@ -1,4 +1,4 @@
-//! Duplicates that wait together, give up, stand still, and take a released key, in every order.
+//! Duplicates that wait together, give up, are no longer polled, and take a released key, in every order.
 
 use shuttle::future::block_on;
 use shuttle::thread;
@@ -10,7 +10,7 @@ use crate::stores::memory::interleavings::request;
 use crate::sync::atomic::AtomicUsize;
 use crate::sync::{TestClock, explore};
 
-/// Time stands still: a duplicate that is not woken waits for ever.
+/// The clock does not move: a duplicate that is not woken waits forever.
 fn held() -> (Arc<dyn Store>, Lease) {
     let store = MemoryStore::options().clock(TestClock::default()).build().handle();
     match block_on(store.reserve(&request(&store, 1))).expect("answered") {
@@ -31,7 +31,7 @@ fn join(store: &Arc<dyn Store>, request: &ReserveRequest) -> Option<Aboard> {
     }
 }
 
-/// Waits until the key is finished, as calls do; runs what it gets.
+/// Waits until the key is finished, like a call. Runs the body if it gets the key.
 fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
     let request = request(store, 1);
     let mut aboard: Option<Aboard> = None;
@@ -68,7 +68,7 @@ fn assert_nothing_is_left(store: &Arc<dyn Store>) {
     assert!(lock(&store.heartbeats().flights().0).is_empty(), "a wait is left that nobody waits for");
 }
 
-/// Everybody is told, whoever gives up or stands still meanwhile.
+/// Each duplicate gets the result, even if another one gives up or is no longer polled.
 #[test]
 fn whoever_waits_is_told() {
     explore(|| {
@@ -97,7 +97,7 @@ fn whoever_waits_is_told() {
     });
 }
 
-/// A call that is polled once and never again keeps nobody.
+/// A call that is polled only once does not block the others.
 #[test]
 fn who_stands_still_keeps_nobody() {
     explore(|| {
@@ -122,7 +122,7 @@ fn who_stands_still_keeps_nobody() {
     });
 }
 
-/// One of those who wait takes a released key, and the others are told its end.
+/// One of the waiting duplicates takes a released key, and the others get its result.
 #[test]
 fn one_takes_what_is_released() {
     explore(|| {

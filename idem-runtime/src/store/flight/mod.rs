@@ -1,8 +1,9 @@
 //! Duplicates of one key that wait in one store handle: the store waits once for all of them.
 //!
-//! The wait is a future that any of them polls, so none depends on another one's call: that one may be dropped, or not be
-//! polled any more. What the store tells at the end of the wait is for those only who had come before it was asked. If it tells
-//! that the key may be free, one of them takes the turn and reserves, while the others wait for what it learns.
+//! The wait is a future that each member polls. So no member depends on the call of another one, which may be dropped
+//! or no longer polled. The answer that ends the wait is used only by members who joined before the store was asked. If
+//! the answer shows that the key may be free, one member takes the turn and reserves, while the others wait for its
+//! result.
 
 #[cfg(all(test, shuttle))]
 mod interleavings;
@@ -22,37 +23,38 @@ use crate::metrics::StoreOp;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
-/// The pause after the store has failed to wait for the running attempt.
+/// Pause after the store failed to wait for the running attempt.
 const AFTER_A_FAILURE: Duration = Duration::from_millis(100);
-/// A wait that ends so soon, although the attempt goes on, is followed by a pause: a store may return early.
+/// Time within which the end of a wait is early. If the attempt goes on, a pause follows, because a store may return
+/// early.
 const EARLY: Duration = Duration::from_millis(10);
-/// How long the others wait for the one that has the turn. Its call may stand still, and must not delay them for long.
+/// Time that the others wait for the member that has the turn. A call that is not polled must not delay them for long.
 const LONGEST_TURN: Duration = Duration::from_millis(100);
 
-/// The waits of the store handles that share their heartbeats.
+/// Waits of the store handles that share their heartbeats.
 #[derive(Default)]
 pub(crate) struct Flights(Mutex<HashMap<Place, Arc<Flight>>>);
 
-/// Where a wait is shared.
+/// Identifies a wait that duplicates can share.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Place {
-    /// The address of the handle, which the flight keeps alive: a wrapper may show other records under the same key.
+    /// Address of the handle, which the flight keeps alive. A wrapper may show other records under the same key.
     handle: usize,
-    /// Timers and connections stand still with their runtime.
+    /// Runtime of the wait: timers and connections stop with their runtime.
     runtime: Option<Id>,
     key: Key,
 }
 
-/// One wait, and those who are aboard.
+/// One wait, and its members.
 struct Flight {
     place: Place,
     store: Arc<dyn Store>,
-    /// How many have come aboard. A member's number is how many there were before it.
+    /// Number of members that have joined. The number of a member is the count before it joined.
     joined: Arc<AtomicU64>,
     members: Mutex<Members>,
-    /// What the members poll; locked before all other locks.
+    /// Future that the members poll. Locked before all other locks.
     wait: Mutex<Option<Wait>>,
-    /// Whether `wait` has something to do.
+    /// True if `wait` must be polled.
     woken: AtomicBool,
 }
 
@@ -63,39 +65,39 @@ struct Members {
 }
 
 enum Stage {
-    /// The store is asked to wait.
+    /// The store waits for the attempt.
     Waiting,
     /// The key may be free: the next member that is polled takes the turn.
     Free,
     /// One member has the turn.
     Taken,
-    /// What was told is for the members with a smaller number; `None` says that each has to ask.
+    /// The wait is over. The answer is for members with a smaller number than this; `None`: each member must reserve.
     Landed(Option<(Arc<Inspection>, u64)>),
 }
 
 type Wait = Pin<Box<dyn Future<Output = Seen> + Send>>;
 
-/// How a [`Wait`] ends.
+/// End of a [`Wait`].
 enum Seen {
-    /// What is recorded, for those who had come before it was asked for.
+    /// The record, for the members who joined before the store was asked.
     Told(Arc<Inspection>, u64),
     /// No attempt is known to hold the key.
     Free,
-    /// The one that has the turn takes too long.
+    /// The member that has the turn takes too long.
     Overdue,
 }
 
-/// What a waiting duplicate learns.
+/// Answer to a waiting duplicate.
 pub(crate) enum News {
-    /// The key is not held, and this is recorded.
+    /// No attempt holds the key, and this is the record.
     Told(Arc<Inspection>),
-    /// The key may be free. Reserve it, and [`settle`](Aboard::settle) for the others.
+    /// The key may be free. Reserve it, and then call [`settle`](Aboard::settle) for the others.
     Turn,
-    /// Nothing: reserve the key.
+    /// The record is unknown: reserve the key.
     Ask,
 }
 
-/// A duplicate that waits together with others. Once it has learned [`News::Turn`] and has settled, it may be polled again.
+/// A duplicate that waits together with others. After [`News::Turn`] and a call of `settle` it may be polled again.
 pub(crate) struct Aboard {
     flight: Arc<Flight>,
     number: u64,
@@ -103,8 +105,8 @@ pub(crate) struct Aboard {
 }
 
 impl Aboard {
-    /// Waits for attempt `attempt` of `key`, whose lease lapses in `lapses_in`, together with all who do so in this handle and
-    /// this runtime.
+    /// Waits for attempt `attempt` of `key`, whose lease lapses in `lapses_in`, together with all other duplicates of
+    /// the key in this handle and this runtime.
     pub(crate) fn join(store: &Arc<dyn Store>, key: &Key, attempt: u32, lapses_in: Duration) -> Self {
         let place = Place {
             handle: Arc::as_ptr(store).cast::<()>().addr(),
@@ -131,8 +133,8 @@ impl Aboard {
         Self { flight, number, has_turn: false }
     }
 
-    /// Tells the others what the member with the turn was answered: the attempt that holds the key, or has ended, and for how
-    /// long its lease holds. `None`: each of them asks for itself.
+    /// Passes the answer to the member with the turn on to the others. `attempt`: number of the attempt that holds the
+    /// key, or has ended, and the rest of its lease. `None`: each of the others reserves.
     pub(crate) fn settle(&mut self, attempt: Option<(u32, Duration)>) {
         if !std::mem::take(&mut self.has_turn) {
             return;
@@ -142,7 +144,7 @@ impl Aboard {
         let over = match attempt {
             Some((attempt, lapses_in)) => {
                 let mut members = lock(&flight.members);
-                // They may have stopped waiting for this one.
+                // The others may have stopped waiting for this member.
                 let Stage::Taken = members.stage else { return };
                 members.stage = Stage::Waiting;
                 drop(members);
@@ -209,7 +211,8 @@ impl Drop for Aboard {
             }
         }
         if is_last {
-            // The wait knows its flight, by the wakers that it has left: both would stay.
+            // The wait and its flight hold each other, through the wakers that the wait has left. Without this take,
+            // neither would be dropped.
             let over = lock(&flight.wait).take();
             drop(over);
         } else if is_free {
@@ -219,9 +222,9 @@ impl Drop for Aboard {
 }
 
 impl Flight {
-    /// Polls the wait. Returns whether there is news.
+    /// Polls the wait. Returns whether the stage has changed.
     fn advance(self: &Arc<Self>) -> bool {
-        /// A store that panics ends the wait for all.
+        /// Ends the wait for all members if the store panics.
         struct Lands<'a>(&'a Flight);
 
         impl Drop for Lands<'_> {
@@ -259,7 +262,7 @@ impl Flight {
         true
     }
 
-    /// From here on nobody comes aboard.
+    /// Ends the flight: from here on no member can join it.
     fn land(&self, told: Option<(Arc<Inspection>, u64)>) {
         let mut flights = lock(&self.store.heartbeats().flights().0);
         self.leave(&mut flights);
@@ -285,13 +288,13 @@ impl Wake for Flight {
 
     fn wake_by_ref(self: &Arc<Self>) {
         self.woken.store(true, Ordering::SeqCst);
-        // All of them: the one that polled last may not be polled again.
+        // Wakes all members: the member that polled last may not be polled again.
         self.wake_members();
     }
 }
 
-/// Waits once, for `at_most`. Returns what the store has told; after a failure nothing, and a pause that is no longer than
-/// `pause`.
+/// Waits once, for at most `at_most`. Returns the record that the store reported. After a failure it sleeps for at most
+/// `pause`, and returns `None`.
 pub(crate) async fn wait_once(
     store: &Arc<dyn Store>,
     key: &Key,
@@ -300,7 +303,7 @@ pub(crate) async fn wait_once(
     pause: Duration,
 ) -> Option<Inspection> {
     match store.wait(key, attempt, at_most).watched(store, StoreOp::Wait).await {
-        // Nothing is replayed from a damaged record: a reservation says why.
+        // A damaged record can't be replayed. The reservation that follows reports the damage.
         Ok(told) => told.filter(|found| found.damage.is_none()),
         Err(error) => {
             tracing::debug!(
@@ -331,7 +334,7 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
                     }
                 }
                 Standing::Lapsed | Standing::Released => return Seen::Free,
-                // For those who have come meanwhile. The attempt is over, so this is one more look.
+                // Members joined meanwhile. The attempt is over, so a single further read serves them.
                 _ if !asked_again && joined.load(Ordering::SeqCst) > entitled => asked_again = true,
                 _ => return Seen::Told(Arc::new(found), entitled),
             }

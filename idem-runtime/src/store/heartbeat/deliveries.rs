@@ -1,8 +1,8 @@
-//! The beats of deliveries: a callback that tells the broker, from time to time, that its message is still being handled.
+//! Beats of deliveries: a periodic callback that tells the broker that its message is still being handled.
 //!
-//! The renewal task of a store handle finds the deliveries that are due, as it finds leases, and runs none of their callbacks
-//! itself. Each callback is a task of its own on the runtime of its delivery, where the client of the broker mostly lives. So
-//! one that hangs, blocks or panics costs neither a lease nor another delivery.
+//! The renewal task of a store handle looks for deliveries that are due, as for leases, but does not run their
+//! callbacks. Each callback is a task of its own on the runtime of its delivery, where the client of the broker mostly
+//! lives. So a callback that hangs, blocks or panics costs neither a lease nor another delivery.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,12 +22,12 @@ use crate::metrics::BrokerBeat;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 
-/// The shortest time between two beats of a delivery.
+/// Shortest time between two beats of a delivery.
 const SHORTEST: Duration = Duration::from_millis(10);
-/// A callback may take this long, even if the next beat is due earlier.
+/// Shortest time limit of a callback, even if the next beat is due earlier.
 const CALLBACK_LIMIT: Duration = Duration::from_secs(1);
 
-/// What a callback of [`Observe::on_beat`](crate::future::Observe::on_beat) is told.
+/// Argument of a callback of [`Observe::on_beat`](crate::future::Observe::on_beat).
 #[derive(Clone)]
 pub struct Beat {
     delivery: Arc<Delivery>,
@@ -36,23 +36,23 @@ pub struct Beat {
 }
 
 impl Beat {
-    /// The key of the first call of the delivery; `None` if it has none.
+    /// Key of the first call of the delivery; `None` if it has no key.
     pub fn key(&self) -> Option<&Key> {
         self.delivery.key.as_ref()
     }
 
-    /// The number of the beat, from 1.
+    /// Number of the beat, from 1.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// For how long the delivery has been under way, since its first call first waited for something.
+    /// Time since the first call of the delivery first waited.
     pub fn elapsed(&self) -> Duration {
         self.elapsed
     }
 
-    /// Says that the broker extends this message no further, or has given it to somebody else: there are no more beats. The
-    /// body goes on or is cancelled, as [`on_beat_lost`](crate::future::Observe::on_beat_lost) says.
+    /// Reports that the broker no longer extends this message, or has given it to another consumer. No beat follows.
+    /// Depending on [`on_beat_lost`](crate::future::Observe::on_beat_lost), the body goes on or is cancelled.
     pub fn lost(&self) {
         if self.delivery.lost.swap(true, Ordering::SeqCst) {
             return;
@@ -72,7 +72,7 @@ impl fmt::Debug for Beat {
     }
 }
 
-/// What is called at each beat; an `Err` says why the broker could not be told.
+/// Callback of each beat. An `Err` holds the reason why the broker could not be told.
 pub(crate) type Callback = Box<dyn FnMut(Beat) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send>;
 
 /// A delivery that beats.
@@ -81,12 +81,12 @@ pub(super) struct Delivery {
     every: Duration,
     began: Instant,
     callback: Mutex<Callback>,
-    /// The runtime that polls the delivery.
+    /// Runtime that polls the delivery.
     home: Option<Handle>,
     lost: AtomicBool,
     over: AtomicBool,
     ended: Notify,
-    /// Wakes the delivery when it is lost.
+    /// Wakes the delivery when its message is lost.
     waker: Mutex<Option<Waker>>,
 }
 
@@ -98,7 +98,8 @@ impl Delivery {
         }
     }
 
-    /// Where its callbacks run. A clock of tests runs the renewal task beside the delivery, and decides the order of both.
+    /// Runs a callback of the delivery on its own runtime. A clock of tests runs the renewal task on the same runtime
+    /// as the delivery, and decides the order of both.
     fn spawn(&self, clock: &dyn Clock, task: Task) {
         match (&self.home, Handle::try_current()) {
             (Some(home), Ok(here)) if home.id() != here.id() => drop(home.spawn(task)),
@@ -107,19 +108,19 @@ impl Delivery {
     }
 }
 
-/// The place of a delivery among those of its store handle.
+/// Schedule of a delivery in its store handle.
 pub(super) struct Scheduled {
     pub(super) delivery: Arc<Delivery>,
     due: Instant,
-    /// How many beats there were.
+    /// Number of beats so far.
     beats: u32,
-    /// Whether a callback is under way.
+    /// True while a callback runs.
     calling: bool,
 }
 
 pub(super) type Deliveries = BTreeMap<u64, Scheduled>;
 
-/// The timer of a store handle, for deliveries.
+/// Timer of a store handle, for deliveries.
 #[derive(Clone)]
 pub struct Timer(pub(super) Arc<Leases>);
 
@@ -154,7 +155,7 @@ impl Timer {
     }
 }
 
-/// A delivery that beats, until this is dropped.
+/// A delivery that beats until this value is dropped.
 pub(crate) struct Beating {
     leases: Arc<Leases>,
     number: u64,
@@ -162,7 +163,7 @@ pub(crate) struct Beating {
 }
 
 impl Beating {
-    /// Whether the broker extends the message no further. `waker` is woken when that changes.
+    /// Returns whether the broker no longer extends the message. Wakes `waker` when that changes.
     pub(crate) fn is_lost(&self, waker: &Waker) -> bool {
         {
             let mut known = lock(&self.delivery.waker);
@@ -177,12 +178,13 @@ impl Beating {
 }
 
 impl Drop for Beating {
-    /// A callback that is under way is dropped, too: what it has yet to ask for would come after the message is settled.
+    /// Drops a running callback too: its requests would reach the broker after the message is settled.
     fn drop(&mut self) {
         self.leases.deliveries(self.number).remove(&self.number);
         self.delivery.over.store(true, Ordering::SeqCst);
         self.delivery.ended.notify_one();
-        // The task of a transaction has nothing else to do; one of a store ends with its next look.
+        // The task of a transaction serves only this delivery, so it must end now. The task of a store ends at its next
+        // scan.
         if !self.leases.beats {
             self.leases.earlier().notify_one();
         }
@@ -200,12 +202,13 @@ impl Leases {
         self.delivery_shard(usize::try_from(number % SHARDS as u64).unwrap_or_default())
     }
 
-    /// How many deliveries beat.
+    /// Number of deliveries that beat.
     pub(super) fn beating(&self) -> usize {
         (0..SHARDS).map(|at| self.delivery_shard(at).len()).sum()
     }
 
-    /// The deliveries that are due by `now` or soon after. `next` becomes the time of the next one, if that is earlier.
+    /// Returns the deliveries that are due by `now` or soon after. Lowers `next` to the earliest time at which one is
+    /// due again.
     pub(super) fn due_deliveries(&self, now: Instant, next: &mut Instant) -> Vec<DueBeat> {
         let mut due = Vec::new();
         for at in 0..SHARDS {
@@ -213,7 +216,7 @@ impl Leases {
             let deliveries = shard.iter_mut().filter(|(_, it)| !it.delivery.lost.load(Ordering::SeqCst));
             for (number, scheduled) in deliveries {
                 let every = scheduled.delivery.every;
-                // Up to an eighth early, as with leases, so that one look serves many.
+                // Up to an eighth early, as for leases, so that one scan serves many deliveries.
                 if scheduled.due <= now.saturating_add(every / 8) {
                     scheduled.due = now.saturating_add(every);
                     if !scheduled.calling {
@@ -234,7 +237,7 @@ impl Leases {
     /// Starts the callback of a delivery.
     pub(super) fn call(self: &Arc<Self>, DueBeat { number, beat }: DueBeat) {
         let delivery = Arc::clone(&beat.delivery);
-        // Made here: the runtime of a delivery may have no timers.
+        // The timer is created here, because the runtime of a delivery may have no timers.
         let limit = self.clock.sleep(delivery.every.max(CALLBACK_LIMIT));
         let calling = Calling { leases: Arc::clone(self), number, failed: true };
         delivery.spawn(&*self.clock, Box::pin(call(calling, beat, limit)));
@@ -250,7 +253,7 @@ impl Leases {
         }
     }
 
-    /// The callback of a delivery has ended. One that failed is called again soon.
+    /// Ends the callback of a delivery. A callback that failed is repeated soon.
     fn called(self: &Arc<Self>, number: u64, failed: bool) {
         let mut shard = self.deliveries(number);
         let Some(scheduled) = shard.get_mut(&number) else { return };
@@ -272,14 +275,14 @@ impl Leases {
         }
     }
 
-    /// Makes sure that the renewal task looks again by `due`.
+    /// Ensures that the renewal task scans again by `due`.
     fn expect_beat_before(self: &Arc<Self>, due: Instant) {
         if nanos(due) < self.next_beat.load(Ordering::SeqCst) {
             self.expect_beat();
         }
     }
 
-    /// The runtime of the renewal task may have shut down.
+    /// Starts a renewal task if none is running: its runtime may have shut down.
     fn expect_beats_of_deliveries(self: &Arc<Self>) {
         if self.next_beat.load(Ordering::SeqCst) == super::NEVER {
             self.expect_beat();
@@ -287,7 +290,7 @@ impl Leases {
     }
 }
 
-/// Ends a callback, also one that panics or whose runtime drops it.
+/// Ends a callback, even if it panics or its runtime drops it.
 struct Calling {
     leases: Arc<Leases>,
     number: u64,
@@ -303,7 +306,7 @@ impl Drop for Calling {
     }
 }
 
-/// Calls the callback of a delivery, unless and until the delivery is over, and for at most `limit`.
+/// Runs the callback of a delivery until the delivery is over, and for at most `limit`.
 async fn call(mut calling: Calling, beat: Beat, mut limit: Sleep) {
     let (delivery, elapsed) = (Arc::clone(&beat.delivery), beat.elapsed);
     let mut ended = pin!(delivery.ended.notified());
@@ -311,7 +314,7 @@ async fn call(mut calling: Calling, beat: Beat, mut limit: Sleep) {
     if delivery.over.load(Ordering::SeqCst) {
         return;
     }
-    // Only one callback of a delivery is under way, so nobody waits for this lock.
+    // A delivery runs only one callback at a time, so no other task waits for this lock.
     let mut told = {
         let mut callback = lock(&delivery.callback);
         callback(beat)

@@ -1,4 +1,4 @@
-//! Leases that come and go beside the renewal task, in every order.
+//! Leases that come and go while the renewal task runs, in every order.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -21,7 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 struct World {
     clock: TestClock,
     store: Arc<dyn Store>,
-    /// How many tasks of the clock are bodies.
+    /// Number of tasks of the clock that are bodies.
     bodies: Arc<AtomicUsize>,
 }
 
@@ -68,7 +68,7 @@ impl World {
         lease
     }
 
-    /// Lets `duration` pass, in which none of `leases` must lapse.
+    /// Lets `duration` pass. None of `leases` must lapse in it.
     async fn hold(&self, leases: &[Lease], duration: Duration) {
         let check = |step| {
             for lease in leases {
@@ -81,7 +81,7 @@ impl World {
         self.clock.pass(duration, check).await;
     }
 
-    /// Lets time pass without any lease, in which the renewal task has to end.
+    /// Lets time pass without any lease. The renewal task has to end in it.
     async fn rest(&self) {
         assert_eq!(self.heartbeats().live(), 0);
         self.clock.pass(3 * LONGEST_SLEEP, |_| {}).await;
@@ -90,7 +90,7 @@ impl World {
         assert_eq!(self.leases().next_beat.load(Ordering::SeqCst), NEVER);
     }
 
-    /// A body that does nothing but wait until its standing meets `until`; the answer says whether it has.
+    /// Starts a body that only waits until its standing meets `until`. The returned flag is true once it has.
     fn body(&self, lease: &Lease, until: impl Fn(LeaseStanding) -> bool + Send + Sync + 'static) -> Arc<Flag> {
         let (world, owner, met) = (self.clone(), lease.owner, Arc::new(Flag::new(false)));
         let body = {
@@ -111,7 +111,7 @@ impl World {
     }
 }
 
-/// Leases that are registered side by side, a later one with an earlier beat among them: each has its beats.
+/// Several leases are registered concurrently, and a later one has an earlier beat: each lease gets its beats.
 #[test]
 fn each_lease_has_its_beats() {
     explore(|| {
@@ -135,7 +135,7 @@ fn each_lease_has_its_beats() {
     });
 }
 
-/// A lease is registered while the renewal task looks, and is due long before that task would look again.
+/// A lease is registered while the renewal task scans, and is due long before the next scan.
 #[test]
 fn a_lease_that_comes_as_the_task_looks_has_its_beats() {
     explore(|| {
@@ -148,7 +148,7 @@ fn a_lease_that_comes_as_the_task_looks_has_its_beats() {
     });
 }
 
-/// The renewal task ends while a lease is registered whose body never looks: it has its beats all the same.
+/// A lease whose body never checks it is registered while the renewal task ends. The lease still gets its beats.
 #[test]
 fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
     explore(|| {
@@ -157,7 +157,7 @@ fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
         let threads = block_on(async {
             world.hold(&[first.clone()], Duration::from_secs(1)).await;
             world.heartbeats().deregister(first.owner);
-            // The task looks up, and finds nothing.
+            // The task wakes, and finds no lease.
             let came = world.clone();
             let coming = shuttle::thread::spawn(move || vec![came.register(1, 4 * LONGEST_SLEEP)]);
             let came = world.clone();
@@ -183,7 +183,8 @@ fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
     });
 }
 
-/// The runtime of the renewal task shuts down: bodies that wait elsewhere, or come, start another one.
+/// The runtime of the renewal task shuts down. A body that waits on another runtime, or a new body, starts another
+/// task.
 #[test]
 fn a_task_that_is_dropped_is_followed_by_another() {
     explore(|| {
@@ -206,7 +207,7 @@ fn a_task_that_is_dropped_is_followed_by_another() {
     });
 }
 
-/// A body that waits is woken: when its time is over, when its lease is lost, and when one that had lapsed is renewed.
+/// A waiting body is woken when its time is over, when its lease is lost, and when its lapsed lease is renewed.
 #[test]
 fn a_body_that_waits_is_woken() {
     explore(|| {
@@ -227,20 +228,20 @@ fn a_body_that_waits_is_woken() {
         block_on(async {
             let released = world.store.release(&loses, Release::Returned).await;
             assert_eq!(released.expect("released"), Verdict::Applied);
-            // All at once, as if the process had been paused.
+            // A single step, as if the process had been suspended.
             world.clock.advance(LEASE + Duration::from_secs(1));
             // The task may have read the time just before.
             world.clock.pass(LEASE, |_| {}).await;
             assert!(hung.load(Ordering::SeqCst), "not told that its time is over");
             assert!(lost.load(Ordering::SeqCst), "not told that its lease is lost");
-            // It may have been renewed before it looked.
+            // The lease may have been renewed before the body checked it.
             let told = held.load(Ordering::SeqCst) || !was_lapsed.load(Ordering::SeqCst);
             assert!(told, "not told that its lease is renewed");
         });
     });
 }
 
-/// `flush` waits for what is under way, and for nothing else.
+/// `flush` waits for all work that is under way, and for nothing else.
 #[test]
 fn flush_returns_when_nothing_is_under_way() {
     explore(|| {

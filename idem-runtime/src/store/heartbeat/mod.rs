@@ -1,4 +1,4 @@
-//! Keeps leases alive: one renewal task for each store handle, whatever the number of leases.
+//! Keeps leases alive: one renewal task for each store handle, for any number of leases.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -31,13 +31,14 @@ pub use self::deliveries::Beat;
 pub(crate) use self::deliveries::{Beating, Callback, Timer};
 use self::deliveries::{Deliveries, DueBeat};
 
-/// No renewal task is running, so no beat is planned.
+/// Value of `next_beat` while no renewal task is running.
 const NEVER: u64 = u64::MAX;
-/// The renewal task is scanning the leases: a lease that is registered now must make it scan again.
+/// Value of `next_beat` while the renewal task scans the leases: a lease that is registered now must make it scan
+/// again.
 const LOOKING: u64 = NEVER - 1;
-/// A power of two; enough that the threads of a large machine rarely meet at one lock.
+/// Number of shards: a power of two, large enough that the threads of a large machine rarely wait for the same lock.
 const SHARDS: usize = 16;
-/// The renewal task wakes at least this often, so that it ends soon after the last handler.
+/// Longest sleep of the renewal task, so that the task ends soon after the last handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(10);
 /// Least number of leases that one look asks for alone, of those that have lapsed and were refused together with others.
 const ALONE_AT_ONCE: usize = 32;
@@ -46,21 +47,22 @@ const LOOKS_FOR_ALL: usize = 4;
 /// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
 const OVERDUE: Duration = Duration::from_secs(1);
 
-/// The leases that one store handle keeps alive, and the late writes that it has still to make.
+/// Leases that one store handle keeps alive, and its pending late writes.
 ///
-/// Every store owns one and returns it from [`Store::heartbeats`]. A handler is registered before it is first polled, so
-/// that even one that never yields keeps its lease. A single task finds the leases that are due and renews them through
-/// [`Store::upkeep`], by [`Clock::spawn`]: with the real clock on a thread of the library's own, which no handler blocks. A
-/// renewal without an answer is repeated while the first one is under way, and each lease is answered by itself: a key, a
-/// node or a connection that is stuck costs no other lease.
+/// Every store owns a `Heartbeats` and returns it from [`Store::heartbeats`]. A handler is registered before its first
+/// poll, so even a handler that never yields keeps its lease. A single task finds the leases that are due and renews
+/// them through [`Store::upkeep`], by [`Clock::spawn`]: with the real clock this is a thread of the library, which no
+/// handler blocks. A renewal without an answer is repeated while the first renewal is still under way, and each lease
+/// has its own answer. So a key, a node or a connection that hangs costs no other lease.
 ///
-/// The task starts with the first handler, ends some seconds after the last one, and starts anew in the child of a `fork()`.
+/// The task starts with the first handler, ends some seconds after the last one, and starts again in the child of a
+/// `fork()`.
 pub struct Heartbeats(PerProcess<Arc<Leases>>, Holds);
 
-/// Who the handle is, for its records.
+/// Identity of the handle, for its records.
 struct Holds {
     name: Box<str>,
-    /// Made when it is first asked for: some handles live for one call.
+    /// Made at its first use: some handles live only for one call.
     holder: PerProcess<Holder<'static>>,
 }
 
@@ -72,28 +74,28 @@ impl Holds {
 
 struct Leases {
     clock: Arc<dyn Clock>,
-    /// The process that made this. The child of a `fork()` makes its own leases, unless its store is in memory.
+    /// Process that made these leases. The child of a `fork()` makes its own leases, unless its store is in memory.
     made_by: Process,
-    /// `None`: each token comes from the system's randomness.
+    /// Source of owner tokens. `None`: each token comes from the system's randomness.
     owners: Option<Owners>,
     tables: Tables,
-    /// In place of `tables` where a thread of the parent holds a lock of theirs.
+    /// Replaces `tables` if a thread of the parent held one of their locks at the fork.
     anew: PerProcess<Box<Tables>>,
     deliveries_started: AtomicU64,
-    /// A lease that is due before this must wake the renewal task: nanoseconds since the clock's origin, [`LOOKING`] or
-    /// [`NEVER`].
+    /// Time of the next scan, in nanoseconds since the clock's origin, or [`LOOKING`], or [`NEVER`]. A lease that is
+    /// due earlier must wake the renewal task.
     next_beat: AtomicU64,
     running: AtomicBool,
-    /// The process whose renewal task is running.
+    /// Process whose renewal task is running.
     process: AtomicU32,
-    /// Whether leases are renewed at all.
+    /// False if leases are never renewed.
     beats: bool,
     /// Wakes the renewal task for a lease that is due before `next_beat`.
     earlier: PerProcess<Notify>,
-    /// Late writes and renewals under way, which no call waits for.
+    /// Number of late writes and renewals under way, which no call waits for.
     under_way: AtomicUsize,
     flushed: PerProcess<Notify>,
-    /// Since when no reservation was answered: nanoseconds since the clock's origin, or [`NEVER`].
+    /// Time since which no reservation was answered, in nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
     counts: Counts,
@@ -103,11 +105,11 @@ struct Leases {
     metrics: SharedOnce<Arc<Metrics>>,
     /// What the store has not answered.
     outage: Outage,
-    /// What a broker has not answered.
+    /// Failures of a broker since its last success.
     broker_outage: Outage,
-    /// Whether a test treats the process as dead.
+    /// True if a test treats the process as crashed.
     abandoned: AtomicBool,
-    /// The duplicates that wait. Those of a parent wait in the parent.
+    /// Duplicates that wait. A forked child starts with none.
     flights: PerProcess<Flights>,
 }
 
@@ -136,7 +138,7 @@ impl Counts {
 #[derive(Default)]
 struct Tables {
     shards: [SharedWithChild<Shard>; SHARDS],
-    /// The deliveries that beat, by the order in which they began.
+    /// Deliveries that beat, in the order in which they began.
     deliveries: [SharedWithChild<Deliveries>; SHARDS],
     /// Keys whose late writes go on after their lease, with the number of such writes.
     ending: SharedWithChild<HashMap<Key, usize>>,
@@ -144,7 +146,7 @@ struct Tables {
 
 type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
 
-/// Takes the last bytes of an owner token as its hash: they are random already. `Hash` writes the length of the array
+/// Uses the last bytes of an owner token as its hash, because they are random. `Hash` writes the length of the array
 /// first; the last write is the token.
 #[derive(Default)]
 struct TokenHasher(u64);
@@ -161,55 +163,55 @@ impl Hasher for TokenHasher {
     }
 }
 
-/// Whether a body may be polled.
+/// Permission to poll a body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LeaseStanding {
-    /// Its lease is held.
+    /// The lease is live.
     Held,
-    /// Its lease has lapsed by the clock of this process. It is being renewed, and the body waits for that.
+    /// The lease has lapsed by the clock of this process. A renewal is under way, and the body waits for it.
     Lapsed,
-    /// The store said that the lease is no longer this attempt's.
+    /// The store answered that this attempt no longer has the lease.
     Lost,
-    /// The body has run for longer than its policy allows; its lease is no longer renewed.
+    /// The body has run for longer than its policy allows. Its lease is no longer renewed.
     TimedOut,
-    /// Its lease has lapsed, and the store refuses for good to renew it, or has not renewed it for longer than a body may be
-    /// paused; see [`Heartbeats::why_unrenewed`].
+    /// The lease has lapsed, and the store permanently refuses to renew it, or has not renewed it for longer than a
+    /// body may be paused. See [`Heartbeats::why_unrenewed`].
     Unrenewed,
 }
 
-/// For how long a body may run, and wait for its lease.
+/// Time limits of a body.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) timeout: Duration,
-    /// How long it may wait for a renewal after its lease has lapsed; `None` if it does not wait for that.
+    /// Longest wait for a renewal after the lease has lapsed; `None` if the body does not wait.
     pub(crate) pause: Option<Duration>,
 }
 
-/// Renewals that fail.
+/// Renewals that failed.
 struct Failing {
-    /// When the first of them was sent.
+    /// Time when the first of them was sent.
     since: Instant,
-    /// The last error of the store.
+    /// Last error of the store.
     error: StoreError,
-    /// Whether that was said of this lease alone.
+    /// True if the store returned the error for this lease only.
     is_its_own: bool,
 }
 
 struct Registered {
-    /// The call's own handle, so that the renewal task keeps no store open.
+    /// Handle of the call, so that the renewal task does not keep a store open.
     store: Arc<dyn Store>,
     lease: Lease,
-    /// When the last confirmed reservation or renewal was sent: the lease is held for its length from then on.
+    /// Time when the last confirmed reservation or renewal was sent. The lease is live for its duration from then on.
     confirmed_at: Instant,
     due: Instant,
-    /// When the last renewal was sent, answered or not.
+    /// Time when the last renewal was sent, answered or not.
     asked_at: Instant,
     stop_at: Instant,
-    /// How long the body may wait for a renewal after its lease has lapsed; `None` if there is no body that waits.
+    /// Longest wait of the body for a renewal after its lease has lapsed; `None` if no body waits.
     pause: Option<Duration>,
-    /// The renewals since the last one that was confirmed, if any failed.
+    /// Failures since the last confirmed renewal, if there were any.
     failing: Option<Failing>,
-    /// Never [`LeaseStanding::Lapsed`]: that follows from the clock.
+    /// Never [`LeaseStanding::Lapsed`], which depends only on the time.
     standing: LeaseStanding,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
     waker: Option<Waker>,
@@ -224,13 +226,13 @@ impl Registered {
         self.confirmed_at.saturating_add(self.lease.duration)
     }
 
-    /// Whether the store has refused for good to renew this lease, or others together with it.
+    /// Returns whether the store has permanently refused to renew this lease, alone or together with others.
     fn is_refused(&self) -> bool {
         self.failing.as_ref().is_some_and(|failing| failing.error.is_for_good())
     }
 
-    /// When the body has waited in vain for a renewal, unless one comes before. A process that stood still has asked for none
-    /// meanwhile: the time counts from the first that failed.
+    /// Time when the body stops waiting for a renewal, unless one succeeds before. A process that was suspended sent no
+    /// renewals meanwhile, so the time counts from the first failed renewal.
     fn give_up_at(&self) -> Instant {
         match (&self.failing, self.pause) {
             (Some(Failing { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
@@ -239,7 +241,7 @@ impl Registered {
         }
     }
 
-    /// When the renewal task must look at this lease again.
+    /// Time by which the renewal task must check this lease again.
     fn next(&self) -> Instant {
         self.due.min(self.stop_at).min(self.give_up_at())
     }
@@ -251,20 +253,20 @@ impl Registered {
 }
 
 impl Heartbeats {
-    /// The heartbeats of a new store handle. Each owner token comes from the clock's entropy, so that none repeats in a
-    /// forked process or in the copy of a virtual machine.
+    /// Makes the heartbeats of a new store handle. Each owner token comes from the clock's entropy, so that no token
+    /// repeats in a forked process or in the copy of a virtual machine.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         Self::of(clock, None, true, 0)
     }
 
-    /// The heartbeats of a store whose records no other process sees: a forked process has a copy of its own. Owner tokens
-    /// are counted from a random start.
+    /// Makes the heartbeats of a store whose records no other process sees: a forked process has a copy of its own.
+    /// Owner tokens are counted from a random start.
     pub fn in_process(clock: Arc<dyn Clock>) -> Self {
         let owners = Owners::new(clock.entropy());
         Self::of(clock, Some(owners), true, 0)
     }
 
-    /// No heartbeats: for a store whose reservations need no lease, because something else ends them.
+    /// Makes heartbeats that renew no lease, for a store whose reservations end in another way.
     pub fn none(clock: Arc<dyn Clock>) -> Self {
         Self::of(clock, None, false, 0)
     }
@@ -281,8 +283,8 @@ impl Heartbeats {
         Self(PerProcess::new(Leases::new(clock, owners, beats, place)), Holds::new(""))
     }
 
-    /// The leases of this process. A system call, except for a store in memory: the child of a `fork()` goes on with its copy
-    /// of the parent's.
+    /// Returns the leases of this process. Costs a system call, except for a store in memory: the child of a `fork()`
+    /// goes on with its copy of the parent's.
     fn here(&self) -> &Arc<Leases> {
         match self.0.first() {
             copied if copied.owners.is_some() => copied,
@@ -290,53 +292,54 @@ impl Heartbeats {
         }
     }
 
-    /// The same without a system call, for the steps of a call that has asked for those of this process.
+    /// Like `here`, but without a system call, for the later steps of a call that has used `here`.
     fn leases(&self) -> &Arc<Leases> {
         self.0.latest().expect("made with a value")
     }
 
-    /// Names the store handle, so that a record says which one holds it, besides host and process (default: no name).
+    /// Names the store handle, so that a record identifies its handle in addition to host and process (default: no
+    /// name).
     #[must_use]
     pub fn held_by(mut self, name: &str) -> Self {
         self.1 = Holds::new(name);
         self
     }
 
-    /// The name that the handle was given.
+    /// Name of the handle.
     #[cfg(feature = "memory")]
     pub(crate) fn name(&self) -> &str {
         &self.1.name
     }
 
-    /// Who holds the keys that this handle reserves. In the child of a `fork()`, a store in memory, which is a copy of its
-    /// parent's, is still called by the process of its parent.
+    /// Returns the holder of the keys that this handle reserves. In the child of a `fork()`, a store in memory is a
+    /// copy of the parent's store, and its holder still has the process number of the parent.
     pub fn holder(&self) -> Holder<'static> {
         let here = || *self.1.holder.here_or_else(|| trail::here(&self.1.name));
         match self.0.first().owners {
-            // Asking for the process is a system call.
+            // Reading the process number is a system call.
             Some(_) => self.1.holder.latest().copied().unwrap_or_else(here),
             None => here(),
         }
     }
 
-    /// Whether leases can't be renewed in the current runtime, whose time a test has paused or moved. The records of a store in
-    /// memory are in that time, too, and are renewed by a task of that runtime.
+    /// Returns whether the current runtime can't renew leases, because a test has paused or moved its time. The records
+    /// of a store in memory use that time too, and a task of that runtime renews them.
     pub(crate) fn is_out_of_time(&self) -> bool {
         let leases = self.0.first();
         leases.owners.is_none() && leases.beats && leases.clock.is_moved()
     }
 
-    /// The trail of a request of this handle.
+    /// Returns the trail of a request of this handle.
     pub(crate) fn trail(&self) -> Trail {
         Trail::held(self.holder())
     }
 
-    /// The clock of the store handle.
+    /// Clock of the store handle.
     pub fn clock(&self) -> &dyn Clock {
         &*self.0.first().clock
     }
 
-    /// Whether leases are renewed at all; if not, something else ends them, such as a transaction.
+    /// Returns whether leases are renewed. If not, they end in another way, for example with a transaction.
     pub(crate) fn renews(&self) -> bool {
         self.0.first().beats
     }
@@ -346,7 +349,7 @@ impl Heartbeats {
         Arc::clone(&self.0.first().clock)
     }
 
-    /// An owner token for a new attempt.
+    /// Returns an owner token for a new attempt.
     pub fn new_owner(&self) -> OwnerToken {
         match &self.0.first().owners {
             Some(owners) => owners.next(),
@@ -354,16 +357,16 @@ impl Heartbeats {
         }
     }
 
-    /// How many leases are being kept alive.
+    /// Number of leases that are being kept alive.
     pub fn live(&self) -> usize {
         self.here().live()
     }
 
-    /// Waits until every late write and renewal is done: those of handlers that were cancelled or panicked, and the beat
-    /// that is under way. Call it on shutdown, after the handlers have ended and before the process does.
+    /// Waits until every late write and renewal is done: the writes of handlers that were cancelled or panicked, and
+    /// the current beat. Call it on shutdown, after the handlers have ended and before the process ends.
     ///
     /// # Cancel safety
-    /// Cancel safe; the writes go on.
+    /// Cancel safe: the writes go on.
     pub async fn flush(&self) {
         let leases = self.here();
         loop {
@@ -376,38 +379,38 @@ impl Heartbeats {
         }
     }
 
-    /// From here on this handle renews nothing, releases nothing and writes nothing late, as if its process had died: for
-    /// tests and demonstrations with several handles in one process (`MemoryStore::peer`).
+    /// Stops all renewals, releases and late writes of this handle, as if its process had crashed. For tests and
+    /// demonstrations with several handles in one process (`MemoryStore::peer`).
     pub fn abandon(&self) {
         self.leases().abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Whether calls of this handle may write after they are gone.
+    /// Returns whether calls of this handle may write after they are dropped.
     pub(crate) fn writes_late(&self) -> bool {
         self.leases().beats && !self.leases().abandoned.load(Ordering::SeqCst)
     }
 
-    /// The duplicates that wait in handles with these heartbeats.
+    /// Duplicates that wait in handles with these heartbeats.
     pub(super) fn flights(&self) -> &Flights {
         self.leases().flights.here()
     }
 
-    /// Notes that the store has answered.
+    /// Records that the store has answered.
     pub(crate) fn store_answered(&self) {
         if self.leases().down_since.load(Ordering::Relaxed) != NEVER {
             self.leases().down_since.store(NEVER, Ordering::Relaxed);
         }
     }
 
-    /// Notes that the store has not answered. Returns for how long it has not.
+    /// Records that the store has not answered. Returns the time since it last answered.
     pub(crate) fn store_failed(&self) -> Duration {
         let now = nanos(self.clock().now());
         let down_since = self.leases().down_since.fetch_min(now, Ordering::Relaxed).min(now);
         Duration::from_nanos(now - down_since)
     }
 
-    /// Notes how a body of `key` ended that ran without a record. Returns how often it has failed in a row, as far as that is
-    /// remembered.
+    /// Records the end of a body of `key` that ran without a record. Returns the number of its failures in a row, as
+    /// far as they are still counted.
     pub(crate) fn unrecorded_failures(&self, key: &Key, is_ok: bool) -> u32 {
         let (failures, tag) = (&self.leases().counts().failures, self.leases().tag(key));
         match is_ok {
@@ -432,7 +435,8 @@ impl Heartbeats {
         }
     }
 
-    /// A duplicate has met attempt number `attempt` of `key`. Returns how often that happened here, as far as it is remembered.
+    /// Records that a duplicate has met attempt number `attempt` of `key`. Returns the number of such duplicates in
+    /// this handle, as far as they are still counted.
     pub(crate) fn meets(&self, key: &Key, attempt: u32) -> u32 {
         // An odd multiplier spreads the numbers over all bits of the tag.
         self.leases()
@@ -441,19 +445,19 @@ impl Heartbeats {
             .again(self.leases().tag(key) ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
-    /// The right of a duplicate to wait on its last deliveries; `None` if enough of them wait.
+    /// Returns the permission for a duplicate to wait on its last deliveries; `None` if too many of them wait already.
     pub(crate) fn last_wait(&self) -> Option<LastWait> {
         let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);
         let waits = self.leases().counts().last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
         waits.then(|| LastWait(Arc::clone(self.leases())))
     }
 
-    /// Whether this is the first call: a warning is logged once.
+    /// Returns whether this is the first call, so that a warning is logged only once.
     pub(crate) fn warns_now(&self) -> bool {
         !self.leases().warned.swap(true, Ordering::Relaxed)
     }
 
-    /// What is counted of this store, which is called `store`.
+    /// Returns the metrics of this store, which is called `store`.
     #[inline]
     pub(crate) fn metrics(&self, store: &'static str) -> &Metrics {
         match self.leases().metrics.get() {
@@ -462,18 +466,18 @@ impl Heartbeats {
         }
     }
 
-    /// The same at the beginning of a call, from which on everything else is that of this process.
+    /// Like `metrics`, at the beginning of a call: selects the leases of this process for the rest of the call.
     pub(crate) fn metrics_here(&self, store: &'static str) -> &Metrics {
         self.here();
         self.metrics(store)
     }
 
-    /// What is counted of this store, if anything was.
+    /// Returns the metrics of this store, if any were counted.
     pub(super) fn known_metrics(&self) -> Option<&Metrics> {
         self.leases().metrics.get().map(|metrics| &**metrics)
     }
 
-    /// All that is counted, as of now.
+    /// Returns all metrics at this moment.
     pub(super) fn snapshot(&self, store: &'static str) -> Snapshot {
         self.metrics(store).snapshot(self.live())
     }
@@ -482,7 +486,7 @@ impl Heartbeats {
         &self.leases().outage
     }
 
-    /// How the renewal of leases stands at `now`.
+    /// Returns the state of the renewal of leases at `now`.
     pub(super) fn beating(&self, now: Instant) -> Standings {
         let leases = self.here();
         let mut standings = Standings { is_running: !leases.beats || leases.is_running(), ..Standings::default() };
@@ -490,7 +494,7 @@ impl Heartbeats {
             for registered in leases.shard(at).values() {
                 standings.leases += 1;
                 if leases.beats && registered.standing == LeaseStanding::Held {
-                    // Asked for and not answered is late as well: that is what `confirmed_at` tells.
+                    // Counted from `confirmed_at`, so that a renewal that was sent and not answered is late too.
                     let due = registered.confirmed_at.saturating_add(registered.beat());
                     let lag = now.saturating_since(due);
                     standings.lag = standings.lag.max(lag);
@@ -501,12 +505,12 @@ impl Heartbeats {
         standings
     }
 
-    /// What calls back from time to time while a delivery is being handled.
+    /// Returns the timer for callbacks while a delivery is being handled.
     pub(crate) fn timer(&self) -> Timer {
         Timer(Arc::clone(self.here()))
     }
 
-    /// Work that [`flush`](Heartbeats::flush) waits for, until the returned value is dropped.
+    /// Starts work that [`flush`](Heartbeats::flush) waits for, until the returned value is dropped.
     pub(crate) fn under_way(&self) -> UnderWay {
         UnderWay::new(self.leases())
     }
@@ -532,8 +536,8 @@ impl Heartbeats {
     /// Keeps `lease` alive until it is deregistered, within `limits`.
     pub(crate) fn register(&self, store: &Arc<dyn Store>, lease: &Lease, confirmed_at: Instant, limits: Limits) {
         let leases = self.leases();
-        // In the child of a `fork()`, a store in memory is a copy, as are its parent's records: only a late beat reveals
-        // the fork.
+        // In the child of a `fork()`, a store in memory is a copy, and so are its parent's records. Only a late beat
+        // shows that a fork happened.
         let planned = leases.next_beat.load(Ordering::SeqCst);
         if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && leases.is_forked() {
             leases.start_anew();
@@ -558,7 +562,7 @@ impl Heartbeats {
         }
     }
 
-    /// Whether the body of `owner` may be polled. `waker` is woken when that changes.
+    /// Returns whether the body of `owner` may be polled. Wakes `waker` when that changes.
     pub(crate) fn standing(&self, owner: OwnerToken, waker: &Waker) -> LeaseStanding {
         if !self.leases().beats {
             return LeaseStanding::Held;
@@ -578,7 +582,7 @@ impl Heartbeats {
             if now < registered.held_until() {
                 (LeaseStanding::Held, false)
             } else {
-                // Due at once, but only once: a call may be polled often while the store is slow.
+                // Makes the lease due immediately, but only once: a call may be polled often while the store is slow.
                 let unasked = registered.asked_at < registered.held_until();
                 if unasked {
                     registered.due = registered.due.min(now);
@@ -587,22 +591,23 @@ impl Heartbeats {
                 (LeaseStanding::Lapsed, unasked)
             }
         };
-        // The runtime of the renewal task may have shut down, or belong to another process.
+        // The runtime of the renewal task may have shut down, or the task belongs to another process.
         if unasked || self.leases().next_beat.load(Ordering::SeqCst) == NEVER {
             self.leases().expect_beat();
         }
         if let Some((store, lease)) = renewal
             && self.0.first().clock.is_moved()
         {
-            // The renewal task may run elsewhere, in real time: a test paused this time after the task had begun.
+            // The renewal task may run on another runtime, in real time: a test paused this time after the task had
+            // started.
             let under_way = UnderWay::new(self.leases());
             self.0.first().clock.spawn(Box::pin(renew(under_way, store, vec![lease], now)));
         }
         standing
     }
 
-    /// From here on no time limit and no beat ends the attempt of `owner`: its body has returned, and the store alone
-    /// accepts or refuses the rest.
+    /// Removes the time limit and the beats that can end the attempt of `owner`: its body has returned, and from here
+    /// on only the store accepts or refuses its result.
     pub(crate) fn body_returned(&self, owner: OwnerToken) {
         if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
             registered.stop_at = Instant::new(Duration::MAX);
@@ -611,8 +616,8 @@ impl Heartbeats {
         }
     }
 
-    /// From here on the body of `owner` is not polled again, and its values are being dropped. Their drop may take as long as
-    /// the body might have: the lease is kept alive for `timeout` from now, also if the body has reached its time-out.
+    /// Records that the body of `owner` is not polled again, and that its values are being dropped. Their drop may take
+    /// as long as the body: the lease is kept alive for `timeout` from now, even if the body has timed out.
     pub(crate) fn drops_values(&self, owner: OwnerToken, timeout: Duration) {
         let stop_at = self.leases().clock.now().saturating_add(timeout);
         let resumes = {
@@ -627,20 +632,20 @@ impl Heartbeats {
             }
             resumes
         };
-        // The renewal task may sleep beyond the next beat of this lease, which it had given up.
+        // The renewal task may sleep beyond the next beat of this lease, because it had given the lease up.
         if resumes && self.leases().beats {
             self.leases().expect_beat();
         }
     }
 
-    /// Why the lease of `owner` was not renewed the last time.
+    /// Returns the reason why the lease of `owner` was not renewed the last time.
     pub(crate) fn why_unrenewed(&self, owner: OwnerToken) -> StoreError {
         let shard = self.leases().shard_of(owner);
         let failing = shard.get(&owner).and_then(|registered| registered.failing.as_ref());
         failing.map_or_else(no_answer, |failing| failing.error.clone())
     }
 
-    /// Stops the heartbeat. Returns when the lease was last confirmed.
+    /// Stops the heartbeat. Returns the time when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
         let registered = self.leases().shard_of(owner).remove(&owner)?;
         if let Some(metrics) = self.leases().metrics.get() {
@@ -649,26 +654,26 @@ impl Heartbeats {
         Some(registered.confirmed_at)
     }
 
-    /// Notes a renewal that was made elsewhere, and sent at `asked_at`.
+    /// Records a renewal that another part of the engine sent at `asked_at`.
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
         if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
             registered.confirmed_at = registered.confirmed_at.max(asked_at);
         }
     }
 
-    /// When the last confirmed reservation or renewal of `owner` was sent.
+    /// Time when the last confirmed reservation or renewal of `owner` was sent.
     pub(crate) fn confirmed_at(&self, owner: OwnerToken) -> Option<Instant> {
         self.leases().shard_of(owner).get(&owner).map(|registered| registered.confirmed_at)
     }
 
-    /// Until when the lease of `owner` is sure to be held, if this handle keeps it alive.
+    /// Time until which the lease of `owner` is certainly live, if this handle keeps it alive.
     #[cfg(feature = "redis")]
     pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
         let shard = self.leases().shard_of(owner);
         shard.get(&owner).filter(|registered| registered.standing == LeaseStanding::Held).map(Registered::held_until)
     }
 
-    /// How long the lease of `owner` is sure to be held; zero once its call has ended.
+    /// Time for which the lease of `owner` is certainly live; zero once its call has ended.
     pub(crate) fn lease_remaining(&self, owner: OwnerToken) -> Duration {
         let shard = self.leases().shard_of(owner);
         match shard.get(&owner) {
@@ -680,8 +685,8 @@ impl Heartbeats {
         }
     }
 
-    /// How long `lease` may still be held, if it was last confirmed at `confirmed_at` or by a later beat. A refused beat
-    /// does not count: the record may be that of this attempt, ended.
+    /// Longest time for which `lease` may still be live, if it was last confirmed at `confirmed_at` or by a later beat.
+    /// A refused beat does not count: the record may be the finished one of this attempt.
     pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
         if !self.leases().beats {
             return lease.duration;
@@ -692,21 +697,21 @@ impl Heartbeats {
     }
 }
 
-/// How the renewal of leases stands.
+/// State of the renewal of leases.
 #[derive(Default)]
 pub(super) struct Standings {
-    /// How many leases are kept alive.
+    /// Number of leases that are kept alive.
     pub(super) leases: usize,
-    /// Whether the renewal task is running, in this process.
+    /// True if the renewal task runs in this process.
     pub(super) is_running: bool,
-    /// By how much the renewal of a lease is overdue, at most.
+    /// Longest time by which the renewal of a lease is overdue.
     pub(super) lag: Duration,
-    /// Whether a lease is overdue by more than a beat.
+    /// True if a lease is overdue by more than a beat.
     pub(super) is_late: bool,
 }
 
 impl Drop for Heartbeats {
-    /// A sleeping renewal task has nothing left to wait for.
+    /// Wakes a sleeping renewal task, which has no lease left.
     fn drop(&mut self) {
         if let Some(leases) = self.0.known() {
             leases.earlier().notify_one();
@@ -742,7 +747,7 @@ impl Leases {
         })
     }
 
-    /// The leases of the shard at `at`. A child whose parent held their lock at the fork begins with none.
+    /// Returns the leases of the shard at `at`. If the parent held the lock at the fork, the child starts with none.
     fn shard(&self, at: usize) -> MutexGuard<'_, Shard> {
         let anew = |InheritedLock| self.anew.here().shards[at].lock().expect("a lock of this process");
         self.tables.shards[at].lock().unwrap_or_else(anew)
@@ -781,8 +786,8 @@ impl Leases {
         self.flushed.latest().expect("made with a value")
     }
 
-    /// Wakes tasks. In the child of a `fork()`, a task of the parent may be among those of a store in memory, and a lock of its
-    /// runtime be held for ever: a thread that waits for nothing else takes the risk.
+    /// Wakes tasks. In the child of a `fork()`, the tasks of a store in memory may include a task of the parent, and a
+    /// lock of its runtime may stay held forever. So a separate thread takes that risk.
     fn wake(&self, wakers: Vec<Waker>) {
         let wake = move || wakers.into_iter().for_each(Waker::wake);
         if self.owners.is_none() || self.made_by.is_this() {
@@ -792,18 +797,19 @@ impl Leases {
         }
     }
 
-    /// In the child of a `fork()`, for a store in memory: the renewal task and the deliveries are the parent's.
+    /// Starts again in the child of a `fork()`, for a store in memory: the renewal task and the deliveries belong to
+    /// the parent.
     fn start_anew(self: &Arc<Self>) {
         (0..SHARDS).for_each(|at| std::mem::forget(std::mem::take(&mut *self.delivery_shard(at))));
         self.under_way.store(0, Ordering::SeqCst);
         self.expect_beat();
     }
 
-    /// Makes sure that the renewal task scans again.
+    /// Ensures that the renewal task scans again.
     fn expect_beat(self: &Arc<Self>) {
-        // The lease is already in its shard. The task publishes `next_beat` only after it has scanned the shards, and a
-        // task that ends scans again after it has given its place back. So either it sees the lease, or we wake it, or we
-        // start another.
+        // The lease is already in its shard. The task publishes `next_beat` only after its scan of the shards, and a
+        // task that ends scans again after it has cleared `running`. So either the task sees the lease, or we wake the
+        // task, or we start another one.
         if self.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
             self.earlier().notify_one();
             return;
@@ -816,7 +822,7 @@ impl Leases {
         self.clock.spawn(Box::pin(beat(Running { leases: Arc::clone(self), process, has_ended: false })));
     }
 
-    /// Whether the renewal task is that of the parent process, from which this one was forked.
+    /// Returns whether the renewal task belongs to the parent process of this one.
     fn is_forked(&self) -> bool {
         let process = self.process.load(Ordering::SeqCst);
         process != 0 && process != std::process::id()
@@ -830,12 +836,12 @@ impl Leases {
     fn make_metrics(&self, store: &'static str) -> &Metrics {
         self.metrics.get_or_init(|| match self.beats {
             true => Arc::new(Metrics::new(store, Arc::clone(&self.clock))),
-            // The store of one call in a transaction; the next call has another one.
+            // A store of one call in a transaction; the next call has another one.
             false => Metrics::of_transactions(store, &self.clock),
         })
     }
 
-    /// Counts what became of the renewal of a lease.
+    /// Counts the result of the renewal of a lease.
     fn count_beat(&self, result: BeatResult) {
         if let Some(metrics) = self.metrics.get() {
             metrics.beat(result);
@@ -846,12 +852,13 @@ impl Leases {
         (0..SHARDS).map(|at| self.shard(at).len()).sum()
     }
 
-    /// Whether there is nothing to do for the renewal task. Leases without heartbeats are nothing to do.
+    /// Returns whether the renewal task has no work. Leases without heartbeats are no work.
     fn is_idle(&self) -> bool {
         (!self.beats || self.live() == 0) && self.beating() == 0
     }
 
-    /// The leases that are due by `now` or soon after, and when to look again. Wakes the bodies whose time is over.
+    /// Returns the leases that are due by `now` or soon after, and the time of the next scan. Wakes the bodies whose
+    /// time is over.
     fn due(&self, now: Instant) -> (Due, Instant) {
         let mut due = Due::default();
         if self.abandoned.load(Ordering::SeqCst) {
@@ -866,6 +873,7 @@ impl Leases {
             for registered in
                 self.shard(at).values_mut().filter(|registered| registered.standing == LeaseStanding::Held)
             {
+                // The body has reached its time limit, or has waited too long for a renewal.
                 if registered.stop_at <= now {
                     over.extend(registered.turn(LeaseStanding::TimedOut));
                     continue;
@@ -874,20 +882,20 @@ impl Leases {
                     over.extend(registered.turn(LeaseStanding::Unrenewed));
                     continue;
                 }
-                // Renew up to an eighth of a beat early, to share calls. The pauses below are longer, or a lease that could
-                // not be renewed would be due at once.
+                // Renew up to an eighth of a beat early, to share calls. The pauses below are longer, or a lease whose
+                // renewal failed would be due immediately.
                 let beat = registered.beat();
                 if registered.due <= now.saturating_add(beat / 8) {
                     due.lag = due.lag.max(now.saturating_since(registered.due));
                     due.store.get_or_insert_with(|| Arc::clone(&registered.store));
-                    // A call for several leases does not say which of them it could not renew for good, and a body is ended for
-                    // what was said of its own lease only.
+                    // A call for several leases does not say which of them the store permanently refuses, and only a
+                    // refusal of its own lease may end a body.
                     let is_alone = registered.is_refused() && registered.held_until() <= now;
                     match is_alone && due.alone.len() < alone_at_once {
                         true => due.alone.push(registered.lease.clone()),
                         false => due.leases.push(registered.lease.clone()),
                     }
-                    // Due again before the answer comes: this call may be stuck at another lease.
+                    // Due again before the answer arrives: this call may be stuck at another lease.
                     registered.due = now.saturating_add(beat / 2);
                     registered.asked_at = now;
                 }
@@ -900,10 +908,10 @@ impl Leases {
         (due, next)
     }
 
-    /// Enters the store's answer about `lease`, requested at `asked_at`.
+    /// Applies the store's answer about `lease`, requested at `asked_at`.
     fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
         let mut shard = self.shard_of(lease.owner);
-        // The owner may have another attempt by now, if its request was answered anew.
+        // The owner may have another attempt now, if the store answered its request again.
         let Some(registered) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
         };
@@ -924,8 +932,8 @@ impl Leases {
         }
     }
 
-    /// Makes those of `leases` that got no answer due again, sooner than while their call was under way; `error` is what
-    /// the store said of the call.
+    /// Handles the leases that got no answer: makes them due again, sooner than while their call was under way.
+    /// `error`: the store's error for the call.
     fn unanswered(&self, leases: &[Lease], asked_at: Instant, error: Option<&StoreError>) {
         let now = self.clock.now();
         let mut sooner = false;
@@ -953,7 +961,7 @@ impl fmt::Debug for Heartbeats {
     }
 }
 
-/// The error of a renewal of which the store has said nothing.
+/// Returns the error of a renewal without an answer of the store.
 fn no_answer() -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, "the store did not answer the renewal of a lease")
 }
@@ -966,20 +974,20 @@ fn nanos(instant: Instant) -> u64 {
     span(instant.since_origin())
 }
 
-/// Marks a renewal task as running. If a runtime that shuts down drops it, it wakes the remaining handlers, on whatever
-/// runtime they are, and the first of them starts a new task.
+/// Marks a renewal task as running. If a runtime that shuts down drops the task, this guard wakes the remaining
+/// handlers, on any runtime, and the first of them starts a new task.
 struct Running {
     leases: Arc<Leases>,
     process: u32,
-    /// Whether another task may be running by now.
+    /// True once another task may be running.
     has_ended: bool,
 }
 
 impl Running {
-    /// Ends the task if no lease is left. Returns whether it has ended.
+    /// Ends the task if no lease is left. Returns whether the task has ended.
     ///
-    /// A call that registers a lease while the task is about to end takes it for running, and its body may never yield: so
-    /// the task scans again after it has declared its end.
+    /// A call that registers a lease while the task is about to end sees it as running, and the body of that call may
+    /// never yield. So the task scans again after it has declared its end.
     fn end(&mut self) -> bool {
         let leases = &self.leases;
         leases.next_beat.store(NEVER, Ordering::SeqCst);
@@ -1011,14 +1019,14 @@ impl Drop for Running {
     }
 }
 
-/// Leases of one store handle, or of wrappers around it; and deliveries.
+/// Work of one scan: leases of one store handle, or of wrappers around it, and deliveries.
 #[derive(Default)]
 struct Due {
     store: Option<Arc<dyn Store>>,
     leases: Vec<Lease>,
-    /// Those that are each asked for in a call of its own.
+    /// Leases that are each renewed in a call of their own.
     alone: Vec<Lease>,
-    /// By how much the latest of them is overdue.
+    /// Longest time by which one of the leases is overdue.
     lag: Duration,
     deliveries: Vec<DueBeat>,
 }
@@ -1044,8 +1052,8 @@ async fn beat(mut running: Running) {
         if Arc::strong_count(leases) == 1 {
             return;
         }
-        // Ends only after a sleep: a stream of short handlers must not start a task each. A handle without heartbeats is that
-        // of one transaction.
+        // The task ends only after a sleep: a sequence of short handlers must not start a task each. A handle without
+        // heartbeats belongs to one transaction, and its task ends immediately.
         if (slept || !leases.beats) && leases.is_idle() {
             if running.end() {
                 return;
@@ -1059,7 +1067,7 @@ async fn beat(mut running: Running) {
     }
 }
 
-/// One call for all leases that are due together. Leases without an answer in it are renewed by other calls.
+/// Renews all leases that are due together in one call. A lease without an answer is renewed by another call.
 async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
     let leases = &under_way.0;
     let answer = |at: usize, write| {
@@ -1067,7 +1075,7 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
             leases.enter(lease, asked_at, write);
         }
     };
-    // A call that takes longer keeps no lease, and others have been made since.
+    // A call that takes longer than a lease keeps no lease alive, and other calls have been made since.
     let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
     let upkeep = store.upkeep();
     let renewing = upkeep.renew(&due, &answer).watched(&*upkeep, StoreOp::Renew);
@@ -1085,12 +1093,12 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
 /// Counts work that [`Heartbeats::flush`] waits for.
 pub(crate) struct UnderWay(Arc<Leases>);
 
-/// A duplicate that waits only because its broker delivers it for the last times. Each takes a place of its consumer for as long
-/// as an attempt may run, so there is a limit.
+/// A duplicate that waits only because few deliveries of its message are left. Each such duplicate occupies a slot of
+/// its consumer for as long as an attempt may run, so their number is limited.
 pub(crate) struct LastWait(Arc<Leases>);
 
 impl LastWait {
-    /// How many of them one store handle has at a time.
+    /// Largest number of such duplicates in one store handle at a time.
     pub(crate) const MOST: usize = 4;
 }
 
