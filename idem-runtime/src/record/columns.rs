@@ -10,23 +10,24 @@ use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
-/// The parts of a record, version 1, for stores that keep them apart: the columns of a table, the attributes of an item.
+/// Parts of a record, version 1, for stores that keep them separately: the columns of a table, the attributes of an
+/// item.
 ///
-/// `codec`, `result` and `result_bytes` describe the result: codec and result are set if it is stored, the size if it
-/// was too large, none of them if it could not be encoded.
+/// `codec`, `result` and `result_bytes` describe the result. A stored result sets codec and result, a result that was
+/// too large sets its size, and a result that could not be encoded sets none of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Parts<'a> {
-    /// The version of the parts: [`Parts::VERSION`].
+    /// Version of the parts: [`Parts::VERSION`].
     pub(crate) format: i64,
-    /// The [name](State::name) of the state.
+    /// [Name](State::name) of the state.
     pub(crate) state: &'a str,
     pub(crate) owner: &'a [u8],
     pub(crate) attempt: i64,
     pub(crate) attempts_used: i64,
     pub(crate) fingerprint: Option<&'a [u8]>,
-    /// Whether `on_crash = fail`; false unless pending.
+    /// True for a pending record with `on_crash = fail`.
     pub(crate) on_crash_fail: bool,
-    /// Whether the body has begun; false unless pending.
+    /// True for a pending record whose body has begun.
     pub(crate) begun: bool,
     /// Milliseconds; `None` unless pending.
     pub(crate) lease_ms: Option<i64>,
@@ -42,19 +43,19 @@ pub(crate) struct Parts<'a> {
     pub(crate) decided_reason: Option<&'a str>,
 }
 
-/// How much of a record was read.
+/// Amount of a record that was read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reading {
     Whole,
-    /// All but its result; with the size of that, if it is known.
+    /// All parts except the result, with the size of the result, if the store reports it.
     WithoutResult(Option<u64>),
 }
 
 impl<'a> Parts<'a> {
-    /// The version that is written.
+    /// Version that this release writes.
     pub(crate) const VERSION: i64 = 1;
 
-    /// The parts of `record`.
+    /// Returns the parts of `record`.
     pub(crate) fn of(record: &'a Record) -> Self {
         let mut parts = Self {
             format: Self::VERSION,
@@ -76,6 +77,7 @@ impl<'a> Parts<'a> {
             decided_by: record.trail.decided_by(),
             decided_reason: record.trail.decided_reason(),
         };
+        // Only a pending or a finished record has further parts.
         match &record.state {
             State::Pending { lease, ttl, on_crash, begun } => {
                 parts.on_crash_fail = *on_crash == OnCrash::Fail;
@@ -88,7 +90,7 @@ impl<'a> Parts<'a> {
                     parts.codec = Some(codec.as_str());
                     parts.result = Some(bytes.clone());
                 }
-                // The same 64 bits, so that every size is kept.
+                // The cast keeps the 64 bits, so that every size is kept.
                 StoredResult::TooLarge { size } => parts.result_bytes = Some(size.cast_signed()),
                 StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {}
             },
@@ -97,7 +99,7 @@ impl<'a> Parts<'a> {
         parts
     }
 
-    /// The record that has these parts.
+    /// Returns the record that has these parts.
     ///
     /// # Errors
     /// [`FormatError`] for parts that no release up to this one has written.
@@ -112,6 +114,7 @@ impl<'a> Parts<'a> {
     }
 
     fn read(self) -> Option<Record> {
+        // Only these combinations of codec, result and size occur.
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
         let text = Option::<&str>::unwrap_or_default;
         let payload = match (self.codec, self.result, self.result_bytes) {
@@ -124,7 +127,7 @@ impl<'a> Parts<'a> {
                     StoredResult::LeftOut { codec: CodecName::new(codec.as_bytes())?, size }
                 }
             },
-            // A negative number is a size above `i64::MAX`: the same 64 bits.
+            // A negative number is a size above `i64::MAX`, with the same 64 bits.
             (None, None, Some(bytes)) => StoredResult::TooLarge { size: bytes.cast_unsigned() },
             (None, None, None) => StoredResult::Unencodable,
             _ => return None,
@@ -157,7 +160,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Milliseconds, rounded up, for systems whose integers have a sign.
+/// Milliseconds, rounded up, for databases whose integers have a sign.
 pub(crate) fn signed_millis(duration: Duration) -> i64 {
     i64::try_from(millis(duration)).unwrap_or(i64::MAX)
 }

@@ -1,4 +1,4 @@
-//! What an operator decides about a record, and what becomes of it: one pure function, which every store calls.
+//! The effect of an operator's decision on a record: one pure function, which every store calls.
 
 use std::time::Duration;
 
@@ -7,49 +7,52 @@ use super::{Finish, Inspection, Record, Revision, State, StoredResult, Trail, Ve
 use crate::key::Key;
 use crate::policy::OnCrash;
 
-/// What an operator decides about the record of a key; see [`Store::decide`](crate::Store::decide).
+/// An operator's decision about the record of a key; see [`Store::decide`](crate::Store::decide).
 ///
-/// A decision names the record that the operator saw, and is refused once that record has changed: by an attempt, or by another
-/// decision.
+/// A decision names the record that the operator saw. It is refused once that record has changed, by an attempt or by
+/// another decision.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Decision {
-    /// The key.
+    /// Key of the record.
     pub key: Key,
-    /// The record that the operator saw.
+    /// Record that the operator saw.
     pub seen: Revision,
-    /// What is to become of the record.
+    /// Change of the record.
     pub action: Action,
-    /// Who decides, for the record; empty if nobody says. At most [`MAX_BY_BYTES`](super::Trail::MAX_BY_BYTES) are kept.
+    /// Name of the operator, for the record; empty if no name is given. At most
+    /// [`MAX_BY_BYTES`](super::Trail::MAX_BY_BYTES) are kept.
     pub by: Box<str>,
-    /// Why, for the record; empty if nobody says. At most [`MAX_REASON_BYTES`](super::Trail::MAX_REASON_BYTES) are kept.
+    /// Reason of the decision, for the record; empty if none is given. At most
+    /// [`MAX_REASON_BYTES`](super::Trail::MAX_REASON_BYTES) are kept.
     pub reason: Box<str>,
 }
 
-/// What is to become of a record.
+/// Change of a record that an operator decides.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// The next delivery runs again. The record is released, with no attempt counted against `max_attempts`. Refused if the
-    /// operation has finished.
+    /// Lets the next delivery run again: releases the record, with no attempt counted against `max_attempts`. Refused
+    /// if the operation has finished.
     Reopen,
-    /// Gives up what a finished operation recorded, and lets the next delivery run again: the record is released, with no
+    /// Discards the result of a finished operation, and lets the next delivery run again: releases the record, with no
     /// attempt counted against `max_attempts`. Refused unless the operation has finished.
     Discard,
-    /// The operation has ended like this. A recorded result is never replaced, only a missing one is supplied.
+    /// Ends the operation with this result. Supplies a missing result, but never replaces a recorded one.
     Resolve(Finish),
-    /// The operation has ended like this, and not as recorded. No delivery runs in between. Refused unless the operation has
-    /// finished.
+    /// Ends the operation with this result instead of the recorded one. No delivery runs in between. Refused unless the
+    /// operation has finished.
     Replace(Finish),
-    /// The lease ends now, live or not, and its owner can't write any more. What follows is what follows a crash: under
+    /// Ends the lease now, live or not. Its owner can't write any more. The consequences are those of a crash: under
     /// `on_crash = retry` the next delivery runs, under `fail` the key is interrupted if the body has begun.
     BreakLease,
-    /// The record is removed, result included. The next delivery runs as the first one.
+    /// Removes the record, its result included. The next delivery runs like the first one.
     Forget,
 }
 
 impl Action {
-    /// The name of the action in errors, logs and commands: `reopen`, `discard`, `resolve`, `replace`, `break_lease` or `forget`.
+    /// Returns the name of the action in errors, logs and commands: `reopen`, `discard`, `resolve`, `replace`,
+    /// `break_lease` or `forget`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Reopen => "reopen",
@@ -61,7 +64,7 @@ impl Action {
         }
     }
 
-    /// The end that the action records; `None` unless it resolves or replaces.
+    /// Returns the end that the action records; `None` unless it resolves or replaces.
     pub const fn finish(&self) -> Option<&Finish> {
         match self {
             Self::Resolve(finish) | Self::Replace(finish) => Some(finish),
@@ -69,8 +72,8 @@ impl Action {
         }
     }
 
-    /// The same action with this end, for a wrapper that keeps results in another form. An action without an end stays as
-    /// it is.
+    /// Returns the same action with this end, for a wrapper that stores results in another form. An action without an
+    /// end stays unchanged.
     #[must_use]
     pub fn with_finish(&self, finish: Finish) -> Self {
         match self {
@@ -82,8 +85,8 @@ impl Action {
 }
 
 impl Decision {
-    /// The decision to do this with the record of `key`, which the operator saw like this: an
-    /// [`Inspection`](crate::store::Inspection), or the [`Revision`] of one.
+    /// Makes the decision to apply `action` to the record of `key`. `seen`: the record that the operator saw, as an
+    /// [`Inspection`](crate::store::Inspection) or its [`Revision`].
     pub fn new(key: &Key, seen: impl Into<Revision>, action: Action) -> Self {
         Self { key: key.clone(), seen: seen.into(), action, by: Box::default(), reason: Box::default() }
     }
@@ -100,43 +103,43 @@ impl Decision {
         Self { reason: reason.into(), ..self }
     }
 
-    /// To let the next delivery run again.
+    /// Decides that the next delivery runs again.
     pub fn reopen(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Reopen)
     }
 
-    /// To give up the recorded result, and let the next delivery run again.
+    /// Decides to discard the recorded result, and that the next delivery runs again.
     pub fn discard(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Discard)
     }
 
-    /// To end the operation like this.
+    /// Decides to end the operation with this result.
     pub fn resolve(key: &Key, seen: impl Into<Revision>, finish: Finish) -> Self {
         Self::new(key, seen, Action::Resolve(finish))
     }
 
-    /// To end the operation like this instead of as recorded.
+    /// Decides to end the operation with this result instead of the recorded one.
     pub fn replace(key: &Key, seen: impl Into<Revision>, finish: Finish) -> Self {
         Self::new(key, seen, Action::Replace(finish))
     }
 
-    /// To end the lease.
+    /// Decides to end the lease.
     pub fn break_lease(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::BreakLease)
     }
 
-    /// To remove the record.
+    /// Decides to remove the record.
     pub fn forget(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Forget)
     }
 
-    /// The result that is to be recorded, if there is one.
+    /// Returns the result to record, if there is one.
     pub fn result(&self) -> Option<&StoredResult> {
         self.action.finish().map(Finish::result)
     }
 
-    /// Whether the decision ends a lease that holds. Every other decision, and one about a lease that had lapsed, is refused
-    /// if the lease holds when the record is written.
+    /// Returns whether the decision ends a live lease. Every other decision, and one about a lease that had lapsed, is
+    /// refused if the lease is live when the record is written.
     pub fn ends_live_lease(&self) -> bool {
         self.action == Action::BreakLease && self.seen.standing == Standing::Running
     }
@@ -147,50 +150,51 @@ impl Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Decided {
-    /// The record is as decided, by this call or by an earlier one.
+    /// The decision took effect, by this call or by an earlier one.
     Applied,
-    /// Refused: an attempt is running. Nothing was changed.
+    /// Refused: an attempt is running. The record is unchanged.
     #[non_exhaustive]
     LiveLease {
-        /// The time until its lease lapses unless it is renewed; never zero.
+        /// Time until the lease lapses unless it is renewed; never zero.
         lapses_in: Duration,
     },
-    /// Refused: the latest attempt has another number. Nothing was changed.
+    /// Refused: the latest attempt has another number. The record is unchanged.
     #[non_exhaustive]
     OtherAttempt {
-        /// The number of the latest attempt.
+        /// Number of the latest attempt.
         latest: u32,
     },
-    /// Refused: the attempt is the one that the operator saw, and its record has changed since. Nothing was changed.
+    /// Refused: the attempt is the one that the operator saw, but its record has changed since. This decision changed
+    /// nothing.
     #[non_exhaustive]
     Changed {
-        /// Where the operation stands.
+        /// Current standing of the operation.
         standing: Standing,
-        /// The person who decided meanwhile, if one did and gave a name.
+        /// Name of the operator who decided meanwhile, if one did and gave a name.
         decided_by: Option<Box<str>>,
     },
-    /// Refused: the operation has finished, and what is recorded stands. Nothing was changed.
+    /// Refused: the operation has finished, and its recorded result stays. The record is unchanged.
     Finished,
-    /// Refused: the operation has not finished, so no result can be discarded or replaced. Nothing was changed.
+    /// Refused: the operation has not finished, so it has no result to discard or replace. The record is unchanged.
     Unfinished,
-    /// There is no record. Nothing was changed.
+    /// There is no record. Nothing has changed.
     NoRecord,
-    /// Refused: the record can't be read, so it can only be forgotten. Nothing was changed.
+    /// Refused: the record can't be read, so it can only be forgotten. The record is unchanged.
     Damaged,
 }
 
 impl Decided {
-    /// [`LiveLease`](Self::LiveLease).
+    /// Makes [`LiveLease`](Self::LiveLease).
     pub const fn live_lease(lapses_in: Duration) -> Self {
         Self::LiveLease { lapses_in }
     }
 
-    /// [`OtherAttempt`](Self::OtherAttempt).
+    /// Makes [`OtherAttempt`](Self::OtherAttempt).
     pub const fn other_attempt(latest: u32) -> Self {
         Self::OtherAttempt { latest }
     }
 
-    /// [`Changed`](Self::Changed), by nobody who is known by name.
+    /// Makes [`Changed`](Self::Changed), without the name of an operator.
     pub const fn changed(standing: Standing) -> Self {
         Self::Changed { standing, decided_by: None }
     }
@@ -205,48 +209,52 @@ impl From<Decided> for Verdict {
     }
 }
 
-/// What a [`Decision`] does with the record that it found; see [`Record::decide`].
+/// Effect of a [`Decision`] on the record that it found; see [`Record::decide`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ruling {
-    /// The record stays as it is, and this is the answer.
+    /// The record stays unchanged, and this is the answer.
     Answer(Decided),
-    /// The record may be replaced by this one, if it is still the record that was found (owner, attempt and state) and its
-    /// lease was not renewed, unless the decision [ends a live lease](Decision::ends_live_lease). It is never pending, and its
-    /// retention stays as it was.
+    /// The store may replace the record by this one, if it is still the record that was found (owner, attempt and
+    /// state). Its lease must not have been renewed either, unless the decision [ends a live
+    /// lease](Decision::ends_live_lease). The new record is never pending, and its retention stays the same.
     Replace(Record),
-    /// The record may be removed, under the same condition. One that can't be read: if all that is stored is as it was found.
+    /// The store may remove the record, under the same condition. A record that can't be read: if all its stored bytes
+    /// are still the same.
     Remove,
 }
 
 impl Inspection {
-    /// Decides what `decision` does with what was found: [`Record::decide`] for a record that can be read. One that can't be is
-    /// removed by a decision to forget it that names its very [revision](Self::revision), and is left alone by every other one.
+    /// Decides the effect of `decision` on the record that was found: [`Record::decide`] for a record that can be read.
+    /// A record that can't be read is removed by a decision to forget it that names its very
+    /// [revision](Self::revision). Every other decision leaves it unchanged.
     ///
-    /// To remove a damaged record, a store compares all that is stored of it, in place of owner, attempt and state.
+    /// To remove a damaged record, a store compares all its stored bytes, instead of owner, attempt and state.
     pub fn decide(&self, decision: &Decision) -> Ruling {
         let standing = self.standing();
         match &decision.action {
             _ if standing != Standing::Damaged => self.record.decide(decision, self.lapses_in.unwrap_or_default()),
             _ if decision.seen != self.revision() => Ruling::Answer(Decided::changed(standing)),
             Action::Forget => Ruling::Remove,
-            // The lease can't be read and its holder can't write: ending it would be to forget the record.
+            // The lease can't be read and its holder can't write, so ending the lease would mean forgetting the record.
             _ => Ruling::Answer(Decided::Damaged),
         }
     }
 }
 
 impl Record {
-    /// Decides what `decision` does with this record, whose lease (if it is pending) lapses in `lapses_in`; zero means
-    /// that it has lapsed. Pure: every store calls this one function, and makes the decision atomic in its own way.
+    /// Decides the effect of `decision` on this record. `lapses_in`: time until the lease of a pending record lapses;
+    /// zero if it has lapsed. Pure: every store calls this one function, and makes the decision atomic in its own way.
     ///
-    /// Every decision gives the record another owner token. So a store that compares owner, attempt and state lets one of
-    /// two decisions about the same record through, and no late write of the attempt is taken for a copy of the decision.
+    /// Every decision gives the record another owner token. So a store that compares owner, attempt and state applies
+    /// only one of two decisions about the same record, and never mistakes a late write of the attempt for a copy of
+    /// the decision.
     ///
-    /// A decision that the same person repeats finds the record that it made, and writes it again: it is confirmed like a first
-    /// one.
+    /// If the same person repeats a decision, it finds the record that it made, and writes that record again: the
+    /// answer is the same as to the first.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
         let Decision { seen, action, by, reason, .. } = decision;
         let standing = self.standing(lapses_in);
+        // A revision that the record no longer has is refused, with the reason.
         if seen.standing == Standing::Damaged {
             return Ruling::Answer(Decided::changed(standing));
         }
@@ -259,13 +267,14 @@ impl Record {
         if standing == Standing::Running && *action != Action::BreakLease {
             return Ruling::Answer(Decided::LiveLease { lapses_in });
         }
-        // A lease that has lapsed since the operator saw it hold is over, which is all that breaking it asks for.
+        // Breaking a lease also applies to a lease that has lapsed since the operator saw it live.
         let is_seen = standing == seen.standing || (decision.ends_live_lease() && standing == Standing::Lapsed);
         if self.owner.tag() != seen.owner || !is_seen {
             let other = self.owner.tag() != seen.owner;
             let decided_by = self.trail.decided_by().filter(|_| other).map(Box::from);
             return Ruling::Answer(Decided::Changed { standing, decided_by });
         }
+        // The decision takes effect, if the state of the record allows it.
         let decided = |state| {
             let (owner, trail) = (self.owner.succeeded(), self.trail.with_decision(by, reason));
             let (attempt, attempts_used, fingerprint) = (self.attempt, self.attempts_used, self.fingerprint);
@@ -280,7 +289,7 @@ impl Record {
             }
             (Action::Discard | Action::Replace(_), _) => Ruling::Answer(Decided::Unfinished),
             (Action::Resolve(finish), State::Completed(recorded) | State::Failed(recorded)) => {
-                // No duplicate can have been given another result than the one that is missing.
+                // Supplying a missing result contradicts no duplicate: none of them can have got another result.
                 let is_missing = matches!(recorded, StoredResult::TooLarge { .. } | StoredResult::Unencodable)
                     && matches!(finish.result(), StoredResult::Encoded { .. })
                     && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
@@ -295,7 +304,7 @@ impl Record {
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
                 Ruling::Replace(decided(State::Interrupted))
             }
-            // Under `fail` a body begins with its mark only, so there was none to count.
+            // Under `fail` a body begins only with its mark. Without a mark no body began, so no attempt counts.
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, .. }) => {
                 let attempts_used = self.attempts_used.saturating_sub(1);
                 Ruling::Replace(Self { attempts_used, ..decided(State::Released) })
@@ -304,7 +313,8 @@ impl Record {
         }
     }
 
-    /// Whether this is the record that `decision` made, by the same person: it follows the record that they saw.
+    /// Returns whether `decision` of the same person made this record: whether its token follows the record that they
+    /// saw.
     fn is_made_by(&self, decision: &Decision) -> bool {
         let is_its_end = match &decision.action {
             Action::Reopen | Action::Discard => self.state == State::Released && self.attempts_used == 0,
@@ -314,11 +324,11 @@ impl Record {
         };
         is_its_end
             && self.owner.preceded().tag() == decision.seen.owner
-            // As a record keeps the name.
+            // The record stores the name shortened, so shorten it here too.
             && Trail::NONE.with_decision(&decision.by, "").decided_by() == self.trail.decided_by()
     }
 
-    /// Where the operation stands, if the lease of a pending record lapses in `lapses_in`.
+    /// Returns the standing of the operation, if the lease of a pending record lapses in `lapses_in`.
     pub(crate) fn standing(&self, lapses_in: Duration) -> Standing {
         match &self.state {
             State::Pending { .. } if lapses_in.is_zero() => Standing::Lapsed,
@@ -395,7 +405,7 @@ mod tests {
             if let Ruling::Replace(with) = ruling {
                 let again = with.decide(decision, Duration::ZERO);
                 assert_eq!(again, Ruling::Replace(with.clone()), "{record:?} {decision:?}");
-                // Another person's is a decision of its own, about a record that is gone.
+                // The same decision by another person is a new decision, about a record that has changed.
                 let other = with.decide(&decision.clone().by("bob"), Duration::ZERO);
                 let (standing, decided_by) = (with.standing(Duration::ZERO), Some("alice".into()));
                 let expected = Ruling::Answer(Decided::Changed { standing, decided_by });
@@ -413,7 +423,7 @@ mod tests {
                     let stale = Decision::new(&decision.key, seen(before, lapses_in), action.clone()).by("bob");
                     let told = made.decide(&stale, lapses_in);
                     assert!(matches!(told, Ruling::Answer(_)), "{stale:?} of {made:?}, once {before:?}");
-                    // A record of the same attempt in another state has been written since.
+                    // The same holds after the same attempt has written another state.
                     for state in states() {
                         let other = record(state);
                         if other.state.name() != before.state.name() {
@@ -461,7 +471,7 @@ mod tests {
             let refused = ruling == Ruling::Answer(Decided::LiveLease { lapses_in });
             let live = record.is_pending() && !lapses_in.is_zero();
             assert_eq!(refused, live && decision.action != Action::BreakLease, "{record:?} {decision:?}");
-            // A lease that was renewed since it was seen to have lapsed is not broken either.
+            // A lease that was renewed since the operator saw it lapsed is not broken either.
             let lapsed = Decision { seen: seen(record, Duration::ZERO), ..decision.clone() };
             if live {
                 assert!(matches!(record.decide(&lapsed, lapses_in), Ruling::Answer(_)), "{record:?} {lapsed:?}");

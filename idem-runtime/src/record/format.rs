@@ -9,13 +9,16 @@
 //! | 7 | payload: 0 none, 1 stored, 2 too large, 3 unencodable |
 //! | 8–23 | owner token |
 //! | 24–27 | attempt |
-//! | 28–31 | starts |
-//! | 32–39 | when the key was first seen, in milliseconds since 1970 by the store's clock, or by its holder's if the record was replaced as a whole; 0 if that is not written |
-//! | 40–47 | when the latest attempt began, likewise |
+//! | 28–31 | number of attempts that count against `max_attempts` |
+//! | 32–39 | time when the key was first seen, see below; 0 if it is not written |
+//! | 40–47 | time when the latest attempt began, see below; 0 if it is not written |
 //! | 48–79 | fingerprint, if there is one |
 //! | then | pending: lease and ttl, milliseconds, 8 bytes each |
-//! | then | trail, if there is one: lengths (1 byte) and texts of holder, `traceparent` and operator; length (2 bytes) and text of the operator's reason |
+//! | then | trail, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
 //! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
+//!
+//! Both times are in milliseconds since 1970 by the store's clock, or by the holder's clock if the record was replaced
+//! as a whole.
 
 use std::fmt;
 use std::time::Duration;
@@ -29,31 +32,32 @@ use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
-/// The first bytes of every record.
+/// First bytes of every record.
 pub const MAGIC: &[u8; 4] = b"idem";
-/// The version that is written.
+/// Version that this release writes.
 pub const VERSION: u8 = 1;
-/// The least length of a record, in bytes.
+/// Length of the shortest record, in bytes.
 pub const HEADER_BYTES: usize = 48;
-/// Where the header ends that tells one write of a record from another: state (byte 5), owner token and counters (bytes 8 to here).
+/// End of the bytes that differ between two writes of a record: state (byte 5), owner token and counters (bytes 8 to
+/// here).
 pub const IDENTITY_END: usize = 32;
-/// As many bytes of a record as [`decode_start`] needs to leave its result out.
+/// Number of bytes of a record that [`decode_start`] needs to leave its result out.
 pub const START_BYTES: usize = 1024;
-/// The place of the flags.
+/// Position of the flags.
 pub const FLAGS_AT: usize = 6;
-/// The flag that a waiting duplicate sets on a pending record, so that the write that ends it wakes the waiter.
+/// Flag that a waiting duplicate sets on a pending record, so that the write that ends the record wakes the duplicate.
 pub const FLAG_WAITED_FOR: u8 = 1;
 const FLAG_ON_CRASH_FAIL: u8 = 2;
 const FLAG_FINGERPRINT: u8 = 4;
 const FLAG_TRAIL: u8 = 8;
-/// The flag of a pending record whose body has begun.
+/// Flag of a pending record whose body has begun.
 const FLAG_BEGUN: u8 = 16;
 
 /// Bytes that are not a record of this version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// Something else wrote the value.
+    /// Another program wrote the value.
     Foreign,
     /// A later release of this library wrote the record.
     LaterVersion(u8),
@@ -75,9 +79,9 @@ impl fmt::Display for FormatError {
 
 impl std::error::Error for FormatError {}
 
-/// Milliseconds, rounded up: a lease is never cut short by its written form.
+/// Milliseconds, rounded up, so that the written form never shortens a lease.
 pub fn millis(duration: Duration) -> u64 {
-    // Not by `as_nanos`: dividing 128 bits takes longer than all else in a written record.
+    // Without `as_nanos`: a division of 128 bits takes longer than all other steps of writing a record.
     let rest = duration.subsec_nanos().div_ceil(1_000_000);
     duration.as_secs().saturating_mul(1000).saturating_add(rest.into())
 }
@@ -90,14 +94,14 @@ pub fn encode(record: &Record) -> Vec<u8> {
     out
 }
 
-/// How many bytes [`encode`] writes.
+/// Number of bytes that [`encode`] writes.
 #[cfg(feature = "redis")]
 pub(crate) fn len(record: &Record) -> usize {
     room_for(record)
 }
 
-/// The bytes that differ between two writes of a record: its state, whether its body has begun, owner token and counters.
-/// `None` if there are too few bytes.
+/// Returns the bytes that differ between two writes of a record: its state, whether its body has begun, owner token and
+/// counters. `None` if `value` is too short.
 #[cfg(feature = "redis")]
 pub(crate) fn identity(value: &[u8]) -> Option<[u8; 26]> {
     let mut identity = [0; 26];
@@ -107,14 +111,14 @@ pub(crate) fn identity(value: &[u8]) -> Option<[u8; 26]> {
     Some(identity)
 }
 
-/// Writes into `value` that its key was first seen, and its latest attempt began, at `at`.
+/// Sets both times in `value` to `at`: when its key was first seen, and when its latest attempt began.
 #[cfg(feature = "redis")]
 pub(crate) fn set_times(value: &mut [u8], at: u64) {
     let times = [at.to_be_bytes(), at.to_be_bytes()].concat();
     value[IDENTITY_END..HEADER_BYTES].copy_from_slice(&times);
 }
 
-/// As many bytes as `record` takes.
+/// Number of bytes of the written `record`.
 fn room_for(record: &Record) -> usize {
     let state = match &record.state {
         State::Pending { .. } => 16,
@@ -130,6 +134,7 @@ fn room_for(record: &Record) -> usize {
 
 /// Appends `record` to `out`.
 pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
+    // The flags and the tag of the payload.
     let (mut flags, tag) = match &record.state {
         State::Pending { on_crash, begun, .. } => {
             let fail = if *on_crash == OnCrash::Fail { FLAG_ON_CRASH_FAIL } else { 0 };
@@ -145,7 +150,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     if !trail.is_empty() {
         flags |= FLAG_TRAIL;
     }
-    // The times, which come last, are the store's to fill in.
+    // The times, which come last, stay 0: the store sets them.
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(MAGIC);
     header[4..8].copy_from_slice(&[VERSION, letter(&record.state), flags, tag]);
@@ -153,6 +158,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     header[24..28].copy_from_slice(&record.attempt.to_be_bytes());
     header[28..IDENTITY_END].copy_from_slice(&record.attempts_used.to_be_bytes());
     out.extend_from_slice(&header);
+    // The variable parts, each only if the header announces it.
     if let Some(fingerprint) = &record.fingerprint {
         out.extend_from_slice(fingerprint.as_bytes());
     }
@@ -192,7 +198,7 @@ fn tag(payload: &StoredResult) -> u8 {
     match payload {
         StoredResult::Encoded { .. } => 1,
         StoredResult::TooLarge { .. } => 2,
-        // The latter two are never written; encode them as unencodable, so that a bug can't create a result.
+        // The last two are never written. Encode them as unencodable, so that a bug can't create a result.
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => 3,
     }
 }
@@ -205,10 +211,10 @@ fn room(payload: &StoredResult) -> usize {
     }
 }
 
-/// Reads what [`encode`] wrote; the result shares the memory of `value`.
+/// Reads a record that [`encode`] wrote; the result shares the memory of `value`.
 ///
 /// # Errors
-/// [`FormatError`] for all other bytes, even if there is a single one too many.
+/// [`FormatError`] for all other bytes, even for a single byte too many.
 pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     check(value)?;
     let (mut record, payload_at) = read(value, None).ok_or(FormatError::Damaged)?;
@@ -218,8 +224,8 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// The same by value, which takes the result out of `value` without counting who shares its memory. Of the trail of a
-/// finished record it has the trace only: a replay tells no more.
+/// Like [`decode`], but takes the result out of `value` without counting a reference to its memory. Of the trail of a
+/// finished record it reads only the trace, because a replay needs no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;
@@ -233,7 +239,7 @@ pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Whether `value` is a record of another owner that has not finished, running or abandoned.
+/// Returns whether `value` is a record of another owner that has not finished, running or abandoned.
 #[cfg(feature = "redis")]
 pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Result<bool, FormatError> {
     check(value)?;
@@ -241,7 +247,7 @@ pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Resul
     Ok(!record.is_finished() && record.owner != owner)
 }
 
-/// Where the result of a finished record goes.
+/// Returns the place for the result of a finished record.
 fn payload(record: &mut Record) -> Option<&mut Bytes> {
     match &mut record.state {
         State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) => {
@@ -251,17 +257,17 @@ fn payload(record: &mut Record) -> Option<&mut Bytes> {
     }
 }
 
-/// Reads the first [`START_BYTES`] of a record of `len` bytes; its result is [left out](StoredResult::LeftOut).
+/// Reads the first [`START_BYTES`] of a record of `len` bytes. The result is [left out](StoredResult::LeftOut).
 ///
 /// # Errors
-/// As for [`decode`].
+/// See [`decode`].
 pub fn decode_start(value: &Bytes, len: usize) -> Result<Record, FormatError> {
     check(value)?;
     read(value, Some(len)).map(|(record, _)| record).ok_or(FormatError::Damaged)
 }
 
-/// When the key of a record was first seen, and when its latest attempt began: as far as it is written, in milliseconds since
-/// 1970 by the store's clock, or by the holder's.
+/// Returns the time when the key of a record was first seen, and the time when its latest attempt began, if they are
+/// written. Milliseconds since 1970 by the store's clock, or by the holder's.
 pub fn times(value: &Bytes) -> [Option<u64>; 2] {
     [32, 40].map(|at| {
         let bytes = value.get(at..at + 8)?.try_into().ok()?;
@@ -281,16 +287,18 @@ fn check(value: &[u8]) -> Result<(), FormatError> {
     Ok(())
 }
 
-/// The record in `value`, without its result, and where that begins if it is stored and was not left out.
+/// Reads the record in `value`, without its result. Returns the position of the result too, if it is stored and not
+/// left out.
 fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
     read_with(value, len, Trail::read)
 }
 
-/// Reads a trail, and returns it with what follows.
+/// Reads a trail, and returns it with the bytes that follow.
 type ReadTrail = fn(&[u8]) -> Option<(Trail, &[u8])>;
 
-/// The same, whose trail is read by `read_trail`.
+/// Like `read`, with `read_trail` for the trail.
 fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<(Record, Option<usize>)> {
+    // The header.
     let mut rest = Reader(value);
     let [_, _, _, _, _, state, flags, tag] = rest.array()?;
     let owner = OwnerToken::from_bytes(rest.array()?);
@@ -298,6 +306,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<
     let starts = u32::from_be_bytes(rest.array()?);
     let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_TRAIL | FLAG_BEGUN;
     let _times: [u8; HEADER_BYTES - IDENTITY_END] = rest.array()?;
+    // The parts that the flags and the state announce.
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
     let pending = (state, tag) == (b'P', 0);
     let [lease, ttl] = if pending { [rest.millis()?, rest.millis()?] } else { [Duration::ZERO; 2] };
@@ -308,6 +317,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<
         rest.0 = after;
         trail
     };
+    // The result: its place if the value is whole, its size if `value` is only the start of the record.
     let left_out = len.map(|len| len.checked_sub(value.len() - rest.0.len())).map(Option::unwrap_or_default);
     let mut payload_at = None;
     let mut payload = |tag| {
@@ -330,6 +340,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<
         (b'F', tag) => State::Failed(payload(tag)?),
         _ => return None,
     };
+    // Refuse unknown flags, impossible counters and additional bytes.
     let sound = attempt > 0 && starts <= attempt && flags & !known == 0 && rest.0.is_empty();
     let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, trail };
     sound.then_some((record, payload_at))
@@ -348,7 +359,8 @@ impl Reader<'_> {
         Some(Duration::from_millis(u64::from_be_bytes(self.array()?)))
     }
 
-    /// The result, of which the bytes are still to come; `left_out` bytes are left of a record whose result was not read.
+    /// Reads the head of the result; its bytes follow. `left_out`: number of bytes of the record after its trail, if
+    /// the result is left out.
     fn payload(&mut self, tag: u8, left_out: Option<usize>) -> Option<StoredResult> {
         match tag {
             1 => {

@@ -1,4 +1,4 @@
-//! Who holds a key, and for how long.
+//! The owner of a key, and its lease.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,38 +8,38 @@ use super::{Record, ReserveRequest, Trail};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
-/// The random identity of one attempt; every later write to the record must present it.
+/// Random identity of one attempt; every later write to the record must present it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct OwnerToken([u8; Self::BYTES]);
 
 impl OwnerToken {
-    /// The length of a token.
+    /// Length of a token, in bytes.
     pub const BYTES: usize = 16;
 
-    /// The token with these bytes.
+    /// Makes a token from its bytes.
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(bytes)
     }
 
-    /// The bytes of the token.
+    /// Bytes of the token.
     pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }
 
-    /// The token of the record that a decision about this one's makes. No attempt has it, so the attempt before can't write
-    /// any more.
+    /// Returns the token of the record that a decision about this token's record makes. No attempt has the new token,
+    /// so the earlier attempt can't write any more.
     pub(super) fn succeeded(self) -> Self {
         Self(u128::from_be_bytes(self.0).wrapping_add(Self::DECISION).to_be_bytes())
     }
 
-    /// The token that this one [succeeded](Self::succeeded), if a decision made it.
+    /// Returns the token that this token [succeeded](Self::succeeded), if a decision made this one.
     pub(super) fn preceded(self) -> Self {
         Self(u128::from_be_bytes(self.0).wrapping_sub(Self::DECISION).to_be_bytes())
     }
 
-    /// Whether this is the token of the attempt that has `attempt`, or one that decisions about that attempt have made.
+    /// Returns whether this is the token `attempt`, or a token that decisions about that attempt have made.
     pub(super) fn is_after(self, attempt: Self) -> bool {
-        // The number of decisions in between: the step is odd, so it has an inverse.
+        // The product is the number of decisions in between: the step is odd, so it has an inverse.
         let apart = u128::from_be_bytes(self.0).wrapping_sub(u128::from_be_bytes(attempt.0));
         apart.wrapping_mul(Self::DECISION_INVERSE) <= u128::from(u32::MAX)
     }
@@ -47,19 +47,19 @@ impl OwnerToken {
     const DECISION: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
     const DECISION_INVERSE: u128 = 0x478a_f0a0_204e_8eda_08ca_6a7f_6727_5521;
 
-    /// The first half of the token: it names a record, and gives no access to it.
+    /// First half of the token. It identifies a record, but does not permit to write it.
     pub(super) fn tag(self) -> [u8; 8] {
         let [tag @ .., _, _, _, _, _, _, _, _] = self.0;
         tag
     }
 
-    /// A number that differs between attempts: the seed that spreads their pauses.
+    /// Seed for the pauses of an attempt, which should differ between attempts.
     pub(crate) fn seed(&self) -> u64 {
         self.0.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 }
 
-/// Shows the first half only: a token in a log must not give access to the record.
+/// Shows only the first half: a token in a log must not permit to write the record.
 impl fmt::Debug for OwnerToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.tag().iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
@@ -69,9 +69,9 @@ impl fmt::Debug for OwnerToken {
 
 /// Makes a unique token for every attempt of one process, for records that no other process sees.
 ///
-/// The tokens are a Weyl sequence from a random start: unique within the handle; the probability that two handles make
-/// the same one is their number divided by 2^128. After `fork()`, and in copies of a virtual machine, the sequence
-/// repeats; records that others see need randomness for each attempt
+/// The tokens are a Weyl sequence from a random start, and unique within the handle. The probability that two handles
+/// make the same token is the number of tokens divided by 2^128. After `fork()`, and in copies of a virtual machine,
+/// the sequence repeats. Records that other processes see need randomness for each attempt
 /// ([`Heartbeats::new`](crate::store::Heartbeats::new)).
 #[derive(Debug)]
 pub(crate) struct Owners {
@@ -85,42 +85,42 @@ impl Owners {
     }
 
     pub(crate) fn next(&self) -> OwnerToken {
-        // The golden ratio of 2^128, odd: multiples of it are distinct and differ in many bits.
+        // The golden ratio of 2^128, odd: its multiples are distinct and differ in many bits.
         const STEP: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
         let n = u128::from(self.next.fetch_add(1, Ordering::Relaxed));
         OwnerToken(self.start.wrapping_add(n.wrapping_mul(STEP)).to_be_bytes())
     }
 }
 
-/// The reservation of an attempt, which it presents with every later write.
+/// Reservation of an attempt, which the attempt presents with every later write.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Lease {
-    /// The key that is reserved.
+    /// Key that is reserved.
     pub key: Key,
-    /// The identity of the attempt.
+    /// Identity of the attempt.
     pub owner: OwnerToken,
-    /// The number of the attempt: the fencing token. Starts at 1 for each key.
+    /// Number of the attempt: the fencing token. Starts at 1 for each key.
     pub attempt: u32,
-    /// How many attempts, this one included, count against `max_attempts`.
+    /// Number of attempts, including this one, that count against `max_attempts`.
     pub attempts_used: u32,
-    /// How long the reservation is honoured without a renewal.
+    /// Time that the reservation is honoured without a renewal.
     pub duration: Duration,
-    /// How long the record is remembered after its last write, beyond the lease while it is pending.
+    /// Retention of the record after its last write; while the record is pending, counted from the end of its lease.
     pub ttl: Duration,
-    /// What happens once the lease has lapsed.
+    /// Effect of a lapsed lease.
     pub on_crash: OnCrash,
-    /// The fingerprint in the record.
+    /// Fingerprint in the record.
     pub fingerprint: Option<Fingerprint>,
-    /// What else the record tells.
+    /// Further information in the record, for people.
     pub trail: Trail,
-    /// When it was reserved, in milliseconds since 1970 by the wall clock of this process. Only a store sets it whose record is
-    /// what the reservation wrote, byte for byte, while nothing else is written.
+    /// Time of the reservation, in milliseconds since 1970 by the wall clock of this process. Only a store sets it
+    /// whose record stays exactly the bytes that the reservation wrote, as long as no other write follows.
     pub(crate) reserved_at: ReservedAt,
 }
 
-/// When a lease was reserved, if that is noted. It takes no part in comparison: a lease is the same whoever made it.
-/// Its six bytes, big-endian, lie where a lease had room to spare.
+/// Time when a lease was reserved, if the store records it. Comparisons ignore the time: a lease with the time equals
+/// the same lease without it. The six bytes, big-endian, fit into space that a lease had left.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct ReservedAt(
     #[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "no other store sets it"))] [u8; 6],
@@ -149,7 +149,8 @@ impl PartialEq for ReservedAt {
 impl Eq for ReservedAt {}
 
 impl Lease {
-    /// The lease of attempt number `attempt` that `request` asked for, as the first one that counts against `max_attempts`.
+    /// Makes the lease of attempt number `attempt` that `request` asked for, as the first attempt that counts against
+    /// `max_attempts`.
     pub fn new(request: &ReserveRequest, attempt: u32) -> Self {
         Record { attempt, ..Record::first(request) }.lease(request)
     }

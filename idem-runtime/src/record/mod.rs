@@ -1,4 +1,4 @@
-//! What a store holds for a key, what a request does with it, and how it is written.
+//! Records: their content, the effect of requests on them, and their written form.
 
 mod admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
@@ -33,44 +33,44 @@ use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
-/// What a store holds for a key.
+/// The record that a store holds for a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Record {
-    /// The attempt that wrote the record last.
+    /// Attempt that wrote the record last.
     pub owner: OwnerToken,
-    /// The number of the latest attempt: the fencing token. Strictly increases while the record is retained.
+    /// Number of the latest attempt: the fencing token. Strictly increases while the record is retained.
     pub attempt: u32,
-    /// How many attempts count against `max_attempts`; attempts whose body surely did not start don't.
+    /// Number of attempts that count against `max_attempts`. Attempts whose body certainly did not start don't count.
     pub attempts_used: u32,
-    /// The fingerprint of the payload, if the handler gives one.
+    /// Fingerprint of the payload, if the handler gives one.
     pub fingerprint: Option<Fingerprint>,
-    /// Where the operation stands.
+    /// State of the operation.
     pub state: State,
-    /// Who holds the key or held it last, and what else it tells a person. No decision depends on it.
+    /// Latest holder of the key, and further information for people. No decision depends on it.
     pub trail: Trail,
 }
 
-/// Where an operation stands.
+/// State of an operation.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum State {
-    /// An attempt is running, or died without an answer.
+    /// An attempt is running, or ended without an answer.
     Pending {
-        /// How long the record is honoured without a renewal.
+        /// Time that the record is honoured without a renewal.
         lease: Duration,
-        /// How long it is remembered beyond its lease.
+        /// Retention of the record after its lease.
         ttl: Duration,
-        /// What happens once the lease has lapsed.
+        /// Effect of a lapsed lease.
         on_crash: OnCrash,
-        /// Whether the store has confirmed that the body begins ([`Store::begin`](crate::Store::begin)). An attempt that lapses
-        /// without that mark is not counted, and not interrupted.
+        /// True if the store has confirmed that the body begins ([`Store::begin`](crate::Store::begin)). An attempt
+        /// that lapses without that mark is not counted, and not interrupted.
         begun: bool,
     },
-    /// The latest attempt ended without a result to record; the next one may run. The record stays so that attempts
-    /// are counted and fencing tokens never repeat.
+    /// The latest attempt ended without a result to record, and the next attempt may run. The record stays so that
+    /// attempts are counted and fencing tokens never repeat.
     Released,
-    /// A body started and did not return, under [`OnCrash::Fail`]; no attempt may run until an operator decides.
+    /// A body started and did not return, under [`OnCrash::Fail`]. No attempt may run until an operator decides.
     Interrupted,
     /// The body succeeded. Never changes within the retention.
     Completed(StoredResult),
@@ -78,41 +78,41 @@ pub enum State {
     Failed(StoredResult),
 }
 
-/// The recorded result of a finished operation, or why there is none.
+/// Recorded result of a finished operation, or the reason why there is none.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoredResult {
     /// The encoded result.
     Encoded {
-        /// The codec that wrote it.
+        /// Codec that wrote the result.
         codec: CodecName,
-        /// The bytes that it wrote.
+        /// Bytes that the codec wrote.
         bytes: Bytes,
     },
     /// The encoded result was larger than the policy allows.
     TooLarge {
-        /// Its size in bytes.
+        /// Size of the result in bytes.
         size: u64,
     },
     /// The codec could not write the result, or an operator resolved the operation without one.
     Unencodable,
-    /// The result is recorded but can't be read: a part of it is gone or was altered. Only wrappers that keep results
-    /// in another form return this; it is never written.
+    /// The result is recorded but can't be read: a part of it is missing or was altered. Only wrappers that store
+    /// results in another form return this variant; it is never written.
     Unreadable {
-        /// What is wrong, without the result.
+        /// Description of the damage, without the result.
         reason: Arc<str>,
     },
-    /// The result is stored, and was not read: a list shows no results. It is never written.
+    /// The result is stored, but was not read: a list shows no results. This variant is never written.
     LeftOut {
-        /// The codec that wrote it.
+        /// Codec that wrote the result.
         codec: CodecName,
-        /// Its size in bytes, as it is stored, where the store tells it.
+        /// Size of the stored result in bytes, if the store reports it.
         size: Option<u64>,
     },
 }
 
 impl StoredResult {
-    /// How many bytes of result are stored.
+    /// Number of bytes of the result that are stored.
     pub fn stored_bytes(&self) -> usize {
         match self {
             Self::Encoded { bytes, .. } => bytes.len(),
@@ -121,7 +121,7 @@ impl StoredResult {
     }
 }
 
-/// Shows the size of a result, never the result: payloads don't reach logs.
+/// Shows the size of a result, never the result: payloads must not reach logs.
 impl fmt::Debug for StoredResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -136,12 +136,13 @@ impl fmt::Debug for StoredResult {
 }
 
 impl Record {
-    /// The record of attempt number `attempt` in this state, the first one that counts against `max_attempts`.
+    /// Makes the record of attempt number `attempt` in this state, as the first attempt that counts against
+    /// `max_attempts`.
     pub const fn new(owner: OwnerToken, attempt: u32, state: State) -> Self {
         Self { owner, attempt, attempts_used: 1, fingerprint: None, state, trail: Trail::NONE }
     }
 
-    /// The record of a key's first attempt.
+    /// Makes the record of a key's first attempt.
     pub fn first(request: &ReserveRequest) -> Self {
         Self::pending(request, 1, 1, request.fingerprint, request.trail.clone())
     }
@@ -157,7 +158,7 @@ impl Record {
         Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, trail }
     }
 
-    /// The lease that `request` holds on this pending record.
+    /// Returns the lease that `request` holds on this pending record.
     pub fn lease(&self, request: &ReserveRequest) -> Lease {
         Lease {
             key: request.key.clone(),
@@ -173,14 +174,14 @@ impl Record {
         }
     }
 
-    /// The record that the first reservation of a key wrote for `lease`.
+    /// Returns the record that the first reservation of a key wrote for `lease`.
     #[cfg(feature = "redis")]
     pub(crate) fn reserved(lease: &Lease) -> Self {
         let Lease { duration, ttl, on_crash, .. } = *lease;
         Self::after(lease, State::Pending { lease: duration, ttl, on_crash, begun: false })
     }
 
-    /// The record after the attempt that holds `lease` wrote `state`.
+    /// Returns the record after the attempt that holds `lease` wrote `state`.
     pub fn after(lease: &Lease, state: State) -> Self {
         Self {
             owner: lease.owner,
@@ -192,13 +193,13 @@ impl Record {
         }
     }
 
-    /// Whether this is the record of the attempt that holds `lease`, by owner token and number. The token alone is not
-    /// enough: a reservation that arrives once more, late, may give its owner another attempt than the running one.
+    /// Returns whether this is the record of the attempt that holds `lease`, by owner token and number. The token alone
+    /// is not enough: a late copy of a reservation may give its owner another attempt than the running one.
     pub fn is_of(&self, lease: &Lease) -> bool {
         self.owner == lease.owner && self.attempt == lease.attempt
     }
 
-    /// The record as a list shows it, without its result.
+    /// Returns the record as a list shows it, without its result.
     #[cfg(feature = "memory")]
     pub(crate) fn without_result(mut self) -> Self {
         if let State::Completed(result) | State::Failed(result) = &mut self.state
@@ -209,17 +210,17 @@ impl Record {
         self
     }
 
-    /// Whether an attempt is running, or died without an answer.
+    /// Returns whether an attempt is running, or ended without an answer.
     pub fn is_pending(&self) -> bool {
         matches!(self.state, State::Pending { .. })
     }
 
-    /// Whether the operation has finished: completed or failed.
+    /// Returns whether the operation has finished: completed or failed.
     pub fn is_finished(&self) -> bool {
         self.state.result().is_some()
     }
 
-    /// How long the record is remembered if it is written now; `ttl` unless it is pending.
+    /// Retention of the record if it is written now; `ttl` unless the record is pending.
     pub fn retention(&self, ttl: Duration) -> Duration {
         match self.state {
             State::Pending { lease, ttl, .. } => lease.saturating_add(ttl),
@@ -229,7 +230,7 @@ impl Record {
 }
 
 impl State {
-    /// The result of a finished operation; `None` unless it has finished.
+    /// Returns the result of a finished operation; `None` unless the operation has finished.
     pub fn result(&self) -> Option<&StoredResult> {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => Some(payload),
@@ -237,7 +238,8 @@ impl State {
         }
     }
 
-    /// What errors, rows, items and commands call the state: `pending`, `released`, `interrupted`, `completed` or `failed`.
+    /// Returns the name of the state in errors, rows, items and commands: `pending`, `released`, `interrupted`,
+    /// `completed` or `failed`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Pending { .. } => "pending",

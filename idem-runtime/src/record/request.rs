@@ -1,4 +1,4 @@
-//! Requests to a store, and its answers.
+//! Requests to a store, and the answers of the store.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -10,30 +10,30 @@ use super::{Holder, Lease, OwnerToken, Record, Revision, State, StoredResult, Tr
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
-/// The request of an attempt for a key.
+/// Request of an attempt for a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ReserveRequest {
-    /// The key to reserve.
+    /// Key to reserve.
     pub key: Key,
-    /// The identity of the attempt.
+    /// Identity of the attempt.
     pub owner: OwnerToken,
-    /// How long the reservation is honoured without a renewal.
+    /// Time that the reservation is honoured without a renewal.
     pub lease: Duration,
-    /// How long the record is remembered.
+    /// Retention of the record.
     pub ttl: Duration,
-    /// The fingerprint of the payload.
+    /// Fingerprint of the payload.
     pub fingerprint: Option<Fingerprint>,
-    /// Whether a lapsed attempt may be taken over.
+    /// Effect of a lapsed lease: a takeover, or none.
     pub on_crash: OnCrash,
-    /// How many attempts may start.
+    /// Largest number of attempts that may start.
     pub max_attempts: Option<NonZeroU32>,
-    /// Who asks, and what else the record is to tell.
+    /// Holder of the request, and further information for the record.
     pub trail: Trail,
 }
 
 impl ReserveRequest {
-    /// A request of nobody in particular, without a fingerprint and a limit of attempts, which may take over a lapsed attempt.
+    /// Makes a request without a holder, a fingerprint and a limit of attempts. It may take over a lapsed attempt.
     pub const fn new(key: Key, owner: OwnerToken, lease: Duration, ttl: Duration) -> Self {
         let (fingerprint, max_attempts, trail) = (None, None, Trail::NONE);
         Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, trail }
@@ -81,94 +81,94 @@ impl ReserveRequest {
         Self { max_attempts: max_attempts.into(), ..self }
     }
 
-    /// Says who holds the key from then on: mostly [`Heartbeats::holder`](crate::store::Heartbeats::holder) of the store handle.
+    /// Sets the holder of the key, mostly [`Heartbeats::holder`](crate::store::Heartbeats::holder) of the store handle.
     #[must_use]
     pub fn holder(self, holder: Holder<'_>) -> Self {
         Self { trail: self.trail.with_holder(holder), ..self }
     }
 
-    /// Names the trace that the run is a part of.
+    /// Sets the trace that the run is a part of.
     #[must_use]
     pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
         Self { trail: self.trail.with_traceparent(traceparent.into()), ..self }
     }
 
-    /// The lease to release if the answer to this request never arrives.
+    /// Returns the lease to release if the answer to this request never arrives.
     pub(crate) fn unanswered(&self) -> Lease {
         Record::first(self).lease(self)
     }
 }
 
-/// The answer to a [`ReserveRequest`].
+/// Answer to a [`ReserveRequest`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Reservation {
-    /// The owner of the request has released the key already: the request arrived late. Nothing was changed; another attempt
-    /// needs another owner token.
+    /// The owner of the request has already released the key: the request arrived late. The record is unchanged;
+    /// another attempt needs another owner token.
     Released {
-        /// The latest attempt.
+        /// Number of the latest attempt.
         attempt: u32,
     },
     /// The key is reserved for this attempt: run the body.
     #[non_exhaustive]
     Granted {
-        /// The lease, which the attempt presents with every later write.
+        /// Lease that the attempt presents with every later write.
         lease: Lease,
-        /// Whether an attempt whose lease had lapsed was taken over.
+        /// True if this attempt took over an attempt whose lease had lapsed.
         takeover: bool,
     },
     /// Another attempt holds the key: reject, or wait.
     #[non_exhaustive]
     InProgress {
-        /// Its number.
+        /// Number of that attempt.
         attempt: u32,
-        /// The time until its lease lapses unless it is renewed; never zero.
+        /// Time until its lease lapses unless it is renewed; never zero.
         lapses_in: Duration,
     },
     /// Completed or failed: replay it.
     #[non_exhaustive]
     Finished {
-        /// The record. Its trail tells the trace of the run; a store may leave out the rest, which
-        /// [`inspect`](crate::Store::inspect) tells.
+        /// The record. Its trail holds at least the trace of the run. A store may leave out the rest of the trail,
+        /// which [`inspect`](crate::Store::inspect) returns.
         record: Record,
-        /// How old it is: the time since its attempt began, or since that ended where a store knows no more. `None` if the
-        /// store does not tell. It decides nothing.
+        /// Age of the record: the time since its attempt began, or since the attempt ended if the store has no other
+        /// time. `None` if the store does not report an age. No decision depends on the age.
         age: Option<Duration>,
     },
     /// The same key with another fingerprint.
     FingerprintMismatch {
-        /// The latest attempt.
+        /// Number of the latest attempt.
         attempt: u32,
     },
     /// A body started and did not return, and may not run again.
     Interrupted {
-        /// The attempt that was interrupted.
+        /// Number of the interrupted attempt.
         attempt: u32,
     },
     /// `max_attempts` attempts have started.
     AttemptsExhausted {
-        /// Their number.
+        /// Number of these attempts.
         attempts: u32,
     },
 }
 
 impl Reservation {
-    /// [`Granted`](Self::Granted).
+    /// Makes [`Granted`](Self::Granted).
     pub const fn granted(lease: Lease, takeover: bool) -> Self {
         Self::Granted { lease, takeover }
     }
 
-    /// [`InProgress`](Self::InProgress).
+    /// Makes [`InProgress`](Self::InProgress).
     pub const fn in_progress(attempt: u32, lapses_in: Duration) -> Self {
         Self::InProgress { attempt, lapses_in }
     }
 
-    /// [`Finished`](Self::Finished), of no known age.
+    /// Makes [`Finished`](Self::Finished), without an age.
     pub const fn finished(record: Record) -> Self {
         Self::Finished { record, age: None }
     }
 
-    /// Sets the age of a finished record; every other answer stays as it is.
+    /// Sets the age of a finished record; every other answer stays unchanged.
     #[must_use]
     pub fn aged(self, age: impl Into<Option<Duration>>) -> Self {
         match self {
@@ -178,34 +178,34 @@ impl Reservation {
     }
 }
 
-/// The answer to a compare-and-set.
+/// Answer to a compare-and-set.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// The write took effect, in this call or in an earlier one with the same owner token.
     Applied,
-    /// The record belongs to another attempt, or is gone; nothing was changed.
+    /// The record belongs to another attempt, or does not exist any more. This write changed nothing.
     Refused,
 }
 
-/// How an attempt ends with a result.
+/// End of an attempt with a result.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Finish {
     /// The body succeeded.
     Completed(StoredResult),
-    /// The body returned an error that is to be replayed.
+    /// The body returned an error to be replayed.
     Failed(StoredResult),
 }
 
 impl Finish {
-    /// The result, or why there is none.
+    /// Returns the result, or the reason why there is none.
     pub fn result(&self) -> &StoredResult {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => payload,
         }
     }
 
-    /// The state the record gets.
+    /// Returns the state that the record gets.
     pub fn state(&self) -> State {
         match self {
             Self::Completed(payload) => State::Completed(payload.clone()),
@@ -214,7 +214,7 @@ impl Finish {
     }
 }
 
-/// How an attempt ends without a result.
+/// End of an attempt without a result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Release {
     /// The body returned, panicked or was cancelled; the next attempt may run.
@@ -226,7 +226,7 @@ pub enum Release {
 }
 
 impl Release {
-    /// The state the record gets.
+    /// Returns the state that the record gets.
     pub fn state(self) -> State {
         match self {
             Self::Returned | Self::NotStarted => State::Released,
@@ -235,33 +235,34 @@ impl Release {
     }
 }
 
-/// Where an operation stands: the state of its record, and of a pending one whether its lease holds.
+/// Standing of an operation: the state of its record, and for a pending record whether its lease is live.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Standing {
-    /// An attempt is running: its lease holds.
+    /// An attempt is running: its lease is live.
     Running,
-    /// An attempt died without an answer, or can't reach the store: its lease has lapsed, and nobody has taken over.
+    /// An attempt crashed without an answer, or can't reach the store: its lease has lapsed, and no other attempt has
+    /// taken over.
     Lapsed,
-    /// The latest attempt ended without a result; the next one may run.
+    /// The latest attempt ended without a result, and the next attempt may run.
     Released,
-    /// A body started and did not return, and may not run again until an operator decides.
+    /// A body started and did not return. No attempt may run until an operator decides.
     Interrupted,
     /// The body succeeded.
     Completed,
     /// The body returned an error that is replayed.
     Failed,
-    /// The record can't be read, so every delivery fails until an operator forgets it.
+    /// The record can't be read, so every delivery fails until an operator forgets the record.
     Damaged,
 }
 
 impl Standing {
-    /// All of them.
+    /// All standings.
     pub const ALL: [Self; 7] =
         [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed, Self::Damaged];
 
-    /// The name in commands and lists: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or `damaged`. The
-    /// first two are one state, `pending`, for everybody who does not know the time.
+    /// Returns the name in commands and lists: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or
+    /// `damaged`. `running` and `lapsed` are one state, `pending`, which only the time separates.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -274,7 +275,7 @@ impl Standing {
         }
     }
 
-    /// The [name](State::name) of the state.
+    /// Returns the [name](State::name) of the state.
     #[cfg(feature = "postgres")]
     pub(crate) const fn state(self) -> &'static str {
         match self {
@@ -283,7 +284,7 @@ impl Standing {
         }
     }
 
-    /// Whether the effect may have happened and the record does not know.
+    /// Returns whether the effect may have happened without a trace in the record.
     pub const fn is_uncertain(self) -> bool {
         matches!(self, Self::Lapsed | Self::Interrupted | Self::Damaged)
     }
@@ -299,29 +300,30 @@ impl fmt::Display for Standing {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Inspection {
-    /// The record. One that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a trail.
+    /// The record. A record that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a trail.
     pub record: Record,
-    /// Why the record can't be read; `None` if it can. Never holds bytes of the record.
+    /// Reason why the record can't be read; `None` if it can. Never contains bytes of the record.
     pub damage: Option<Box<str>>,
-    /// When it is forgotten, unless it is written again; [`Duration::MAX`] if never, and if that can't be read.
+    /// Time until the record is forgotten, unless it is written again; [`Duration::MAX`] for never, and if that time
+    /// can't be read.
     pub expires_in: Duration,
-    /// When its lease lapses; zero if it has lapsed, `None` unless it is pending.
+    /// Time until the lease lapses; zero if it has lapsed, `None` unless the record is pending.
     pub lapses_in: Option<Duration>,
-    /// How long ago the key was first seen, by the store's clock; `None` if the store does not tell. A record that was
-    /// forgotten takes that with it.
+    /// Time since the key was first seen, by the store's clock; `None` if the store does not report it. A record that
+    /// is forgotten takes this time with it.
     pub first_seen: Option<Duration>,
-    /// How long ago the latest attempt began, by the store's clock; `None` if the store does not tell.
+    /// Time since the latest attempt began, by the store's clock; `None` if the store does not report it.
     pub began: Option<Duration>,
 }
 
 impl Inspection {
-    /// A record, when it is forgotten, and when its lease lapses.
+    /// Makes an inspection of a record, with the time until it is forgotten, and the time until its lease lapses.
     pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
         Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None }
     }
 
-    /// A record that can't be read, and why. `stored` is all that is stored of it, part by part in a fixed order: a digest
-    /// of the parts takes the place of the owner token in the [revision](Self::revision).
+    /// Makes an inspection of a record that can't be read, with the reason. `stored`: all stored parts of the record,
+    /// in a fixed order. A digest of the parts takes the place of the owner token in the [revision](Self::revision).
     pub fn damaged(why: impl Into<Box<str>>, stored: impl IntoIterator<Item: AsRef<[u8]>>) -> Self {
         let mut digest = Sha256::new();
         for part in stored {
@@ -335,14 +337,14 @@ impl Inspection {
         Self { damage: Some(why.into()), ..Self::new(record, Duration::MAX, None) }
     }
 
-    /// A damaged record of a list, which reads no results. A store looks at the record once more, as the revision is a digest of
-    /// all that is stored.
+    /// Makes an inspection of a damaged record in a list, which reads no results. Its revision would be a digest of all
+    /// stored bytes, so a store must read the record again before a decision.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn unexamined(why: &impl fmt::Display) -> Self {
         Self::damaged(why.to_string(), [""; 0])
     }
 
-    /// This inspection, if the record can be read.
+    /// Returns this inspection, if the record can be read.
     ///
     /// # Errors
     /// The reason why the record can't be read.
@@ -354,18 +356,18 @@ impl Inspection {
         }
     }
 
-    /// Adds how long ago the key was first seen, and how long ago the latest attempt began.
+    /// Sets the time since the key was first seen, and the time since the latest attempt began.
     #[must_use]
     pub fn since(self, first_seen: Option<Duration>, began: Option<Duration>) -> Self {
         Self { first_seen, began, ..self }
     }
 
-    /// The number of the latest attempt.
+    /// Number of the latest attempt.
     pub const fn attempt(&self) -> u32 {
         self.record.attempt
     }
 
-    /// Where the operation stands, with what has become of its lease.
+    /// Returns the standing of the operation, which includes the state of its lease.
     pub fn standing(&self) -> Standing {
         if self.damage.is_some() {
             return Standing::Damaged;
@@ -373,27 +375,27 @@ impl Inspection {
         self.record.standing(self.lapses_in.unwrap_or(Duration::MAX))
     }
 
-    /// The name of this record in decisions: they are refused once it has changed.
+    /// Returns the revision of this record, for decisions: a decision is refused once the record has changed.
     pub fn revision(&self) -> Revision {
         Revision { owner: self.record.owner.tag(), attempt: self.record.attempt, standing: self.standing() }
     }
 
-    /// Who holds the key, or held it last: the handle that made the latest attempt.
+    /// Returns the latest holder of the key: the store handle that made the latest attempt.
     pub fn holder(&self) -> Option<Holder<'_>> {
         self.record.trail.holder()
     }
 
-    /// The trace of the latest attempt: of the run that made the result, if there is one.
+    /// Returns the trace of the latest attempt: if there is a result, the trace of the run that made it.
     pub fn traceparent(&self) -> Option<Traceparent> {
         self.record.trail.traceparent()
     }
 
-    /// The operator who decided about the record last.
+    /// Returns the operator who decided about the record last.
     pub fn decided_by(&self) -> Option<&str> {
         self.record.trail.decided_by()
     }
 
-    /// Why they decided so.
+    /// Returns the reason of that decision.
     pub fn decided_reason(&self) -> Option<&str> {
         self.record.trail.decided_reason()
     }

@@ -1,4 +1,4 @@
-//! Names a record as it was when a person looked at it.
+//! Identifies a record in the version that a person looked at.
 
 use std::error::Error;
 use std::fmt;
@@ -6,11 +6,12 @@ use std::str::FromStr;
 
 use super::request::{Inspection, Standing};
 
-/// A record as it was when a person looked at it. A [`Decision`](crate::store::Decision) names one, and is refused once the
-/// record has changed.
+/// A record in the version that a person looked at. A [`Decision`](crate::store::Decision) names a revision, and is
+/// refused once the record has changed.
 ///
-/// A revision holds the number of the latest attempt, where the operation stood, and a mark that each attempt and each decision
-/// changes. The number of a record that can't be read is 0, and every write changes the mark. The text of a revision is made to be copied from one command to the next:
+/// A revision holds the number of the latest attempt, the standing of the operation, and a mark that each attempt and
+/// each decision changes. For a record that can't be read, the number is 0, and every write changes the mark. The text
+/// of a revision can be copied from one command to the next:
 ///
 /// ```
 /// use idem_runtime::store::Revision;
@@ -22,24 +23,24 @@ use super::request::{Inspection, Standing};
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Revision {
-    /// The first half of the owner token; of a damaged record, the beginning of a digest of all that is stored.
+    /// First half of the owner token. For a damaged record, the beginning of a digest of all its stored bytes.
     pub(crate) owner: [u8; 8],
     pub(crate) attempt: u32,
     pub(crate) standing: Standing,
 }
 
 impl Revision {
-    /// The number of the attempt that was the latest.
+    /// Number of the latest attempt at that time.
     pub const fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Where the operation stood.
+    /// Standing of the operation at that time.
     pub const fn standing(&self) -> Standing {
         self.standing
     }
 
-    /// The same with another number of the attempt, for tests of stores.
+    /// Returns the same revision with another number of the attempt, for tests of stores.
     #[must_use]
     pub const fn with_attempt(self, attempt: u32) -> Self {
         Self { attempt, ..self }

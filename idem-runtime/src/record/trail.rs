@@ -1,4 +1,4 @@
-//! What a record tells a person besides where its operation stands. No decision depends on it.
+//! Information in a record for people, in addition to the standing of its operation. No decision depends on it.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use crate::sync::{SharedList, SharedOnce};
 
-/// Who holds a key, or held it last: the host, the process, and the name that its store handle was given.
+/// Latest holder of a key: the host, the process, and the name of its store handle.
 ///
-/// It is one short text, `<host>/<process>` or `<host>/<process>/<name>`, of at most [`MAX_BYTES`](Self::MAX_BYTES).
+/// A holder is one short text, `<host>/<process>` or `<host>/<process>/<name>`, of at most
+/// [`MAX_BYTES`](Self::MAX_BYTES).
 ///
 /// ```
 /// use idem_runtime::MemoryStore;
@@ -24,30 +25,30 @@ use crate::sync::{SharedList, SharedOnce};
 pub struct Holder<'a>(&'a str);
 
 impl<'a> Holder<'a> {
-    /// The longest text that is kept, in bytes; more is cut off.
+    /// Length of the longest text that is kept, in bytes. A longer text is cut off.
     pub const MAX_BYTES: usize = 128;
 
-    /// The holder that is written like this.
+    /// Makes a holder from its written text.
     pub const fn new(text: &'a str) -> Self {
         Self(text)
     }
 
-    /// The text that is written.
+    /// Written text of the holder.
     pub const fn as_str(&self) -> &'a str {
         self.0
     }
 
-    /// The name of its host.
+    /// Name of the host.
     pub fn host(&self) -> &'a str {
         self.0.split('/').next().unwrap_or_default()
     }
 
-    /// The number of its process.
+    /// Number of the process.
     pub fn process(&self) -> Option<u32> {
         self.0.split('/').nth(1)?.parse().ok()
     }
 
-    /// The name that its store handle was given.
+    /// Name of the store handle.
     pub fn name(&self) -> Option<&'a str> {
         self.0.splitn(3, '/').nth(2)
     }
@@ -65,8 +66,8 @@ impl fmt::Debug for Holder<'_> {
     }
 }
 
-/// The holder on this host, in this process, with this name. The text is kept for the life of the process: each call shares
-/// it, without counting.
+/// Returns the holder on this host, in this process, with this name. The text stays allocated for the life of the
+/// process, so that each call can share it without a reference count.
 pub(crate) fn here(name: &str) -> Holder<'static> {
     static KNOWN: SharedList<String> = SharedList::new();
     let text = written_here(name);
@@ -74,7 +75,7 @@ pub(crate) fn here(name: &str) -> Holder<'static> {
 }
 
 fn written_here(name: &str) -> String {
-    /// What Linux allows: of a pod, the end of its name tells which it is.
+    /// Longest host name in Linux. The end of the name of a pod identifies it, so it must not be cut off.
     const HOST: usize = 64;
     static NAME: SharedOnce<String> = SharedOnce::new();
     let mut text = bounded(&NAME.get_or_init(host).replace('/', "-"), HOST).into_owned();
@@ -87,15 +88,15 @@ fn written_here(name: &str) -> String {
     bounded(&text, Holder::MAX_BYTES).into_owned()
 }
 
-/// The name of this host, as far as it is told without asking the network.
+/// Returns the name of this host, if it can be read without a request to the network.
 fn host() -> String {
     let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let told = told.or_else(|| ["HOSTNAME", "COMPUTERNAME"].into_iter().find_map(|name| std::env::var(name).ok()));
     told.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).unwrap_or_else(|| "unknown".to_owned())
 }
 
-/// The start of `text`, in at most `most` bytes of whole characters. Control characters become spaces: stores and terminals
-/// take the rest.
+/// Returns the start of `text`: at most `most` bytes of whole characters. Control characters become spaces. Stores and
+/// terminals accept all other characters.
 fn bounded(text: &str, most: usize) -> Cow<'_, str> {
     if text.len() <= most && is_plain_text(text) {
         return Cow::Borrowed(text);
@@ -105,7 +106,7 @@ fn bounded(text: &str, most: usize) -> Cow<'_, str> {
     Cow::Owned(text[..end.unwrap_or_default()].chars().map(without_controls).collect())
 }
 
-/// Whether `text` has no control characters; most texts are ASCII.
+/// Returns whether `text` has no control characters. Most texts are ASCII, so this is tested first.
 fn is_plain_text(text: &str) -> bool {
     text.bytes().all(|byte| matches!(byte, b' '..=b'~')) || !text.chars().any(char::is_control)
 }
@@ -123,26 +124,26 @@ fn is_plain_text(text: &str) -> bool {
 pub struct Traceparent([u8; Self::BYTES]);
 
 impl Traceparent {
-    /// The length of the text.
+    /// Length of the text, in bytes.
     pub const BYTES: usize = 55;
 
-    /// The text, as a header has it.
+    /// The text, in the form of the header.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 
-    /// The trace, 32 hexadecimal digits.
+    /// Trace id, 32 hexadecimal digits.
     pub fn trace_id(&self) -> &str {
         &self.as_str()[3..35]
     }
 
-    /// The span that the run was made under, 16 hexadecimal digits.
+    /// Id of the span that the run was made under, 16 hexadecimal digits.
     pub fn span_id(&self) -> &str {
         &self.as_str()[36..52]
     }
 }
 
-/// Reads a header. Of a later version, which may be longer, the part that all versions share is kept.
+/// Parses a header. A header of a later version may be longer: only the part that all versions share is kept.
 impl FromStr for Traceparent {
     type Err = TraceparentError;
 
@@ -177,7 +178,7 @@ impl fmt::Debug for Traceparent {
     }
 }
 
-/// A text that is no `traceparent`.
+/// A text that is not a `traceparent`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct TraceparentError;
@@ -190,36 +191,37 @@ impl fmt::Display for TraceparentError {
 
 impl std::error::Error for TraceparentError {}
 
-/// What a record tells besides where its operation stands: who holds it or held it last, the trace of that run, and what an
-/// operator said about the last decision. Nothing is decided by it.
+/// Information in a record for people: its latest holder, the trace of that run, and the operator and reason of the
+/// last decision. No decision depends on a trail.
 #[derive(Clone, Default)]
 pub struct Trail(Kept);
 
-/// Small, and mostly without an allocation: every request, record and lease has one.
+/// A small value, mostly without an allocation: every request, record and lease contains one.
 #[derive(Clone, Default)]
 enum Kept {
     #[default]
     Nothing,
-    /// The text of a store handle of this process.
+    /// Text of a store handle of this process.
     Held(&'static str),
-    /// Its texts as a record has them, one of them at least not empty: one allocation, and a copy of what came.
+    /// All texts in the written form of a record, at least one of them not empty. One allocation, copied from the bytes
+    /// that were read.
     Told(Arc<[u8]>),
 }
 
 impl Trail {
-    /// A trail that tells nothing.
+    /// The empty trail.
     pub(crate) const NONE: Self = Self(Kept::Nothing);
-    /// The longest name of an operator that is kept, in bytes.
+    /// Length of the longest name of an operator that is kept, in bytes.
     pub const MAX_BY_BYTES: usize = 96;
-    /// The longest reason that is kept, in bytes.
+    /// Length of the longest reason that is kept, in bytes.
     pub const MAX_REASON_BYTES: usize = 500;
 
-    /// The trail of a store handle of this process.
+    /// Makes the trail of a store handle of this process.
     pub(crate) const fn held(holder: Holder<'static>) -> Self {
         Self(Kept::Held(holder.0))
     }
 
-    /// The text of a store handle of this process, if that is all there is.
+    /// Returns the text of a store handle of this process, if the trail holds nothing else.
     #[cfg(feature = "memory")]
     pub(crate) fn handle(&self) -> Option<&'static str> {
         match &self.0 {
@@ -228,7 +230,7 @@ impl Trail {
         }
     }
 
-    /// Whether it tells nothing.
+    /// Returns whether the trail is empty.
     pub fn is_empty(&self) -> bool {
         match &self.0 {
             Kept::Nothing => true,
@@ -237,36 +239,36 @@ impl Trail {
         }
     }
 
-    /// Who holds the key, or held it last.
+    /// Returns the latest holder of the key.
     pub fn holder(&self) -> Option<Holder<'_>> {
         let [holder, ..] = self.texts();
         Some(Holder(holder)).filter(|_| !holder.is_empty())
     }
 
-    /// The trace of the latest run.
+    /// Returns the trace of the latest run.
     pub fn traceparent(&self) -> Option<Traceparent> {
         self.traceparent_text()?.as_bytes().try_into().ok().map(Traceparent)
     }
 
-    /// The trace of the latest run, as it is written.
+    /// Returns the trace of the latest run, in its written form.
     pub(crate) fn traceparent_text(&self) -> Option<&str> {
         let [_, traceparent, ..] = self.texts();
         Some(traceparent).filter(|text| !text.is_empty())
     }
 
-    /// Who decided about the record last.
+    /// Returns the operator who decided about the record last.
     pub fn decided_by(&self) -> Option<&str> {
         let [_, _, by, _] = self.texts();
         Some(by).filter(|by| !by.is_empty())
     }
 
-    /// Why they decided so.
+    /// Returns the reason of that decision.
     pub fn decided_reason(&self) -> Option<&str> {
         let [.., reason] = self.texts();
         Some(reason).filter(|reason| !reason.is_empty())
     }
 
-    /// Its texts: holder, `traceparent`, operator and reason.
+    /// Returns the texts of the trail: holder, `traceparent`, operator and reason.
     pub(crate) fn texts(&self) -> [&str; 4] {
         match &self.0 {
             Kept::Nothing => [""; 4],
@@ -275,7 +277,7 @@ impl Trail {
         }
     }
 
-    /// Writes it as a record has it; see [`format`](super::format).
+    /// Appends the trail in the written form of a record; see [`format`](super::format).
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         match &self.0 {
             Kept::Told(written) => out.extend_from_slice(written),
@@ -283,8 +285,8 @@ impl Trail {
         }
     }
 
-    /// Reads what [`write`](Self::write) wrote at the start of `bytes`. Returns it with what follows; `None` for all other
-    /// bytes, as each trail has one written form.
+    /// Reads a trail that [`write`](Self::write) wrote at the start of `bytes`. Returns it with the bytes that follow.
+    /// Returns `None` for all other bytes: each trail has only one written form.
     pub(super) fn read(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let ([holder, traceparent, by, reason], rest) = split(bytes)?;
         let is_plain = |text: &str, most: usize| text.len() <= most && is_plain_text(text);
@@ -298,7 +300,7 @@ impl Trail {
         (sound && !is_empty).then(|| (Self(Kept::Told(written.into())), rest))
     }
 
-    /// The same of which only the trace is kept, and nothing else is looked at: all that a replay tells.
+    /// Like [`read`](Self::read), but reads only the trace and checks nothing else: a replay needs no more.
     #[cfg(feature = "redis")]
     pub(super) fn read_trace(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (texts, rest) = split_bytes(bytes)?;
@@ -309,14 +311,14 @@ impl Trail {
         Some((trail, rest))
     }
 
-    /// The same, held by `holder`.
+    /// Returns the trail with another holder.
     #[must_use]
     pub fn with_holder(&self, holder: Holder<'_>) -> Self {
         let [_, traceparent, by, reason] = self.texts();
         Self::of_texts([holder.as_str(), traceparent, by, reason])
     }
 
-    /// The same with a trace.
+    /// Returns the trail with another trace.
     #[must_use]
     pub fn with_traceparent(&self, traceparent: Option<Traceparent>) -> Self {
         let [holder, before, by, reason] = self.texts();
@@ -327,7 +329,7 @@ impl Trail {
         }
     }
 
-    /// The same with who decided, and why; empty texts say nothing.
+    /// Returns the trail with another operator and reason; an empty text stands for none.
     #[must_use]
     pub fn with_decision(&self, by: &str, reason: &str) -> Self {
         if by.is_empty() && reason.is_empty() && self.decided_by().is_none() && self.decided_reason().is_none() {
@@ -337,7 +339,7 @@ impl Trail {
         Self::of_texts([holder, traceparent, by, reason])
     }
 
-    /// This trail, in place of `before`: what an operator said last stays.
+    /// Returns this trail, to replace `before`. The operator and reason of the last decision stay.
     pub(super) fn after(&self, before: &Self) -> Self {
         let (by, reason) = (before.decided_by(), before.decided_reason());
         match (by, reason) {
@@ -346,7 +348,8 @@ impl Trail {
         }
     }
 
-    /// The trail that these texts tell, whoever wrote them: no decision depends on it, so what can't be kept is left out.
+    /// Makes a trail from texts of any origin. Texts that can't be kept are left out, because no decision depends on a
+    /// trail.
     pub(crate) fn of_texts(texts: [&str; 4]) -> Self {
         if texts.iter().all(|text| text.is_empty()) {
             return Self::NONE;
@@ -366,7 +369,7 @@ impl Trail {
     }
 }
 
-/// The texts of a trail as a record has them.
+/// Appends the texts of a trail in the written form of a record.
 fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
     for text in [holder, traceparent, by] {
         out.push(u8::try_from(text.len()).unwrap_or_default());
@@ -376,7 +379,7 @@ fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
     out.extend_from_slice(reason.as_bytes());
 }
 
-/// The texts that [`write()`] wrote at the start of `bytes`, and what follows.
+/// Reads the texts that [`write()`] wrote at the start of `bytes`. Returns them with the bytes that follow.
 fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
     let (found, rest) = split_bytes(bytes)?;
     let mut texts = [""; 4];
@@ -386,7 +389,7 @@ fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
     Some((texts, rest))
 }
 
-/// The same as bytes.
+/// Like `split`, but returns the texts as bytes.
 fn split_bytes(bytes: &[u8]) -> Option<([&[u8]; 4], &[u8])> {
     let (mut texts, mut rest): ([&[u8]; 4], _) = ([&[]; 4], bytes);
     for (at, text) in texts.iter_mut().enumerate() {
