@@ -1,4 +1,4 @@
-//! Builds keys from literal text and values, so that each key can be read in one way only.
+//! Builds keys from literal text and values, so that each key can be parsed in only one way.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -13,18 +13,19 @@ use crate::clock::Secret;
 use crate::sync::SharedOnce;
 
 thread_local! {
-    /// Keys are written here and copied once into their shared allocation.
+    /// Buffer for the text of a key. The finished text is copied once, into its shared allocation.
     static BUFFER: Cell<String> = const { Cell::new(String::new()) };
 }
 
 /// Builds a [`Key`] from literal text and values, so that different values never give the same key.
 ///
 /// In each value, `%`, control characters and the character that follows the value in the template are written as
-/// `%XX`. A value therefore ends at the first unescaped occurrence of the character that follows it, and the whole can
-/// be read back in only one way. An absent value makes the whole key missing, and so does an empty or blank one:
-/// unrelated messages would share `order:` with nothing after it. A value is blank if it holds nothing but white space
-/// (Unicode's, no-break spaces included), control characters and characters of no width (U+200B to U+200D, U+2060,
-/// U+FEFF).
+/// `%XX`. A value therefore ends at the first unescaped occurrence of the character that follows it, and the whole key
+/// can be parsed in only one way.
+///
+/// An absent, empty or blank value makes the whole key missing: unrelated messages would share `order:` with nothing
+/// after it. A value is blank if it consists of white space (Unicode's, no-break spaces included), control characters
+/// and characters of no width (U+200B to U+200D, U+2060, U+FEFF).
 ///
 /// ```
 /// use idem_runtime::key::{KeyBuilder, Scope};
@@ -48,12 +49,12 @@ pub struct KeyBuilder<'a> {
 }
 
 impl<'a> KeyBuilder<'a> {
-    /// An empty key under `scope`.
+    /// Starts an empty key under `scope`.
     pub fn new(scope: &'a Scope) -> Self {
         Self::of_results(scope, "")
     }
 
-    /// An empty key under `scope`, for a handler that records values of the type `result`.
+    /// Starts an empty key under `scope`, for a handler that records values of the type `result`.
     pub(crate) fn of_results(scope: &'a Scope, result: &'static str) -> Self {
         Self::under(scope.name, scope.check(result))
     }
@@ -67,13 +68,14 @@ impl<'a> KeyBuilder<'a> {
         Self { scope, text, problem: checked.err() }
     }
 
-    /// Appends literal text of the template, which holds no `%`. A control character in it is a problem of the key.
+    /// Appends literal text of the template, which must not contain `%`. A control character in it is a problem of the
+    /// key.
     pub fn text(&mut self, text: &str) {
         debug_assert!(!text.contains('%'), "`%` introduces an escape");
         self.literal(text);
     }
 
-    /// Appends text in which values are escaped already.
+    /// Appends text in which values are already escaped.
     pub(super) fn literal(&mut self, text: &str) {
         if text.contains(char::is_control) {
             self.problem.get_or_insert(KeyProblem::ControlCharacter);
@@ -86,29 +88,30 @@ impl<'a> KeyBuilder<'a> {
         value.append(self, next);
     }
 
-    /// Appends what `value` displays.
+    /// Appends the text that `value` displays.
     pub fn display_part(&mut self, value: &dyn Display, next: Option<char>) {
         let mut escape = Escape { out: &mut self.text, next, blank: true };
-        // An error here is the value's own: `Escape` never fails. A key cut short could be another operation's.
+        // Only the value itself can fail here: `Escape` never fails. A truncated key could be the key of another
+        // operation.
         let shown = write!(escape, "{value}");
         if shown.is_err() || escape.blank {
             self.missing_part();
         }
     }
 
-    /// Appends text, as [`display_part`](KeyBuilder::display_part) does.
+    /// Appends text, with the same result as [`display_part`](KeyBuilder::display_part).
     fn text_part(&mut self, text: &str, next: Option<char>) {
         if is_blank(text) {
             self.missing_part();
         } else if text.bytes().all(|byte| (b' '..=b'~').contains(&byte) && byte != b'%' && !is_char(byte, next)) {
             self.text.push_str(text);
         } else {
-            // Never fails.
+            // `Escape` never fails.
             let _ = Escape { out: &mut self.text, next, blank: false }.write_str(text);
         }
     }
 
-    /// Notes that a value is absent: the whole key is missing.
+    /// Records that a value is absent: the whole key is missing.
     pub fn missing_part(&mut self) {
         self.problem.get_or_insert(KeyProblem::Missing);
     }
@@ -117,10 +120,10 @@ impl<'a> KeyBuilder<'a> {
         self.problem.get_or_insert(KeyProblem::NotUtf8);
     }
 
-    /// The finished key.
+    /// Returns the finished key.
     ///
     /// # Errors
-    /// [`KeyError`], the first problem that was met. A key without a part is missing, too.
+    /// [`KeyError`], the first problem. A key without parts is missing too.
     pub fn build(self) -> Result<Key, KeyError> {
         let Self { text, problem, scope } = self;
         let problem = match problem {
@@ -139,7 +142,7 @@ impl<'a> KeyBuilder<'a> {
     }
 }
 
-/// Whether `text` is empty or blank. The first character mostly decides.
+/// Returns whether `text` is empty or blank. Mostly the first character decides.
 fn is_blank(text: &str) -> bool {
     text.chars()
         .all(|c| c.is_whitespace() || c.is_control() || matches!(c, '\u{200b}'..='\u{200d}' | '\u{2060}' | '\u{feff}'))
@@ -157,7 +160,7 @@ fn hash(text: &str) -> u64 {
 struct Escape<'a> {
     out: &'a mut String,
     next: Option<char>,
-    /// Whether all text written so far is blank.
+    /// True while all text so far is blank.
     blank: bool,
 }
 
@@ -180,11 +183,11 @@ impl fmt::Write for Escape<'_> {
     }
 }
 
-/// A value that can stand in an idempotency key.
+/// A value that can be a part of an idempotency key.
 ///
 /// Text, numbers, `bool`, `char`, UTF-8 bytes, references and smart pointers to them and `Option`s of them are key
-/// parts; in the attribute, so is everything that implements [`Display`]. Implement it for types of your own to use
-/// them with [`KeyBuilder::part`].
+/// parts. In the attribute, every type that implements [`Display`] is a key part too. Implement `KeyPart` for types of
+/// your own to use them with [`KeyBuilder::part`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` can't be part of an idempotency key",
     label = "not text, a number, or another `KeyPart`",
@@ -225,7 +228,7 @@ impl<P: KeyPart> KeyPart for Option<P> {
     }
 }
 
-/// The text of another key, without its scope.
+/// Appends the text of another key, without its scope.
 impl KeyPart for Key {
     fn append(&self, builder: &mut KeyBuilder<'_>, next: Option<char>) {
         self.text().append(builder, next);
@@ -295,7 +298,7 @@ mod tests {
 
     use super::*;
 
-    /// The short ways for numbers and plain text must never write another key than the long one.
+    /// The fast paths for numbers and plain text must write the same key as `display_part`.
     #[test]
     fn numbers_and_text_are_written_as_they_are_displayed() {
         fn same<P: KeyPart + Display + ?Sized>(value: &P) {
@@ -385,7 +388,7 @@ mod tests {
             displayed.text("order:");
             displayed.display_part(&format_args!("{}{blank}", ""), None);
             assert_eq!(problem(displayed.build()), Err(KeyProblem::Missing), "{blank:?}");
-            // Beside something else they are kept.
+            // Blanks inside a longer part are kept.
             let key = Key::new("s", format!("{blank}x{blank}")).unwrap();
             assert_eq!(key.text() == "x", blank.is_empty(), "{key}");
             let mut displayed = KeyBuilder::under("s", Ok(()));

@@ -1,4 +1,4 @@
-//! How much of a key is shown to people.
+//! The part of a key that errors, logs and spans show.
 
 use std::fmt;
 
@@ -6,11 +6,11 @@ use sha2::{Digest, Sha256};
 
 use super::Key;
 
-/// How much of a key errors, logs and spans show; [`Policy::key_display`](crate::Policy::key_display) sets it. The scope is
-/// always shown. Results and payloads never are.
+/// Part of a key that errors, logs and spans show; [`Policy::key_display`](crate::Policy::key_display) sets it. The
+/// scope is always shown. Results and payloads are never shown.
 ///
-/// A `%` in a key always begins an escape such as `%2F`, so what is hidden can't be taken for a key: [`Key`] refuses to read
-/// it back, and says so.
+/// In a key, a `%` always begins an escape such as `%2F`. So a hidden key can't be mistaken for a whole one: [`Key`]
+/// refuses to parse it, and its error names the reason.
 ///
 /// ```
 /// use idem_runtime::{Key, KeyDisplay};
@@ -24,22 +24,22 @@ use super::Key;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum KeyDisplay {
-    /// All of it.
+    /// The whole key.
     #[default]
     Whole,
-    /// This many characters, 253 at most, and `%…`; a key that is no longer is shown whole.
+    /// This many characters, at most 253, and `%…`. A key that is not longer is shown whole.
     Prefix(u8),
-    /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form ([`Key::as_str`]). Whoever can guess the
-    /// key can check the guess.
+    /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form ([`Key::as_str`]). A reader who
+    /// guesses the key can verify the guess.
     Hashed,
 }
 
-/// A [`KeyDisplay`] in one byte: policies and keys lie in the future of each call.
+/// A [`KeyDisplay`] in one byte. Policies and keys are stored in the future of each call, so their size counts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shown(u8);
 
 impl Shown {
-    /// All of a key.
+    /// Shows the whole key.
     pub(crate) const WHOLE: Self = Self(0);
     const HASHED: u8 = u8::MAX;
 
@@ -67,7 +67,7 @@ impl fmt::Debug for Shown {
     }
 }
 
-/// The hash of a key without its byte 6, and in that how much of the key is shown.
+/// Hash of a key. Its byte 6 holds the [`Shown`] of the key instead.
 #[derive(Clone, Copy)]
 pub(super) struct Hashed(u64);
 
@@ -103,7 +103,7 @@ impl KeyDisplay {
             Self::Whole => f.write_str(text),
             Self::Prefix(count) => match text.char_indices().nth(usize::from(count)) {
                 Some((end, _)) => {
-                    // An escape that is cut in two would be no part of the key.
+                    // Leave out an escape that the cut would split: its beginning is not a part of the key.
                     let shown = &text[..end];
                     let escape = shown.len().saturating_sub(2);
                     let cut = shown.bytes().skip(escape).position(|byte| byte == b'%');
@@ -120,7 +120,7 @@ impl KeyDisplay {
     }
 }
 
-/// Whether this is what is shown of a key, and not the text of one.
+/// Returns whether `text` is a hidden display of a key, and not the text of a key.
 pub(super) fn is_hidden(text: &str) -> bool {
     text.starts_with(HASH) || text.ends_with(CUT)
 }

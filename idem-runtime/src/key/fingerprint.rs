@@ -1,22 +1,22 @@
 //! Unambiguous hashing of payloads, and keys derived for downstream calls.
 //!
-//! A fingerprint of version 1 is the byte 1, and the first 31 bytes of SHA-256 over `idem fingerprint 1`, a line feed, and the
-//! canonical form of what serde would write as JSON:
+//! A fingerprint of version 1 is the byte 1, then the first 31 bytes of SHA-256 over `idem fingerprint 1`, a line feed,
+//! and the canonical form of the JSON that serde would write:
 //!
 //! | JSON | canonical form |
 //! |---|---|
 //! | `null` | `0` |
 //! | `true`, `false` | `t`, `f` |
 //! | a text | `s`, its length, its UTF-8 bytes |
-//! | a number | `n`, a length, the number in the one way that has no zero at its ends: `15e-1` for 1.5, `-12e2` for -1200, `0e0` |
-//! | an array of whole numbers from 0 to 255, at least one | `b`, how many there are, each as a byte |
+//! | a number | `n`, a length, the number without zeros at its ends: `15e-1` for 1.5, `-12e2` for -1200, `0e0` |
+//! | an array of whole numbers from 0 to 255, at least one | `b`, the number of elements, each element as a byte |
 //! | any other array | `[`, its elements, `]` |
-//! | an array that serde collects from a hash set, or from another iterator of a hash table | `*`, how many elements there are, and SHA-256 of each, sorted |
-//! | an object | `{`, how many entries there are, and for each SHA-256 of its name and SHA-256 of its value, sorted |
+//! | an array that serde collects from a hash table (a set, or an iterator) | `*`, the count, SHA-256 of each, sorted |
+//! | an object | `{`, the number of entries, and for each SHA-256 of its name and SHA-256 of its value, sorted |
 //!
-//! A digest of the caller's, which JSON does not know, is `d`, its length and its bytes.
+//! A digest that the caller made has no form in JSON. It is hashed as `d`, its length and its bytes.
 //!
-//! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last one counts.
+//! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last entry counts.
 
 use std::fmt::{self, Display, Write as _};
 use std::io;
@@ -30,22 +30,23 @@ use crate::codec::bytes;
 
 /// A hash of a payload: the same key with a different fingerprint is a misuse.
 ///
-/// Values that serde writes as equal JSON have equal fingerprints, and others don't; hash sets are the exception. A number
-/// counts by its value in the text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0` is 0, and `0.1` is the same from an
-/// `f32` and an `f64`. NaN and the infinities are `null`, as an absent value is. The order of struct fields and of map entries
-/// doesn't matter. Nothing depends on the build, the machine or the order of a `HashMap` or a `HashSet`.
+/// Values that serde writes as equal JSON have equal fingerprints, and other values have other fingerprints; hash sets
+/// are the exception. A number counts by its value in the text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0`
+/// is 0, and `0.1` is the same from an `f32` and an `f64`. NaN and the infinities are `null`, like an absent value. The
+/// order of struct fields and of map entries doesn't matter. The fingerprint does not depend on the build, the machine
+/// or the order of a `HashMap` or a `HashSet`.
 ///
-/// A `HashSet`, of the standard library or of `hashbrown`, hands its elements over in a random order, so their order does not
-/// count. That makes it another payload than an array with the same elements, whose order counts: `[from, to]` is not
-/// `[to, from]`. A hash set is known by the name of its type, which reaches the fingerprint with [`Serializer::collect_seq`], as
-/// serde's own implementations call it. A type that writes its elements one by one with `serialize_seq`, or a serializer in between
-/// (`erased_serde`, `serde_json::to_value`, the buffer of an internally tagged enum), hides that name: there, sort the elements,
-/// or use a `BTreeSet`.
+/// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so the order of its elements
+/// does not count. A set is therefore another payload than an array with the same elements, whose order counts:
+/// `[from, to]` is not `[to, from]`. The library recognises a hash set by the name of its type. This name reaches the
+/// fingerprint only through [`Serializer::collect_seq`], which serde's own implementations call. A type that writes its
+/// elements one after another with `serialize_seq`, or a serializer in between (`erased_serde`, `serde_json::to_value`,
+/// the buffer of an internally tagged enum), hides that name. For these, sort the elements, or use a `BTreeSet`.
 ///
 /// [`Serializer::collect_seq`]: serde::Serializer::collect_seq
 ///
-/// Bytes are an array of numbers in JSON, and here, but `Bytes` are hashed as fast as a text, and a `Vec<u8>` in twice the time. Those of a large upload need not be hashed
-/// again if a digest of them is there: see [`PayloadDigest`].
+/// Bytes are an array of numbers, as in JSON, but `Bytes` are hashed as fast as a text, and a `Vec<u8>` takes twice
+/// that time. If a digest of a large upload already exists, the upload need not be hashed again: see [`PayloadDigest`].
 ///
 /// The first byte is the [version](Fingerprint::version) of these rules. Fingerprints of different versions can't be
 /// compared.
@@ -53,16 +54,16 @@ use crate::codec::bytes;
 pub struct Fingerprint([u8; Self::BYTES]);
 
 impl Fingerprint {
-    /// The length of a fingerprint.
+    /// Length of a fingerprint, in bytes.
     pub const BYTES: usize = 32;
-    /// The version of the fingerprints that [`of`](Fingerprint::of) makes.
+    /// Version of the fingerprints that [`of`](Fingerprint::of) makes.
     pub const VERSION: u8 = 1;
 
-    /// The fingerprint of `value`.
+    /// Returns the fingerprint of `value`.
     ///
     /// # Errors
-    /// [`FingerprintError`] if the value's own `Serialize` fails, so that nothing is known about the value. A failure never
-    /// counts as "no fingerprint".
+    /// [`FingerprintError`] if the value's own `Serialize` fails, so that the value is unknown. A failure never counts
+    /// as "no fingerprint".
     ///
     /// ```
     /// use idem_runtime::key::Fingerprint;
@@ -75,7 +76,7 @@ impl Fingerprint {
         Ok(Self::from_hash(hash))
     }
 
-    /// The fingerprint of an object with these entries, whose names differ.
+    /// Returns the fingerprint of an object with these entries, whose names differ.
     #[cfg(feature = "http")]
     pub(crate) fn of_object<const N: usize>(entries: [[Summed; 2]; N]) -> Self {
         let mut hash = Sha256::new_with_prefix(PREFIX);
@@ -90,32 +91,33 @@ impl Fingerprint {
         Self(bytes)
     }
 
-    /// The fingerprint with these bytes.
+    /// Makes a fingerprint from its bytes.
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         Self(bytes)
     }
 
-    /// The bytes of the fingerprint.
+    /// Bytes of the fingerprint.
     pub const fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.0
     }
 
-    /// The version of the form that was hashed: the first byte.
+    /// Version of the canonical form that was hashed: the first byte.
     pub const fn version(&self) -> u8 {
         self.0[0]
     }
 
-    /// Whether both have the same version. If not, it is unknown whether they are of one payload.
+    /// Returns whether both have the same version. Fingerprints of different versions don't show whether the payloads
+    /// are equal.
     pub const fn is_comparable(&self, other: &Self) -> bool {
         self.version() == other.version()
     }
 
-    /// Tells payloads apart, with the odds of 64 bits.
+    /// Returns a number that distinguishes payloads, with the odds of 64 bits.
     pub(crate) fn seed(&self) -> u64 {
         self.0.last_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes))
     }
 
-    /// The beginning of the hash, for messages: eight hexadecimal digits.
+    /// Returns the beginning of the hash, for messages: eight hexadecimal digits.
     pub fn short(&self) -> impl Display {
         struct Short(u32);
         impl Display for Short {
@@ -128,7 +130,7 @@ impl Fingerprint {
     }
 }
 
-/// Shows the beginning only.
+/// Shows only the beginning.
 impl fmt::Debug for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}…", self.short())
@@ -153,12 +155,12 @@ impl ser::Error for FingerprintError {
     }
 }
 
-/// A key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the parent key
-/// and the name. It is short and plain enough for every API with idempotency keys.
+/// Returns a key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the
+/// parent key and the name. The UUID is short and plain enough for every API with idempotency keys.
 ///
-/// It depends on nothing else. Two applications need different namespaces, or they make the same keys. A parent key
-/// that is used again after its retention makes the same keys as before, for which the other side may still hold an old
-/// answer.
+/// The UUID depends on nothing else. Two applications need different namespaces, or they make the same keys. A parent
+/// key that is used again after its retention makes the same keys as before, for which the other side may still hold an
+/// old answer.
 pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     let mut hash = Sha256::new_with_prefix(b"idem child key 1\n");
     for part in [namespace, parent.as_str(), name] {
@@ -182,20 +184,20 @@ pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
 
 const PREFIX: &[u8] = b"idem fingerprint 1\n";
 
-/// A digest that is made already, in place of the payload that it is of: `fingerprint = PayloadDigest::new(&upload.sha256)`.
+/// An existing digest in place of its payload: `fingerprint = PayloadDigest::new(&upload.sha256)`.
 ///
-/// It is a payload like any other, or a part of one, and costs what a few bytes cost, however large the upload is. It is never
-/// taken for its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another fingerprint. Nor is it taken
-/// for what it is a digest of: all producers and consumers of a handler use the digest, or none does, or a duplicate is
-/// a mismatch.
+/// A digest is a payload like any other, or a part of one. It costs the same as a few bytes, however large the upload
+/// is. A digest never equals its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another
+/// fingerprint. A digest never equals the payload that it was made from either: all producers and consumers of a
+/// handler must use the digest, or none of them, or a duplicate is a mismatch.
 ///
-/// The fingerprint tells payloads apart as well as the digest does, so it should be a cryptographic one, made from what
-/// *arrived*: a digest that the sender merely claims tells nothing about the payload. One of less than
+/// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
+/// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of less than
 /// [`MIN_BYTES`](Self::MIN_BYTES), such as a CRC or an absent header, is refused
-/// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The text of a digest, in
-/// hexadecimal or in Base64, is another one than its bytes.
+/// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The text of a digest,
+/// in hexadecimal or in Base64, is another digest than its bytes.
 ///
-/// Serializers of any other kind get its bytes.
+/// Other serializers get the bytes of the digest.
 ///
 /// ```
 /// use idem_runtime::key::{Fingerprint, PayloadDigest};
@@ -212,12 +214,12 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 pub struct PayloadDigest<D>(D);
 
 impl PayloadDigest<()> {
-    /// The shortest digest that is accepted.
+    /// Length of the shortest digest that is accepted, in bytes.
     pub const MIN_BYTES: usize = 16;
 }
 
 impl<D: AsRef<[u8]>> PayloadDigest<D> {
-    /// The digest with these bytes: an array, a slice, or the output of a hash function.
+    /// Makes a digest from its bytes: an array, a slice, or the output of a hash function.
     pub const fn new(digest: D) -> Self {
         Self(digest)
     }
@@ -235,12 +237,12 @@ impl<D: AsRef<[u8]>> Serialize for PayloadDigest<D> {
     }
 }
 
-/// The name by which [`Hasher`] knows a [`PayloadDigest`].
+/// Type name by which [`Hasher`] recognises a [`PayloadDigest`].
 const DIGEST: &str = "$idem_runtime::private::PayloadDigest";
 
 type Sum = [u8; 32];
 
-/// What stands for a name or a value in an object: made once for those that are in many objects.
+/// Hash that stands for a name or a value in an object. Made once for names and values that occur in many objects.
 #[cfg(feature = "http")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Summed(Sum);
@@ -251,7 +253,7 @@ impl Summed {
         sum(value).map(Self)
     }
 
-    /// Stands for an object with these entries, whose names differ.
+    /// Returns the hash that stands for an object with these entries, whose names differ.
     pub(crate) fn of_object<const N: usize>(entries: [[Self; 2]; N]) -> Self {
         let mut hash = Sha256::new();
         object(&mut hash, entries);
@@ -283,19 +285,19 @@ fn digest(hash: &mut Sha256, digest: &[u8]) -> Result<(), FingerprintError> {
     Ok(())
 }
 
-/// The hash that stands for a name or a value in an object.
+/// Returns the hash that stands for a name or a value in an object.
 fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
     let mut hash = Sha256::new();
     value.serialize(Hasher::new(&mut hash))?;
     Ok(hash.finalize().into())
 }
 
-/// Whether a collection or an iterator of this type hands its elements over in the random order of a hash table.
+/// Returns whether a collection or an iterator of this type yields its elements in the random order of a hash table.
 ///
-/// `type_name` is all that serde leaves of a collection. Another spelling in another compiler turns a test red, and makes the order
-/// count again.
+/// The `type_name` is the only information that serde passes on about a collection. If a later compiler spells it in
+/// another way, a test fails, and the order counts again.
 fn is_unordered<I: ?Sized>() -> bool {
-    /// The adapters that keep the order and the number of what they adapt, or leave some of it out.
+    /// Adapters that keep the order of their iterator, and keep or skip its elements.
     const ADAPTERS: [&str; 5] =
         ["map::Map<", "copied::Copied<", "cloned::Cloned<", "filter::Filter<", "filter_map::FilterMap<"];
     const TABLES: [&str; 4] =
@@ -314,21 +316,21 @@ fn is_unordered<I: ?Sized>() -> bool {
 /// A serializer that hashes the canonical form.
 struct Hasher<'a> {
     hash: &'a mut Sha256,
-    /// The array that the value is an element of.
+    /// The array that contains the value as an element.
     array: Option<&'a mut Array>,
 }
 
-/// What has been read of an array: only its end tells how it is hashed.
+/// The array so far. The form of its hash is decided at its end.
 #[derive(Default)]
 struct Array {
-    /// Its elements, as long as all of them are bytes.
+    /// Elements, while all of them are bytes.
     bytes: Vec<u8>,
-    /// Whether one was met that is none. The elements are hashed one by one from then on.
+    /// True once an element was not a byte. From then on each element is hashed individually.
     mixed: bool,
 }
 
 impl Array {
-    /// Before an element that is no byte.
+    /// Switches to the general form, before the first element that is not a byte.
     fn mix(&mut self, hash: &mut Sha256) {
         if !self.mixed {
             self.mixed = true;
@@ -351,7 +353,7 @@ impl Array {
     }
 }
 
-/// The whole number from 0 to 255 that these digits are, if they are one.
+/// Returns the whole number from 0 to 255 that these digits denote, or `None`.
 fn byte(sign: &str, whole: &str, exponent: i128) -> Option<u8> {
     let zeros = u32::try_from(exponent).ok().filter(|zeros| *zeros <= 2)?;
     match (sign, whole.len()) {
@@ -369,7 +371,7 @@ impl<'a> Hasher<'a> {
         Hasher { hash: self.hash, array: self.array.as_deref_mut() }
     }
 
-    /// The hash, for anything but a byte in an array.
+    /// Returns the hash, for any value except a byte in an array.
     fn out(self) -> &'a mut Sha256 {
         if let Some(array) = self.array {
             array.mix(self.hash);
@@ -381,7 +383,7 @@ impl<'a> Hasher<'a> {
         self.out().update([tag]);
     }
 
-    /// A number from 0 to 255.
+    /// Hashes a number from 0 to 255.
     fn byte(self, byte: u8) {
         match self.array {
             Some(array) if !array.mixed => array.bytes.push(byte),
@@ -389,16 +391,16 @@ impl<'a> Hasher<'a> {
         }
     }
 
-    /// A number as it is written in JSON.
+    /// Hashes a number in its JSON form.
     fn number(self, written: &str) {
         let (sign, rest) = written.strip_prefix('-').map_or(("", written), |rest| ("-", rest));
         let (digits, exponent) = rest.split_once(['e', 'E']).unwrap_or((rest, "0"));
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
         let Ok(exponent) = exponent.parse::<i64>() else {
-            // An exponent of that size exists as text only (serde_json's `arbitrary_precision`): hash the text.
+            // Such a large exponent exists only as text (serde_json's `arbitrary_precision`): hash the text.
             return text(self.out(), b'N', written.as_bytes());
         };
-        // The zeros at both ends are dropped; `exponent` belongs to the last digit that stays.
+        // Drop the zeros at both ends. `exponent` belongs to the last remaining digit.
         let (mut whole, mut significant) = (whole, fraction.trim_end_matches('0'));
         let mut exponent = i128::from(exponent) - significant.len() as i128;
         if significant.is_empty() {
@@ -410,6 +412,7 @@ impl<'a> Hasher<'a> {
         if whole.is_empty() {
             significant = significant.trim_start_matches('0');
         }
+        // A byte in an array of bytes so far: keep the short form of the array.
         let mut number = itoa::Buffer::new();
         let is_zero = whole.is_empty() && significant.is_empty();
         if self.array.as_ref().is_some_and(|array| !array.mixed) && significant.is_empty() {
@@ -418,6 +421,7 @@ impl<'a> Hasher<'a> {
                 return self.byte(value);
             }
         }
+        // Hash the canonical number.
         let parts = match is_zero {
             true => ["0e0", "", "", "", ""],
             false => [sign, whole, significant, "e", number.format(exponent)],
@@ -433,7 +437,7 @@ impl<'a> Hasher<'a> {
 }
 
 /// A float as `serde_json` writes it. The shortest text is not unique: halfway between two candidates (7202.28125 as an
-/// `f32`) other writers choose the other one.
+/// `f32`) other libraries choose the other candidate.
 #[derive(Default)]
 struct Written {
     text: [u8; 32],
@@ -452,7 +456,7 @@ impl Written {
     }
 }
 
-/// The longest is `-2.2250738585072014e-308`.
+/// The longest text is `-2.2250738585072014e-308`.
 impl io::Write for Written {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let end = self.len + text.len();
@@ -466,7 +470,7 @@ impl io::Write for Written {
     }
 }
 
-/// The elements of an array.
+/// Elements of an array.
 struct Elements<'a> {
     hash: &'a mut Sha256,
     array: Array,
@@ -478,7 +482,7 @@ impl Elements<'_> {
     }
 }
 
-/// The entries of an object, hashed one by one and then sorted.
+/// Entries of an object, each hashed individually and then sorted.
 #[derive(Default)]
 struct Entries {
     name: Sum,
@@ -492,7 +496,7 @@ impl Entries {
     }
 
     fn finish(mut self, hash: &mut Sha256) {
-        // Stable: of entries with the same name the last one stays last, and that one counts for readers of JSON.
+        // Stable: the last of several entries with the same name stays last, and JSON readers use the last one.
         self.entries.sort_by_key(|[name, _]| *name);
         let counts = |at: usize| self.entries.get(at + 1).is_none_or(|[next, _]| *next != self.entries[at][0]);
         let entries = (0..self.entries.len()).filter(|at| counts(*at));
@@ -517,19 +521,19 @@ impl<'a> Object<'a> {
     }
 }
 
-/// A struct, or one of the private structs in which `serde_json` passes values that serde has no type for.
+/// A struct, or one of the private structs by which `serde_json` passes values without a type in serde.
 enum Struct<'a> {
     Fields(Object<'a>),
-    /// The text of a number (feature `arbitrary_precision`, which another crate may have enabled).
+    /// Text of a number (feature `arbitrary_precision`, which another crate may have enabled).
     Number(Hasher<'a>),
-    /// The text of any JSON (feature `raw_value`).
+    /// Text of any JSON (feature `raw_value`).
     Raw(Hasher<'a>),
 }
 
 const NUMBER: &str = "$serde_json::private::Number";
 const RAW: &str = "$serde_json::private::RawValue";
 
-/// The text in such a struct.
+/// Returns the text in a private struct of `serde_json`.
 fn private_text<T: Serialize + ?Sized>(value: &T) -> Result<String, FingerprintError> {
     let text = serde_json::to_value(value).map_err(ser::Error::custom)?;
     text.as_str().map(str::to_owned).ok_or_else(|| ser::Error::custom("not what serde_json writes"))
@@ -710,7 +714,7 @@ impl<'a> ser::Serializer for Hasher<'a> {
             .into_iter()
             .try_for_each(|(name, value)| ser::SerializeMap::serialize_entry(&mut object, &name, &value))?;
         if is_unordered::<I>() {
-            // Of two keys that are written with one name, the one that counts must not be the last one of the table.
+            // The table's random order must not decide which of two equal names counts.
             object.entries.entries.sort_unstable();
         }
         ser::SerializeMap::end(object)
@@ -811,7 +815,7 @@ impl ser::SerializeStruct for Struct<'_> {
     }
 }
 
-/// Hashes a variant of an enum: an object with one entry, as JSON has it.
+/// Hashes a variant of an enum in its JSON form: an object with one entry.
 fn variant(outer: &mut Sha256, name: &str, payload: Sha256) -> Result<(), FingerprintError> {
     let entries = vec![[sum(name)?, payload.finalize().into()]];
     Entries { entries, ..Entries::default() }.finish(outer);
@@ -864,8 +868,8 @@ impl ser::SerializeStructVariant for StructVariant<'_> {
     }
 }
 
-/// The name of an entry, which is a text in JSON: `1` is `"1"` there. A value that can't be a name in JSON is hashed as it
-/// is.
+/// Name of an entry. A name is a text in JSON: `1` becomes `"1"`. A value that can't be a name in JSON is hashed as a
+/// value.
 struct Name<'a>(Hasher<'a>);
 
 macro_rules! whole_names {
@@ -1083,7 +1087,7 @@ mod tests {
             vec![of(16_777_217), of(16_777_217_f64), json("16777217")],
             vec![of(10_u128.pow(23)), of(1e23_f64), of(1e23_f32), json("1e23"), json("100000000000000000000000")],
             vec![of(f32::MAX), of(3.402_823_5e38_f64)],
-            // There are two shortest texts: the one that is sent counts.
+            // Two shortest texts exist: the text that is sent counts.
             vec![of(7_202.281_3_f32), json("7202.2812")],
             vec![of(f64::NAN), of(f64::INFINITY), of(f32::NEG_INFINITY), of(()), json("null")],
         ] {
@@ -1113,7 +1117,7 @@ mod tests {
         assert_eq!(of(BTreeMap::from([(Shape::Unit, 0)])), one("Unit"));
         assert_eq!(of(BTreeMap::from([(Some(std::num::Wrapping(7)), 0)])), one("7"));
         assert_eq!(of(Floats), of(BTreeMap::from([("0.1", 1)])));
-        // Values that can't be names in JSON.
+        // These values can't be names in JSON.
         let nameless = [
             of(BTreeMap::from([((), 0)])),
             of(BTreeMap::from([((1, 2), 0)])),
@@ -1246,8 +1250,8 @@ mod tests {
 
     #[test]
     fn values_are_pinned() {
-        // A change here re-opens no operation, but turns duplicates in flight during an upgrade into mismatches: it needs
-        // another version.
+        // A change here re-opens no operation, but turns duplicates in flight during an upgrade into mismatches. So a
+        // change needs another version.
         let order = of(("order", 42, [1.5], BTreeMap::from([("a", None::<u8>)])));
         assert_eq!(Fingerprint::VERSION, 1);
         assert_eq!(format!("{order:?} {}", order.short()), "13ee3e49… 13ee3e49");

@@ -23,15 +23,15 @@ use self::scope::check_scope;
 pub(crate) use self::scope::is_scope;
 pub use self::scope::{Scope, Site};
 
-/// The version of the stored form. A change of format gets a new version *and* a way to find records under the old one:
-/// an upgrade never re-opens old operations in silence.
+/// Version of the stored form. A change of the form needs a new version *and* a way to find records under the old
+/// version: an upgrade must never silently re-open old operations.
 const VERSION: &str = "1/";
 
 /// The text that names one operation, under the scope of its handler.
 ///
 /// The stored form is `1/<scope>/<text>`: the version of the form, the scope (which holds no `/`), the key text.
-/// `Display` and [`Key::as_str`] differ by the version prefix only, unless a policy shows less of its keys ([`KeyDisplay`]).
-/// Cloning shares the text.
+/// `Display` and [`Key::as_str`] differ only by the version prefix, unless a policy hides a part of its keys
+/// ([`KeyDisplay`]). Clones share the text.
 ///
 /// ```
 /// let key = idem_runtime::Key::new("shop::ship_order", "order:42").unwrap();
@@ -43,21 +43,21 @@ const VERSION: &str = "1/";
 #[derive(Clone)]
 pub struct Key {
     text: Arc<str>,
-    /// Computed once, with a secret of this process: a call looks its key up several times, and a map of keys rehashes
-    /// as it grows. In byte 6, which no map looks at, how much of the key is shown: each call holds several keys, and its
-    /// future would be larger by a word for each.
+    /// Hash of the key, computed once with a secret of this process: a call looks up its key several times, and a map
+    /// of keys rehashes when it grows. Byte 6, which no map uses, holds the [`Shown`]: each call holds several keys,
+    /// and a separate field would make its future larger by one word for each.
     hash: Hashed,
 }
 
 impl Key {
-    /// The start of every stored key.
+    /// Start of every stored key.
     pub(crate) const STORED: &str = VERSION;
-    /// The longest stored form, in bytes.
+    /// Length of the longest stored form, in bytes.
     pub const MAX_BYTES: usize = 1024;
-    /// The longest scope, in bytes.
+    /// Length of the longest scope, in bytes.
     pub const MAX_SCOPE_BYTES: usize = 200;
 
-    /// A key from one part. [`KeyBuilder`] takes several.
+    /// Makes a key from one part. [`KeyBuilder`] takes several parts.
     ///
     /// # Errors
     /// [`KeyError`] if the scope isn't valid, the part is missing or blank or not UTF-8, or the key is too long.
@@ -67,7 +67,7 @@ impl Key {
         builder.build()
     }
 
-    /// The key, shown as `display` says.
+    /// Returns the key, to be shown as `display` requires.
     ///
     /// ```
     /// use idem_runtime::{Key, KeyDisplay};
@@ -86,71 +86,73 @@ impl Key {
         self
     }
 
-    /// The stored form, with the version of the form in front.
+    /// Returns the stored form, with its version prefix.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// The shard, of at most 256, that holds the key: byte 5 of its hash. Maps use other bits for the bucket and for
-    /// the tag.
+    /// Index of the shard, of at most 256 shards, that holds the key: byte 5 of its hash. Maps use other bits for the
+    /// bucket and for the tag.
     #[cfg(any(feature = "memory", feature = "cached"))]
     pub(crate) fn shard(&self, shards: usize) -> usize {
         usize::from(self.hash.get().to_le_bytes()[5]) % shards
     }
 
-    /// Spreads what happens to different keys.
+    /// Seed for delays and samples that must differ between keys.
     pub(crate) fn seed(&self) -> u64 {
         self.hash.get()
     }
 
-    /// The same in every process, so that a simulation repeats: FNV-1a of the stored form.
+    /// Like `seed`, but the same in every process, so that a simulation repeats: FNV-1a of the stored form.
     pub(crate) fn spread(&self) -> u64 {
         let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         self.text.bytes().fold(0xcbf2_9ce4_8422_2325, step)
     }
 
-    /// The first bits of its hash.
+    /// Returns the first bits of the hash.
     #[cfg(feature = "memory")]
     pub(crate) fn short_hash(&self) -> u32 {
         let [a, b, c, d, ..] = self.hash.get().to_le_bytes();
         u32::from_le_bytes([a, b, c, d])
     }
 
-    /// The stored form, shared.
+    /// Returns the stored form; the allocation is shared.
     #[cfg(feature = "memory")]
     pub(crate) fn shared(&self) -> Arc<str> {
         Arc::clone(&self.text)
     }
 
-    /// The scope the key lives under.
+    /// Scope of the key.
     pub fn scope(&self) -> &str {
         self.split().0
     }
 
-    /// The key without its scope.
+    /// Text of the key, without its scope.
     pub fn text(&self) -> &str {
         self.split().1
     }
 
     fn split(&self) -> (&str, &str) {
         let text = &self.text[VERSION.len()..];
-        // A scope is short: a search that compares words at a time takes longer to begin.
+        // A scope is short, and a search that compares whole words takes longer to start.
         let end = text.bytes().position(|byte| byte == b'/');
         end.map(|end| (&text[..end], &text[end + 1..])).unwrap_or_default()
     }
 }
 
-/// Reads a key as it is displayed, in errors and logs for example: `<scope>/<text>`, with its escapes; or as it is stored,
-/// `1/<scope>/<text>`. A text with a control character is refused: stores differ in what they do with one, so no key has any. A
-/// text that begins with the namespace of a store is refused: [`Operator::key`](crate::operator::Operator::key) knows the
-/// namespace. A scope called `1`, or one that ends with `:1`, needs the stored form.
+/// Parses a key in its displayed form, `<scope>/<text>` with its escapes, as in errors and logs, or in its stored form,
+/// `1/<scope>/<text>`.
+///
+/// Control characters are refused: stores treat them differently, so no key contains any. A text that begins with the
+/// namespace of a store is refused too; [`Operator::key`](crate::operator::Operator::key) accepts the namespace. A
+/// scope called `1`, or one that ends with `:1`, needs the stored form.
 ///
 /// ```
 /// use idem_runtime::Key;
 /// let shown = "shop::ship/a%3Ab:c"; // Not the same as `Key::new("shop::ship", "a%3Ab:c")`, which escapes the `%`.
 /// assert_eq!(shown.parse::<Key>().unwrap().to_string(), shown);
 ///
-/// let stored = "1/shop::ship/a%3Ab:c"; // As a row has it.
+/// let stored = "1/shop::ship/a%3Ab:c"; // The form in a row of a table.
 /// assert_eq!(stored.parse::<Key>().unwrap().to_string(), shown);
 /// assert!("shop:1/shop::ship/a%3Ab:c".parse::<Key>().unwrap_err().to_string().contains("leave out the namespace"));
 /// ```
@@ -172,7 +174,7 @@ impl FromStr for Key {
     }
 }
 
-/// As the [`KeyDisplay`] of its policy says: `<scope>/<text>`, unless that shows less.
+/// Shows the key as the [`KeyDisplay`] of its policy requires: `<scope>/<text>`, or a part of it.
 impl Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.hash.display() {
@@ -208,7 +210,7 @@ impl Hash for Key {
     }
 }
 
-/// The hasher of maps of keys: passes the computed hash of a key on.
+/// Hasher of maps of keys: returns the computed hash of a key unchanged.
 #[cfg(any(feature = "memory", feature = "cached"))]
 #[derive(Default)]
 pub(crate) struct KeyHasher(u64);
@@ -237,9 +239,9 @@ impl fmt::Debug for Key {
 /// A key that could not be built.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KeyError {
-    /// The scope it would have had.
+    /// Scope of the key.
     pub scope: String,
-    /// What is wrong.
+    /// Reason why there is no key.
     pub problem: KeyProblem,
 }
 
@@ -251,7 +253,7 @@ impl Display for KeyError {
 
 impl std::error::Error for KeyError {}
 
-/// Why there is no key.
+/// Reason why there is no key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum KeyProblem {
@@ -260,43 +262,44 @@ pub enum KeyProblem {
     /// The stored form is longer than [`Key::MAX_BYTES`].
     #[non_exhaustive]
     TooLong {
-        /// Its length in bytes.
+        /// Length of the stored form in bytes.
         bytes: usize,
     },
     /// A part given as bytes is not UTF-8.
     NotUtf8,
-    /// The text that was to be read as a key, or the literal text of a template, holds a control character. Values in a key are
+    /// The text to parse as a key, or the literal text of a template, contains a control character. Values in a key are
     /// escaped instead.
     ControlCharacter,
-    /// What was to be read as a key begins with the namespace of a store.
+    /// The text to parse as a key begins with the namespace of a store.
     Namespaced,
-    /// What was to be read as a key is what a policy shows of one; see [`KeyDisplay`].
+    /// The text to parse as a key is a hidden display of a key; see [`KeyDisplay`].
     Hidden,
     /// The scope is empty, longer than [`Key::MAX_SCOPE_BYTES`], or holds a `/` or a control character.
     InvalidScope,
-    /// Two handlers have the same scope and don't both say that they share it: one would replay the other's results.
+    /// Two handlers have the same scope, and not both declare it as shared: one handler would replay the results of the
+    /// other.
     #[non_exhaustive]
     SharedScope {
-        /// Where the handler that has the scope already is defined.
+        /// Place where the handler that already owns the scope is defined.
         other: Site,
-        /// Where the handler that was refused is defined.
+        /// Place where the refused handler is defined.
         this: Site,
     },
-    /// A generic handler is called with another result type than before, under a scope that it doesn't call shared: one call
-    /// would replay the result of the other.
+    /// A generic handler is called with another result type than before, under a scope that it does not declare as
+    /// shared: one call would replay the result of the other.
     #[non_exhaustive]
     SharedByResults {
-        /// Where the handler is defined.
+        /// Place where the handler is defined.
         site: Site,
-        /// The result type that has the scope already.
+        /// Result type that already owns the scope.
         other: &'static str,
-        /// The result type that was refused.
+        /// Result type that was refused.
         this: &'static str,
     },
 }
 
 impl KeyProblem {
-    /// Whether the program is wrong and not the message: no message to this handler can have a key.
+    /// Returns whether the program is wrong and not the message: no message to this handler can have a key.
     pub const fn is_misconfiguration(&self) -> bool {
         matches!(self, Self::InvalidScope | Self::SharedScope { .. } | Self::SharedByResults { .. })
     }

@@ -1,4 +1,4 @@
-//! The names of handlers inside the key space.
+//! Names of handlers inside the key space.
 
 use std::fmt::{self, Display};
 use std::panic::Location;
@@ -16,37 +16,37 @@ impl Display for Site {
     }
 }
 
-/// The name of a handler inside the key space; the attribute keeps one in a `static` for each handler.
+/// Name of a handler inside the key space. The attribute keeps a scope in a `static` for each handler.
 ///
-/// In one process a scope belongs to one handler: the first one that uses it. Another one is refused with
-/// [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). Keys made by [`Key::new`] are not checked:
-/// their scope is only a part of the name.
+/// In one process a scope belongs to the first handler that uses it. Another handler with the same scope is refused
+/// with [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). Keys made by [`Key::new`] are not
+/// checked: their scope is only a part of the name.
 #[derive(Debug)]
 pub struct Scope {
     pub(super) name: &'static str,
     site: Site,
     shared: bool,
-    /// Whether the attribute made it, in a `static` of its own, whose address then identifies the handler. The site
-    /// does not: all handlers that one `macro_rules!` expands to have the same one.
+    /// True if the attribute made the scope, in a `static` of its own. The address of that `static` then identifies the
+    /// handler. The site does not: all handlers that one `macro_rules!` expands to have the same site.
     attribute: bool,
     /// The result type of the handler that uses it; empty if it is unknown.
     claimed: SharedOnce<Result<&'static str, KeyProblem>>,
 }
 
 impl Scope {
-    /// A scope for one handler. The place of this call is its site.
+    /// Makes a scope for one handler. The place of this call is its site.
     #[track_caller]
     pub const fn named(name: &'static str) -> Self {
         Self::new(name, false, false)
     }
 
-    /// A scope for several handlers, which replay each other's results where their keys are the same.
+    /// Makes a scope for several handlers, which replay each other's results if their keys are equal.
     #[track_caller]
     pub const fn shared(name: &'static str) -> Self {
         Self::new(name, true, false)
     }
 
-    /// The scope of a handler with the attribute.
+    /// Makes the scope of a handler with the attribute.
     #[track_caller]
     pub(crate) const fn of_handler(name: &'static str, shared: bool) -> Self {
         Self::new(name, shared, true)
@@ -57,10 +57,11 @@ impl Scope {
         Self { name, site: Site(Location::caller()), shared, attribute, claimed: SharedOnce::new() }
     }
 
-    /// Whether a handler that records a `result` may use the scope. Asked at each call: one load and one comparison.
+    /// Checks that a handler that records a `result` may use the scope. Every call makes this check: one load and one
+    /// comparison.
     pub(super) fn check(&self, result: &'static str) -> Result<(), KeyProblem> {
         match self.claimed.get_or_init(|| self.claim(result)) {
-            // Equal names of types are mostly one text in memory; two crates may have a copy each.
+            // Equal type names mostly share one text in memory, but two crates may have a copy each.
             Ok(first) if std::ptr::eq(*first, result) || self.shared || *first == result => Ok(()),
             Ok(other) => Err(KeyProblem::SharedByResults { site: self.site, other, this: result }),
             Err(problem) => Err(problem.clone()),
@@ -85,22 +86,22 @@ impl Scope {
     }
 }
 
-/// The handler that uses a scope.
+/// Handler that uses a scope.
 #[derive(Clone, Copy, PartialEq)]
 struct Claim {
     name: &'static str,
     site: Site,
-    /// The address of its `static`.
+    /// Address of the handler's `static`.
     handler: Option<usize>,
     shared: bool,
 }
 
-/// Whether `scope` is a valid scope.
+/// Returns whether `scope` is a valid scope.
 pub(crate) const fn is_scope(scope: &str) -> bool {
     let bytes = scope.as_bytes();
     let mut at = 0;
     while at < bytes.len() {
-        // The last control characters are the second byte of two: U+0080 to U+009F.
+        // The control characters U+0080 to U+009F are two bytes: 0xC2, then a byte below 0xA0.
         let control = bytes[at] < b' ' || bytes[at] == 0x7f || at > 0 && bytes[at - 1] == 0xc2 && bytes[at] < 0xa0;
         if bytes[at] == b'/' || control {
             return false;
@@ -183,7 +184,7 @@ mod tests {
         assert!(problem.is_misconfiguration());
         let shown = problem.to_string();
         assert!(shown.contains("`alloc::string::String` before and returns `u32`"), "{shown}");
-        // The same text in another place.
+        // The same text at another address.
         let text: &'static str = String::from("alloc::string::String").leak();
         assert_eq!(claim(&SCOPE, text), Ok(()));
     }
