@@ -1,6 +1,6 @@
-//! Values that are bytes and nothing else.
+//! Values that consist of bytes only.
 //!
-//! To serde a `Vec<u8>` is a sequence of numbers, and JSON makes a text of it that is three to four times as long.
+//! To serde a `Vec<u8>` is a sequence of numbers, and JSON writes it as a text that is three to four times as long.
 
 use serde::de::value::{self, SeqDeserializer};
 use serde::de::{DeserializeOwned, Deserializer, Visitor};
@@ -8,24 +8,24 @@ use serde::ser::{self, Impossible, Serialize, SerializeSeq, Serializer};
 
 use super::{CodecError, CodecName};
 
-/// The name under which records keep results that are bytes, as they are.
+/// Codec name in records whose result is bytes, stored unencoded.
 pub(super) const NAME: CodecName = CodecName::new(b"bytes").expect("a name that fits");
 
-/// The bytes that `value` consists of, at least one; `None` if it is anything else.
+/// Returns the bytes that `value` consists of, at least one; `None` for any other value.
 pub(crate) fn of<T: Serialize + ?Sized>(value: &T) -> Option<Vec<u8>> {
     value.serialize(Whole).ok().filter(|bytes| !bytes.is_empty())
 }
 
-/// Reads recorded bytes as whatever can be read from an array of numbers in JSON.
+/// Reads recorded bytes as any type that can be read from an array of numbers in JSON.
 ///
 /// # Errors
-/// A `T` is something else.
+/// `T` can't be read from such an array.
 pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
     // The text of the error may quote the result, and results don't reach logs.
     T::deserialize(Recorded(bytes)).map_err(|_| CodecError::from("the bytes do not fit the type"))
 }
 
-/// The elements of a sequence that are bytes, up to the first one that isn't; and the rest.
+/// Splits a sequence into the bytes at its beginning and the elements from the first other one.
 pub(crate) fn leading<I>(elements: I) -> (Vec<u8>, impl Iterator<Item = I::Item>)
 where
     I: IntoIterator<Item: Serialize>,
@@ -34,7 +34,7 @@ where
     let (mut bytes, mut rest) = (Vec::new(), Vec::new());
     let unread = match elements.peek().is_some_and(|first| first.serialize(Element).is_ok()) {
         true => {
-            // A loop without an exit in the middle: where the elements are `u8`, it compiles to a copy of memory.
+            // The loop has no exit in the middle, so for elements of type `u8` it compiles to a copy of memory.
             bytes.extend(elements.map(|element| match element.serialize(Element) {
                 Ok(byte) if rest.is_empty() => byte,
                 _ => {
@@ -50,7 +50,7 @@ where
     (bytes, rest.into_iter().chain(unread.into_iter().flatten()))
 }
 
-/// The value, or a part of it, is no byte.
+/// The value, or a part of it, is not a byte.
 #[derive(Debug)]
 struct NotBytes;
 
@@ -78,7 +78,7 @@ macro_rules! refuse {
     (@ $answer:ident) => { Result<Self::$answer, NotBytes> };
 }
 
-/// What neither a byte nor a list of bytes is.
+/// Refuses the methods that neither a byte nor a list of bytes calls.
 macro_rules! refuse_the_rest {
     () => {
         type Error = NotBytes;
@@ -126,14 +126,14 @@ macro_rules! refuse_the_rest {
             Err(NotBytes)
         }
 
-        // Refused before anything is formatted.
+        // Refused before the value is formatted.
         fn collect_str<T: std::fmt::Display + ?Sized>(self, _: &T) -> Result<Self::Ok, NotBytes> {
             Err(NotBytes)
         }
     };
 }
 
-/// Takes one byte.
+/// Accepts one byte.
 struct Element;
 
 impl Serializer for Element {
@@ -160,7 +160,8 @@ impl Serializer for Element {
     }
 }
 
-/// Takes a value that is bytes: behind any number of `Some` and newtypes, which JSON does not show either.
+/// Accepts a value that consists of bytes, inside of any number of `Some` and newtypes: JSON does not show these
+/// either.
 struct Whole;
 
 impl Serializer for Whole {
@@ -214,7 +215,7 @@ impl SerializeSeq for Elements {
     }
 }
 
-/// Recorded bytes: an array of numbers to every type that does not ask for bytes.
+/// Recorded bytes. A type that does not ask for bytes reads them as an array of numbers.
 struct Recorded<'a>(&'a [u8]);
 
 impl<'de> Deserializer<'de> for Recorded<'_> {

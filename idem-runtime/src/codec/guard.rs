@@ -1,8 +1,8 @@
-//! A `Deserializer` around another one that bounds the cost of reading nonsense.
+//! A `Deserializer` around another one that limits the cost of malformed bytes.
 //!
-//! Bytes that are not what the type expects may nest without an end, where each level takes stack, and may claim to have
-//! any number of elements that take no bytes. Neither `rmp-serde` (whose limit does not count options and enums) nor
-//! `postcard` (which has none) stops at that; `serde_json` does.
+//! Bytes that do not have the form that the type expects may nest without end, where each level uses stack. They may
+//! also claim any number of elements that take no bytes. `rmp-serde` has no limit that counts options and enums, and
+//! `postcard` has no limit; `serde_json` has one.
 
 use std::cell::Cell;
 use std::fmt;
@@ -11,15 +11,16 @@ use serde::de::{DeserializeSeed, Deserializer, EnumAccess, MapAccess, SeqAccess,
 
 use super::shape::{Kind, Shape};
 
-/// The limit of `serde_json`.
+/// Limit of nesting, the same as in `serde_json`.
 const MAX_DEPTH: u8 = 127;
-/// How many elements may take no bytes.
+/// Number of elements that may take no bytes.
 const MAX_EMPTY_ELEMENTS: usize = 65_536;
 
-/// How many elements may still be claimed, and the problem if there was one.
+/// Limits of one deserialization, and the problem that stopped it.
 pub(super) struct Guard<'s> {
+    /// Number of elements that the bytes may still claim.
     elements: Cell<usize>,
-    /// Of what was read, if anybody wants to know.
+    /// Shape of the values read, for a codec that checks it.
     shape: Option<&'s Shape>,
     problem: Cell<Option<&'static str>>,
 }
@@ -34,7 +35,7 @@ impl<'s> Guard<'s> {
         Guarded { inner, guard: self, depth: MAX_DEPTH, counts: true, names: Names::None }
     }
 
-    /// Why the guard stopped, if it did.
+    /// Returns the reason why the guard stopped, if it did.
     pub(super) fn problem(&self) -> Option<&'static str> {
         self.problem.get()
     }
@@ -67,20 +68,21 @@ impl<'s> Guard<'s> {
 pub(super) struct Guarded<'g, I> {
     inner: I,
     guard: &'g Guard<'g>,
-    /// How many levels may follow.
+    /// Number of levels that may follow.
     depth: u8,
-    /// Whether elements are counted. Those of a struct or a tuple are not: its type fixes their number.
+    /// True if elements are counted. The elements of a struct or a tuple are not counted, because the type fixes their
+    /// number.
     counts: bool,
     names: Names,
 }
 
-/// The names that the type which reads gives to what the bytes have in order only.
+/// Names that the reading type gives to parts which the bytes hold only in order.
 #[derive(Clone, Copy)]
 enum Names {
     None,
-    /// Of the fields that follow.
+    /// Names of the fields that follow.
     Fields(&'static [&'static str]),
-    /// Of the variants, one of which follows.
+    /// Names of the variants, one of which follows.
     Variants(&'static [&'static str]),
 }
 
@@ -89,17 +91,18 @@ impl<'g, I> Guarded<'g, I> {
         Guarded { inner, guard: self.guard, depth: self.depth, counts: true, names: Names::None }
     }
 
-    /// Around something whose type fixes the number of its parts.
+    /// Guards a tuple or struct, whose length the type fixes.
     fn parts<J>(&self, inner: J, fields: &'static [&'static str]) -> Guarded<'g, J> {
         Guarded { counts: false, names: Names::Fields(fields), ..self.with(inner) }
     }
 
-    /// Notes something that has a name.
+    /// Adds a part with a name to the shape.
     fn named(&self, kind: Kind, name: &str) {
         self.guard.kind(kind);
         self.guard.name(name);
     }
 
+    /// Counts a level of nesting.
     fn deeper<E: serde::de::Error>(&mut self) -> Result<(), E> {
         match self.depth.checked_sub(1) {
             Some(depth) => self.depth = depth,
@@ -108,6 +111,7 @@ impl<'g, I> Guarded<'g, I> {
         Ok(())
     }
 
+    /// Counts an element. Fails if the bytes claim more elements than the limit.
     fn count<T, E: serde::de::Error>(&self, element: Option<T>) -> Result<Option<T>, E> {
         if self.counts && element.is_some() {
             match self.guard.elements.get().checked_sub(1) {
@@ -118,6 +122,7 @@ impl<'g, I> Guarded<'g, I> {
         Ok(element)
     }
 
+    /// Limits a claimed number of elements, because the caller may allocate memory for them.
     fn believed(&self, claimed: Option<usize>) -> Option<usize> {
         claimed.map(|claimed| claimed.min(self.guard.elements.get()))
     }
@@ -222,7 +227,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
         self.inner.deserialize_enum(name, variants, visitor)
     }
 
-    /// Of a variant: its name is noted by the visitor, which gets its number.
+    /// Reads the number of a variant. The visitor of the number adds the name of the variant to the shape.
     fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
         let visitor = Guarded { names: self.names, ..self.with(visitor) };
         self.inner.deserialize_identifier(visitor)
@@ -293,7 +298,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
         self.inner.visit_some(inner)
     }
 
-    // A type that holds itself does so behind an option, a collection or an enum; a newtype alone is no level.
+    // A newtype is not a level: a recursive type contains itself through an option, a collection or an enum.
     fn visit_newtype_struct<D: Deserializer<'de>>(self, inner: D) -> Result<V::Value, D::Error> {
         let inner = self.with(inner);
         self.inner.visit_newtype_struct(inner)

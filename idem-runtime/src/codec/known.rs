@@ -1,4 +1,4 @@
-//! Reads results of any of the library's codecs.
+//! Reads results of all codecs of the library.
 
 use serde::de::DeserializeOwned;
 
@@ -8,7 +8,8 @@ use super::msgpack;
 use super::postcard;
 use super::{Codec, CodecError, CodecName, Json, bytes};
 
-/// Decodes a result of the library's codec `name`; `None` if there is no such codec, or it is not compiled in.
+/// Decodes a result of the library's codec `name`. Returns `None` if the library has no such codec, or it is not
+/// compiled in.
 pub(super) fn decode<V: DeserializeOwned>(name: CodecName, recorded: &[u8]) -> Option<Result<V, CodecError>> {
     if name == CodecName::of::<Json>() {
         return Some(Json::decode(recorded));
@@ -27,7 +28,7 @@ pub(super) fn decode<V: DeserializeOwned>(name: CodecName, recorded: &[u8]) -> O
     None
 }
 
-/// The feature that is needed to read results of the codec `name`.
+/// Returns the feature that this build needs to read results of the codec `name`.
 pub(super) fn missing_feature(name: &str) -> Option<&'static str> {
     match name {
         "msgpack" if !cfg!(feature = "msgpack") => Some("msgpack"),

@@ -1,4 +1,4 @@
-//! Results to bytes and back.
+//! Encoding of results as bytes, and decoding.
 
 pub(crate) mod bytes;
 #[cfg(any(feature = "msgpack", feature = "postcard"))]
@@ -34,14 +34,15 @@ pub use self::undecodable::Undecodable;
 /// A result that could not be encoded or decoded.
 pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 
-/// How results are written into records.
+/// Encoding of results in records.
 ///
-/// A record carries the name of its codec, and the version of the written form is part of that name: the first one has
-/// none, as in `json`, a second one would be `json2`. Change [`Codec::NAME`] whenever the written form changes, so that no
-/// record is ever read as something else. `json`, `msgpack`, `postcard`, `bytes`, and these with a number, are the library's.
+/// A record carries the name of its codec, and this name includes the version of the written form. The first version
+/// has no number, as in `json`; a second one would be `json2`. Change [`Codec::NAME`] whenever the written form
+/// changes, so that no record is ever read in a wrong form. The library reserves `json`, `msgpack`, `postcard`,
+/// `bytes`, and these names with a number.
 ///
-/// A handler with one of the library's codecs also reads results of the others, if their features are enabled: a codec
-/// can be changed while there are records. For other changes there is [`OnUndecodable`](crate::OnUndecodable).
+/// A handler with one of the library's codecs also reads results of the others, if their features are enabled. So you
+/// can change the codec while records exist. For other changes, use [`OnUndecodable`](crate::OnUndecodable).
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Json};
@@ -63,13 +64,13 @@ pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 /// }
 /// ```
 pub trait Codec: 'static {
-    /// The name under which records keep this form: 1 to 15 bytes of ASCII, the same in every release.
+    /// Name of this form in records: 1 to 15 bytes of ASCII, the same in every release.
     const NAME: &'static str;
 
-    /// Whether handlers with this codec also decode results of [`Json`] and the library's other codecs.
+    /// True if handlers with this codec also decode results of [`Json`] and the library's other codecs.
     ///
-    /// Write `true` if earlier results may have been recorded by one of them. A codec that encrypts or signs leaves it
-    /// `false`: otherwise anyone who can write to the store could forge a result.
+    /// Write `true` if earlier results may have been recorded by one of these. A codec that encrypts or signs keeps
+    /// `false`: otherwise every program that can write to the store could forge a result.
     const READS_OTHERS: bool = false;
 
     /// Writes `value`.
@@ -85,12 +86,13 @@ pub trait Codec: 'static {
     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError>;
 }
 
-/// Writes `value` as a handler with the codec `C` records it, and says what it is written as.
+/// Writes `value` as a handler with the codec `C` records it. Returns the codec name of the written form with the
+/// bytes.
 ///
 /// # Errors
-/// Those of the codec.
+/// The errors of the codec.
 pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec<u8>), CodecError> {
-    // A codec of the user's may encrypt: nothing passes it by.
+    // Only `Json` is replaced by plain bytes: a codec of the user may encrypt, and no result may bypass it.
     if TypeId::of::<C>() == TypeId::of::<Json>()
         && let Some(bytes) = bytes::of(value)
     {
@@ -99,7 +101,8 @@ pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec
     Ok((CodecName::of::<C>(), C::encode(value)?))
 }
 
-/// Reads what `name` wrote, for a handler with the codec `C`; `None` if it is a codec that this handler can't read.
+/// Reads bytes that the codec `name` wrote, for a handler with the codec `C`. Returns `None` if this handler can't read
+/// that codec.
 pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8]) -> Option<Result<T, CodecError>> {
     match name == CodecName::of::<C>() {
         true => Some(C::decode(bytes)),
@@ -108,15 +111,15 @@ pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8])
     }
 }
 
-/// Checks that a duplicate gets the same `value` as the first caller: writes it as a handler with the codec `C` records it, reads it
-/// back, and compares the two.
+/// Checks that a duplicate gets the same `value` as the first caller. Writes the value as a handler with the codec `C`
+/// records it, reads it back, and compares the two.
 ///
-/// For tests of your own result types. Debug builds, and all builds with the feature `testing`, check each result of a handler like
-/// this once it is recorded.
+/// Use it in tests of your own result types. Debug builds, and all builds with the feature `testing`, make the same
+/// check for each result of a handler after they record it.
 ///
-/// Both are compared as serde sees them, with the difference between `Some(None)` and `None`, between integers of two lengths, and
-/// between two NaNs. The order of elements and entries is not compared. Nor is what the type hides from serde: a field with
-/// `#[serde(skip)]`, or one that `serialize_with` cuts short.
+/// The check compares both values in the data model of serde. `Some(None)` and `None` are different, and so are
+/// integers of two lengths, and two NaNs. The check ignores the order of elements and entries. It also ignores data
+/// that the type hides from serde: a field with `#[serde(skip)]`, or a field that `serialize_with` cuts short.
 ///
 /// ```
 /// use idem_runtime::codec::check_round_trip;
@@ -135,7 +138,7 @@ pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8])
 /// ```
 ///
 /// # Errors
-/// [`RoundTripError`] says how they differ.
+/// The value can't be written or read, or it is read back as another value. [`RoundTripError`] holds the difference.
 pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) -> Result<(), RoundTripError> {
     let failed = RoundTripError::new::<C, T>;
     let (name, bytes) = write::<C, T>(value).map_err(|source| failed(RoundTripProblem::Unencodable(source)))?;
@@ -143,7 +146,7 @@ pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) ->
     let read = read.map_err(|source| failed(RoundTripProblem::Undecodable(source)))?;
     let (Ok(trace), Ok(read)) = (Trace::of(value), Trace::of(&read)) else { return Ok(()) };
     match trace.difference(&read) {
-        // A value that is written in another way each time tells nothing.
+        // A value that serializes differently each time can't be compared.
         Some(difference) if Trace::of(value).is_ok_and(|again| again == trace) => {
             Err(failed(RoundTripProblem::Differs(difference)))
         }
@@ -151,8 +154,8 @@ pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) ->
     }
 }
 
-/// A value that is not read back as it was written. Its text names the codec, the type and the field, and quotes no value; that of its
-/// source may, if the codec is yours.
+/// A value that is not read back as it was written. The text of this error names the codec, the type and the field, and
+/// quotes no value. The text of its source may quote the value, if the codec is yours.
 #[derive(Debug)]
 pub struct RoundTripError {
     codec: &'static str,
@@ -172,8 +175,8 @@ impl RoundTripError {
         Self { codec: C::NAME, type_name: std::any::type_name::<T>(), problem }
     }
 
-    /// Whether the value can't be written or read, so that a duplicate gets
-    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). Otherwise it gets another value.
+    /// Returns whether the value can't be written or read, so that a duplicate gets
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). Otherwise the duplicate gets another value.
     pub const fn is_unavailable(&self) -> bool {
         matches!(self.problem, RoundTripProblem::Unencodable(_) | RoundTripProblem::Undecodable(_))
     }
@@ -202,31 +205,33 @@ impl std::error::Error for RoundTripError {
 }
 
 thread_local! {
-    /// A reused buffer. A `Vec` that grew has spare capacity, so the exact length is copied out.
+    /// Reused buffer. A `Vec` that grew has spare capacity, so the exact length is copied out.
     static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// A longer result is handed out in its own buffer, and the next one gets a new buffer.
+/// Size of the largest buffer that is reused. A longer result keeps its own buffer, and the next result gets a new
+/// buffer.
 const LONGEST_BUFFER: usize = 16 * 1024;
 
 /// JSON by `serde_json`, the default: readable, and tolerant of changes of the type.
 ///
-/// A field that is added with `#[serde(default)]`, made an `Option`, or removed does no harm to old records.
+/// Old records stay readable if a field is added with `#[serde(default)]`, made an `Option`, or removed.
 ///
-/// What it can't do: keys of maps are strings, numbers, or unit variants, or the result does not encode. `Some(())` and
+/// Limits: keys of maps must be strings, numbers, or unit variants, or the result does not encode. `Some(())` and
 /// `Some(None)` are read back as `None`. An infinite float or NaN is written as `null`, and is read back as `None` or
 /// not at all. A value that is nested more than 127 levels deep is written, but not read.
 ///
 /// # Bytes
 ///
-/// JSON has no bytes: as an array of numbers they are three to four times as long. So a result that is bytes and nothing else
-/// (a `Vec<u8>`, a `Bytes`, an `Option` or a newtype of one) is recorded as it is, and the record names `bytes` as its codec.
-/// Whatever type could read the array reads the bytes, so the return type may change as it may under JSON.
+/// JSON has no type for bytes: an array of numbers is three to four times as long. So a result that consists of bytes
+/// only (a `Vec<u8>`, a `Bytes`, an `Option` or a newtype of one) is recorded as these bytes, and the record names
+/// `bytes` as its codec. Every type that could read the array can read the bytes, so the return type may change as
+/// under JSON.
 ///
-/// Bytes *inside of* a value are an array. `Postcard` keeps all of them as they are, `MessagePack` those of a type that tells
-/// serde about bytes: a `Bytes`, or a `Vec<u8>` under `#[serde(with = "serde_bytes")]`.
+/// Bytes *inside of* a value are an array. `Postcard` keeps all such bytes as bytes. `MessagePack` keeps them for a
+/// type that uses the bytes of serde: a `Bytes`, or a `Vec<u8>` under `#[serde(with = "serde_bytes")]`.
 ///
-/// [`Json::encode`](Codec::encode) itself writes JSON in any case.
+/// [`Json::encode`](Codec::encode) itself always writes JSON.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 
@@ -251,8 +256,8 @@ impl Codec for Json {
     }
 }
 
-/// The place where decoding failed. The text of `serde_json`'s error is left out: it quotes the result, and results
-/// don't reach logs.
+/// Returns the position where decoding failed. The text of `serde_json`'s error is left out: it quotes the result, and
+/// results must not reach logs.
 fn place_of(error: &serde_json::Error) -> String {
     let problem = match error.classify() {
         serde_json::error::Category::Data => "a value does not fit its type",
@@ -262,7 +267,7 @@ fn place_of(error: &serde_json::Error) -> String {
     format!("{problem}, at line {} column {}", error.line(), error.column())
 }
 
-/// The name of a [`Codec`] as a record keeps it, without an allocation.
+/// Name of a [`Codec`] as a record stores it, without an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CodecName {
     len: u8,
@@ -270,10 +275,10 @@ pub struct CodecName {
 }
 
 impl CodecName {
-    /// The longest name.
+    /// Length of the longest name, in bytes.
     pub const MAX_BYTES: usize = 15;
 
-    /// The name of `C`; a name that can't be stored is a compile error where the codec is used.
+    /// Returns the name of `C`. A name that can't be stored is a compile error where the codec is used.
     pub const fn of<C: Codec>() -> Self {
         const {
             match Self::new(C::NAME.as_bytes()) {
@@ -283,7 +288,7 @@ impl CodecName {
         }
     }
 
-    /// The name in `name`; `None` if it is not valid.
+    /// Reads a name from bytes; `None` if it is not valid.
     pub const fn new(name: &[u8]) -> Option<Self> {
         if name.is_empty() || name.len() > Self::MAX_BYTES || !name.is_ascii() {
             return None;

@@ -10,14 +10,14 @@ use super::{Codec, CodecError};
 /// `MessagePack` by `rmp-serde`, with the names of fields and variants: as tolerant of changes of the type as JSON, and
 /// smaller.
 ///
-/// A field that is added with `#[serde(default)]`, made an `Option`, moved, or removed does no harm to old records. Floats,
-/// bytes and keys of maps of any type are kept as they are.
+/// Old records stay readable if a field is added with `#[serde(default)]`, made an `Option`, moved, or removed. Floats,
+/// bytes and keys of maps of any type keep their type and value.
 ///
-/// A parcel of two lines that has 182 bytes as JSON has 131 here and 54 as `Postcard`; to write and read it takes 0.84 times the
-/// instructions that JSON takes.
+/// A parcel of two lines that has 182 bytes as JSON has 131 bytes here and 54 as `Postcard`. Writing and reading it
+/// takes 0.84 times the instructions that JSON takes.
 ///
-/// What it can't do: `Some(())` and `Some(None)` are read back as `None`. A value that is nested more than 127 levels
-/// deep (every option, collection, struct and enum is one) is written, but not read.
+/// Limits: `Some(())` and `Some(None)` are read back as `None`. A value that is nested more than 127 levels deep (every
+/// option, collection, struct and enum is a level) is written, but not read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MessagePack;
 
@@ -33,7 +33,7 @@ impl Codec for MessagePack {
         let guard = Guard::new(bytes, None);
         let mut inner = rmp_serde::Deserializer::from_read_ref(bytes);
         let value = T::deserialize(guard.around(&mut inner)).map_err(|error| problem(&guard, &error))?;
-        // `rmp-serde` does not tell its position, but at the end of the input it can't read another marker.
+        // `rmp-serde` does not report its position, but at the end of the input it can't read another marker.
         match bool::deserialize(&mut inner) {
             Err(Error::InvalidMarkerRead(_)) => Ok(value),
             _ => Err("bytes follow the value".into()),
@@ -41,7 +41,8 @@ impl Codec for MessagePack {
     }
 }
 
-/// The problem. The text of `rmp-serde`'s error is left out: it may quote the result, and results don't reach logs.
+/// Returns the problem. The text of `rmp-serde`'s error is left out: it may quote the result, and results must not
+/// reach logs.
 fn problem(guard: &Guard<'_>, error: &Error) -> &'static str {
     guard.problem().unwrap_or(match error {
         Error::InvalidMarkerRead(_) | Error::InvalidDataRead(_) => "the bytes end early",

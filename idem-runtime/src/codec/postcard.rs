@@ -10,25 +10,27 @@ use super::shape::Shape;
 use super::strict::Strict;
 use super::{Codec, CodecError};
 
-/// Postcard (its wire format 1), and behind it a hash of the shape of the value: the smallest and the fastest, for types that
-/// do not change.
+/// Postcard (its wire format 1), followed by a hash of the shape of the value: the smallest and the fastest codec, for
+/// types that do not change.
 ///
-/// The bytes hold no names and no types: what they mean is known only to the type that reads them. So the hash says as what
-/// they were written: the names of types, fields and variants and the kinds of values, in order. If the return type has changed
-/// in any way, its name included, the result is not read ([`OnUndecodable`](crate::OnUndecodable) may migrate it, with a type
-/// that has the old names by `#[serde(rename = "…")]`). To change the type while there are records, change the codec to
-/// [`Json`](crate::Json) or `MessagePack` first, which still reads them while the type is the same, and wait until the retention
-/// of the records written before has ended.
+/// The bytes hold no names and no types; only the reading type gives them a meaning. So the hash identifies the type
+/// that wrote them: the names of types, fields and variants and the kinds of values, in order. If the return type has
+/// changed in any way, its name included, the result is not read. [`OnUndecodable`](crate::OnUndecodable) can migrate
+/// it, with a type that has the old names by `#[serde(rename = "…")]`.
 ///
-/// What it can't do:
+/// To change the type while records exist, first change the codec to [`Json`](crate::Json) or `MessagePack`, which
+/// still reads the old records while the type is the same. Then wait until the retention of these records has ended.
 ///
-/// - A type with `#[serde(flatten)]`, or a field that was left out by `#[serde(skip_serializing_if)]`, does not encode: the
-///   completion is recorded without its result.
-/// - A type with `#[serde(tag)]` or `#[serde(untagged)]`, or that holds something like `serde_json::Value`, encodes, but
-///   never decodes.
+/// Limits:
+///
+/// - A type with `#[serde(flatten)]`, or a field that was left out by `#[serde(skip_serializing_if)]`, does not encode:
+///   the completion is recorded without its result.
+/// - A type with `#[serde(tag)]` or `#[serde(untagged)]`, or a type that contains one like `serde_json::Value`,
+///   encodes, but never decodes.
 /// - A type that is written in another way than it is read, for example with `#[serde(alias)]`, or with
 ///   `#[serde(skip_serializing)]` without `skip_deserializing`, encodes, but never decodes.
-/// - What is nested more than 127 levels deep (every option, collection, struct and enum is one) is written, but not read.
+/// - A value that is nested more than 127 levels deep (every option, collection, struct and enum is a level) is
+///   written, but not read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Postcard;
 

@@ -1,18 +1,18 @@
-//! Why a finished operation has no result to replay.
+//! Reasons why a finished operation has no result to replay.
 
 use std::fmt;
 use std::sync::Arc;
 
 use super::{CodecError, known};
 
-/// Why a finished operation has no result to replay.
+/// Reason why a finished operation has no result to replay.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ResultProblem {
     /// The encoded result was larger than `max_result_bytes`, or than the store can hold.
     #[non_exhaustive]
     TooLarge {
-        /// Its size in bytes.
+        /// Size of the result in bytes.
         size: u64,
     },
     /// The codec could not write the result, or an operator resolved the operation without one.
@@ -20,7 +20,7 @@ pub enum ResultProblem {
     /// Another codec wrote the result, and the handler can't read it.
     #[non_exhaustive]
     OtherCodec {
-        /// Its name.
+        /// Name of that codec.
         codec: String,
     },
     /// The stored result doesn't decode as the function's return type.
@@ -44,7 +44,7 @@ pub enum ResultProblem {
     /// A part of the result is gone or was altered, for example the object that it was offloaded to.
     #[non_exhaustive]
     Unreadable {
-        /// What is wrong.
+        /// Description of the damage.
         reason: Arc<str>,
     },
     /// An error was recorded, and this handler doesn't read recorded errors (`on_error = release`).
@@ -52,14 +52,15 @@ pub enum ResultProblem {
 }
 
 impl ResultProblem {
-    /// Whether the result is there, and this version of the handler does not read it: a mistake of the deployment.
+    /// Returns whether the result exists but this version of the handler can't read it: a mistake of the deployment.
     pub(crate) fn is_misconfiguration(&self) -> bool {
         match self {
             Self::OtherCodec { .. }
             | Self::Undecodable { .. }
             | Self::MigrationFailed { .. }
             | Self::MigratedUndecodable { .. } => true,
-            // Handlers that share a key may differ in this for good, so their messages would circulate for ever.
+            // Not a mistake: handlers that share a key may differ in this permanently, so their messages would
+            // circulate forever.
             Self::TooLarge { .. } | Self::Unencodable | Self::Unreadable { .. } | Self::RecordedError => false,
         }
     }

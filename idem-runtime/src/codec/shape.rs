@@ -1,12 +1,12 @@
-//! A hash of what a value is made of: the kinds of its parts and the names of its types, fields and variants, in the order in
-//! which they are written.
+//! A hash of the shape of a value: the kinds of its parts and the names of its types, fields and variants, in the order
+//! in which they are written.
 //!
-//! Both sides note what they do, the one that writes what `Serialize` says and the one that reads what `Deserialize` asks for.
-//! Where the bytes have no names, bytes of another type are told by nothing else.
+//! Both sides hash their steps: the writing side the calls of `Serialize`, the reading side the requests of
+//! `Deserialize`. Without names in the bytes, only the shape hash detects bytes of another type.
 
 use std::cell::Cell;
 
-/// What is noted. The numbers are a part of the written form.
+/// A step that enters the hash. The numbers are a part of the written form.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 pub(super) enum Kind {
@@ -41,11 +41,11 @@ pub(super) enum Kind {
     NewtypeVariant = 29,
     TupleVariant = 30,
     StructVariant = 31,
-    /// Of whatever has parts.
+    /// End of a value that has parts.
     End = 32,
 }
 
-/// FNV-1a with 64 bits (draft-eastlake-fnv): nobody picks types so that they collide.
+/// FNV-1a with 64 bits (draft-eastlake-fnv). A weak hash is enough: no attacker chooses types so that they collide.
 pub(super) struct Shape(Cell<u64>);
 
 impl Shape {
@@ -67,7 +67,7 @@ impl Shape {
 
     pub(super) fn name(&self, name: &str) {
         name.bytes().for_each(|byte| self.byte(byte));
-        // In no text.
+        // A separator: this byte does not occur in UTF-8.
         self.byte(0xff);
     }
 

@@ -1,7 +1,7 @@
-//! A `Serializer` around another one that notes the shape of what is written, and refuses to leave out a field.
+//! A `Serializer` around another one that hashes the shape of the value, and refuses to leave out a field.
 //!
-//! `#[serde(skip_serializing_if)]` does no harm where fields are found by name. Where they are found by position, the
-//! fields after a missing one would be read as something else, often without an error.
+//! `#[serde(skip_serializing_if)]` is harmless if the reader finds fields by name. If the reader finds them by
+//! position, it would read the fields after a missing one as other fields, often without an error.
 
 use serde::ser::{
     Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant, SerializeTuple,
@@ -10,7 +10,7 @@ use serde::ser::{
 
 use super::shape::{Kind, Shape};
 
-/// A part of the serialization that is watched.
+/// A part of the serialization, with its shape.
 pub(super) struct Strict<'s, S> {
     inner: S,
     shape: &'s Shape,
@@ -21,13 +21,13 @@ impl<'s, S> Strict<'s, S> {
         Self { inner, shape }
     }
 
-    /// Notes something that has a name.
+    /// Adds a part with a name to the shape.
     fn named(&self, kind: Kind, name: &str) {
         self.shape.kind(kind);
         self.shape.name(name);
     }
 
-    /// Notes a variant of an enum.
+    /// Adds a variant of an enum to the shape.
     fn variant(&self, name: &str, variant: &str, kind: Kind) {
         self.named(Kind::Enum, name);
         self.shape.name(variant);
@@ -35,7 +35,7 @@ impl<'s, S> Strict<'s, S> {
     }
 }
 
-/// A value inside of the one that is watched.
+/// A value inside of another value of the same shape.
 struct Inner<'a, T: ?Sized>(&'a T, &'a Shape);
 
 impl<T: Serialize + ?Sized> Serialize for Inner<'_, T> {

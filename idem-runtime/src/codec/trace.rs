@@ -1,8 +1,8 @@
-//! Whether a value is read back as it was written: its trace in the data model of serde.
+//! Compares a value with its copy that a codec wrote and read back, by their traces in the data model of serde.
 //!
-//! A codec need not keep all of that model: JSON writes `Some(None)` as it writes `None`. A trace keeps it, so two values of one type
-//! that differ have different traces, unless their own `Serialize` hides the difference. The order of elements and entries does
-//! not count, as that of a hash table is random.
+//! A codec may lose a part of that model: JSON writes `Some(None)` as it writes `None`. A trace keeps the whole model.
+//! So two different values of one type have different traces, unless their own `Serialize` hides the difference. The
+//! order of elements and entries does not count, because the order of a hash table is random.
 
 use std::fmt::{self, Display, Write as _};
 
@@ -12,16 +12,16 @@ use serde::ser::{self, Serializer};
 /// A value in the data model of serde.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Trace {
-    /// A value that is nothing but its kind.
+    /// A value that has no data except its kind.
     Plain(&'static str),
-    /// A number of this kind; a float by its bits.
+    /// A number of this kind. A float is stored as its bits.
     Number(&'static str, u128),
     Text(&'static str, Box<[u8]>),
-    /// A value of parts, and the name of the variant that it is, or none.
+    /// A value that consists of parts, with the name of its variant (empty for other values).
     Parts(&'static str, &'static str, Vec<(Place, Trace)>),
 }
 
-/// The name of the field that a part is; empty for elements and entries.
+/// Name of the field that the part belongs to; empty for elements and entries.
 type Place = &'static str;
 
 impl Trace {
@@ -35,8 +35,8 @@ impl Trace {
         }
     }
 
-    /// The first difference of `read`, the value that a codec read after it wrote `self`; `None` without a difference. Names fields and variants of the
-    /// type, and quotes no value.
+    /// Returns the first difference to `read`, the value that a codec read after it wrote `self`; `None` without a
+    /// difference. The text names fields and variants of the type, and quotes no value.
     pub(super) fn difference(&self, read: &Self) -> Option<String> {
         let mut path = String::new();
         let what = self.first_difference(read, &mut path)?;
@@ -91,7 +91,7 @@ impl ser::Error for NoTrace {
 
 struct Tracer;
 
-/// A value of parts that is not complete.
+/// A value of parts that is still being traced.
 struct Parts {
     kind: &'static str,
     name: &'static str,
@@ -104,7 +104,7 @@ impl Parts {
         Self { kind, name, list: Vec::new(), is_sorted: false }
     }
 
-    /// Parts in an order that does not count.
+    /// A value whose parts have no order that counts.
     fn unordered(kind: &'static str) -> Self {
         Self { is_sorted: true, ..Self::new(kind, "") }
     }

@@ -1,4 +1,4 @@
-//! Recorded results that can't be read any more.
+//! Recorded results that no longer decode.
 
 use std::fmt;
 
@@ -19,37 +19,37 @@ impl<'a> Undecodable<'a> {
         Self { codec, bytes, is_error }
     }
 
-    /// A value that the function returned as `Ok`; for tests of a migration.
+    /// A value that the function returned as `Ok`. For tests of a migration.
     pub const fn value(codec: &'a str, bytes: &'a [u8]) -> Self {
         Self { codec, bytes, is_error: false }
     }
 
-    /// A recorded error, which the function returned as `Err`; for tests of a migration.
+    /// A recorded error, which the function returned as `Err`. For tests of a migration.
     pub const fn error(codec: &'a str, bytes: &'a [u8]) -> Self {
         Self { codec, bytes, is_error: true }
     }
 
-    /// The name of the codec that wrote the result: its [`Codec::NAME`](super::Codec::NAME).
+    /// Name of the codec that wrote the result: its [`Codec::NAME`](super::Codec::NAME).
     pub const fn codec(&self) -> &'a str {
         self.codec
     }
 
-    /// The bytes that the codec wrote.
+    /// Bytes that the codec wrote.
     pub const fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// Whether this is a recorded error (`on_error = record`), to be migrated to the function's error type, not to the
-    /// type of its value.
+    /// Returns whether this is a recorded error (`on_error = record`). Migrate it to the function's error type, not to
+    /// the type of its value.
     pub const fn is_error(&self) -> bool {
         self.is_error
     }
 
-    /// The result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. For another codec
-    /// call it yourself: `MyCodec::decode(recorded.bytes())`.
+    /// Decodes the result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. For a
+    /// codec of your own call that codec: `MyCodec::decode(recorded.bytes())`.
     ///
     /// # Errors
-    /// The codec is another one, or the result is not a `T` either.
+    /// Another codec wrote the result, or the result is not a `T` either.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, CodecError> {
         let decoded = CodecName::new(self.codec.as_bytes()).and_then(|codec| known::decode(codec, self.bytes));
         decoded.unwrap_or_else(|| Err(ResultProblem::OtherCodec { codec: self.codec.to_owned() }.to_string().into()))
