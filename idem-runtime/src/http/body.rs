@@ -1,4 +1,4 @@
-//! The bodies that go through the layer.
+//! Request and response bodies that pass through the layer.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,10 +14,10 @@ use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use sha2::{Digest, Sha256};
 
-/// Whatever a body can fail with.
+/// Any error of a body.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A body that was read whole: what is left to hand out.
+/// A body that was read whole, as far as it has not been handed out yet.
 struct Whole {
     bytes: Option<Bytes>,
     trailers: Option<HeaderMap>,
@@ -43,7 +43,7 @@ impl Whole {
 }
 
 pin_project! {
-    /// The body of a request, as the layer hands it to the handler: read already, or as it comes.
+    /// The body of a request as the handler gets it: already read into memory, or streamed.
     pub struct RequestBody<B> {
         #[pin]
         kind: RequestKind<B>,
@@ -70,7 +70,7 @@ pin_project! {
     }
 }
 
-/// A digest that a client has claimed for a body, and what became of the claim.
+/// A digest that a client claims for a body, and the result of checking it.
 pub(super) struct Claim {
     digest: [u8; 32],
     is_lie: AtomicBool,
@@ -81,7 +81,7 @@ impl Claim {
         Arc::new(Self { digest, is_lie: AtomicBool::new(false) })
     }
 
-    /// Whether the body was another one, or broke off.
+    /// True if the body has another digest, or broke off.
     pub(super) fn is_lie(&self) -> bool {
         self.is_lie.load(Ordering::Acquire)
     }
@@ -129,7 +129,7 @@ where
                 {
                     hash.update(data);
                 }
-                // Compared before the last frame is handed out, where the body tells which one that is.
+                // Compare the digest before handing out the last frame, if the body announces which frame is the last.
                 *is_over = !matches!(frame, Some(Ok(_))) || body.is_end_stream();
                 let holds = !*is_over || (!matches!(frame, Some(Err(_))) && hash.finalize_reset()[..] == claim.digest);
                 if !holds {
@@ -148,7 +148,7 @@ where
         match &self.kind {
             RequestKind::Read { whole } => whole.is_over(),
             RequestKind::AsItComes { body } => body.is_end_stream(),
-            // The digest is compared at the end, which has to be polled for.
+            // The digest is compared at the end of the body, so the reader has to poll for that end.
             RequestKind::Digested { is_over, .. } => *is_over,
         }
     }
@@ -161,12 +161,12 @@ where
     }
 }
 
-/// Why the body of a request could not be read.
+/// Reason why the body of a request could not be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Unread {
-    /// It is longer than is allowed.
+    /// The body is longer than the limit.
     TooLarge,
-    /// It broke off.
+    /// The body broke off.
     Broken,
 }
 
@@ -188,7 +188,8 @@ pub(super) async fn read<B: Body<Data = Bytes>>(body: B, limit: usize) -> Result
     Ok((frames.join(), trailers.map(|trailers| *trailers)))
 }
 
-/// The next frame. A body that says that it is over is not asked for another one, which may take another turn of its connection.
+/// Returns the next frame. Does not poll a body that reports its end: the poll could wait for another turn of the
+/// connection.
 async fn next_frame<B: Body>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Data>, B::Error>> {
     poll_fn(|cx| match body.is_end_stream() {
         true => Poll::Ready(None),
@@ -197,7 +198,7 @@ async fn next_frame<B: Body>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Da
     .await
 }
 
-/// The data of a body that was read. Most come in one piece.
+/// Data of a body that was read. Most bodies arrive in one frame.
 #[derive(Default)]
 struct Frames {
     first: Option<Bytes>,
@@ -218,7 +219,7 @@ impl Frames {
         self.first.into_iter().chain(self.more)
     }
 
-    /// One buffer of all of them; a single one is not copied.
+    /// Joins the frames in one buffer. A single frame is not copied.
     fn join(self) -> Bytes {
         if self.more.is_empty() {
             return self.first.unwrap_or_default();
@@ -230,7 +231,7 @@ impl Frames {
 }
 
 pin_project! {
-    /// The body of a response: the handler's, one that was read before it was recorded, or a recorded one.
+    /// The body of a response: streamed from the handler, read before it was recorded, or taken from a record.
     pub struct ResponseBody<B: Body> {
         #[pin]
         kind: ResponseKind<B>,
@@ -247,7 +248,7 @@ pin_project! {
             #[pin]
             body: B,
         },
-        // Its beginning has been read already.
+        // The layer has read the beginning already.
         Resumed {
             frames: VecDeque<Bytes>,
             error: Option<B::Error>,
@@ -321,23 +322,24 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
     }
 }
 
-/// A response's body, as far as it can be recorded.
+/// The part of a response's body that can be recorded.
 pub(super) enum Collected<B: Body> {
-    /// All of it.
+    /// The whole body, with its trailers.
     Whole(Bytes, Option<HeaderMap>),
-    /// It is longer than the limit: at least this long.
+    /// The body is longer than the limit. The number is its minimum length in bytes.
     TooLarge(u64, ResponseBody<B>),
-    /// It broke off.
+    /// The body broke off.
     Broken(ResponseBody<B>),
 }
 
-/// Reads a response's body of at most `limit` bytes. What is not read whole can still be handed on from its beginning.
+/// Reads a response's body of at most `limit` bytes. A body that is not read whole can still be sent from its
+/// beginning.
 pub(super) async fn collect<B: Body<Data = Bytes>>(body: B, limit: usize) -> Collected<B> {
     let announced = body.size_hint().lower();
     if announced > limit as u64 {
         return Collected::TooLarge(announced, ResponseBody::as_it_comes(body));
     }
-    // In a box, so that it can move once it has been polled.
+    // Boxed, so that the body can still move after its first poll.
     let mut body = Box::pin(body);
     let (mut frames, mut trailers) = (Frames::default(), None);
     while let Some(frame) = next_frame(body.as_mut()).await {

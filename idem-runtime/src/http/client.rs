@@ -1,4 +1,4 @@
-//! The client's half: sends keys, and retries what may be retried.
+//! The client side: sends keys, and retries requests that are safe to retry.
 //!
 //! ```
 //! # use std::convert::Infallible;
@@ -48,10 +48,10 @@ use crate::clock::{Clock, SystemClock};
 use crate::engine::current;
 use crate::policy::Backoff;
 
-/// What a call inside of an idempotent handler is called: an extension of the request.
+/// The name of a call inside of an idempotent handler: an extension of the request.
 ///
-/// The key that is sent is made from it ([`Attempt::child_key`](crate::Attempt::child_key)), so it is the same on every attempt
-/// of the handler. Each call of a handler needs a name of its own; calls in a loop say what they are about:
+/// The key that is sent derives from this name ([`Attempt::child_key`](crate::Attempt::child_key)), so every attempt of
+/// the handler sends the same key. Each call of a handler needs its own name. A call in a loop names its item:
 /// `format!("charge {}", item.id)`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CallName(Cow<'static, str>);
@@ -63,26 +63,26 @@ impl CallName {
     }
 }
 
-/// Why a request has no response.
+/// Reason why a request has no response.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum RetryError<E> {
-    /// The request was made inside of an idempotent handler, and nothing says which call of it this is. Nothing was sent: with
-    /// a new key for each attempt, an attempt after a crash would repeat the call.
+    /// The request was made inside of an idempotent handler, and no [`CallName`] identifies the call. Nothing was sent:
+    /// with a new key for each attempt, an attempt after a crash would repeat the call.
     Unnamed {
         /// The method of the request.
         method: Method,
-        /// Where it was going.
+        /// The target of the request.
         uri: Uri,
     },
-    /// What the client said of the last try.
+    /// The client's error of the last try.
     Client(E),
 }
 
 impl<E: fmt::Display> fmt::Display for RetryError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // Without the query, which may hold secrets.
+            // The query is left out: it may hold secrets.
             Self::Unnamed { method, uri } => write!(
                 f,
                 "{method} {} was called inside of an idempotent handler and has no name, so that it has no key which is the \
@@ -94,7 +94,8 @@ impl<E: fmt::Display> fmt::Display for RetryError<E> {
     }
 }
 
-// Boxed errors, which most stacks have, are no `Error`: what they say is a part of the text.
+// Most stacks use boxed errors, which do not implement `Error`. So the text contains their message, and there is no
+// `source`.
 impl<E: fmt::Debug + fmt::Display> std::error::Error for RetryError<E> {}
 
 #[derive(Clone, Debug)]
@@ -108,15 +109,15 @@ struct Settings {
     clock: Arc<dyn Clock>,
 }
 
-/// Gives every request a key and repeats it, with the same key, until it is answered.
+/// Gives every request a key, and repeats the request with the same key until a final response arrives.
 ///
-/// - A request that has a key keeps it. Inside of an idempotent handler the key is made from the handler's own and the
+/// - A request that has a key keeps it. Inside of an idempotent handler the key derives from the handler's key and the
 ///   request's [`CallName`]. Anywhere else it is a random UUID.
-/// - Tried again are requests without a response, 408, 425, 429, 500, 502, 503, 504, and 409 with `Retry-After`, which says that
-///   the first try still runs. Every other response is final.
+/// - The layer retries requests without a response, and the statuses 408, 425, 429, 500, 502, 503, 504, and 409 with
+///   `Retry-After`, which means that the first try still runs. Every other response is final.
 /// - A request without a key, such as a GET, is sent once.
 ///
-/// The request is cloned for each try, so its body has to be `Clone`, such as `http_body_util::Full<Bytes>`.
+/// The request is cloned for each try, so its body must be `Clone`, such as `http_body_util::Full<Bytes>`.
 #[derive(Clone, Debug)]
 pub struct RetryLayer(Arc<Settings>);
 
@@ -127,7 +128,7 @@ impl Default for RetryLayer {
 }
 
 impl RetryLayer {
-    /// Keys for POST and PATCH, and up to 5 tries.
+    /// Creates a layer that gives keys to POST and PATCH requests and makes up to 5 tries.
     pub fn new() -> Self {
         Self(Arc::new(Settings {
             header: HeaderName::from_static("idempotency-key"),
@@ -157,32 +158,32 @@ impl RetryLayer {
         self.with(|it| it.methods = methods.into_iter().collect())
     }
 
-    /// How often a request is sent at most, the first time included (default: 5).
+    /// Sets the maximum number of tries of a request, including the first (default: 5).
     #[must_use]
     pub fn max_tries(self, max_tries: u32) -> Self {
         self.with(|it| it.max_tries = max_tries)
     }
 
-    /// The longest pause that a server can ask for with `Retry-After` (default: 60 s). Where it asks for more, its response is
-    /// final.
+    /// Sets the longest pause that a server can ask for with `Retry-After` (default: 60 s). A response that asks for
+    /// more is final.
     #[must_use]
     pub fn max_pause(self, max_pause: Duration) -> Self {
         self.with(|it| it.max_pause = max_pause)
     }
 
-    /// The pauses where the server asks for none (default: from 200 ms to 10 s).
+    /// Sets the pauses for responses that ask for none (default: from 200 ms to 10 s).
     #[must_use]
     pub fn backoff(self, backoff: Backoff) -> Self {
         self.with(|it| it.backoff = backoff)
     }
 
-    /// Writes keys in quotes, as the draft of the IETF has it (default: no, as most services read them).
+    /// Writes keys in quotes, as the draft of the IETF requires (default: no, because most services expect bare keys).
     #[must_use]
     pub fn quoted(self, quoted: bool) -> Self {
         self.with(|it| it.quoted = quoted)
     }
 
-    /// The source of time and randomness (default: the machine's).
+    /// Sets the source of time and randomness (default: the machine's).
     #[must_use]
     pub fn clock(self, clock: impl Clock) -> Self {
         self.with(|it| it.clock = Arc::new(clock))
@@ -190,7 +191,7 @@ impl RetryLayer {
 }
 
 impl Settings {
-    /// Gives `request` a key if it is to have one, and says whether it has.
+    /// Gives `request` a key if it needs one. Returns whether the request has a key.
     fn give_key<B>(&self, request: &mut Request<B>) -> Result<bool, CallIsUnnamed> {
         if request.headers().contains_key(&self.header) {
             return Ok(true);
@@ -206,18 +207,18 @@ impl Settings {
             Err(_) => uuid(self.clock.entropy()),
         };
         let value = if self.quoted { format!("\"{key}\"") } else { key };
-        // A UUID can be a header.
+        // Both forms of the key are UUIDs, which are valid header values.
         if let Ok(value) = HeaderValue::try_from(value) {
             request.headers_mut().insert(self.header.clone(), value);
         }
         Ok(true)
     }
 
-    /// How long to wait before a request that got this response is tried again; `None` if the response is final.
+    /// Returns the pause before a request with this response is retried; `None` if the response is final.
     fn pause<B>(&self, response: &Response<B>, tries: u32) -> Option<Duration> {
         let asked = response.headers().get(header::RETRY_AFTER).map(|value| value.to_str().ok()?.trim().parse().ok());
         let pause = match (response.status(), asked) {
-            // Whatever else a 409 means, a retry does not change it.
+            // A 409 without `Retry-After` has another cause, which a retry does not change.
             (StatusCode::CONFLICT, Some(Some(seconds))) => Duration::from_secs(seconds),
             (
                 StatusCode::REQUEST_TIMEOUT
@@ -242,7 +243,7 @@ impl Settings {
 
 struct CallIsUnnamed;
 
-/// A UUID (version 4) of these random bits.
+/// Formats random bits as a UUID of version 4.
 fn uuid(random: u128) -> String {
     let bits = random & !(0xf << 76) & !(0x3 << 62) | 0x4 << 76 | 0x2 << 62;
     let hex = format!("{bits:032x}");
@@ -281,11 +282,11 @@ where
     }
 
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
-        // The one that is ready goes with the request.
+        // The call uses the service that is ready; the clone takes its place.
         let next = self.inner.clone();
         let mut inner = mem::replace(&mut self.inner, next);
         let settings = Arc::clone(&self.settings);
-        // Here, where the handler's attempt is the current one: the future may be polled elsewhere.
+        // Computed here, while the handler's attempt is the current one: the future may be polled elsewhere.
         let has_key = settings.give_key(&mut request);
         Box::pin(async move {
             let has_key = has_key.map_err(|CallIsUnnamed| RetryError::Unnamed {
@@ -305,7 +306,7 @@ where
                 };
                 let Some(pause) = pause else { return answered.map_err(RetryError::Client) };
                 tracing::debug!(tries, ?pause, "a request is tried again with the same key");
-                // A connection is free only once its response is gone.
+                // The connection is free only after its response is dropped.
                 drop(answered);
                 settings.clock.sleep(pause).await;
                 tries += 1;

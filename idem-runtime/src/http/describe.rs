@@ -1,4 +1,4 @@
-//! The contract that the draft wants published.
+//! The contract for clients, which the draft of the IETF asks servers to publish.
 
 use std::fmt::{self, Write as _};
 
@@ -10,11 +10,11 @@ use super::problem::ProblemKind;
 use super::profile::Equality;
 use crate::policy::{InProgress, MissingKey};
 
-/// What clients of a layer have to know; see [`IdempotencyLayer::describe`](super::IdempotencyLayer::describe).
+/// The facts that clients of a layer need; see [`IdempotencyLayer::describe`](super::IdempotencyLayer::describe).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Description {
-    /// For people, in Markdown.
+    /// Text for people, in Markdown.
     pub text: String,
     /// A part of an `OpenAPI` 3 operation, as JSON: `parameters`, `responses`, and the lifetime of keys in seconds as
     /// `x-idempotency-ttl`.
@@ -27,7 +27,7 @@ impl fmt::Display for Description {
     }
 }
 
-/// The problems that a layer with these settings can answer with, and their statuses.
+/// Lists the problems that a layer with these settings can answer with, and their statuses.
 fn problems(settings: &Settings) -> Vec<(ProblemKind, u16)> {
     let can_happen = |kind: &ProblemKind| match kind {
         ProblemKind::MissingKey => {
@@ -52,6 +52,7 @@ impl Description {
     pub(super) fn of(settings: &Settings) -> Self {
         let Settings { header, marker, profile, policy, methods, .. } = settings;
         let is_required = profile.requires_key || policy.missing_key == MissingKey::Reject;
+        // The phrases of the text that depend on the settings.
         let need = match &settings.required {
             Some(_) => "needed by some operations",
             None if is_required => "required",
@@ -75,6 +76,7 @@ impl Description {
             Some(_) => "Keys belong to the caller that the credentials name.",
             None => "All clients share their keys.",
         };
+        // One table row for each problem that can happen.
         let problems = problems(settings);
         let mut rows = String::new();
         for (kind, status) in &problems {
@@ -96,6 +98,7 @@ impl Description {
             methods.join(", "),
             words(seconds),
         );
+        // Problems with the same status share one entry of the OpenAPI document.
         let mut responses = serde_json::Map::new();
         for (kind, status) in &problems {
             let entry = responses.entry(status.to_string()).or_insert_with(|| json!({ "description": "" }));
@@ -130,7 +133,7 @@ impl Description {
     }
 }
 
-/// `seconds` in the largest unit that holds them whole.
+/// Writes `seconds` in the largest unit that gives a whole number.
 fn words(seconds: u64) -> String {
     for (unit, name) in [(86_400, "day"), (3600, "hour"), (60, "minute"), (1, "second")] {
         if seconds >= unit && seconds.is_multiple_of(unit) {

@@ -1,4 +1,4 @@
-//! What axum knows of a request.
+//! Request data that only axum has, and the extractor of keys.
 
 use axum::extract::{FromRequestParts, MatchedPath, OptionalFromRequestParts, OriginalUri};
 use axum::response::{IntoResponse, Response};
@@ -15,12 +15,12 @@ pub(super) fn template(head: &Parts) -> Option<&str> {
     head.extensions.get::<MatchedPath>().map(MatchedPath::as_str)
 }
 
-/// The whole target: in a nested router the request's own has lost its prefix.
+/// The whole target. In a nested router the request's own `uri` has lost its prefix.
 pub(super) fn uri(head: &Parts) -> &Uri {
     head.extensions.get::<OriginalUri>().map_or(&head.uri, |original| &original.0)
 }
 
-/// The key of a request that has none, or none that is valid.
+/// The rejection of a request without a key, or with an invalid one.
 #[derive(Debug)]
 pub struct KeyRejection(Problem);
 
@@ -46,8 +46,8 @@ fn rejection(problem: KeyFieldProblem) -> KeyRejection {
     }))
 }
 
-/// The key of the layer around the handler; without one, that of the field `Idempotency-Key`, for
-/// `#[idempotent(key = "{key.0}", …)]`.
+/// Extracts the key that the layer around the handler read. Without a layer, the key comes from the field
+/// `Idempotency-Key`, for `#[idempotent(key = "{key.0}", …)]`.
 impl<S: Send + Sync> FromRequestParts<S> for IdempotencyKey {
     type Rejection = KeyRejection;
 
@@ -56,7 +56,7 @@ impl<S: Send + Sync> FromRequestParts<S> for IdempotencyKey {
     }
 }
 
-/// `None` if the request has no key; one that is not valid is refused.
+/// Extracts `None` if the request has no key. An invalid key is rejected.
 impl<S: Send + Sync> OptionalFromRequestParts<S> for IdempotencyKey {
     type Rejection = KeyRejection;
 

@@ -1,29 +1,29 @@
-//! What header fields say: the key of RFC 9651's `String` or a bare token, and the digests of RFC 9530.
+//! Parsers of header fields: the key, which is a `String` of RFC 9651 or a bare token, and the digests of RFC 9530.
 
 use http::HeaderMap;
 use http::header::HeaderName;
 
-/// The longest key, in bytes.
+/// Longest key, in bytes.
 pub(super) const MAX_KEY_BYTES: usize = 255;
 
 const CONTENT_DIGEST: HeaderName = HeaderName::from_static("content-digest");
 
-/// What is wrong with a field that should hold a key.
+/// Defect of a field that should hold a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum KeyFieldProblem {
-    /// There is no such field.
+    /// The field is missing.
     Missing,
-    /// There is more than one field line.
+    /// The field has more than one line.
     Repeated,
-    /// It is not a structured field's `String`, nor a bare token.
+    /// The value is neither a structured field's `String` nor a bare token.
     Malformed,
-    /// It names nothing.
+    /// The key is empty or blank.
     Empty,
-    /// It is longer than [`MAX_KEY_BYTES`].
+    /// The key is longer than [`MAX_KEY_BYTES`].
     TooLong,
 }
 
-/// The key in the field `name`: `"k"`, `k` and `"k";v=1` are one key.
+/// Reads the key in the field `name`: `"k"`, `k` and `"k";v=1` are one key.
 pub(super) fn key(headers: &HeaderMap, name: &HeaderName) -> Result<String, KeyFieldProblem> {
     let mut lines = headers.get_all(name).iter();
     let line = lines.next().ok_or(KeyFieldProblem::Missing)?;
@@ -53,7 +53,7 @@ fn trim(line: &[u8]) -> &[u8] {
     &line[start..end]
 }
 
-/// A `String` whose opening quote has been read, and what follows it.
+/// Reads a `String` whose opening quote has been read. Returns its text and the rest of the field.
 fn string(mut rest: &[u8]) -> Option<(String, &[u8])> {
     let mut text = String::with_capacity(rest.len().min(MAX_KEY_BYTES));
     loop {
@@ -68,14 +68,15 @@ fn string(mut rest: &[u8]) -> Option<(String, &[u8])> {
     }
 }
 
-/// A key without quotes, as most clients send it: printable, without what has a meaning in a structured field.
+/// Reads a key without quotes, as most clients send it: printable characters except those with a meaning in a
+/// structured field.
 fn token(bare: &[u8]) -> Option<String> {
     let is_plain = |byte: &u8| matches!(byte, b'!'..=b'~') && !matches!(byte, b'"' | b',' | b';' | b'\\');
     let text = std::str::from_utf8(bare).ok()?;
     bare.iter().all(is_plain).then(|| text.to_owned())
 }
 
-/// The parameters of an item, which say nothing about a key: `;name` or `;name=value`, to the end.
+/// Skips the parameters of an item (`;name` or `;name=value`) to the end of the field. They do not belong to the key.
 fn parameters(mut rest: &[u8]) -> Option<()> {
     while let [b';', left @ ..] = rest {
         let left = &left[left.iter().take_while(|byte| **byte == b' ').count()..];
@@ -90,7 +91,7 @@ fn parameters(mut rest: &[u8]) -> Option<()> {
     rest.is_empty().then_some(())
 }
 
-/// What follows a bare item at the start of `rest`.
+/// Skips the bare item at the start of `rest`, and returns the text after it.
 fn item(rest: &[u8]) -> Option<&[u8]> {
     let after = |len: usize| rest.get(len..);
     match rest {
@@ -115,7 +116,7 @@ fn item(rest: &[u8]) -> Option<&[u8]> {
     }
 }
 
-/// How long the number at the start of `rest` is: 15 digits, or 12 and up to 3 behind the point.
+/// Returns the length of the number at the start of `rest`: up to 15 digits, or up to 12 before and 3 after the point.
 fn number(rest: &[u8]) -> Option<usize> {
     let sign = usize::from(rest.first() == Some(&b'-'));
     let digits = |from: usize| rest[from..].iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -129,7 +130,7 @@ fn number(rest: &[u8]) -> Option<usize> {
     }
 }
 
-/// What follows a display string whose opening quote has been read.
+/// Skips a display string whose opening quote has been read, and returns the text after it.
 fn display_string(mut rest: &[u8]) -> Option<&[u8]> {
     let mut text = Vec::new();
     loop {
@@ -149,14 +150,14 @@ fn display_string(mut rest: &[u8]) -> Option<&[u8]> {
     }
 }
 
-/// The digests in `Content-Digest` that can be checked.
+/// The digests in `Content-Digest` that the layer can check.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Digests {
     pub(super) sha256: Option<[u8; 32]>,
     pub(super) sha512: Option<[u8; 64]>,
 }
 
-/// What `Content-Digest` says; `None` if that can't be read. Algorithms that are not known are skipped.
+/// Reads `Content-Digest`; `None` if it is malformed. Unknown algorithms are skipped.
 pub(super) fn digests(headers: &HeaderMap) -> Option<Digests> {
     let mut digests = Digests::default();
     for line in headers.get_all(CONTENT_DIGEST) {
@@ -174,7 +175,7 @@ pub(super) fn digests(headers: &HeaderMap) -> Option<Digests> {
     Some(digests)
 }
 
-/// Base64 with or without its padding.
+/// Decodes Base64, with or without padding.
 fn base64(text: &[u8]) -> Option<Vec<u8>> {
     let padding = text.iter().rev().take_while(|byte| **byte == b'=').count();
     let digits = &text[..text.len() - padding];
@@ -275,7 +276,7 @@ mod tests {
     }
 
     proptest! {
-        /// The reader of the field that everybody else would use agrees about every `String`.
+        /// A common parser of structured fields (`sfv`) agrees about every `String`.
         #[test]
         fn structured_fields_are_read_as_others_read_them(
             text in r#""([ -~]|\\"|\\\\){0,12}"?(; ?[a-z*][a-z0-9]?(=(-?[0-9]{1,3}(\.[0-9])?|"x"|tok|\?1|:YQ==:|@5|%"%c3%a9"))?){0,2}"#

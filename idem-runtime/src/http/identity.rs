@@ -1,4 +1,4 @@
-//! Which operation a request is, and what its payload is.
+//! The operation that a request names (its key), and the payload that is compared.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -13,22 +13,22 @@ use sha2::{Digest, Sha256};
 use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, Summed, is_scope};
 use crate::sync::SharedOnce;
 
-/// Longer ones stand in keys as their hash.
+/// A longer route or caller is replaced by its hash in the key.
 const MAX_ROUTE_BYTES: usize = 128;
 const MAX_CALLER_BYTES: usize = 64;
 
-/// The scope of layers that have none of their own.
+/// Scope of layers that have no scope of their own.
 const SCOPE: &str = "http";
 
-/// The key under which a request is recorded, for whoever looks for its record:
+/// Returns the key under which the layer records a request, so that the record can be looked up:
 /// `<method> <route>:<caller>:<the client's key>`, in the `scope` of the layer, or in `http` if it has none.
 ///
-/// The `route` is what the layer knows of it: under a profile that compares JSON the path of the request, otherwise the
-/// template of an axum route (`/payments/{id}`) unless the layer has a scope. Without a route or a `caller` its place is empty. The
-/// client's `key` stands without the quotes that its header may have.
+/// Under a profile that compares JSON, `route` is the path of the request. Otherwise it is the template of an axum
+/// route (`/payments/{id}`), or empty if the layer has a scope or the template is not known. An empty `route` or
+/// `caller` leaves its place empty. The client's `key` is written without the quotes that its header may have.
 ///
 /// # Errors
-/// [`KeyError`] if the scope is not valid, the key is blank, or the whole is too long.
+/// [`KeyError`] if the scope is invalid, the key is blank, or the result is too long.
 ///
 /// ```
 /// let key = idem_runtime::http::request_key(None, "POST", "/payments", "alice", "order-42")?;
@@ -52,7 +52,7 @@ pub fn request_key(scope: Option<&str>, method: &str, route: &str, caller: &str,
     builder.build()
 }
 
-/// `text`, or `#` and its hash if it is longer than `limit` or could be read as one.
+/// Returns `text`, or `#` and its hash if it is longer than `limit` or starts with `#`, as hashes do.
 fn bounded(text: &str, limit: usize) -> Cow<'_, str> {
     match text.len() > limit || text.starts_with('#') {
         true => Cow::Owned(format!("#{}", hex(&Sha256::digest(text.as_bytes())))),
@@ -70,7 +70,8 @@ fn hex(bytes: &[u8]) -> String {
     String::from_utf8(text).expect("digits are text")
 }
 
-/// What a payload is compared by. Its hash has no two ways to be read: each field is a value of its own.
+/// The data that identify a payload. Each field is hashed as a separate value, so different payloads never give the
+/// same input to the hash.
 #[derive(Serialize)]
 pub(super) struct Payload<'a> {
     target: Option<Target<'a>>,
@@ -81,12 +82,12 @@ pub(super) struct Payload<'a> {
 /// Path and query.
 pub(super) type Target<'a> = (&'a str, Option<&'a str>);
 
-/// What stands for a body.
+/// The fingerprint input that stands for a body.
 #[derive(Serialize)]
 pub(super) enum BodyPrint {
-    /// The SHA-256 of its bytes.
+    /// The SHA-256 of the bytes.
     Sha256(String),
-    /// What it says, as JSON.
+    /// The JSON value of the body.
     Json(Json),
 }
 
@@ -99,7 +100,7 @@ impl BodyPrint {
         Self::Sha256(hex(&Sha256::digest(bytes)))
     }
 
-    /// What `bytes` say as JSON; the bytes themselves if they are none.
+    /// Parses `bytes` as JSON. Bytes that are not JSON are compared as bytes.
     ///
     /// An object with two members of one name is an error: readers differ about which one counts.
     pub(super) fn of_json(bytes: &Bytes) -> Result<Self, TwoMembers> {
@@ -112,7 +113,7 @@ impl BodyPrint {
 
 impl<'a> Payload<'a> {
     pub(super) fn new(target: Option<Target<'a>>, headers: &HeaderMap, names: &[HeaderName], body: BodyPrint) -> Self {
-        // One character for each byte.
+        // Maps each byte to one character.
         let text = |value: &[u8]| value.iter().copied().map(char::from).collect::<String>();
         let values = |name| headers.get_all(name).iter().map(|value| text(value.as_bytes())).collect();
         let headers = names.iter().map(|name| (name.as_str().to_owned(), values(name))).collect();
@@ -129,7 +130,7 @@ impl<'a> Payload<'a> {
     }
 }
 
-/// What is in the hash of every payload that is compared by the bytes of its body alone.
+/// Hashes of the parts that are the same in every payload that is compared by the bytes of its body alone.
 struct Known {
     target: Summed,
     headers: Summed,
@@ -152,11 +153,11 @@ fn known() -> &'static Result<Known, FingerprintError> {
     })
 }
 
-/// An object has two members with this name.
+/// Error: an object has two members with one name.
 #[derive(PartialEq, Eq, Debug)]
 pub(super) struct TwoMembers;
 
-/// JSON by what it says. Numbers count by their exact value: no two amounts are one because a float holds neither.
+/// A JSON value. Numbers are compared by their exact value: a float would make two large amounts equal.
 #[derive(Serialize, PartialEq, Debug)]
 pub(super) enum Json {
     Null,
@@ -167,7 +168,7 @@ pub(super) enum Json {
     Object(BTreeMap<String, Json>),
 }
 
-/// Reads JSON that `serde_json` has found to be valid, and not nested too deeply.
+/// Reads JSON that `serde_json` has already accepted as valid, and as not nested too deeply.
 struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -184,7 +185,7 @@ impl<'a> Reader<'a> {
         taken
     }
 
-    /// Whether the next character is `end`, which is then read.
+    /// Reads the next character if it is `end`. Returns whether it was, or the input is over.
     fn ends(&mut self, end: u8) -> bool {
         let ends = matches!(self.peek(), byte if byte == end || byte == 0);
         if ends {
@@ -250,7 +251,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A number in the one form without zeros at its ends: `15e-1` for 1.50.
+/// Writes a number in its only form without leading and trailing zeros: `15e-1` for 1.50.
 fn number(written: &[u8]) -> String {
     let written = String::from_utf8_lossy(written);
     let (sign, rest) = written.strip_prefix('-').map_or(("", &*written), |rest| ("-", rest));

@@ -26,10 +26,10 @@ use crate::key::is_scope;
 use crate::policy::{MissingKey, OnStoreError, Policy};
 use crate::store::{Store, StoreExt};
 
-/// Who sends a request: keys of one caller are never those of another.
+/// The sender of a request. Two callers never share a key.
 ///
-/// Name the *principal*, such as a customer or an account, and not the token: a token that is refreshed between two tries is
-/// the same caller.
+/// Name the *principal*, such as a customer or an account, not the token: a caller that refreshes its token between two
+/// tries must stay the same caller.
 #[derive(Clone)]
 pub struct Caller(pub(super) Option<Principal>);
 
@@ -42,20 +42,22 @@ pub(super) struct Principal {
 }
 
 impl Caller {
-    /// The caller that `principal` finds in a request, for example in an extension that authentication has left there.
+    /// Finds the caller with `principal`, for example in an extension that authentication has inserted.
     ///
-    /// A request for which it is `None` or blank gets 401, or 403 if it carries credentials. Nothing is stored for it.
+    /// If `principal` returns `None` or a blank text, the request gets 401, or 403 if it carries credentials. Nothing
+    /// is stored for it.
     pub fn by<T: Into<String>>(principal: impl Fn(&Parts) -> Option<T> + Send + Sync + 'static) -> Self {
         let of = Arc::new(move |head: &Parts| principal(head).map(Into::into));
         Self(Some(Principal { of, challenge: HeaderValue::from_static("Bearer") }))
     }
 
-    /// There is one caller only: whoever can send a request may see the response to any other one with the same key.
+    /// Treats all requests as sent by one caller: each client may see the response to another client's request with the
+    /// same key.
     pub const fn single() -> Self {
         Self(None)
     }
 
-    /// What `WWW-Authenticate` says in a 401 (default: `Bearer`).
+    /// Sets the value of `WWW-Authenticate` in a 401 (default: `Bearer`).
     ///
     /// # Panics
     /// If `challenge` can't be a header.
@@ -72,7 +74,7 @@ impl fmt::Debug for Caller {
     }
 }
 
-/// The key of a request, without its quotes: in the request's extensions for handlers behind the layer.
+/// The key of a request, without its quotes. Handlers behind the layer find it in the request's extensions.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct IdempotencyKey(pub String);
 
@@ -81,7 +83,7 @@ type ResponseRule = Arc<dyn Fn(&http::response::Parts, &HeaderMap) -> Recording 
 type HeaderRule = Arc<dyn Fn(&HeaderName) -> bool + Send + Sync>;
 type ProblemHook = Arc<dyn Fn(&Problem, &mut Response<Bytes>) + Send + Sync>;
 
-/// Everything that is set.
+/// All settings of a layer.
 #[derive(Clone)]
 pub(super) struct Settings {
     pub(super) store: Arc<dyn Store>,
@@ -106,24 +108,24 @@ pub(super) struct Settings {
     pub(super) tasks: Arc<Tasks>,
 }
 
-/// Makes routes idempotent: the settings, a [`Layer`] of tower, and [`respond`](IdempotencyLayer::respond) for servers without
-/// tower.
+/// Makes routes idempotent. Holds the settings, and is a [`Layer`] of tower. Servers without tower call
+/// [`respond`](IdempotencyLayer::respond).
 ///
-/// Clones share what is in flight, so that one of them can [`drain`](IdempotencyLayer::drain) all.
+/// Clones share their requests in flight, so one clone can [`drain`](IdempotencyLayer::drain) them all.
 #[derive(Clone)]
 pub struct IdempotencyLayer(pub(super) Arc<Settings>);
 
 impl IdempotencyLayer {
-    /// How many bytes of a request's body are read (default: 1 MiB).
+    /// Longest request body that is read (default: 1 MiB).
     pub const DEFAULT_MAX_BODY_BYTES: usize = 1024 * 1024;
-    /// For how long a request's body is waited for (default: 30 s).
+    /// Time limit for reading a request's body (default: 30 s).
     pub const DEFAULT_BODY_DEADLINE: Duration = Duration::from_secs(30);
-    /// How many requests may be in flight (default: 1024).
+    /// Limit of requests in flight (default: 1024).
     pub const DEFAULT_MAX_IN_FLIGHT: u32 = 1024;
 
-    /// A layer by the rules of [`Profile::ietf`], for POST and PATCH, that records in `store`.
+    /// Creates a layer by the rules of [`Profile::ietf`], for POST and PATCH, that records in `store`.
     ///
-    /// The policy's [`missing_key`](Policy::missing_key) says whether a key is required (default) or optional.
+    /// The policy's [`missing_key`](Policy::missing_key) decides whether a key is required (default) or optional.
     ///
     /// # Panics
     /// If `policy` can't be honoured; see [`Policy::check`].
@@ -160,10 +162,11 @@ impl IdempotencyLayer {
         self
     }
 
-    /// The rules of a protocol.
+    /// Sets the rules of a protocol.
     ///
     /// # Panics
-    /// If the policy does not keep them: a `ttl` below the floor of the profile, or `on_store_error = run` where it must fail.
+    /// If the policy violates them: a `ttl` below the minimum of the profile, or `on_store_error = run` where the
+    /// profile fails closed.
     #[must_use]
     pub fn profile(self, profile: Profile) -> Self {
         let Policy { ttl, on_store_error, .. } = self.0.policy;
@@ -179,12 +182,12 @@ impl IdempotencyLayer {
         self.with(|it| it.profile = profile)
     }
 
-    /// The name under which the keys of this layer live, in place of the route's template: routes with one name share their
-    /// keys. Without a name, and where no template is known (that is, without axum), all routes do; the same key on another
-    /// path is then refused as another request.
+    /// Sets the scope of the keys of this layer, in place of the route's template: routes with one scope share their
+    /// keys. Without a scope, and without a known template (that is, without axum), all routes share their keys. The
+    /// layer then refuses the same key on another path as another request.
     ///
     /// # Panics
-    /// If it has more than 200 bytes, is empty, or holds a `/` or a control character.
+    /// If the scope has more than 200 bytes, is empty, or holds a `/` or a control character.
     #[must_use]
     pub fn scope(self, scope: impl Into<String>) -> Self {
         let scope = scope.into();
@@ -192,69 +195,72 @@ impl IdempotencyLayer {
         self.with(|it| it.scope = Some(scope))
     }
 
-    /// The methods that the layer covers (default: POST and PATCH). Requests of others pass.
+    /// Sets the methods that the layer covers (default: POST and PATCH). Requests with other methods pass.
     #[must_use]
     pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
         self.with(|it| it.methods = methods.into_iter().collect())
     }
 
-    /// Which requests of these methods the layer covers (default: all). Others pass, with or without a key.
+    /// Selects the requests of these methods that the layer covers (default: all). Other requests pass, with or without
+    /// a key.
     #[must_use]
     pub fn covers(self, covers: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.covers = Some(Arc::new(covers)))
     }
 
-    /// Which covered requests need a key (default: what the policy's `missing_key` says). Others may come without, and then
-    /// run unprotected.
+    /// Selects the covered requests that need a key (default: by the policy's `missing_key`). Other requests may come
+    /// without a key; they then run unprotected.
     #[must_use]
     pub fn required(self, required: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.required = Some(Arc::new(required)))
     }
 
-    /// The field that holds the key (default: `Idempotency-Key`).
+    /// Sets the field that holds the key (default: `Idempotency-Key`).
     #[must_use]
     pub fn header(self, header: HeaderName) -> Self {
         self.with(|it| it.header = header)
     }
 
-    /// The field that marks a replay (default: `Idempotent-Replayed`).
+    /// Sets the field that marks a replay (default: `Idempotent-Replayed`).
     #[must_use]
     pub fn replay_marker(self, marker: HeaderName) -> Self {
         self.with(|it| it.marker = marker)
     }
 
-    /// Headers that belong to the payload: the same key with another value is another request (default: none).
+    /// Adds headers to the payload: the same key with another value of such a header is another request (default:
+    /// none).
     #[must_use]
     pub fn fingerprint_headers(self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.with(|it| it.fingerprint_headers = names.into_iter().collect())
     }
 
-    /// The longest body of a request that is read (default: 1 MiB). A longer one gets 413; one that says its length, before it
-    /// is asked for.
+    /// Sets the longest request body that is read (default: 1 MiB). A longer body gets 413. If the request states its
+    /// length, the layer answers before it reads the body.
     #[must_use]
     pub fn max_body_bytes(self, max_body_bytes: usize) -> Self {
         self.with(|it| it.max_body_bytes = max_body_bytes)
     }
 
-    /// For how long a request's body is waited for (default: 30 s); then it gets 408. No key is reserved meanwhile.
+    /// Sets the time limit for reading a request's body (default: 30 s). A slower request gets 408. No key is reserved
+    /// before the body is read.
     #[must_use]
     pub fn body_deadline(self, body_deadline: Duration) -> Self {
         self.with(|it| it.body_deadline = body_deadline)
     }
 
-    /// Lets bodies that are too long to be read, or do not say how long they are, stream through to the handler if their
-    /// `Content-Digest` holds a `sha-256`, which stands for the body then (default: no; they get 413).
+    /// Streams a body to the handler if it is too long to be read, or its length is not stated, and `Content-Digest`
+    /// holds a `sha-256`, which then stands for the body in the fingerprint (default: no; such a body gets 413).
     ///
-    /// The digest is checked while the body streams. A lie is an error for whoever reads the body, the client gets 400 and
-    /// nothing is recorded; what the handler did until then is done. A body that the handler does not read to its end is not
-    /// checked.
+    /// The digest is checked while the body streams. If it does not match, the reader of the body gets an error, the
+    /// client gets 400, and nothing is recorded. Effects that the handler had until then remain. If the handler does
+    /// not read the body to its end, the digest is not checked.
     #[must_use]
     pub fn stream_digested(self, stream_digested: bool) -> Self {
         self.with(|it| it.stream_digested = stream_digested)
     }
 
-    /// What becomes of a response without a [`Recording`] of its handler's (default: what the profile says). Called with the
-    /// head, and once more with the trailers if there are any.
+    /// Decides how a response is recorded if its handler did not set a [`Recording`] (default: by the profile). Called
+    /// with the head, and again with the trailers if there are any.
     #[must_use]
     pub fn recording(
         self,
@@ -263,15 +269,16 @@ impl IdempotencyLayer {
         self.with(|it| it.recording = Some(Arc::new(recording)))
     }
 
-    /// Which headers of a response are recorded (default: all), besides those that never are: cookies, challenges, dates,
-    /// rate limits, and what belongs to one connection.
+    /// Selects the headers of a response that are recorded (default: all). Some headers are never recorded: cookies,
+    /// challenges, dates, rate limits, and headers of one connection.
     #[must_use]
     pub fn replay_headers(self, replays: impl Fn(&HeaderName) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.replay_headers = Some(Arc::new(replays)))
     }
 
-    /// Where your pages about the problems are, such as `https://api.example.com/problems/`: the `type` of a problem is this and
-    /// its [name](super::ProblemKind::name), and `Link` points there (default: `urn:idem:http:`, and no `Link`).
+    /// Sets the address of your pages about the problems, such as `https://api.example.com/problems/`. The `type` of a
+    /// problem is this address followed by its [name](super::ProblemKind::name), and `Link` points there (default:
+    /// `urn:idem:http:`, and no `Link`).
     #[must_use]
     pub fn problem_base(self, base: impl Into<String>) -> Self {
         self.with(|it| it.problem_base = base.into())
@@ -283,16 +290,16 @@ impl IdempotencyLayer {
         self.with(|it| it.on_problem = Some(Arc::new(hook)))
     }
 
-    /// How many requests with a key may be in flight, replays and waiting duplicates included (default: 1024). One more gets
-    /// 503.
+    /// Sets the limit of requests with a key in flight, including replays and waiting duplicates (default: 1024). A
+    /// request above the limit gets 503.
     #[must_use]
     pub fn max_in_flight(self, max_in_flight: u32) -> Self {
         self.with(|it| it.tasks = Arc::new(Tasks::new(max_in_flight)))
     }
 
-    /// Wraps the task in which a handler runs, while the request's own task is still at hand: to take task-locals along that
-    /// layers outside of this one have set. The current tracing span comes along by itself; what other thread- or task-locals
-    /// such layers set does not.
+    /// Wraps the task in which a handler runs. Called in the request's own task, so it can take along task-locals that
+    /// outer layers have set. The current tracing span is taken along without this; other thread-locals and task-locals
+    /// of outer layers are not.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -309,13 +316,14 @@ impl IdempotencyLayer {
         self.with(|it| it.carry = Some(Arc::new(carry)))
     }
 
-    /// What clients have to know, as text and as a part of an `OpenAPI` document: lifetime and form of keys, statuses, replays.
+    /// Returns the contract for clients, as text and as a part of an `OpenAPI` document: lifetime and form of keys,
+    /// statuses, replays.
     pub fn describe(&self) -> Description {
         Description::of(&self.0)
     }
 
-    /// Ends the work of the layer: refuses requests with a key from here on (503), waits for those in flight, whose clients may
-    /// have gone, and for the late writes of the store.
+    /// Ends the work of the layer. From here on, requests with a key are refused (503). Waits for requests in flight,
+    /// even if their clients have gone, and for the late writes of the store.
     ///
     /// # Cancel safety
     /// Cancel safe: new requests stay refused.
@@ -324,25 +332,25 @@ impl IdempotencyLayer {
         self.0.store.flush().await;
     }
 
-    /// How many requests with a key are in flight.
+    /// Returns the number of requests with a key in flight.
     pub fn in_flight(&self) -> usize {
         self.0.tasks.count()
     }
 
-    /// Answers `request` with the help of `handler`, for servers without tower: by its response, by a recorded one, or by a
-    /// problem. The response's extensions hold the [`Outcome`](crate::Outcome) of the call.
+    /// Answers `request`, for servers without tower: with the response of `handler`, with a recorded response, or with
+    /// a problem. The response's extensions hold the [`Outcome`](crate::Outcome) of the call.
     ///
-    /// Limit the length of the body, and the time that it takes, before.
+    /// Limit the length of the body, and the time for reading it, before this call.
     ///
     /// # Errors
-    /// What `handler` returned; the key is free then.
+    /// The error of `handler`; the key is free then.
     ///
     /// # Panics
-    /// If `handler` does.
+    /// If `handler` panics.
     ///
     /// # Cancel safety
-    /// Dropping the future cancels the handler, and frees the key or counts as an interruption. Spawn it, so that the handler
-    /// outlives its client.
+    /// Dropping the future cancels the handler. The cancellation frees the key, or counts as an interruption. Spawn the
+    /// future, so that the handler outlives its client.
     pub async fn respond<F, H, R, E>(&self, request: Request<Bytes>, handler: F) -> Result<Response<ResponseBody<R>>, E>
     where
         F: FnOnce(Request<Bytes>) -> H,
@@ -372,7 +380,7 @@ impl IdempotencyLayer {
 }
 
 impl Settings {
-    /// Whether a request without a key is refused.
+    /// Returns whether a request without a key is refused.
     pub(super) fn requires(&self, head: &Parts) -> bool {
         match &self.required {
             Some(required) => required(head),
@@ -437,7 +445,7 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        // The one that is ready goes with the request.
+        // The call uses the service that is ready; the clone takes its place.
         let next = self.inner.clone();
         let mut inner = mem::replace(&mut self.inner, next);
         let (head, body) = request.into_parts();

@@ -26,17 +26,18 @@
 //! # }
 //! ```
 //!
-//! - The first request with a key runs its handler, and its response is recorded before it is sent. Every other one gets that
-//!   response with `Idempotent-Replayed: true`: status, headers, body and trailers.
-//! - Another request under the same key is 422, a duplicate of a running one 409 with `Retry-After`, or it waits
-//!   ([`InProgress::Wait`](crate::policy::InProgress::Wait)). [`ProblemKind`] lists all answers.
-//! - A client that hangs up cancels nothing: a handler that has begun runs to its end, as a task that [`IdempotencyLayer::drain`]
-//!   waits for.
-//! - It is the engine of [`#[idempotent]`](macro@crate::idempotent): leases, takeovers, `on_crash`, `max_attempts`, modes and
-//!   every [`Store`](crate::Store) work alike, and [`current`](crate::current) gives the handler its attempt.
+//! - The first request with a key runs its handler, and its response is recorded before it is sent. Every later request
+//!   with this key gets the same status, headers, body and trailers, with `Idempotent-Replayed: true`.
+//! - Another request under the same key gets 422. A duplicate of a running request gets 409 with `Retry-After`, or
+//!   waits ([`InProgress::Wait`](crate::policy::InProgress::Wait)). [`ProblemKind`] lists all answers.
+//! - A client that hangs up cancels nothing: a handler that has begun runs to its end, in a task that
+//!   [`IdempotencyLayer::drain`] waits for.
+//! - The layer uses the engine of [`#[idempotent]`](macro@crate::idempotent): leases, takeovers, `on_crash`,
+//!   `max_attempts`, modes and every [`Store`](crate::Store) work alike, and [`current`](crate::current) gives the
+//!   handler its attempt.
 //!
-//! The layer stands inside of compression and outside of whatever the handler's effect depends on. Without tower, hand requests
-//! to [`IdempotencyLayer::respond`].
+//! Place the layer inside of compression, and outside of each layer that the handler's effect depends on. Without
+//! tower, hand requests to [`IdempotencyLayer::respond`].
 
 mod body;
 #[cfg(feature = "http-client")]

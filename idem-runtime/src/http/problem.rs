@@ -1,4 +1,4 @@
-//! What the layer answers instead of the handler.
+//! Problems: the answers of the layer that do not come from the handler.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,17 +9,17 @@ use http::{Response, StatusCode};
 
 use crate::error::Error;
 
-/// Why a request is not handed to its handler, or has no response to replay.
+/// Reason why a request is not handed to its handler, or has no response to replay.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum ProblemKind {
-    /// The request has no key, and has to have one.
+    /// The request has no key, and a key is required.
     MissingKey,
-    /// The field is not one key.
+    /// The field does not hold exactly one valid key.
     InvalidKey,
     /// The body can't be read.
     InvalidBody,
-    /// The body is not the one of its `Content-Digest`.
+    /// The body does not match its `Content-Digest`.
     DigestMismatch,
     /// The request carries no credentials, and keys belong to callers.
     Unauthenticated,
@@ -33,26 +33,26 @@ pub enum ProblemKind {
     InProgress,
     /// The key was used with another request.
     FingerprintMismatch,
-    /// The first request with this key was cut off, and nobody knows how far it came.
+    /// The first request with this key was cut off, and its effects are unknown.
     Interrupted,
-    /// The operation was tried as often as it may be.
+    /// The operation has reached its limit of attempts.
     AttemptsExhausted,
     /// The operation has finished, and its response can't be replayed.
     ResultUnavailable,
-    /// The handler ran for longer than it may.
+    /// The handler exceeded its time limit.
     TimedOut,
-    /// As many requests are in flight as may be, or the server is shutting down.
+    /// The limit of requests in flight is reached, or the server is shutting down.
     Busy,
     /// The store does not answer, is full, or refuses. The handler did not run.
     StoreUnavailable,
     /// The handler ran, or was cut off, and its response could not be recorded.
     Unrecorded,
-    /// The server is not set up right.
+    /// The server is not configured correctly.
     Misconfigured,
 }
 
 impl ProblemKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 18] = [
         Self::MissingKey,
         Self::InvalidKey,
@@ -74,12 +74,12 @@ impl ProblemKind {
         Self::Misconfigured,
     ];
 
-    /// The last part of the problem's `type`. It never changes.
+    /// Returns the last part of the problem's `type`. A name never changes.
     pub const fn name(self) -> &'static str {
         self.about().0
     }
 
-    /// The status, where the profile says nothing else.
+    /// Returns the status, unless the profile sets another one.
     pub const fn status(self) -> StatusCode {
         match self {
             Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch => StatusCode::BAD_REQUEST,
@@ -96,17 +96,17 @@ impl ProblemKind {
         }
     }
 
-    /// What the problem is called.
+    /// Returns the title of the problem.
     pub const fn title(self) -> &'static str {
         self.about().1
     }
 
-    /// What the problem is, and what the client does next.
+    /// Returns the meaning of the problem, and the next step of the client.
     pub const fn detail(self) -> &'static str {
         self.about().2
     }
 
-    /// The status of gRPC.
+    /// Returns the gRPC status.
     pub(super) const fn grpc_status(self) -> &'static str {
         match self {
             // INVALID_ARGUMENT
@@ -225,7 +225,7 @@ impl ProblemKind {
     }
 }
 
-/// What the layer answers instead of the handler, before it is written as a response.
+/// An answer of the layer in place of the handler's, before it is written as a response.
 #[derive(Debug)]
 pub struct Problem {
     kind: ProblemKind,
@@ -248,7 +248,8 @@ impl Problem {
     pub(super) fn of(error: Error) -> Self {
         let kind = match &error {
             Error::Store { started: false, .. } => ProblemKind::StoreUnavailable,
-            // A handler that lost its lease began, whatever became of its key since: effects may have happened.
+            // A handler that lost its lease had begun, so effects may have happened, independently of the key's state
+            // since then.
             Error::Store { started: true, .. } | Error::Unrecorded { .. } | Error::LeaseLost { .. } => {
                 ProblemKind::Unrecorded
             }
@@ -279,18 +280,18 @@ impl Problem {
         Self { retry_after, error: Some(Box::new(error)), ..Self::new(kind) }
     }
 
-    /// At most this long: handlers mostly end much sooner than their leases.
+    /// Limits the retry time to `limit`: most handlers end much sooner than their leases.
     pub(super) fn retry_within(self, limit: Duration) -> Self {
         Self { retry_after: self.retry_after.map(|after| after.min(limit)), ..self }
     }
 
-    /// Gives the problem the status and the `type` that it has here.
+    /// Sets the status, and the `type` under `base`.
     pub(super) fn at(self, status: StatusCode, base: &str) -> Self {
         let type_uri = format!("{base}{}", self.kind.name());
         Self { status, type_uri, ..self }
     }
 
-    /// Why there is no response of the handler's.
+    /// Returns the reason why there is no response from the handler.
     pub fn kind(&self) -> ProblemKind {
         self.kind
     }
@@ -305,18 +306,19 @@ impl Problem {
         &self.type_uri
     }
 
-    /// When a retry is likely to get further, in whole seconds, at least 1. `None` where a retry alone gets no further.
+    /// Returns the time until a retry is likely to succeed, in whole seconds, at least 1. `None` if a retry alone does
+    /// not help.
     pub fn retry_after_seconds(&self) -> Option<u64> {
         let after = self.retry_after?;
         Some((after.as_secs() + u64::from(after.subsec_nanos() > 0)).max(1))
     }
 
-    /// What the engine said, for logs: it names the key and the store, which are none of the client's business.
+    /// Returns the engine's error, for logs. The error names the key and the store, which clients should not see.
     pub fn error(&self) -> Option<&Error> {
         self.error.as_deref()
     }
 
-    /// The response that the layer gives where nothing else is set: `application/problem+json` of RFC 9457.
+    /// Returns the default response: `application/problem+json` of RFC 9457.
     pub(super) fn response(&self) -> Response<Bytes> {
         let Self { kind, status, type_uri, .. } = self;
         let body = serde_json::json!({
@@ -335,7 +337,7 @@ impl Problem {
         response
     }
 
-    /// A response with the status and the headers of this problem, and this body.
+    /// Returns a response with the status and the headers of this problem, and with `body`.
     pub(super) fn with_body(&self, content_type: &'static str, body: &serde_json::Value) -> Response<Bytes> {
         let mut response = Response::new(Bytes::from(body.to_string()));
         *response.status_mut() = self.status;
@@ -353,7 +355,7 @@ impl Problem {
         }
     }
 
-    /// The same for a client that speaks gRPC: a response of trailers alone.
+    /// Returns the response for a gRPC client: trailers alone.
     pub(super) fn grpc_response(&self) -> Response<Bytes> {
         let mut response = Response::new(Bytes::new());
         let headers = response.headers_mut();

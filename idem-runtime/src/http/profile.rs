@@ -1,4 +1,4 @@
-//! What the rules of a protocol ask for, as plain values.
+//! The rules of a protocol, as plain values.
 
 use std::time::Duration;
 
@@ -10,33 +10,33 @@ use serde_json::json;
 
 use super::problem::{Problem, ProblemKind};
 
-/// What becomes of a response.
+/// Decision about a response: recorded or not.
 ///
-/// A handler decides for itself with an extension of its response: `response.extensions_mut().insert(Recording::Record)`.
+/// A handler decides with an extension of its response: `response.extensions_mut().insert(Recording::Record)`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Recording {
-    /// It is recorded, and every duplicate gets it.
+    /// The response is recorded, and every duplicate gets it.
     Record,
-    /// It frees the key: the next request with this key runs the handler again.
+    /// The key is freed: the next request with this key runs the handler again.
     Release,
-    /// The operation is recorded without its response: duplicates get 410, and the handler never runs again. For what is
-    /// streamed, or must not be kept.
+    /// The operation is recorded without its response: duplicates get 410, and the handler never runs again. For
+    /// responses that are streamed, or must not be stored.
     Mark,
 }
 
-/// When two requests are the same.
+/// Rule for when two requests are the same.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Equality {
     /// Path, query, the chosen headers and the bytes of the body are the same.
     Bytes,
-    /// The bodies say the same as JSON, whatever the order of members and the writing of numbers. Query and headers are left
-    /// out, and a path is an operation of its own. What is no JSON is compared by its bytes.
+    /// The bodies are equal as JSON: the order of members and the spelling of numbers do not matter. Query and headers
+    /// are not compared, and each path is a separate operation. A body that is not JSON is compared by its bytes.
     Json,
 }
 
-/// The rules of a protocol: a plain value, each field of which can be changed.
+/// The rules of a protocol: a plain value whose fields can be changed.
 ///
 /// ```
 /// use http::StatusCode;
@@ -48,26 +48,26 @@ pub enum Equality {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Profile {
-    /// What it is called.
+    /// Name of the protocol.
     pub name: &'static str,
-    /// Whether every request of a covered method needs a key, whatever the policy's `missing_key` says.
+    /// True if every request of a covered method needs a key, regardless of the policy's `missing_key`.
     pub requires_key: bool,
-    /// The fewest characters of a key.
+    /// Minimum number of characters of a key.
     pub min_key_chars: usize,
-    /// When two requests are the same.
+    /// Rule for when two requests are the same.
     pub equality: Equality,
-    /// The status where a key was used with another request.
+    /// Status of a request whose key was used with another request.
     pub mismatch: StatusCode,
-    /// What becomes of a response without a word from its handler. Called with the head, and once more with the trailers if
+    /// Decides how a response is recorded if its handler did not. Called with the head, and again with the trailers if
     /// there are any.
     pub recording: fn(&Parts, &HeaderMap) -> Recording,
-    /// The shortest retention: the policy's `ttl` can't be less.
+    /// Shortest retention: the policy's `ttl` can't be less.
     pub min_ttl: Duration,
-    /// A `ttl` below this is worth a warning.
+    /// A `ttl` below this gives a warning.
     pub advised_ttl: Duration,
-    /// Whether a store that does not answer must keep the handler from running.
+    /// True if the handler must not run while the store does not answer.
     pub fails_closed: bool,
-    /// The response to a problem.
+    /// Writes the response to a problem.
     pub problem: fn(&Problem) -> Response<Bytes>,
 }
 
@@ -90,7 +90,8 @@ impl Profile {
         }
     }
 
-    /// As Stripe's API: what an endpoint answers is recorded, 500 included; another request is 400.
+    /// The rules of Stripe's API: every response of an endpoint is recorded, including 500; another request under a
+    /// used key gets 400.
     pub const fn stripe() -> Self {
         Self {
             name: "stripe",
@@ -103,7 +104,8 @@ impl Profile {
         }
     }
 
-    /// The Agentic Commerce Protocol: a key on every request, bodies compared as JSON, each path by itself.
+    /// The Agentic Commerce Protocol: every request has a key, bodies are compared as JSON, and each path is a separate
+    /// operation.
     pub const fn acp() -> Self {
         Self {
             name: "acp",
@@ -116,12 +118,12 @@ impl Profile {
         }
     }
 
-    /// The Universal Commerce Protocol: keys of 128 bits, bodies compared by their bytes, 409 for another request, and never
-    /// a handler without its store.
+    /// The Universal Commerce Protocol: keys have 128 bits, bodies are compared by their bytes, another request under a
+    /// used key gets 409, and no handler runs without its store.
     pub const fn ucp() -> Self {
         Self {
             name: "ucp",
-            // What 128 bits take in base64.
+            // Length of 128 bits in base64.
             min_key_chars: 22,
             mismatch: StatusCode::CONFLICT,
             min_ttl: DAY,
@@ -133,8 +135,8 @@ impl Profile {
     }
 }
 
-/// 2xx, 3xx, and those 4xx that depend on the request alone. What depends on credentials, on the moment or on the server
-/// frees the key. A response of gRPC is judged by the status in its trailers.
+/// Records 2xx, 3xx, and the 4xx that depend on the request alone. A status that depends on credentials, on the moment
+/// or on the server frees the key. A gRPC response is judged by the status in its trailers.
 fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Recording {
     let grpc = trailers.get("grpc-status").or_else(|| head.headers.get("grpc-status"));
     let is_final = match grpc.map(HeaderValue::as_bytes) {
@@ -149,7 +151,8 @@ fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Rec
     if is_final { Recording::Record } else { Recording::Release }
 }
 
-/// Everything but what is refused before an endpoint begins: credentials, concurrent requests, rate limits.
+/// Records everything except responses that an endpoint gives before it begins: credentials, concurrent requests, rate
+/// limits.
 fn record_what_began(head: &Parts, _: &HeaderMap) -> Recording {
     match head.status.as_u16() {
         401 | 403 | 408 | 409 | 425 | 429 => Recording::Release,
@@ -198,7 +201,7 @@ fn ucp_problem(problem: &Problem) -> Response<Bytes> {
     problem.with_body("application/json", &json!({ "code": code(kind), "content": content }))
 }
 
-/// The name of a problem as codes are written.
+/// Writes the name of a problem in the form of a code.
 fn code(kind: ProblemKind) -> String {
     kind.name().replace('-', "_")
 }

@@ -1,6 +1,7 @@
-//! A request on its way: what is asked of it before its handler runs, and what becomes of the response.
+//! The path of a request through the layer: checks before its handler runs, then the recording of the response.
 //!
-//! In this order: method, key, caller, length, body, fingerprint, and then one call of the engine, whose body is the handler.
+//! The order is: method, key, caller, length, body, fingerprint, and then one call of the engine, whose body is the
+//! handler.
 
 use std::future::poll_fn;
 use std::iter;
@@ -36,16 +37,16 @@ use crate::record::{Release, StoredResult, Traceparent};
 use crate::sync::{Mutex, lock};
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// Says that a response is not recorded although its handler ran.
+/// Field that marks a response as not recorded although its handler ran.
 const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
-/// A retry of a running request that nothing is known of.
+/// Shortest retry time: for a busy layer, and for a running request while no handler's duration is known.
 const SOON: Duration = Duration::from_secs(1);
 
-/// The keys under which a request runs already, one for each layer on its way.
+/// The keys under which a request already runs, one for each layer that it passed.
 #[derive(Clone)]
 struct Covered {
     key: Key,
-    /// Those of the layers further out. Boxed: mostly there is one layer.
+    /// Keys of the outer layers. Boxed: most requests pass one layer.
     outer: Option<Box<Covered>>,
 }
 
@@ -55,32 +56,32 @@ impl Covered {
     }
 }
 
-/// What a request is to the layer.
+/// The layer's decision about a request.
 pub(super) enum Look {
-    /// None of its business.
+    /// The layer does not cover the request.
     Pass,
-    /// It has no business here.
+    /// The layer refuses the request.
     Refuse(Refusal),
-    /// Its handler runs once.
+    /// The handler of the request runs once for its key.
     Protect(Asked),
 }
 
-/// A request with a key that is about to run, or to be answered without its handler.
+/// A request with a key, ready to run or to be answered without its handler.
 pub(super) struct Keyed {
     pub(super) asked: Asked,
     pub(super) print: Print,
     pub(super) claim: Option<Arc<Claim>>,
-    /// Its place among those in flight.
+    /// Permit that counts the request as in flight.
     pub(super) counted: Option<OwnedSemaphorePermit>,
 }
 
 /// The fingerprint of a request.
 pub(super) type Print = Result<Fingerprint, FingerprintError>;
 
-/// As many requests are in flight as may be.
+/// Error: the limit of requests in flight is reached.
 pub(super) struct Full;
 
-/// A problem, and in which form the client reads it.
+/// A problem, and whether the client expects it as gRPC.
 pub(super) struct Refusal {
     problem: Problem,
     is_grpc: bool,
@@ -93,9 +94,9 @@ pub(super) struct Asked {
     method: Method,
     is_grpc: bool,
     digests: Digests,
-    /// The digest that stands for a body which is not read before.
+    /// Digest that stands for a body which is streamed, not read first.
     streams: Option<[u8; 32]>,
-    /// The trace that the request is a part of. Boxed: most have none.
+    /// The trace that the request belongs to. Boxed: most requests have none.
     traceparent: Option<Box<Traceparent>>,
 }
 
@@ -108,7 +109,8 @@ impl Asked {
         self.refusal(Problem::new(ProblemKind::Busy).retry_after(SOON))
     }
 
-    /// The head as the handler gets it: with the key, which is taken from here, and with a note for layers further in.
+    /// Builds the head for the handler. Moves the key from here into the head, and notes there, for inner layers, that
+    /// this key is covered.
     pub(super) fn mark(&mut self, mut head: Parts) -> Parts {
         let covered = Covered { key: self.key.clone(), outer: None };
         if let Some(outer) = head.extensions.insert(covered)
@@ -121,7 +123,7 @@ impl Asked {
     }
 }
 
-/// The whole target, in nested routers, too.
+/// Returns the whole target, even in nested routers.
 fn uri(head: &Parts) -> &Uri {
     #[cfg(feature = "axum")]
     return super::extract::uri(head);
@@ -134,7 +136,7 @@ fn is_grpc(headers: &HeaderMap) -> bool {
 }
 
 impl Settings {
-    /// Looks at the head of a request whose body has this length, if it says so.
+    /// Classifies a request by its head and by the length of its body, if it is stated.
     pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Look {
         let mode = self.policy.current_mode();
         let is_covered = self.methods.contains(&head.method) && self.covers.as_ref().is_none_or(|covers| covers(head));
@@ -142,7 +144,7 @@ impl Settings {
             return Look::Pass;
         }
         match self.asked(head, length) {
-            // A shadow reads only what it knows to be short.
+            // Shadow mode reads only bodies that are known to be short.
             Ok(Some(asked)) if mode == Mode::Shadow && (length.is_none() || asked.streams.is_some()) => Look::Pass,
             Ok(Some(asked)) => Look::Protect(asked),
             Ok(None) => Look::Pass,
@@ -156,12 +158,14 @@ impl Settings {
 
     fn asked(&self, head: &Parts, length: Option<u64>) -> Result<Option<Asked>, Problem> {
         let problem = |kind| Err(Problem::new(kind));
+        // The key comes first: a request without a key may pass, without any of the other checks.
         let name = match field::key(&head.headers, &self.header) {
             Ok(name) if name.len() >= self.profile.min_key_chars => name,
             Err(KeyFieldProblem::Missing) if !self.requires(head) => return Ok(None),
             Err(KeyFieldProblem::Missing) => return problem(ProblemKind::MissingKey),
             _ => return problem(ProblemKind::InvalidKey),
         };
+        // Keys belong to callers, so a request without a caller is refused before anything is stored.
         let caller = match &self.caller.0 {
             None => String::new(),
             Some(principal) => match (principal.of)(head).filter(|caller| !caller.trim().is_empty()) {
@@ -180,10 +184,12 @@ impl Settings {
         let route = self.route(head);
         let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), route, &caller, &name);
         let key = key.map_err(|error| Problem::of(error.into()))?;
-        // This layer stands twice on the route, or is nested in one with the same name.
+        // The layer stands on the route twice, or is nested in a layer with the same scope: the outer one protects the
+        // request already.
         if head.extensions.get::<Covered>().is_some_and(|covered| covered.keys().any(|it| *it == key)) {
             return Ok(None);
         }
+        // A body that is too long to be read needs a digest that can stand for it.
         let Some(digests) = field::digests(&head.headers) else { return problem(ProblemKind::DigestMismatch) };
         let is_short = length.is_some_and(|length| length <= self.max_body_bytes as u64);
         let streams =
@@ -198,7 +204,7 @@ impl Settings {
         Ok(Some(Asked { key, name, method, is_grpc, digests, streams, traceparent }))
     }
 
-    /// What of the target names the operation.
+    /// Returns the part of the target that enters the key.
     fn route<'a>(&self, head: &'a Parts) -> &'a str {
         match self.profile.equality {
             Equality::Json => uri(head).path(),
@@ -210,7 +216,7 @@ impl Settings {
         }
     }
 
-    /// What of the target belongs to the payload.
+    /// Returns the part of the target that enters the fingerprint.
     fn target<'a>(&self, head: &'a Parts) -> Option<Target<'a>> {
         match self.profile.equality {
             Equality::Json => None,
@@ -218,7 +224,7 @@ impl Settings {
         }
     }
 
-    /// Reads the body of a request, unless its digest stands for it.
+    /// Reads the body of a request, unless its digest stands for the body.
     pub(super) async fn read<B>(
         &self,
         head: &Parts,
@@ -251,15 +257,15 @@ impl Settings {
         Ok((RequestBody::read(bytes, trailers), print, None))
     }
 
-    /// Whether nothing is refused.
+    /// Returns whether the layer is in shadow mode, in which it refuses nothing.
     fn is_shadow(&self) -> bool {
         self.policy.current_mode() == Mode::Shadow
     }
 
-    /// Counts a request in, as long as what is returned is held; a shadow turns nobody away.
+    /// Counts a request as in flight while the returned permit is held. Shadow mode refuses no request.
     ///
     /// # Errors
-    /// There is no room for it.
+    /// The limit is reached.
     pub(super) fn enter(&self) -> Result<Option<OwnedSemaphorePermit>, Full> {
         match self.tasks.enter() {
             None if !self.is_shadow() => Err(Full),
@@ -267,7 +273,7 @@ impl Settings {
         }
     }
 
-    /// The fingerprint of a request whose body is `body`.
+    /// Returns the fingerprint of a request with this `body`.
     pub(super) fn print(&self, head: &Parts, asked: &Asked, body: &Bytes) -> Result<Print, Problem> {
         match self.checked_print(head, asked, body) {
             Err(problem) if self.is_shadow() => {
@@ -303,11 +309,11 @@ impl Settings {
         Payload::new(self.target(head), &head.headers, names, print).fingerprint()
     }
 
-    /// Runs `handler` once for the key of the request, or answers without it. The response has been recorded by then. The request
-    /// counts as one in flight until its future is dropped.
+    /// Runs `handler` once for the key of the request, or answers without running it. When the response is returned, it
+    /// has been recorded. The request counts as in flight until its future is dropped.
     ///
-    /// Not an `async fn`, and nothing in it moves what it was given: each would be stored twice, and this is most of what a
-    /// request takes.
+    /// Not an `async fn`, and nothing in here moves an argument: an `async fn` stores a moved argument twice, and the
+    /// arguments are most of the size of a request's future.
     pub(super) fn run<S, F, H, R, E>(
         settings: S,
         request: Keyed,
@@ -325,6 +331,8 @@ impl Settings {
             let (this, Keyed { asked, print, claim, counted: _counted }, handler) =
                 (&*settings, &request, &mut handler);
             let enforced = this.policy.current_mode() == Mode::Enforce;
+            // The body of the call stores the response here and returns only the recordable result to the engine. So a
+            // response whose recording fails can still be sent.
             let answered = Mutex::new(None);
             let body = async {
                 gate.pass().await;
@@ -342,6 +350,7 @@ impl Settings {
                 *lock(&answered) = Some(answer);
                 result
             };
+            // The engine decides whether the body runs.
             let operation =
                 Operation::new(&this.store, Ok(asked.key.clone()), this.policy).fingerprinted(print.clone());
             let call = observe(operation.recorded_by(RecordResponses).run(body))
@@ -352,7 +361,7 @@ impl Settings {
         }
     }
 
-    /// The response to a request whose call has ended so.
+    /// Builds the response to a request whose call has ended.
     fn answer<R: Body<Data = Bytes>, E>(
         &self,
         asked: &Asked,
@@ -368,6 +377,7 @@ impl Settings {
                 response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
                 response
             }
+            // The handler ran in this call. The client learns from a header if its response could not be recorded.
             (result, Some(answer)) => {
                 let mut response = answer?;
                 let is_lost = match &result {
@@ -385,13 +395,14 @@ impl Settings {
             }
             (Err(Undone::Refused(error)), None) => {
                 let limit = match &error {
-                    // Once the handler has ended there is a response.
+                    // The response will exist once the handler has ended, so the usual duration of handlers is the time
+                    // to wait.
                     Error::InProgress { .. } => self.tasks.usual().max(SOON),
                     _ => Duration::MAX,
                 };
                 self.refuse(asked.refusal(Problem::of(error).retry_within(limit)))
             }
-            // A body that returned has answered.
+            // A body that has returned has stored its answer, so this does not happen.
             (Ok(Done::Ran(_)) | Err(Undone::Freed(_)), None) => {
                 self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
             }
@@ -400,13 +411,13 @@ impl Settings {
         Ok(response)
     }
 
-    /// Runs a handler, and notes how long it took.
+    /// Runs a handler, and notes its duration.
     async fn timing<F: Future>(&self, mut handler: Pin<&mut F>) -> F::Output {
         let clock = self.store.heartbeats().clock();
         let mut began = None;
         let answer = poll_fn(|cx| {
             let polled = handler.as_mut().poll(cx);
-            // One that does not wait is over at once, and the clock need not be asked.
+            // A handler that does not wait ends in its first poll: then the clock is not read.
             if polled.is_pending() && began.is_none() {
                 began = Some(clock.now());
             }
@@ -417,7 +428,7 @@ impl Settings {
         answer
     }
 
-    /// What is recorded of a response, and the response as the first client gets it.
+    /// Decides about the recording of a response. Returns the result to record, and the response for the first client.
     async fn judge<R: Body<Data = Bytes>>(
         &self,
         asked: &Asked,
@@ -428,10 +439,12 @@ impl Settings {
         let marked = || Ok(Done::Ran(StoredResult::Unencodable));
         let is_lie = || claim.is_some_and(Claim::is_lie);
         let lie = || (released(), self.refuse(asked.refusal(Problem::new(ProblemKind::DigestMismatch))));
+        // A body that does not match its digest must leave no record, even if the handler succeeded.
         if is_lie() {
             return lie();
         }
         let (mut head, body) = response.into_parts();
+        // The handler's own decision wins over the layer's rule, and that over the profile's.
         let own = head.extensions.remove::<Recording>();
         let rule = |head: &http::response::Parts, trailers: &HeaderMap| match (own, &self.recording) {
             (Some(own), _) => own,
@@ -439,6 +452,7 @@ impl Settings {
             (None, None) => (self.profile.recording)(head, trailers),
         };
         let as_it_comes = |head, body| Response::from_parts(head, ResponseBody::as_it_comes(body));
+        // First decision, by the head alone: a response that is not recorded is streamed.
         match rule(&head, &HeaderMap::new()) {
             Recording::Release => return (released(), as_it_comes(head, body)),
             Recording::Mark => return (marked(), as_it_comes(head, body)),
@@ -447,6 +461,7 @@ impl Settings {
             }
             Recording::Record => {}
         }
+        // Second decision, with the trailers: for that the body is read whole.
         match collect(body, self.policy.max_result_bytes).await {
             Collected::Whole(..) if is_lie() => lie(),
             Collected::Whole(body, trailers) => {
@@ -469,7 +484,7 @@ impl Settings {
             }
             Collected::Broken(body) => {
                 tracing::warn!(key = %asked.key, "the body of a response broke off; nothing is recorded");
-                // As any other handler that did not come to its end.
+                // Handled like any other handler that did not finish.
                 let release = match self.policy.on_crash {
                     OnCrash::Retry => Release::Returned,
                     OnCrash::Fail => Release::Interrupted,
@@ -479,8 +494,8 @@ impl Settings {
         }
     }
 
-    /// Whether a response that would be recorded is none that can be: it is another protocol's, it has no end, or its form is
-    /// for one client.
+    /// Returns whether a response can't be recorded and is only passed on: it switches to another protocol, it never
+    /// ends, or it is encoded for one client.
     fn is_passed_on(&self, head: &http::response::Parts, method: &Method) -> bool {
         let content_type = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
         let is_endless =

@@ -1,4 +1,4 @@
-//! A response as the bytes of a record, and the headers that no replay repeats.
+//! Responses as the bytes of a record, and the headers that no replay repeats.
 //!
 //! The written form of version 1 (codec `http1`), with numbers in big-endian order:
 //!
@@ -25,9 +25,9 @@ use crate::record::{Finish, Release, State, StoredResult};
 const VERSION: u8 = 1;
 const CODEC: CodecName = CodecName::new(b"http1").expect("a name that fits");
 
-/// How many fields a replay has besides the recorded ones: its length, and the marker.
+/// Number of fields that a replay adds to the recorded ones: its length, and the marker.
 const ADDED: usize = 2;
-/// What a record holds besides fields and body, at most; and a field besides its name and value.
+/// Largest size of a record without its fields and its body; below, the size of a field without its name and value.
 const HEAD_BYTES: usize = 8;
 const FIELD_BYTES: usize = 6;
 
@@ -58,7 +58,7 @@ const NEVER: &[&str] = &[
     "www-authenticate",
 ];
 
-/// What a replay answers.
+/// A recorded response, for a replay.
 #[derive(Debug)]
 pub(super) struct Recorded {
     pub(super) status: StatusCode,
@@ -67,11 +67,11 @@ pub(super) struct Recorded {
     pub(super) trailers: Option<HeaderMap>,
 }
 
-/// A response as the layer records it: for an operator who knows what the client of an interrupted request is to get. It goes
-/// into [`Resolution::completed`](crate::operator::Resolution), or any other [`Finish::Completed`].
+/// Encodes a response as the layer records it. An operator who knows the right response to an interrupted request
+/// passes it to [`Resolution::completed`](crate::operator::Resolution), or to any other [`Finish::Completed`].
 ///
-/// What no replay repeats is left out (`Date`, `Set-Cookie`, what belongs to a connection), and `Content-Length` is that of the body.
-/// `None` if a header is larger than a record can tell.
+/// Headers that no replay repeats are left out (`Date`, `Set-Cookie`, headers of a connection). A replay sets
+/// `Content-Length` to the length of the body. `None` if a header is too large for the format.
 pub fn recorded_response(response: &Response<Bytes>) -> Option<StoredResult> {
     let (head, ()) = response_head(response).into_parts();
     encode(&head, response.body(), None, &Method::POST, |_| true).map(stored)
@@ -84,7 +84,7 @@ fn response_head(response: &Response<Bytes>) -> Response<()> {
     head
 }
 
-/// The response that the layer has recorded as `result`, with its trailers; `None` for any other result.
+/// Decodes the response that the layer has recorded as `result`, with its trailers; `None` for any other result.
 pub fn response_of(result: &StoredResult) -> Option<(Response<Bytes>, Option<HeaderMap>)> {
     let StoredResult::Encoded { codec, bytes } = result else { return None };
     let recorded = (*codec == CODEC).then(|| decode(bytes.clone())).flatten()?;
@@ -92,7 +92,7 @@ pub fn response_of(result: &StoredResult) -> Option<(Response<Bytes>, Option<Hea
     Some((head.map(|()| body), trailers))
 }
 
-/// Whether a replay may repeat the header `name` of a response whose `Connection` names `nominated`.
+/// Returns whether a replay may repeat the header `name` of a response whose `Connection` field lists `nominated`.
 fn may_be_replayed(name: &HeaderName, nominated: &[String]) -> bool {
     let text = name.as_str();
     let is_of_the_exchange = NEVER.binary_search(&text).is_ok()
@@ -100,7 +100,7 @@ fn may_be_replayed(name: &HeaderName, nominated: &[String]) -> bool {
     !is_of_the_exchange && !nominated.iter().any(|other| other == text)
 }
 
-/// The response as it is recorded, or `None` if it can't be written. `keeps` may leave out more of its headers.
+/// Encodes a response for its record; `None` if it can't be written. `keeps` may leave out further headers.
 pub(super) fn encode(
     head: &Parts,
     body: &[u8],
@@ -111,7 +111,7 @@ pub(super) fn encode(
     let listed = head.headers.get_all(header::CONNECTION).iter().filter_map(|line| line.to_str().ok());
     let nominated: Vec<String> =
         listed.flat_map(|line| line.split(',')).map(|name| name.trim().to_ascii_lowercase()).collect();
-    // Where the body says nothing of the length, the header does.
+    // The body of these responses is empty, so only the header holds the length.
     let states_length = *method == Method::HEAD || head.status == StatusCode::NOT_MODIFIED;
     let kept = |name: &HeaderName| match *name {
         header::CONTENT_LENGTH => states_length,
@@ -148,7 +148,7 @@ fn put_fields(out: &mut Vec<u8>, fields: &HeaderMap, kept: impl Fn(&HeaderName) 
     Some(())
 }
 
-/// What [`encode`] wrote. The body shares the bytes of the record.
+/// Decodes the output of [`encode`]. The body shares the bytes of the record.
 fn decode(mut bytes: Bytes) -> Option<Recorded> {
     if bytes.try_get_u8().ok()? != VERSION {
         return None;
@@ -165,7 +165,7 @@ fn decode(mut bytes: Bytes) -> Option<Recorded> {
 
 fn get_fields(bytes: &mut Bytes) -> Option<HeaderMap> {
     let count = bytes.try_get_u16().ok()?;
-    // What it claims may be more than there is.
+    // The stored count may be larger than the number of fields that follow.
     let claimed = usize::from(count).min(bytes.len() / FIELD_BYTES);
     let mut fields = HeaderMap::with_capacity(claimed + ADDED);
     for _ in 0..count {
@@ -182,7 +182,8 @@ fn get_fields(bytes: &mut Bytes) -> Option<HeaderMap> {
 }
 
 impl Recorded {
-    /// The response, its body and its trailers. `Content-Length` is made anew where the body decides it.
+    /// Returns the response, its body and its trailers. Sets `Content-Length` anew unless the response can't have a
+    /// body.
     pub(super) fn into_response(self, method: &Method) -> (Response<()>, Bytes, Option<HeaderMap>) {
         let Self { status, mut headers, body, trailers } = self;
         let has_no_body = *method == Method::HEAD
@@ -198,21 +199,21 @@ impl Recorded {
     }
 }
 
-/// How a handler's run ended for the record, or what an earlier run recorded.
+/// A response to record, or one that an earlier run recorded.
 #[derive(Debug)]
 pub(super) enum Done {
-    /// It ran: this is recorded.
+    /// The handler ran; this result is recorded.
     Ran(StoredResult),
-    /// It ran before.
+    /// An earlier run recorded this response.
     Replayed(Box<Recorded>),
 }
 
-/// Why nothing is recorded.
+/// Reason why nothing is recorded.
 #[derive(Debug)]
 pub(super) enum Undone {
-    /// The handler ran, and what it answered frees the key.
+    /// The handler ran, and its response frees the key.
     Freed(Release),
-    /// The engine says why.
+    /// The engine refused the call with this error.
     Refused(Error),
 }
 
@@ -222,7 +223,7 @@ impl From<Error> for Undone {
     }
 }
 
-/// How responses are recorded.
+/// Records responses with the codec `http1`.
 #[derive(Debug)]
 pub(super) struct RecordResponses;
 
@@ -234,7 +235,7 @@ impl Recorder<Done, Undone> for RecordResponses {
             }
             Ok(Done::Ran(stored)) => Ending::Finish(Finish::Completed(stored.clone())),
             Err(Undone::Freed(release)) => Ending::Release(*release),
-            // What a body returns is neither.
+            // A body never returns either of these.
             Ok(Done::Replayed(_)) | Err(Undone::Refused(_)) => Ending::Release(Release::Returned),
         }
     }
@@ -259,7 +260,7 @@ impl Recorder<Done, Undone> for RecordResponses {
     }
 }
 
-/// `bytes` as a result of this codec.
+/// Wraps `bytes` as a result of this codec.
 pub(super) fn stored(bytes: Bytes) -> StoredResult {
     StoredResult::Encoded { codec: CODEC, bytes }
 }
@@ -298,7 +299,7 @@ mod tests {
         assert_eq!(shown(&recorded.headers), shown(&head.headers));
         assert_eq!(recorded.headers.get_all("x-a").iter().collect::<Vec<_>>(), ["1", "3, 4"]);
         assert_eq!((&*recorded.body, recorded.trailers), (&b"body"[..], Some(trailers)));
-        // Nothing that is cut short or altered panics, or is read as more than it is.
+        // Truncated bytes are rejected, and altered bytes cause no panic.
         for len in 0..bytes.len() - 4 {
             assert!(decode(bytes.slice(..len)).is_none(), "{len}");
         }

@@ -1,4 +1,4 @@
-//! Handlers outlive their clients: those that have begun run in tasks of their own, which are counted.
+//! Tasks for handlers: a handler that has begun runs in a task of its own, so it outlives its client. All are counted.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -14,10 +14,10 @@ use tracing::instrument::WithSubscriber;
 use tracing::subscriber::NoSubscriber;
 use tracing::{Dispatch, Instrument, dispatcher};
 
-/// A handler on its way: what [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) wraps.
+/// The future of a handler, which [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) wraps.
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Wraps the task of a handler where the request is still at hand.
+/// Wraps the task of a handler, in the task of its request.
 pub(super) type Carry = Arc<dyn Fn(Task) -> Task + Send + Sync>;
 
 /// The requests in flight.
@@ -25,9 +25,9 @@ pub(super) struct Tasks {
     permits: Arc<Semaphore>,
     limit: u32,
     draining: AtomicBool,
-    /// How long handlers take, in microseconds: an average that forgets.
+    /// Moving average of the duration of handlers, in microseconds.
     usual: AtomicU64,
-    /// Whether an encoded response was met.
+    /// True if the warning about an encoded response was logged.
     pub(super) warned: AtomicBool,
 }
 
@@ -42,7 +42,7 @@ impl Tasks {
         }
     }
 
-    /// Counts a request in, or says that there is no room for it.
+    /// Counts a request as in flight; `None` if the limit is reached, or the layer is draining.
     pub(super) fn enter(&self) -> Option<OwnedSemaphorePermit> {
         match self.draining.load(Ordering::SeqCst) {
             true => None,
@@ -50,22 +50,22 @@ impl Tasks {
         }
     }
 
-    /// Lets no request in any more, and waits for those that are.
+    /// Refuses all further requests, and waits for those in flight.
     pub(super) async fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
-        // Fails only if the semaphore is closed, which nobody does.
+        // This fails only if the semaphore is closed, and no code closes it.
         drop(self.permits.acquire_many(self.limit).await);
     }
 
-    /// How many requests are in flight.
+    /// Returns the number of requests in flight.
     pub(super) fn count(&self) -> usize {
         (self.limit as usize).saturating_sub(self.permits.available_permits())
     }
 
-    /// Notes how long a handler took.
+    /// Adds the duration of a handler to the average.
     pub(super) fn took(&self, time: Duration) {
         let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        // A lost update costs nothing.
+        // Concurrent updates may lose one: the average need not be exact.
         let usual = match self.usual.load(Ordering::Relaxed) {
             0 => micros,
             usual => usual - usual / 8 + micros / 8,
@@ -73,7 +73,7 @@ impl Tasks {
         self.usual.store(usual, Ordering::Relaxed);
     }
 
-    /// How long handlers take.
+    /// Returns the usual duration of a handler.
     pub(super) fn usual(&self) -> Duration {
         Duration::from_micros(self.usual.load(Ordering::Relaxed))
     }
@@ -85,17 +85,18 @@ impl fmt::Debug for Tasks {
     }
 }
 
-/// Where a handler begins.
+/// The point at which a handler begins.
 #[derive(Clone)]
 pub(super) struct Gate(Arc<AtomicBool>);
 
 impl Gate {
-    /// The first poll notes that it is reached and yields, for [`detach`] to move the rest into a task.
+    /// Creates a gate that stops the first poll: it notes that the gate is reached and yields, so that [`detach`] moves
+    /// the rest into a task.
     pub(super) fn closed() -> Self {
         Self(Arc::new(AtomicBool::new(false)))
     }
 
-    /// Nobody waits there.
+    /// Creates a gate that stops no poll.
     pub(super) fn open() -> Self {
         Self(Arc::new(AtomicBool::new(true)))
     }
@@ -103,7 +104,7 @@ impl Gate {
     pub(super) async fn pass(&self) {
         poll_fn(|_| match self.0.swap(true, Ordering::SeqCst) {
             true => Poll::Ready(()),
-            // Nothing has to wake: `detach` sees it in this very poll, and the task that it makes polls again.
+            // No wake-up is needed: `detach` checks the gate in this same poll, and its task polls again.
             false => Poll::Pending,
         })
         .await;
@@ -114,11 +115,11 @@ impl Gate {
     }
 }
 
-/// The runtime ended before the handler did, or `carry` dropped it.
+/// Error: the runtime ended before the handler did, or `carry` dropped its task.
 pub(super) struct Lost;
 
-/// Polls `run` here until its handler begins, and in a task from then on: dropping this future cancels what is only reserved or
-/// waits, and nothing that has begun. A panic of the handler goes on here.
+/// Polls `run` here until its handler begins, and in a task from then on. Dropping this future cancels a call that is
+/// only reserved or waits, but not a handler that has begun. A panic of the handler continues in this future.
 pub(super) async fn detach<T: Send + 'static>(
     mut run: Pin<Box<dyn Future<Output = T> + Send>>,
     gate: &Gate,
@@ -135,20 +136,20 @@ pub(super) async fn detach<T: Send + 'static>(
     let Some(carry) = carry else { return joined(spawn(run).await) };
     let (send, receive) = oneshot::channel();
     let task: Task = Box::pin(async move {
-        // The client may have gone.
+        // The receiver is gone if the client hung up.
         let _ = send.send(run.await);
     });
     joined(spawn(carry(task)).await)?;
     receive.await.map_err(|_| Lost)
 }
 
-/// A task in the span, and with the subscriber, of its caller.
+/// Spawns a task with the span and the subscriber of its caller.
 fn spawn<F>(task: F) -> JoinHandle<F::Output>
 where
     F: Future + Send + 'static,
     F::Output: Send,
 {
-    // Where nobody listens there is no span. A subscriber of its own would make each event of the task dearer.
+    // Without a subscriber there is no span. Attaching one would make each event of the task more expensive.
     match dispatcher::get_default(Dispatch::is::<NoSubscriber>) {
         true => tokio::spawn(task),
         false => tokio::spawn(task.in_current_span().with_current_subscriber()),
