@@ -1,4 +1,4 @@
-//! Runs a handler again and again, with another fault each time.
+//! Runs a handler repeatedly, each time with another fault.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
@@ -21,25 +21,24 @@ use crate::engine::{Observe, Outcome, Refusal};
 use crate::error::Disposition;
 use crate::sync::lock;
 
-/// After what time the broker first delivers a message again that got no answer. The time doubles with each delivery, up to
-/// a lease.
+/// Time until the broker redelivers a message that got no answer. It doubles with each delivery, up to a lease.
 const REDELIVERY: Duration = Duration::from_secs(1);
-/// How often one message is delivered before it counts as never acknowledged. Deliveries refused as in progress don't
+/// Number of deliveries after which a message counts as never acknowledged. Deliveries refused as in progress don't
 /// count.
 const DELIVERIES: u32 = 30;
-/// How late the last duplicate comes (default).
+/// Time from the first delivery to the last duplicate (default: 1 h).
 const LATE: Duration = Duration::from_secs(3600);
-/// How long a scenario may take (default).
+/// Simulated time that a scenario may take (default: 1 h).
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// How often the deliveries of a scenario may be polled.
+/// Limit of polls of the deliveries of a scenario.
 const POLLS: u64 = 1_000_000;
-/// How long the rest of a scenario has to end: late writes, and tasks that the handler has spawned.
+/// Time in which the rest of a scenario must end: late writes, and tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
-/// The shortest lease to reckon with: outages of the store, redelivery and time limits follow from the longest one.
+/// Lease to assume at least: outages of the store, redelivery and time limits are derived from the longest lease.
 const LEASE: Duration = Duration::from_secs(30);
-/// How many characters of an error a story shows.
+/// Number of characters of an error that a story shows.
 const SHOWN: usize = 160;
-/// How many scenarios are run (default).
+/// Limit of scenarios (default: 50 000).
 const MAX_SCENARIOS: usize = 50_000;
 
 /// The output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) decides what happens to the
@@ -88,7 +87,7 @@ impl sealed::Delivered for Disposition {
         Answer { outcome, disposition: self, value: None, error: None }
     }
 
-    /// The disposition says whether it failed.
+    /// A `Disposition` itself tells a failed delivery from a successful one.
     fn failed(&self) -> bool {
         false
     }
@@ -123,11 +122,11 @@ impl Answer {
 /// Kills your handler at each of its awaits and store calls, with duplicates in flight, and reports whether the effects
 /// that you count happened once. The [module](crate::testing) shows how to use it.
 ///
-/// `deliver` is called for every delivery of one message: it makes from the [`Worker`] what the handler needs, and calls
-/// the handler. [`Explorer`] has options.
+/// `deliver` is called for every delivery of one message. It builds the handler's surroundings from the [`Worker`], and
+/// calls the handler. [`Explorer`] has options.
 ///
 /// # Panics
-/// Inside a tokio runtime: it has one of its own. Call it from a plain `#[test]`.
+/// Inside a tokio runtime, because it starts its own. Call it from a plain `#[test]`.
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,
@@ -158,7 +157,7 @@ impl Default for Explorer {
 }
 
 impl Explorer {
-    /// An explorer that expects each effect exactly once, with one duplicate at a time.
+    /// Creates an explorer that expects each effect exactly once, and delivers one duplicate at a time.
     pub fn new() -> Self {
         Self {
             seed: 0,
@@ -179,20 +178,20 @@ impl Explorer {
         self
     }
 
-    /// In how many orders of their steps scenarios with duplicates are run (default: 2).
+    /// Sets the number of task orders in which each scenario with duplicates is run (default: 2).
     pub fn orders(mut self, orders: u32) -> Self {
         self.orders = orders;
         self
     }
 
-    /// How many duplicates are delivered, in scenarios that have any (default: 1).
+    /// Sets the number of duplicates, in scenarios that have any (default: 1).
     pub fn duplicates(mut self, duplicates: u32) -> Self {
         self.duplicates = duplicates;
         self
     }
 
-    /// For `on_crash = fail`: no effect may happen more often than in the plain run. It may be missing if the message was
-    /// set aside, so that an operator can decide.
+    /// Checks for at-most-once, for `on_crash = fail`: no effect may happen more often than in the plain run. An effect
+    /// may be missing if the message was set aside, so that an operator can decide.
     pub fn at_most_once(mut self) -> Self {
         self.at_most_once = true;
         self
@@ -205,28 +204,28 @@ impl Explorer {
         self
     }
 
-    /// How long after its first delivery your broker may deliver a message again (default: 1 h). A duplicate comes right
-    /// before that, and finds a `ttl` that is too short.
+    /// Sets the time after the first delivery within which your broker may deliver a message again (default: 1 h). A
+    /// duplicate arrives right before the end of that time, and reveals a `ttl` that is too short.
     pub fn redelivered_within(mut self, late: Duration) -> Self {
         self.redelivered_within = late;
         self
     }
 
-    /// How much simulated time a scenario may take before its handler counts as stuck (default: 1 h). It is never less than
-    /// 30 leases.
+    /// Sets the simulated time that a scenario may take before its handler counts as stuck (default: 1 h). The limit is
+    /// always at least 30 leases.
     pub fn patience(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
     }
 
-    /// Limits how many scenarios are run. The report says how many were left out.
+    /// Limits the number of scenarios. The report contains the number of scenarios left out.
     pub fn max_scenarios(mut self, limit: usize) -> Self {
         self.max_scenarios = Some(limit);
         self
     }
 
-    /// Runs only the scenario with this name, as a finding shows it: `"crash@await:3/duplicate:during"`. Under the same
-    /// options it is the same scenario.
+    /// Runs only the scenario with this name, as a finding shows it: `"crash@await:3/duplicate:during"`. The name
+    /// stands for the same scenario as long as the options are the same.
     ///
     /// ```
     /// use idem_runtime::testing::{Explorer, SimulatedStore, Worker};
@@ -249,16 +248,17 @@ impl Explorer {
         self
     }
 
-    /// Calls `deliver` for every delivery of a message: it makes from the [`Worker`] what the handler needs, and calls the
-    /// handler. It is called anew for each delivery, as if the worker had just started.
+    /// Calls `deliver` for every delivery of a message. `deliver` builds the handler's surroundings from the
+    /// [`Worker`], and calls the handler, as if the worker had just started.
     ///
     /// # Panics
-    /// If [`only`](Explorer::only) names no scenario, or inside a tokio runtime.
+    /// If [`only`](Explorer::only) names no existing scenario, or inside a tokio runtime.
     pub fn explore<F, D>(&self, deliver: F) -> Report
     where
         F: Fn(Worker) -> D + 'static,
         D: Future<Output: Delivered> + 'static,
     {
+        // The handler's output and its `Outcome` together give the answer of a delivery.
         let deliver: Deliver = Rc::new(move |worker| {
             let delivery = deliver(worker);
             Box::pin(async move {
@@ -266,6 +266,7 @@ impl Explorer {
                 sealed::Delivered::answer(delivered, outcome)
             })
         });
+        // The plain run shows the points at which faults can happen, and the effects to expect.
         let plain = self.run(Scenario::PLAIN, LEASE, &deliver);
         let mut report = Report::new(self.at_most_once, &plain);
         report.judge(&plain, self.at_most_once);
@@ -277,6 +278,7 @@ impl Explorer {
         if self.twice {
             scenarios.extend(Scenario::twice(awaits));
         }
+        // A single scenario: the report then shows this run alone.
         if let Some(only) = &self.only {
             if *only == Scenario::PLAIN.to_string() {
                 return report;
@@ -289,6 +291,7 @@ impl Explorer {
             report.judge(&run, self.at_most_once);
             return report;
         }
+        // An explicit limit is the caller's choice. Scenarios left out by the default limit make the report incomplete.
         let limit = self.max_scenarios.unwrap_or(MAX_SCENARIOS).saturating_sub(1);
         report.left_out = scenarios.len().saturating_sub(limit);
         report.incomplete = report.left_out > 0 && self.max_scenarios.is_none();
@@ -341,7 +344,7 @@ impl Explorer {
     }
 }
 
-/// The trace of one scenario that was run.
+/// Trace of one scenario that was run.
 pub(super) struct Run {
     pub(super) scenario: String,
     pub(super) awaits: Vec<String>,
@@ -363,14 +366,14 @@ impl Run {
 
 type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = Answer>>>>;
 
-/// A scenario in play.
+/// State of a scenario while it is played.
 struct Scene {
     simulation: Rc<Simulation>,
     world: Arc<World>,
     scenario: Scenario,
     deliver: Deliver,
     duplicates: u32,
-    /// The message and its duplicates, each in delivery until it is acknowledged.
+    /// Deliveries of the message and of its duplicates. Each ends when its copy is acknowledged.
     copies: RefCell<Vec<Task<()>>>,
     known: RefCell<Known>,
 }
@@ -386,30 +389,30 @@ struct Known {
 }
 
 impl Known {
-    /// Takes the cut of a later delivery; it happens once.
+    /// Returns the cut for a later delivery, and marks it as used: it happens once.
     fn cut_again(&mut self, scenario: Scenario) -> Cut {
         self.cut_again = true;
         scenario.then.map_or(Cut::Nothing, |(cut, _)| cut)
     }
 }
 
-/// Which cuts of the scenario apply to a delivery.
+/// Selects the cuts of the scenario that apply to a delivery.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Watched {
     /// The scenario's own cut.
     First,
-    /// The cut that the scenario has for a later delivery.
+    /// The cut for a later delivery.
     Later,
-    /// None.
+    /// No cut.
     No,
 }
 
-/// How one delivery ended.
+/// End of one delivery.
 enum Ended {
     Answered(Answer),
-    /// Dropped or panicked: the broker gets no answer.
+    /// The delivery was dropped or panicked: the broker gets no answer.
     Unanswered,
-    /// Its worker is dead.
+    /// The worker of the delivery is dead.
     Died,
 }
 
@@ -427,7 +430,7 @@ impl Scene {
         }
         self.all_ended().await;
         if self.scenario.duplicate == Duplicate::Late {
-            // The broker counts from its first delivery, and stops delivering at `late`.
+            // The broker counts from its first delivery, and stops redelivering at `late`.
             let passed = self.world.clock().now().since_origin();
             self.world.clock().sleep(late.saturating_sub(passed).saturating_sub(SLOWER)).await;
             self.duplicate();
@@ -449,7 +452,7 @@ impl Scene {
         self.copies.borrow_mut().push(copy);
     }
 
-    /// Delivers the duplicates to workers of their own, once in a scenario.
+    /// Delivers the duplicates, each to its own worker, once in a scenario.
     fn duplicate(self: &Rc<Self>) {
         if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
             for _ in 0..self.duplicates {
@@ -464,7 +467,7 @@ impl Scene {
         }
     }
 
-    /// Delivers one copy of the message as a broker does: until it is acknowledged or set aside.
+    /// Delivers one copy of the message as a broker does: again and again, until it is acknowledged or set aside.
     async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: Watched) {
         let world = &self.world;
         let mut redelivery = REDELIVERY;
@@ -476,6 +479,7 @@ impl Scene {
             let mut again_after = None;
             left -= u32::from(!ended.is_in_progress());
             match ended {
+                // The worker dies between the handler's return and the acknowledgement, so the broker delivers again.
                 Ended::Answered(_) if watched == Watched::First && self.scenario.point == Point::Return => {
                     self.kill(&worker, "when the handler has returned, before the message is acknowledged");
                     self.duplicate_after();
@@ -502,9 +506,11 @@ impl Scene {
                 }
                 Ended::Unanswered | Ended::Died => {}
             }
+            // Faults hit the first delivery; later deliveries get only the second cut of the scenario.
             if watched == Watched::First {
                 watched = Watched::Later;
             }
+            // Wait as the broker does, and replace a dead worker.
             world.clock().sleep(again_after.unwrap_or(redelivery)).await;
             redelivery = (redelivery * 2).min(world.lease());
             if worker.is_dead() {
@@ -520,6 +526,7 @@ impl Scene {
     }
 
     async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: Watched) -> Ended {
+        // The closure itself may panic before it returns a future.
         let mut call = match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
             Ok(call) => call,
             Err(panic) => return self.panicked(number, &*panic),
@@ -527,6 +534,7 @@ impl Scene {
         let mut awaits = 0;
         loop {
             let mut dead = pin!(worker.dead());
+            // Polls the delivery until it ends, its worker dies, or it reaches the point of its cut.
             let step = poll_fn(|cx| {
                 if dead.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(Step::Ended(Ended::Died));
@@ -542,10 +550,11 @@ impl Scene {
                     Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
                     Ok(Poll::Pending) => awaits += 1,
                 }
-                // The poll itself may have killed it.
+                // The worker may have died during the poll.
                 if worker.is_dead() {
                     return Poll::Ready(Step::Ended(Ended::Died));
                 }
+                // The plain run collects the points at which other scenarios cut.
                 if watched == Watched::First && self.scenario == Scenario::PLAIN {
                     self.known.borrow_mut().awaits.push(place.clone());
                 }
@@ -570,7 +579,7 @@ impl Scene {
         }
     }
 
-    /// Whether the delivery, pending for the `awaits`-th time, has reached its cut.
+    /// Returns whether the delivery has reached its cut: it is pending for the `awaits`-th time.
     fn is_reached(&self, watched: Watched, awaits: usize) -> bool {
         match watched {
             Watched::First => self.scenario.point == Point::Await(awaits),
@@ -579,13 +588,13 @@ impl Scene {
         }
     }
 
-    /// Applies `cut` to the delivery, which stands at `place`. Returns its end if it ended.
+    /// Applies `cut` to the delivery at `place`. Returns the delivery's end if the cut ended it.
     async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<Ended> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {
             self.world.tell(&format!("delivery {number} is {place}"));
             self.duplicate();
-            // Time passes only when no task can go on: the duplicates get that far first.
+            // Time passes only while no task can go on, so the duplicates run first.
             clock.sleep(SLOWER).await;
         }
         match cut {
@@ -613,8 +622,8 @@ impl Scene {
         }
     }
 
-    /// The broker has had no answer for too long: another worker gets the message, and the one that stands still goes on
-    /// some time later.
+    /// Delivers the message to another worker, as a broker does that waits too long for an answer. Later lets the
+    /// `stopped` worker go on.
     fn stand_in(self: &Rc<Self>, stopped: Worker) {
         let other = self.world.worker();
         let copy = {
@@ -658,15 +667,15 @@ impl Scene {
     }
 }
 
-/// Waits until one of the two is ready.
+/// Waits until one of the two futures is ready.
 async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|cx| if one.as_mut().poll(cx).is_ready() { Poll::Ready(()) } else { other.as_mut().poll(cx) }).await;
 }
 
-/// The result of polling a delivery until it has to stop.
+/// Result of polling a delivery until it ends or reaches its cut.
 enum Step {
     Ended(Ended),
-    /// It is where the scenario cuts it.
+    /// The delivery is at the place where the scenario cuts it.
     Reached(String),
 }

@@ -1,4 +1,4 @@
-//! A store that fails on command.
+//! A store that fails on request of a test.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -12,21 +12,21 @@ use crate::store::{
 };
 use crate::sync::lock;
 
-/// The fault of one call of a [`FaultyStore`].
+/// Fault of one call of a [`FaultyStore`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Fault {
-    /// None: the call is passed on.
+    /// No fault: the call is passed on.
     None,
-    /// Fails; nothing is written.
+    /// The call fails and writes nothing.
     Before(StoreErrorKind),
-    /// Fails a call that has a result to write, and writes nothing; passes all others on.
+    /// A call that writes a result fails and writes nothing. All other calls are passed on.
     BeforeResult(StoreErrorKind),
-    /// Takes effect, and its answer is lost.
+    /// The call takes effect, and its answer is lost.
     After,
-    /// Takes effect after this many polls, and is answered after as many more.
+    /// The call takes effect after this many polls. Its answer arrives after as many more.
     Slow(u32),
-    /// Never answers; nothing is written.
+    /// The call never answers, and writes nothing.
     Hang,
 }
 
@@ -58,7 +58,7 @@ pub enum Call {
     Ping,
 }
 
-/// A store that passes its calls on to another one, and fails when a test tells it to. Clones share the faults.
+/// A store that passes its calls on to another store, and fails on request of a test. Clones share the faults.
 ///
 /// # Examples
 /// ```
@@ -94,35 +94,35 @@ struct Plan {
 }
 
 impl FaultyStore {
-    /// Passes everything on until told otherwise.
+    /// Creates a store that passes every call on until a test sets a fault.
     pub fn new(inner: &(impl Store + ?Sized)) -> Self {
         Self { inner: inner.handle(), response_timeout: inner.response_timeout(), plan: Arc::default() }
     }
 
-    /// Sets the response time-out that the store claims (default: that of the store behind it).
+    /// Sets the response time-out that the store reports (default: the time-out of the inner store).
     #[must_use]
     pub fn answers_within(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
     }
 
-    /// The next call of this kind meets `fault`.
+    /// Applies `fault` to the next call of this kind.
     pub fn next(&self, call: Call, fault: Fault) {
         lock(&self.plan).faults.push_back((call, fault));
     }
 
-    /// Every call of this kind meets `fault` from now on.
+    /// Applies `fault` to every call of this kind from now on.
     pub fn always(&self, call: Call, fault: Fault) {
         let mut plan = lock(&self.plan);
         plan.always.retain(|(other, _)| *other != call);
         plan.always.push((call, fault));
     }
 
-    /// How many calls of this kind there were.
+    /// Returns the number of calls of this kind.
     pub fn count(&self, call: Call) -> usize {
         lock(&self.plan).calls.iter().filter(|it| **it == call).count()
     }
 
-    /// The reservations that were requested, so that a test can let one land late.
+    /// Returns the reservations that were requested, so that a test can send one again as a late request.
     pub fn reserves(&self) -> Vec<ReserveRequest> {
         lock(&self.plan).reserves.clone()
     }
@@ -173,7 +173,7 @@ impl FaultyStore {
     }
 }
 
-/// Is pending this many times.
+/// Yields this many times.
 async fn pending(polls: u32) {
     for _ in 0..polls {
         tokio::task::yield_now().await;
@@ -205,7 +205,7 @@ impl Store for FaultyStore {
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
-        // A lost answer is lost for every lease.
+        // A lost answer is lost for every lease of the call.
         let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
         StoreFuture::renewed(answer, self.through(Call::Renew, inner))
     }

@@ -1,10 +1,10 @@
-//! Tests for your own handlers: they are killed at each of their awaits, on simulated time; and a store that fails on command
-//! ([`FaultyStore`]).
+//! Tests for your own handlers: an explorer that kills a handler at each of its awaits, on simulated time, and a store
+//! that fails on request ([`FaultyStore`]).
 //!
-//! [`explore`] delivers a message to your handler, again and again. Nothing happens to the handler in the first run, the
-//! *plain run*. It shows at which awaits the handler is pending, which store calls it makes, and which effects it has. Each
-//! of these points then gives several scenarios: the handler is cancelled there; its worker is killed, or stands still
-//! while another worker takes over; requests and answers get lost; duplicates arrive before, beside and after it. The
+//! [`explore`] delivers a message to your handler many times. Nothing happens to the handler in the first run, the
+//! *plain run*. This run shows the awaits at which the handler is pending, its store calls, and its effects. Each of
+//! these points then gives several scenarios: the handler is cancelled there; its worker is killed, or stands still
+//! while another worker takes over; requests and answers get lost; duplicates arrive before, during and after it. The
 //! message is delivered again as a broker would, until it is acknowledged. Every effect is counted, and each difference
 //! from the plain run is a finding.
 //!
@@ -46,21 +46,21 @@
 //! explore(|worker| async { charge_with_key(&App::new(worker), 42).await }).assert_once();
 //! ```
 //!
-//! A finding tells its story line by line, and how to play that scenario alone, for example under a debugger:
-//! `Explorer::new().only("crash@await:4").explore(…)`.
+//! A finding contains its story line by line, and the name of its scenario. The name plays that scenario alone, for
+//! example under a debugger: `Explorer::new().only("crash@await:4").explore(…)`.
 //!
 //! # What happens to the handler
 //!
 //! | scenario | fault at that point of the first delivery | bugs it finds |
 //! |---|---|---|
-//! | `cancel@await:n` | its future is dropped; its worker lives on | half-done work is done again |
+//! | `cancel@await:n` | the future is dropped; the worker lives on | half-done work is done again |
 //! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | the same, one lease later; work that the handler did not wait for |
 //! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another worker takes over and ends; the first goes on | effects of an attempt that is over |
-//! | `pause@await:n`, `@effect:n` | the same, but the first worker goes on as soon as the other one has begun | two attempts at once |
-//! | `overtake@await:n`, `@effect:n` | the same, but the other worker dies as soon as it has taken over | a lost lease that is taken for success |
+//! | `pause@await:n`, `@effect:n` | as `stop`, but the first goes on once the other began | concurrent attempts |
+//! | `overtake@await:n`, `@effect:n` | as `stop`, but the other takes over and dies | a lost lease taken for success |
 //! | `request-lost@store:n`, `@effect:n` | the request does not arrive; the caller gets an error | errors that are swallowed |
 //! | `answer-lost@store:n`, `@effect:n` | the request is done; the caller gets an error | work that is done again after an error |
-//! | `down@store:n` | its store can't be reached from that call on, for two leases | results that can't be recorded |
+//! | `down@store:n` | the store is unreachable from that call on, for two leases | results that can't be recorded |
 //! | `run` | nothing | |
 //!
 //! | suffix | a duplicate is delivered to another worker |
@@ -68,11 +68,11 @@
 //! | `/duplicate:with` | together with the message |
 //! | `/duplicate:during` | when the first delivery has reached the point, just before the fault |
 //! | `/duplicate:after` | right after the fault |
-//! | `/duplicate:late` | when all deliveries have ended, as late as the broker may: [`Explorer::redelivered_within`] |
+//! | `/duplicate:late` | after the end of all deliveries, at the limit [`Explorer::redelivered_within`] |
 //!
-//! Scenarios in which workers run beside each other are run in several orders (`/order:1`): [`Explorer::orders`].
+//! Scenarios with concurrent workers are run in several orders (`/order:1`): [`Explorer::orders`].
 //!
-//! # What is expected
+//! # Expectations
 //!
 //! - Each effect happens as often as in the plain run. An effect with an idempotency key of its own ([`Effect::key`])
 //!   happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, an effect may also be missing if
@@ -80,26 +80,26 @@
 //! - The message and each duplicate are acknowledged in the end. The message is set aside only if the plain run sets it
 //!   aside.
 //! - All deliveries get the same result.
-//! - No task panics, waits for ever or spins.
+//! - No task panics, waits forever or spins.
 //!
-//! # What your test provides
+//! # Your part
 //!
-//! The closure is called for each delivery. It makes from its [`Worker`] what a worker process has: a store
-//! ([`Worker::store`]), and fakes of the services that your handler calls. Their effects are counted ([`Worker::effect`]),
-//! and they may share state ([`Worker::shared`]). The closure returns the `Result` of your handler, or the
-//! [`Disposition`](crate::Disposition) that your consumer has decided on.
+//! The closure is called for each delivery. From its [`Worker`] it builds the parts of a worker process: a store
+//! ([`Worker::store`]), and fakes of the services that your handler calls. The fakes count their effects
+//! ([`Worker::effect`]), and may share state ([`Worker::shared`]). The closure returns the `Result` of your handler, or
+//! the [`Disposition`](crate::Disposition) that your consumer has decided on.
 //!
-//! Time is simulated: `tokio::time` and [`Worker::clock`] follow it. Everything runs on one thread and repeats exactly, as
-//! long as the handler does: `tokio::select!` needs `biased;` for that, and the handler must not use real time or real
-//! input and output. For tests of another shape, use a [`Simulation`] alone.
+//! Time is simulated: `tokio::time` and [`Worker::clock`] follow it. Everything runs on one thread. A run repeats
+//! exactly if the handler is deterministic: `tokio::select!` needs `biased;` for that, and the handler must not use
+//! real time or real input and output. For tests of another shape, use a [`Simulation`] alone.
 //!
-//! # What it does not show
+//! # Limits
 //!
-//! A scenario has one fault, and that hits the first worker ([`Explorer::twice`] cuts two deliveries); interleavings of
-//! several faults are not covered. The awaits of tasks that your handler spawns are not among the points; their effects and
-//! store calls are. Your fakes are as good as you make them. A crash is simulated inside this process: the values of a
-//! killed handler are dropped, so their `Drop` runs. And the store forgets nothing: a Redis that loses records in a
-//! failover is not among the scenarios.
+//! A scenario has one fault, which hits the first worker ([`Explorer::twice`] cuts two deliveries). Combinations of
+//! several faults are not covered. The awaits of tasks that your handler spawns are not among the points; their effects
+//! and store calls are. The results are only as good as your fakes. A crash is simulated inside this process: the
+//! values of a killed handler are dropped, so their `Drop` runs. The store loses no records: a Redis that loses records
+//! in a failover is not among the scenarios.
 
 #[cfg(feature = "testing")]
 mod explorer;

@@ -5,7 +5,7 @@ use std::fmt;
 
 use super::explorer::Run;
 
-/// The findings of [`explore`](super::explore). The `Display` is for people, and the same for the same handler.
+/// The findings of [`explore`](super::explore). `Display` writes them for people; the same handler gives the same text.
 #[derive(Clone, Debug)]
 #[must_use = "look at its findings, or call `assert_once`"]
 pub struct Report {
@@ -14,7 +14,7 @@ pub struct Report {
     awaits: Vec<String>,
     store_calls: Vec<String>,
     effect_calls: Vec<String>,
-    /// How often each effect happens in the plain run.
+    /// Number of times that each effect happens in the plain run.
     expected: BTreeMap<String, usize>,
     set_aside: bool,
     findings: Vec<Finding>,
@@ -38,41 +38,41 @@ impl Report {
         }
     }
 
-    /// How many scenarios were run.
+    /// Returns the number of scenarios that were run.
     pub fn scenarios(&self) -> usize {
         self.scenarios
     }
 
-    /// How many scenarios were not run because of the limit.
+    /// Returns the number of scenarios that the limit left out.
     pub fn left_out(&self) -> usize {
         self.left_out
     }
 
-    /// The awaits at which the plain run was pending: the delivery was cut at each of them.
+    /// Returns the awaits at which the plain run was pending. The delivery was cut at each of them.
     pub fn awaits(&self) -> &[String] {
         &self.awaits
     }
 
-    /// The store calls of the plain run: each of them failed in some scenario.
+    /// Returns the store calls of the plain run. Each of them failed in some scenario.
     pub fn store_calls(&self) -> &[String] {
         &self.store_calls
     }
 
-    /// The effects that the plain run called, and the [questions](super::Worker::happened) that it asked: the answer of
-    /// each got lost in some scenario.
+    /// Returns the effects that the plain run called, and the [questions](super::Worker::happened) that it asked. In
+    /// some scenario each answer got lost.
     pub fn effects(&self) -> &[String] {
         &self.effect_calls
     }
 
-    /// The findings, in the order of the scenarios.
+    /// Returns the findings, in the order of the scenarios.
     pub fn findings(&self) -> &[Finding] {
         &self.findings
     }
 
-    /// Panics unless every effect happened as often as it should, and every message ended.
+    /// Asserts that every effect happened as often as expected, and every message ended.
     ///
     /// # Panics
-    /// With the report, if there are findings, or if scenarios were left out without a limit set by the caller.
+    /// With the report, if there are findings, or if the default limit left scenarios out.
     pub fn assert_once(&self) {
         assert!(self.findings.is_empty() && !self.incomplete, "{self}");
     }
@@ -95,7 +95,7 @@ impl Report {
         self.findings.push(run.finding(problem));
     }
 
-    /// Compares a run with the plain one.
+    /// Compares a run with the plain run.
     pub(super) fn judge(&mut self, run: &Run, at_most_once: bool) {
         self.scenarios += 1;
         for problem in &run.problems {
@@ -136,7 +136,7 @@ impl fmt::Display for Report {
         if self.findings.is_empty() {
             return write!(f, "nothing found");
         }
-        // One story for each problem: that of the scenario with the fewest lines.
+        // One story for each problem, from the scenario with the fewest lines.
         let mut problems: Vec<(&Problem, Vec<&Finding>)> = Vec::new();
         for finding in &self.findings {
             match problems.iter_mut().find(|(problem, _)| problem.is_like(&finding.problem)) {
@@ -202,18 +202,18 @@ pub enum Problem {
     Repeated {
         /// The name of the effect.
         effect: String,
-        /// How often it happened.
+        /// Number of times that the effect happened.
         times: usize,
-        /// How often it should have happened.
+        /// Number of times that the plain run has the effect.
         expected: usize,
     },
     /// An effect did not happen, or less often than in the plain run.
     Missing {
         /// The name of the effect.
         effect: String,
-        /// How often it happened.
+        /// Number of times that the effect happened.
         times: usize,
-        /// How often it should have happened.
+        /// Number of times that the plain run has the effect.
         expected: usize,
     },
     /// An effect did not happen because its key had been used for another effect.
@@ -223,9 +223,9 @@ pub enum Problem {
         /// The effect that did happen under the key.
         other: String,
     },
-    /// A message was delivered again and again, and never acknowledged.
+    /// A message was delivered many times and never acknowledged.
     Unacknowledged,
-    /// A message was set aside that the plain run acknowledges.
+    /// A message was set aside although the plain run acknowledges it.
     SetAside,
     /// Two deliveries got different results, although both were recorded or replayed.
     ResultsDiffer,
@@ -236,12 +236,13 @@ pub enum Problem {
     },
     /// A delivery did not end.
     Stuck,
-    /// The handler has no counted effect, so nothing can be found out: see [`Worker::effect`](super::Worker::effect).
+    /// The handler has no counted effect, so the explorer can't find anything: see
+    /// [`Worker::effect`](super::Worker::effect).
     NothingCounted,
 }
 
 impl Problem {
-    /// Whether one story can stand for both problems.
+    /// Returns whether one story can stand for both problems.
     fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })

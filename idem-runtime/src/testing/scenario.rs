@@ -1,4 +1,4 @@
-//! The faults that can happen to a handler, and where.
+//! The faults that can happen to a handler, and their points.
 
 use std::fmt;
 
@@ -7,28 +7,28 @@ use self::Duplicate::{After, During, Late, Never, With};
 /// The fault of the first delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cut {
-    /// Nothing.
+    /// No fault.
     Nothing,
-    /// Its future is dropped; the worker lives on.
+    /// The handler's future is dropped; the worker lives on.
     Cancel,
-    /// Its worker dies.
+    /// The worker dies.
     Crash,
-    /// Its worker stands still until another worker has handled the message.
+    /// The worker stands still until another worker has handled the message.
     Stop,
-    /// Its worker stands still until another worker has taken over, and goes on beside it.
+    /// The worker stands still until another worker has taken over, and then runs concurrently with it.
     Pause,
-    /// Its worker stands still until another worker has taken over and died of it.
+    /// The worker stands still until another worker has taken over, and has died of this same scenario.
     Overtake,
-    /// A request gets lost on its way.
+    /// A request does not reach the store or the service.
     RequestLost,
-    /// A request is done, and its answer gets lost.
+    /// A request takes effect, and its answer gets lost.
     AnswerLost,
     /// The worker can't reach the store, from this call on and for longer than a lease.
     Down,
 }
 
 impl Cut {
-    /// Whether the worker stands still for a while.
+    /// Returns whether the worker stands still for a while.
     pub(super) fn stands_still(self) -> bool {
         matches!(self, Self::Stop | Self::Pause | Self::Overtake)
     }
@@ -54,15 +54,15 @@ impl fmt::Display for Cut {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Point {
     Nowhere,
-    /// When the delivery is pending for the n-th time.
+    /// The delivery is pending for the n-th time.
     Await(usize),
-    /// When it has returned, before the message is acknowledged.
+    /// The delivery has returned, and the message is not acknowledged yet.
     Return,
-    /// When the message has been acknowledged.
+    /// The message has been acknowledged.
     Ack,
-    /// At a call of the store.
+    /// The n-th call of the store.
     Store(usize),
-    /// At an effect. A worker that stands still there does so while the request is on its way.
+    /// The n-th effect. A worker that stands still there has already sent the request.
     Effect(usize),
 }
 
@@ -79,17 +79,17 @@ impl fmt::Display for Point {
     }
 }
 
-/// When duplicates of the message are delivered.
+/// Time at which duplicates of the message are delivered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Duplicate {
     Never,
     /// Together with the message.
     With,
-    /// When the message has reached the point of the fault, just before it.
+    /// At the point of the fault, just before it.
     During,
     /// Right after the fault.
     After,
-    /// When all deliveries have ended, as late as the broker may deliver again.
+    /// After all deliveries have ended, as late as the broker may deliver again.
     Late,
 }
 
@@ -105,15 +105,15 @@ impl fmt::Display for Duplicate {
     }
 }
 
-/// One run of the message through the workers. Its text repeats it.
+/// One run of the message through the workers. Its text is enough to repeat it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Scenario {
     pub(super) cut: Cut,
     pub(super) point: Point,
     pub(super) duplicate: Duplicate,
-    /// The fault of a later delivery, and at which of its awaits.
+    /// The fault of a later delivery, and the number of the await at which it happens.
     pub(super) then: Option<(Cut, usize)>,
-    /// Which of several orders of the tasks.
+    /// Number of the task order, from 0.
     pub(super) order: u32,
 }
 
@@ -122,24 +122,25 @@ impl Scenario {
     pub(super) const PLAIN: Self =
         Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Never, then: None, order: 0 };
 
-    /// Whether a worker that stood still goes on before its heartbeat finds the lease lost.
+    /// Returns whether a stopped worker's renewal is delayed, so that its handler goes on before the heartbeat finds
+    /// the lease lost.
     pub(super) fn renews_late(self) -> bool {
         self.cut.stands_still() && self.order.is_multiple_of(2)
     }
 
-    /// Whether it goes on after that.
+    /// Returns whether a stopped worker's handler is delayed, so that the heartbeat finds the lease lost first.
     pub(super) fn goes_on_late(self) -> bool {
         self.cut.stands_still() && !self.order.is_multiple_of(2)
     }
 
-    /// Every scenario for a handler with so many awaits, store calls and effects.
+    /// Lists every scenario for a handler with this many awaits, store calls and effects.
     pub(super) fn all(awaits: usize, store_calls: usize, effects: usize, orders: u32) -> Vec<Self> {
         let mut all = Vec::new();
         let mut add = |cut, point, duplicates: &[Duplicate]| {
             for &duplicate in duplicates {
                 let first = Self { cut, point, duplicate, ..Self::PLAIN };
                 let orders = match duplicate {
-                    // One task at a time has only one order.
+                    // Without concurrency there is only one order of tasks.
                     Never if !first.cut.stands_still() => 1,
                     Late => 1,
                     _ => orders.max(1),
@@ -147,7 +148,9 @@ impl Scenario {
                 all.extend((0..orders).map(|order| Self { order, ..first }));
             }
         };
+        // Duplicates without a fault.
         add(Cut::Nothing, Point::Nowhere, &[With, Late]);
+        // At an await, the worker itself fails.
         for n in 1..=awaits {
             let point = Point::Await(n);
             add(Cut::Nothing, point, &[During]);
@@ -157,14 +160,17 @@ impl Scenario {
             add(Cut::Pause, point, &[Never]);
             add(Cut::Overtake, point, &[Never]);
         }
+        // Between the handler's end and the acknowledgement, and after it.
         add(Cut::Crash, Point::Return, &[Never, With, After]);
         add(Cut::Crash, Point::Ack, &[Never, After]);
+        // At a call of the store, messages get lost, or the store is down.
         for n in 1..=store_calls {
             let point = Point::Store(n);
             add(Cut::RequestLost, point, &[Never, With]);
             add(Cut::AnswerLost, point, &[Never, With]);
             add(Cut::Down, point, &[Never, After]);
         }
+        // At an effect, both the worker and the messages may fail.
         for n in 1..=effects {
             let point = Point::Effect(n);
             add(Cut::RequestLost, point, &[Never, With]);
@@ -177,7 +183,7 @@ impl Scenario {
         all
     }
 
-    /// Every scenario in which two deliveries are cut, one after the other.
+    /// Lists every scenario in which two deliveries are cut, one after the other.
     pub(super) fn twice(awaits: usize) -> impl Iterator<Item = Self> {
         let cuts = move || (1..=awaits).flat_map(|at| [Cut::Cancel, Cut::Crash].map(|cut| (cut, at)));
         cuts().flat_map(move |(cut, at)| {

@@ -1,4 +1,4 @@
-//! Many tasks on one thread, in an order that a seed decides, on simulated time.
+//! Runs many tasks on one thread, in an order that a seed decides, on simulated time.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
 use std::cell::{Cell, RefCell};
@@ -17,12 +17,12 @@ use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant, SplitMix};
 use crate::sync::lock;
 
-/// How much simulated time a run may take (default).
+/// Simulated time that a run may take (default: 1 d).
 const TIME_LIMIT: Duration = Duration::from_secs(24 * 3600);
-/// How often a run may poll its tasks (default).
+/// Number of polls that a run may make (default: 10 000 000).
 const POLL_LIMIT: u64 = 10_000_000;
 
-/// Numbers that look random, and are the same for the same seed.
+/// A pseudo-random number generator: the same seed gives the same numbers.
 ///
 /// ```
 /// use idem_runtime::testing::Random;
@@ -35,18 +35,18 @@ const POLL_LIMIT: u64 = 10_000_000;
 pub struct Random(SplitMix);
 
 impl Random {
-    /// The numbers of `seed`.
+    /// Creates the generator of `seed`.
     pub const fn seeded(seed: u64) -> Self {
         Self(SplitMix(seed))
     }
 
-    /// The next number below `limit`, or zero if `limit` is zero.
+    /// Returns the next number below `limit`, or zero if `limit` is zero.
     pub fn below(&mut self, limit: u64) -> u64 {
-        // The high half of the product: as even as 64 bits allow.
+        // The high half of the product: as uniform as 64 bits allow.
         u64::try_from((u128::from(self.0.next()) * u128::from(limit)) >> 64).unwrap_or_default()
     }
 
-    /// The next toss of a coin: true with probability one half.
+    /// Returns the next toss of a coin: true with probability one half.
     pub fn coin(&mut self) -> bool {
         self.below(2) == 0
     }
@@ -54,11 +54,12 @@ impl Random {
 
 /// Many tasks on one thread, in an order that a seed decides, on simulated time.
 ///
-/// The next task is drawn from those that can go on. While none can, time jumps to the next moment for which a task sleeps:
-/// an hour takes no time. Nothing depends on the machine, so a seed repeats its run exactly.
+/// The simulation draws the next task from those that can go on. While no task can go on, time jumps to the next moment
+/// for which a task sleeps, so an hour takes no real time. Nothing depends on the machine, so a seed repeats its run
+/// exactly.
 ///
-/// It also runs what the library spawns (heartbeats, late writes), and what a handler does with `tokio::spawn` and
-/// `tokio::time`. A handler must not use real input and output: time does not wait for them.
+/// The simulation also runs the library's own tasks (heartbeats, late writes), and supports `tokio::spawn` and
+/// `tokio::time` in a handler. A handler must not use real input and output: simulated time does not wait for them.
 ///
 /// ```
 /// use std::time::Duration;
@@ -90,9 +91,9 @@ impl Random {
 /// });
 /// ```
 ///
-/// A simulation has a tokio runtime of its own, so use it in a plain `#[test]`, not in a `#[tokio::test]`.
+/// A simulation has its own tokio runtime, so use it in a plain `#[test]`, not in a `#[tokio::test]`.
 pub struct Simulation {
-    // Before the runtime: the remaining tasks are dropped on it.
+    // Declared before the runtime, so that the remaining tasks are dropped while it exists.
     tasks: Rc<Tasks>,
     runtime: Option<Runtime>,
     clock: SimulatedClock,
@@ -102,7 +103,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// A simulation that draws the order of its tasks, and the entropy of its clock, from `seed`.
+    /// Creates a simulation that draws the order of its tasks, and the entropy of its clock, from `seed`.
     ///
     /// # Panics
     /// If no runtime can be built.
@@ -110,7 +111,7 @@ impl Simulation {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
-            // One spawned task at a time, so that tasks of the simulation can come in between.
+            // Run one spawned task at a time, so that tasks of the simulation can run in between.
             .event_interval(1)
             .build()
             .expect("a runtime can be built");
@@ -134,28 +135,28 @@ impl Simulation {
         }
     }
 
-    /// How much simulated time a run may take before it counts as stuck (default: 1 d). This finds a task that waits for
-    /// something that never comes.
+    /// Sets the simulated time after which a run counts as stuck (default: 1 d). This limit finds a task that waits for
+    /// an event that never comes.
     pub fn limit_time(&self, limit: Duration) {
         self.time_limit.set(limit);
     }
 
-    /// How often the tasks of a run may be polled before it counts as stuck (default: 10 000 000).
+    /// Sets the number of polls after which a run counts as stuck (default: 10 000 000).
     pub fn limit_polls(&self, limit: u64) {
         self.poll_limit.set(limit);
     }
 
-    /// The clock of the simulation, for stores.
+    /// Returns the clock of the simulation, for stores.
     pub fn clock(&self) -> SimulatedClock {
         self.clock.clone()
     }
 
-    /// The seed of the simulation.
+    /// Returns the seed of the simulation.
     pub fn seed(&self) -> u64 {
         self.seed
     }
 
-    /// A number below `limit`, drawn from the same seed as the order.
+    /// Draws a number below `limit`, from the same seed as the order of tasks.
     pub fn random(&self, limit: u64) -> u64 {
         self.tasks.random.borrow_mut().below(limit)
     }
@@ -169,7 +170,7 @@ impl Simulation {
         self.try_run(future).unwrap_or_else(|stuck| panic!("{stuck}"))
     }
 
-    /// As [`run`](Simulation::run), but returns an error instead of panicking if the run is stuck.
+    /// Runs like [`run`](Simulation::run), but returns an error instead of panicking if the run is stuck.
     ///
     /// # Errors
     /// [`Stuck`] if `future` does not become ready.
@@ -189,6 +190,7 @@ impl Simulation {
             let main = tasks.new_waker();
             main.wake_by_ref();
             poll_fn(|cx| {
+                // Wakers and clock must know the scheduler before any task is polled.
                 tasks.polled_by(cx.waker());
                 clock.tells(Some(cx.waker()));
                 clock.wake_sleepers();
@@ -196,6 +198,7 @@ impl Simulation {
                 if clock.now() >= limit || tasks.is_exhausted() {
                     return Poll::Ready(Err(self.stuck(tasks.is_exhausted())));
                 }
+                // No task of the simulation was drawn: let the runtime run its own tasks, or let time jump.
                 let Some(id) = tasks.draw() else {
                     let next = clock.next_wake().map_or(limit, |next| next.min(limit));
                     if due.as_ref().is_none_or(|(at, _)| *at != next) {
@@ -217,7 +220,7 @@ impl Simulation {
                 } else {
                     tasks.poll(id, false);
                 }
-                // Call the scheduler again: time goes on once no task can.
+                // Call the scheduler again: time advances once no task can go on.
                 cx.waker().wake_by_ref();
                 Poll::Pending
             })
@@ -228,13 +231,13 @@ impl Simulation {
         ran
     }
 
-    /// Runs `future` beside all other tasks.
+    /// Runs `future` concurrently with all other tasks.
     pub fn spawn<F: Future + 'static>(&self, future: F) -> Task<F::Output> {
         self.spawn_killed_at(u64::MAX, future)
     }
 
-    /// As [`spawn`](Simulation::spawn), but drops `future` at its `awaits`-th await: as soon as it has been polled that
-    /// often and is still pending. With 0 it is never polled.
+    /// Runs like [`spawn`](Simulation::spawn), but drops `future` at its `awaits`-th await, as soon as it has been
+    /// polled that often and is still pending. With 0 the future is never polled.
     pub fn spawn_killed_at<F: Future + 'static>(&self, awaits: u64, future: F) -> Task<F::Output> {
         let state = Rc::new(TaskState { output: Cell::new(None), waiter: Cell::new(None) });
         let waker = self.tasks.new_waker();
@@ -287,12 +290,12 @@ pub struct Stuck {
 }
 
 impl Stuck {
-    /// Whether its tasks are polled endlessly. If not, they wait for something that does not come.
+    /// Returns true if tasks were polled endlessly. Otherwise, all tasks waited for an event that never comes.
     pub fn is_spinning(&self) -> bool {
         self.spinning
     }
 
-    /// The simulated time at which the run was given up.
+    /// Returns the simulated time at which the run was given up.
     pub fn after(&self) -> Duration {
         self.after
     }
@@ -323,7 +326,7 @@ impl fmt::Display for Killed {
 
 impl std::error::Error for Killed {}
 
-/// A task of a [`Simulation`]. Awaited, it gives the output of its future. The task goes on if this is dropped.
+/// A task of a [`Simulation`]. Awaiting it gives the output of its future. A dropped handle does not end the task.
 pub struct Task<T> {
     id: u64,
     tasks: Rc<Tasks>,
@@ -332,18 +335,19 @@ pub struct Task<T> {
 }
 
 impl<T> Task<T> {
-    /// Drops the task's future, now, or as soon as it is pending if called from inside it. Does nothing to a task that has
-    /// ended.
+    /// Drops the task's future: immediately, or once it is pending if called from inside it. Has no effect on a task
+    /// that has ended.
     pub fn kill(&self) {
         self.tasks.kill(self.id);
     }
 
-    /// How often the task has been polled. Each poll left it pending at an await, except the last one if it has ended.
+    /// Returns the number of polls of the task. Each poll left it pending at an await, except the last one if it has
+    /// ended.
     pub fn polls(&self) -> u64 {
         self.polls.get()
     }
 
-    /// Whether the task has ended or was killed.
+    /// Returns whether the task has ended or was killed.
     pub fn is_finished(&self) -> bool {
         !self.tasks.slots.borrow().contains_key(&self.id)
     }
@@ -382,7 +386,7 @@ impl<T> TaskState<T> {
 }
 
 struct Slot {
-    /// Empty during a poll.
+    /// `None` during a poll.
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
     waker: Arc<TaskWaker>,
     polls: Rc<Cell<u64>>,
@@ -394,12 +398,12 @@ pub(super) struct Tasks {
     random: RefCell<Random>,
     slots: RefCell<BTreeMap<u64, Slot>>,
     next: Cell<u64>,
-    /// How many polls are left.
+    /// Number of polls left.
     left: Cell<u64>,
     woken: Arc<Mutex<Woken>>,
 }
 
-/// The tasks that can go on. Behind a lock, as a waker may be called from any thread.
+/// The tasks that can go on. Behind a lock, because a waker may be called from any thread.
 #[derive(Default)]
 struct Woken {
     tasks: BTreeSet<u64>,
@@ -434,12 +438,12 @@ impl Tasks {
         Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
     }
 
-    /// Whether the limit of polls is reached.
+    /// Returns whether the limit of polls is reached.
     pub(super) fn is_exhausted(&self) -> bool {
         self.left.get() == 0
     }
 
-    /// Takes over the tasks that the clock was asked to run.
+    /// Adds the tasks that the clock was asked to spawn.
     fn adopt(&self, clock: &SimulatedClock) {
         for task in clock.take_spawned() {
             let waker = self.new_waker();
@@ -455,7 +459,7 @@ impl Tasks {
         }
     }
 
-    /// Polls a task that can go on while another one blocks; false if there is none.
+    /// Polls a task that can go on while another one blocks; false if no task can.
     pub(super) fn poll_another(&self, clock: &SimulatedClock) -> bool {
         self.adopt(clock);
         let id = {
@@ -477,7 +481,8 @@ impl Tasks {
         lock(&self.woken).scheduler = Some(scheduler.clone());
     }
 
-    /// Draws a task that can go on. Sometimes returns none, so that a task of the runtime comes first.
+    /// Draws a task that can go on. Sometimes returns `None` although there is one, so that a task of the runtime runs
+    /// first.
     fn draw(&self) -> Option<u64> {
         let mut woken = lock(&self.woken);
         if woken.tasks.is_empty() || self.random.borrow_mut().coin() {
@@ -490,14 +495,15 @@ impl Tasks {
         Some(id)
     }
 
-    /// Has the scheduler called again if a task can go on.
+    /// Schedules the next call of the scheduler if a task can go on.
     fn go_on(&self, scheduler: &Waker) {
         if !lock(&self.woken).tasks.is_empty() {
             scheduler.wake_by_ref();
         }
     }
 
-    /// Polls a task. `inside` the poll of another one, it does not use up that one's cooperative budget of tokio.
+    /// Polls a task. With `inside` (during the poll of another task), the poll does not use up the other task's
+    /// cooperative budget of tokio.
     fn poll(&self, id: u64, inside: bool) {
         let Some((mut future, waker)) = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
             let future = slot.future.take()?;
@@ -505,7 +511,7 @@ impl Tasks {
         }) else {
             return;
         };
-        // Neither a poll nor a drop may find the slots borrowed: both may spawn and kill.
+        // The slots must not be borrowed during a poll or a drop: both may spawn and kill.
         let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
         let mut cx = Context::from_waker(&waker);
         let poll = |future: Pin<&mut dyn Future<Output = ()>>, cx: &mut Context<'_>| match inside {
@@ -532,7 +538,7 @@ impl Tasks {
 
     fn kill(&self, id: u64) {
         let future = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
-            // If it is being polled, the end of that poll finds this.
+            // A future that is being polled is not in its slot; `kill_at = 0` ends it when the poll returns.
             slot.kill_at.set(0);
             slot.future.take()
         });
@@ -553,7 +559,7 @@ impl Tasks {
     fn clear(&self, clock: &SimulatedClock) {
         clock.tells(None);
         loop {
-            // A dropped task may still have something to write.
+            // A dropped task may spawn a last write.
             self.adopt(clock);
             let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
             drop(slot);

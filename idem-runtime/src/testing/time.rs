@@ -1,4 +1,4 @@
-//! The time of a simulation: a clock whose sleepers the simulation itself wakes, also while one of its tasks blocks.
+//! Simulated time: a clock whose sleepers the simulation itself wakes, even while one of its tasks blocks.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
 use std::cell::RefCell;
@@ -21,9 +21,9 @@ thread_local! {
     static RUNNING: RefCell<Option<Rc<Tasks>>> = const { RefCell::new(None) };
 }
 
-/// The clock of a [`Simulation`](crate::testing::Simulation). Its time passes while no task can go on.
+/// The clock of a [`Simulation`](crate::testing::Simulation). Its time advances while no task can go on.
 ///
-/// It shows the time of the tokio runtime that the simulation runs on, so `tokio::time` in a handler agrees with it.
+/// The clock shows the time of the simulation's tokio runtime, so `tokio::time` in a handler agrees with it.
 #[derive(Clone)]
 pub struct SimulatedClock(Arc<Time>);
 
@@ -38,14 +38,14 @@ struct State {
     /// The sleeping tasks, by the time at which they wake and the order in which they fell asleep.
     sleepers: BTreeMap<(Instant, u64), Waker>,
     fell_asleep: u64,
-    /// The tasks spawned since the simulation last looked.
+    /// Tasks spawned since the simulation last took them.
     spawned: Vec<Task>,
     /// Woken when a task falls asleep or is spawned.
     simulation: Option<Waker>,
 }
 
 impl SimulatedClock {
-    /// The clock of a runtime whose time is paused.
+    /// Creates the clock of a runtime whose time is paused.
     pub(super) fn new(runtime: &tokio::runtime::Handle, seed: u64) -> Self {
         let _entered = runtime.enter();
         let state = State {
@@ -58,25 +58,25 @@ impl SimulatedClock {
         Self(Arc::new(Time { runtime: runtime.clone(), origin: tokio::time::Instant::now(), state: Mutex::new(state) }))
     }
 
-    /// Lets time jump, as for a process that was stopped: everything due in between is late.
+    /// Lets time jump, as a stopped process sees it: everything due in between is late.
     ///
-    /// To let it pass, await [`sleep`](Clock::sleep).
+    /// To let time pass normally, await [`sleep`](Clock::sleep).
     pub fn advance(&self, duration: Duration) {
         let _entered = self.0.runtime.enter();
-        // The first poll makes the jump. It then yields, which is up to the caller.
+        // The first poll makes the jump. A second poll would only yield, which is left to the caller.
         let jump = pin!(tokio::time::advance(duration));
         let _ = jump.poll(&mut Context::from_waker(Waker::noop()));
     }
 
-    /// Blocks the thread of the calling task for `duration`, as `std::thread::sleep` would. The other tasks of the
-    /// simulation, and the library's own work, go on meanwhile: they stand for other threads.
+    /// Blocks the thread of the calling task for `duration`, as `std::thread::sleep` would. Meanwhile the other tasks
+    /// of the simulation and the library's own work go on: they stand for other threads.
     ///
-    /// Tasks of `tokio::spawn`, sleeps of `tokio::time` and yields of `tokio::task::yield_now` are on the runtime of the
-    /// blocked thread, and wait. Outside of [`Simulation::run`](crate::testing::Simulation::run) time jumps, as in
-    /// [`advance`](SimulatedClock::advance).
+    /// Tasks of `tokio::spawn`, sleeps of `tokio::time` and yields of `tokio::task::yield_now` wait, because they
+    /// belong to the runtime of the blocked thread. Outside of [`Simulation::run`](crate::testing::Simulation::run),
+    /// time jumps as in [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
-        // Tasks polled in here are in no call of the blocking task.
+        // Tasks that are polled in here are not part of the blocking task's call.
         let (mut nowhere, mut nobody) = (None, None);
         let _entered = Entered::enter(&mut nowhere);
         let _observation = Observation::enter(&mut nobody);
@@ -95,12 +95,12 @@ impl SimulatedClock {
         }
     }
 
-    /// Makes `tasks` the ones that go on while one of them blocks, until the returned guard is dropped.
+    /// Sets the `tasks` that go on while one of them blocks, until the returned guard is dropped.
     pub(super) fn running(tasks: &Rc<Tasks>) -> Running {
         Running(RUNNING.replace(Some(Rc::clone(tasks))))
     }
 
-    /// Wakes the tasks whose time has come.
+    /// Wakes the tasks whose time is due.
     pub(super) fn wake_sleepers(&self) {
         let now = self.now();
         loop {
@@ -115,23 +115,23 @@ impl SimulatedClock {
         }
     }
 
-    /// The time at which the next sleeper wakes.
+    /// Returns the time at which the next sleeper wakes.
     pub(super) fn next_wake(&self) -> Option<Instant> {
         lock(&self.0.state).sleepers.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// The tasks spawned since this was last called.
+    /// Returns the tasks spawned since the last call.
     pub(super) fn take_spawned(&self) -> Vec<Task> {
         std::mem::take(&mut lock(&self.0.state).spawned)
     }
 
-    /// Has `simulation` woken when a task falls asleep or is spawned.
+    /// Sets the waker to wake when a task falls asleep or is spawned.
     pub(super) fn tells(&self, simulation: Option<&Waker>) {
         let earlier = std::mem::replace(&mut lock(&self.0.state).simulation, simulation.cloned());
         drop(earlier);
     }
 
-    /// The same moment on the runtime's clock.
+    /// Converts a moment to the runtime's clock.
     pub(super) fn of_the_runtime(&self, at: Instant) -> tokio::time::Instant {
         self.0.origin + at.since_origin()
     }
@@ -198,7 +198,7 @@ impl Future for Sleeper {
             });
             state.sleepers.insert((this.until, number), waker)
         };
-        // Not under the lock: dropping the last waker of a task drops the task.
+        // Dropped outside of the lock: dropping the last waker of a task drops the task.
         if earlier.is_none() {
             this.clock.tell();
         }
@@ -214,7 +214,7 @@ impl Drop for Sleeper {
     }
 }
 
-/// Ends what [`SimulatedClock::running`] began.
+/// Guard that restores the tasks that [`SimulatedClock::running`] replaced.
 pub(super) struct Running(Option<Rc<Tasks>>);
 
 impl Drop for Running {

@@ -24,18 +24,19 @@ use crate::store::{
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
 
-/// How many leases a store that went down stays down: long enough for another worker to take over.
+/// Number of leases for which a store is down: long enough for another worker to take over.
 const DOWN_FOR_LEASES: u32 = 2;
 
-/// How long an effect takes in a task that the handler has spawned.
+/// Duration of an effect in a task that the handler has spawned.
 const SPAWNED: Duration = Duration::from_millis(100);
-/// By how much the loser of a race between a handler and its heartbeat is late.
+/// Delay of the loser in a race between a handler and its heartbeat.
 pub(super) const SLOWER: Duration = Duration::from_millis(1);
 
 /// A simulated worker process, to which the message is delivered.
 ///
-/// Make from it what your handler needs: its [`store`](Worker::store), and fakes whose effects are counted
-/// ([`effect`](Worker::effect)). Once it is killed, nothing made from it acts any more. Clones are the same worker.
+/// Build your handler's surroundings from it: its [`store`](Worker::store), and fakes whose effects are counted
+/// ([`effect`](Worker::effect)). Once the worker is killed, nothing built from it acts any more. Clones are the same
+/// worker.
 #[derive(Clone)]
 pub struct Worker(Arc<Process>);
 
@@ -44,7 +45,7 @@ struct Process {
     world: Arc<World>,
     memory: MemoryStore,
     health: Mutex<Health>,
-    /// Notified of each change of its health.
+    /// Notified of each change of `health`.
     changed: Notify,
 }
 
@@ -56,32 +57,32 @@ enum Health {
 }
 
 impl Worker {
-    /// The worker's handle to the store of the scenario, which all workers share.
+    /// Returns the worker's handle to the store of the scenario. All workers share the store.
     pub fn store(&self) -> SimulatedStore {
         let this = |it: &std::sync::Weak<Shared>| Shared { this: it.clone(), worker: self.clone() };
         SimulatedStore(Arc::new_cyclic(this))
     }
 
-    /// The clock of the scenario. `tokio::time` follows it as well.
+    /// Returns the clock of the scenario. `tokio::time` follows it as well.
     pub fn clock(&self) -> SimulatedClock {
         self.0.world.clock.clone()
     }
 
-    /// The number of the worker, from 1. The faults hit worker 1.
+    /// Returns the number of the worker, from 1. The faults hit worker 1.
     pub fn number(&self) -> u32 {
         self.0.number
     }
 
-    /// An effect on the outside, such as a charge or a mail. It happens when it is awaited. The name identifies it
-    /// (`"charge order 42"`): in every scenario it must happen as often as in the plain run.
+    /// Creates an effect on the outside, such as a charge or a mail. The effect happens when it is awaited. The name
+    /// identifies it (`"charge order 42"`): in every scenario it must happen as often as in the plain run.
     ///
-    /// The effect is pending before and after it happens, and the handler can be cut at both. The answer is whether it
-    /// happened now: `false` if its [`key`](Effect::key) was known.
+    /// The effect is pending before and after it happens, so the handler can be cut at both points. The answer is true
+    /// if the effect happened now, and false if its [`key`](Effect::key) was known.
     pub fn effect(&self, name: impl Into<String>) -> Effect {
         Effect { worker: self.clone(), name: name.into(), key: None, under_way: None }
     }
 
-    /// Asks the outside whether the effect of this name has happened.
+    /// Asks the outside world whether the effect with this name has happened.
     ///
     /// # Errors
     /// [`NoAnswer`], in scenarios in which the answer gets lost.
@@ -101,13 +102,13 @@ impl Worker {
         }
     }
 
-    /// An await at which the handler can be cut. For fakes that have no effect, such as a query.
+    /// Adds an await at which the handler can be cut. For fakes without an effect, such as a query.
     pub async fn checkpoint(&self) {
         self.travel(|| "at a checkpoint".to_owned()).await;
     }
 
-    /// State that the fakes of all workers share in one scenario, such as the books of a payment provider: one value of
-    /// each type, made on first use.
+    /// Returns state that the fakes of all workers share in one scenario, such as the books of a payment provider.
+    /// There is one value of each type, created on first use.
     ///
     /// # Panics
     /// Never: the value is looked up by its type.
@@ -122,7 +123,7 @@ impl Worker {
         self.0.world.tell(line.as_ref());
     }
 
-    /// Kills the worker: nothing that it has begun goes on, and it releases nothing.
+    /// Kills the worker: its running work stops, and it releases nothing.
     pub(super) fn die(&self) {
         self.becomes(Health::Dead);
     }
@@ -144,12 +145,12 @@ impl Worker {
         self.0.changed.notify_waiters();
     }
 
-    /// Ready while the worker is running.
+    /// Waits until the worker is running.
     pub(super) async fn running(&self) {
         self.is(Health::Running).await;
     }
 
-    /// Ready once the worker is dead.
+    /// Waits until the worker is dead.
     pub(super) async fn dead(&self) {
         self.is(Health::Dead).await;
     }
@@ -164,7 +165,7 @@ impl Worker {
         }
     }
 
-    /// An await at a place that the story can name.
+    /// Yields once at a place that the story can name.
     async fn travel(&self, place: impl FnOnce() -> String) {
         let mut place = Some(place);
         poll_fn(|cx| match place.take() {
@@ -210,8 +211,8 @@ pub struct Effect {
 type UnderWay = Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>;
 
 impl Effect {
-    /// Sets the idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key). The other
-    /// side does nothing for a key that it knows.
+    /// Sets the idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key). The
+    /// other side does nothing for a known key.
     pub fn key(mut self, key: impl Into<String>) -> Self {
         self.key = Some(key.into());
         self
@@ -250,7 +251,8 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
         return Err(NoAnswer(()));
     }
     if tokio::task::try_id().is_some() {
-        // An effect in a spawned task takes longer than a handler that does not wait for it.
+        // An effect in a spawned task takes longer than a handler that does not wait for it. So the test shows that it
+        // is not awaited.
         world.clock.sleep(SPAWNED).await;
         worker.running().await;
     }
@@ -267,8 +269,8 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
     Ok(now)
 }
 
-/// An effect whose request has left the body when its worker is about to stand still. It happens when the worker goes on,
-/// whether or not the body does.
+/// Runs an effect whose request leaves the body before the worker stands still. The effect happens when the worker goes
+/// on, even if the body does not.
 async fn late_effect(
     worker: Worker,
     name: String,
@@ -287,7 +289,7 @@ async fn late_effect(
     Ok(now)
 }
 
-/// The store of a [`Worker`]: a [`MemoryStore`] whose calls take a while, and fail when the scenario says so.
+/// The store of a [`Worker`]: a [`MemoryStore`] whose calls take time, and fail where the scenario requires it.
 #[derive(Clone, Debug)]
 pub struct SimulatedStore(Arc<Shared>);
 
@@ -302,7 +304,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// One call: the request travels, takes effect, and the answer travels.
+    /// Runs one call: the request travels, takes effect, and the answer travels back.
     fn ask<'a, T: Send + 'a>(
         &'a self,
         what: &'static str,
@@ -435,9 +437,9 @@ pub(super) struct WorldState {
     /// The store calls of the first worker, in order.
     pub(super) store_calls: Vec<String>,
     pub(super) effect_calls: Vec<String>,
-    /// The place at which the current poll ended.
+    /// Place at which the current poll ended.
     place: Option<String>,
-    /// Whether the fault at a call has happened since the last look.
+    /// True if the fault at a call has happened since the last `take_cut`.
     cut: bool,
     pub(super) lease: Duration,
     down_until: Option<Instant>,
@@ -484,7 +486,7 @@ impl World {
         state.deliveries
     }
 
-    /// The longest lease that was requested.
+    /// Returns the longest lease that was requested.
     pub(super) fn lease(&self) -> Duration {
         lock(&self.state).lease
     }
@@ -510,17 +512,17 @@ impl World {
         lock(&self.state).story.push(format!("{:>9.3}s  {line}", at.as_secs_f64()));
     }
 
-    /// The place at which the last poll ended.
+    /// Returns the place at which the last poll ended.
     pub(super) fn take_place(&self) -> String {
         lock(&self.state).place.take().unwrap_or_else(|| "at an await of its own".to_owned())
     }
 
-    /// Whether a fault at a call has happened since this was last called.
+    /// Returns whether a fault at a call has happened since the last call of this function.
     pub(super) fn take_cut(&self) -> bool {
         std::mem::take(&mut lock(&self.state).cut)
     }
 
-    /// Counts a call of the first worker, and returns the fault that it gets.
+    /// Counts a call of the first worker, and returns the fault for it.
     fn count(
         &self,
         worker: &Worker,
@@ -585,7 +587,7 @@ impl World {
         }
     }
 
-    /// How often each effect has happened.
+    /// Returns the number of times that each effect has happened.
     pub(super) fn effects(&self) -> BTreeMap<String, usize> {
         let mut counts = BTreeMap::new();
         for effect in &lock(&self.state).effects {
