@@ -54,7 +54,7 @@ pub(super) async fn live_lease_under_fail(case: &Case) {
     assert_eq!(case.begin(&lease).await, Verdict::Applied);
     case.waits_for(&case.request(&key), 1, "a live lease under `fail`, met under `retry`").await;
     case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, met under `fail`").await;
-    // An `Err` that is released counts as a return: the body may run again.
+    // A released `Err` counts as a return: the body may run again.
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     case.reserved(&fail(case.request(&key)), 2, "released under `fail`").await;
 }

@@ -1,4 +1,4 @@
-//! What operators decide besides reopening: results, leases and records.
+//! Decisions of operators about results, leases and records.
 
 use std::sync::Arc;
 
@@ -11,15 +11,15 @@ use crate::record::{
     StoredResult, Verdict,
 };
 
-/// How many polls after which a call is dropped.
+/// Numbers of polls after which a call is dropped.
 const POLLS: [usize; 4] = [0, 1, 2, 5];
 
-/// One of each action about a record without a result.
+/// One example of each action on a record without a result.
 pub(super) fn actions() -> [Action; 4] {
     [Action::Reopen, Action::Resolve(completed("decided")), Action::BreakLease, Action::Forget]
 }
 
-/// One of each action about a record with a result.
+/// One example of each action on a record with a result.
 pub(super) fn corrections() -> [Action; 3] {
     [Action::Discard, Action::Replace(Finish::Failed(stored("decided"))), Action::Forget]
 }
@@ -34,7 +34,7 @@ impl Case {
         self.decides(key, attempt, Action::Resolve(finish.clone())).await
     }
 
-    /// A key whose only attempt has completed with the result `1`.
+    /// Returns a key whose only attempt has completed with the result `1`.
     async fn completed(&self, name: &str) -> (Key, Lease) {
         let key = self.key(name);
         let lease = self.first(&key, OnCrash::Retry).await;
@@ -42,7 +42,7 @@ impl Case {
         (key, lease)
     }
 
-    /// A key whose first attempt has ended, or died, in each way without a result.
+    /// Returns keys whose first attempt has ended or crashed, one for each way to do so without a result.
     async fn unfinished(&self) -> Vec<(Key, Lease, &'static str)> {
         let keys = ["interrupted", "released", "lapsed", "lapsed under `fail`"].map(|how| (self.key(how), how));
         let mut leases = Vec::new();
@@ -67,6 +67,7 @@ impl Case {
 }
 
 pub(super) async fn refusals_say_why(case: &Case) {
+    // Every decision about an absent record is refused, and creates none.
     let absent = case.key("absent");
     for action in actions() {
         for attempt in [0, 1] {
@@ -76,6 +77,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
         assert_eq!(case.inspect(&absent).await, None, "a refused `{}` makes no record", action.name());
     }
 
+    // While attempt 1 runs, a decision about another attempt is refused, and so is every decision except `break_lease`.
     let key = case.key("");
     let lease = case.first(&key, OnCrash::Retry).await;
     for action in actions() {
@@ -99,6 +101,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
         }
         case.changes_nothing(&key, case.decide(&decision), &why).await;
     }
+    // A finished record refuses decisions about other attempts too, and keeps its result.
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     for attempt in [0, 2] {
         for action in actions() {
@@ -228,7 +231,7 @@ pub(super) async fn replace_corrects(case: &Case) {
 }
 
 pub(super) async fn decisions_about_one_record(case: &Case) {
-    // Interrupted, and so at the mercy of every decision.
+    // Interrupted, because such a record accepts every decision without a correction.
     let interrupted = async |name: &str| {
         let key = case.key(name);
         let lease = case.first(&key, OnCrash::Fail).await;
@@ -240,6 +243,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         Decided::NoRecord => assert_eq!(name, "forgetful", "{why}"),
         other => panic!("{why}: should be refused as changed, was answered {other:?}"),
     };
+    // One after the other: the later decision is refused.
     let mut rounds = 0;
     for first in actions() {
         for second in actions() {
@@ -259,6 +263,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
             );
         }
     }
+    // The same for decisions about a finished record.
     for first in corrections() {
         let by = if first == Action::Forget { "forgetful" } else { "alice" };
         let (key, _) = case.completed(&format!("corrected by {}", first.name())).await;
@@ -267,6 +272,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         assert_eq!(case.decide(&earlier).await, Decided::Applied);
         is_told(&case.decide(&later).await, by, first.name());
     }
+    // At the same time: the store applies either one of the two decisions.
     for round in 0..20 {
         let key = interrupted(&format!("at the same time {round}")).await;
         let resolve = case.decision(&key, 1, Action::Resolve(completed("decided"))).await.by("alice");
@@ -297,13 +303,13 @@ pub(super) async fn decisions_name_what_was_seen(case: &Case) {
         assert_eq!(case.decide(&seen).await, Decided::changed(standing), "{why}");
         case.changes_nothing(&seen.key, case.decide(&seen), why).await;
     };
-    // Its attempt ends.
+    // The attempt ends.
     let key = case.key("ended");
     let lease = case.first(&key, OnCrash::Fail).await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     changed(seen, Standing::Interrupted, "a running attempt that was interrupted since").await;
-    // Its attempt finishes after all.
+    // The attempt finishes after its lease has lapsed.
     let key = case.key("late");
     let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
@@ -316,28 +322,28 @@ pub(super) async fn decisions_name_what_was_seen(case: &Case) {
     for seen in seen {
         changed(seen, Standing::Completed, "a lapsed attempt that has finished since").await;
     }
-    // Its lease holds after all, as a renewal may have come since.
+    // The lease is live again, because a renewal may have arrived since.
     let key = case.key("renewed");
     let lease = case.first(&key, OnCrash::Retry).await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
     let seen = Decision { seen: Revision { standing: Standing::Lapsed, ..seen.seen }, ..seen };
     changed(seen, Standing::Running, "a lapsed lease that was renewed since").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
-    // Another person decides twice, and the record looks as before.
+    // Another operator decides twice, and the record looks the same as before.
     let (key, _) = case.completed("corrected twice").await;
     let seen = case.decision(&key, 1, Action::Discard).await.by("alice");
     for finish in [completed("2"), completed("1")] {
         assert_eq!(case.decides(&key, 1, Action::Replace(finish)).await, Decided::Applied);
     }
     changed(seen, Standing::Completed, "a result that was replaced twice since").await;
-    // The key is forgotten, and the first attempt of another life ends in the same way.
+    // The key is forgotten, and the first attempt after that ends in the same way.
     let (key, _) = case.completed("forgotten").await;
     let seen = case.decision(&key, 1, Action::Discard).await;
     assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied);
     let lease = case.first(&key, OnCrash::Retry).await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     changed(seen, Standing::Completed, "a key that was forgotten since").await;
-    // A lease that lapses is over, as the operator wants it.
+    // A lapsed lease has ended, which is the purpose of the decision.
     let key = case.key("lapsed");
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
@@ -378,7 +384,7 @@ pub(super) async fn decisions_keep_retention(case: &Case) {
     }
 }
 
-/// Breaks the live lease of attempt 1, and checks the record and that its owner can't write any more.
+/// Breaks the live lease of attempt 1. Checks the record, and that the owner can't write any more.
 async fn breaks(case: &Case, key: &Key, lease: &Lease, state: State) {
     let mut before = case.recorded(key).await.record;
     if matches!(before.state, State::Pending { on_crash: OnCrash::Fail, begun: false, .. }) {

@@ -1,11 +1,11 @@
-//! Using a key for another payload is a misuse, in every state of the record.
+//! A key with another payload is a misuse, in every state of the record.
 
 use super::{Case, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, Verdict};
 
-/// Checks that another fingerprint gets a mismatch that names attempt `attempt`, and that asking changes nothing.
+/// Checks that another fingerprint gets a mismatch with the number `attempt`, and that the request changes nothing.
 async fn mismatches(case: &Case, key: &Key, attempt: u32, why: &str) {
     let before = case.recorded(key).await.record;
     let mismatch = Reservation::FingerprintMismatch { attempt };

@@ -25,8 +25,8 @@ async fn are_distinct(case: &Case, keys: &[Key]) {
 }
 
 pub(super) async fn similar_keys_are_distinct(case: &Case) {
-    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, control characters, and characters that
-    // some stores treat as a pattern, a hash tag or a quotation mark.
+    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, control
+    // characters, and characters that some stores treat as a pattern, a hash tag or a quotation mark.
     #[rustfmt::skip]
     let texts = [
         "a", "A", "b", "aa", "a ", " a", "a  ", "a\u{a0}", "a\u{200b}", "a:", ":a", "a/", "/a", "a//", "a\\", "a%", "%",
@@ -44,7 +44,7 @@ pub(super) async fn similar_keys_are_distinct(case: &Case) {
 }
 
 pub(super) async fn long_keys_are_distinct(case: &Case) {
-    // Keys of the greatest length that differ at the start, at the end, or in length only.
+    // Keys of the greatest length that differ only at the start, at the end, or in their length.
     let prefix = case.key("-").as_str().len();
     let room = Key::MAX_BYTES - prefix;
     let mut keys = vec![

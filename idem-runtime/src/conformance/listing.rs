@@ -1,4 +1,4 @@
-//! Looking through records.
+//! Lists of records.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,23 +8,23 @@ use crate::policy::OnCrash;
 use crate::record::{Finish, Holder, Inspection, Release, ReserveRequest, State, StoredResult, Verdict};
 use crate::store::{Cursor, Filter, Page, Standing, StoreErrorKind};
 
-/// A bound on the pages of a list, so that one that never ends fails.
+/// Largest number of pages of a list, so that an endless list fails.
 const PAGES: usize = 20_000;
 
-/// What a list showed.
+/// All pages of a list.
 pub(super) struct Listed {
     pub(super) records: HashMap<Key, Inspection>,
     pages: usize,
 }
 
 impl Case {
-    /// The scope of this run, and one that begins like it.
+    /// Returns a scope that starts with the scope of this run, and the scope of this run.
     pub(super) fn scopes(&self) -> [String; 2] {
         let scope = format!("{}:{}", self.clause, self.run);
         [format!("{scope}x"), scope]
     }
 
-    /// All pages of `filter`. `None`: the store says that it lists no records.
+    /// Returns all pages of `filter`. `None`: the store can't list records.
     pub(super) async fn listed(&self, filter: &Filter, why: &str) -> Option<Listed> {
         let mut scans = false;
         let mut filter = filter.clone();
@@ -49,7 +49,7 @@ impl Case {
                 let before = listed.records.insert(key.clone(), inspection);
                 assert!(scans || before.is_none(), "{why}: {key} is shown twice");
             }
-            // As a tool keeps it.
+            // Parsed from its text, because a tool stores the cursor as text.
             let Some(next) = next else { return Some(listed) };
             filter.after = next.to_string().parse::<Cursor>().ok();
         }
@@ -69,7 +69,7 @@ pub(super) async fn list_shows_each_once(case: &Case) {
     let [other, scope] = case.scopes();
     let mut expected = HashSet::new();
     for n in 0..7 {
-        // Some in capital letters, some not, some beyond ASCII: whatever the order of the store, it has one.
+        // Capital letters, small letters, and letters beyond ASCII: the store may have any order, but needs one.
         let name = ["a", "B", "b/c", "ü", "%", "~", "1"][n];
         for scope in [&scope, &other] {
             case.reserved(&case.request(&key(scope, name)), 1, "a key that was never used").await;
@@ -90,7 +90,7 @@ pub(super) async fn list_shows_each_once(case: &Case) {
 pub(super) async fn list_filters(case: &Case) {
     let [_, scope] = case.scopes();
     let mut expected: HashMap<Standing, Key> = HashMap::new();
-    // No operation of a store makes a damaged record.
+    // One record for each standing, except a damaged one: no operation of a store makes it.
     for standing in Standing::ALL.into_iter().filter(|standing| *standing != Standing::Damaged) {
         let key = key(&scope, standing.name());
         let request = match standing {
@@ -108,6 +108,7 @@ pub(super) async fn list_filters(case: &Case) {
         assert_eq!(ended, Verdict::Applied);
         expected.insert(standing, key);
     }
+    // An expired record, and a young one.
     let brief = ReserveRequest { ttl: super::SHORT, ..case.request(&key(&scope, "gone")) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
@@ -118,6 +119,7 @@ pub(super) async fn list_filters(case: &Case) {
     let young = key(&scope, "young");
     case.reserved(&case.request(&young), 1, "a key that was never used").await;
 
+    // By standing.
     for (standing, key) in &expected {
         let filter = Filter::new().scope(&*scope).standing(*standing).limit(1);
         let why = format!("the {standing} records");
@@ -129,12 +131,13 @@ pub(super) async fn list_filters(case: &Case) {
     let both = [Standing::Lapsed, Standing::Interrupted].map(|standing| expected[&standing].clone());
     assert_eq!(case.shown(&uncertain, "uncertain records").await, Some(HashSet::from(both)));
     let all: HashSet<Key> = expected.into_values().chain([young.clone()]).collect();
+    // By scope and age.
     let shown = case.shown(&Filter::new().scope(&*scope), "all of a scope").await;
     assert_eq!(shown.as_ref(), Some(&all), "all of a scope");
     let age = case.since(old_since);
     let old = Filter::new().scope(&*scope).older_than(age.saturating_sub(TOLERANCE));
     let mut shown = case.shown(&old, "old ones of a scope").await.unwrap_or_default();
-    // A slow store sees that the young one grows old.
+    // A slow store may read the young record when it has grown old enough.
     let still_young = case.since(young_since) + TOLERANCE * 2 < age;
     assert!(!(shown.remove(&young) && still_young), "old ones of a scope: a young one is shown");
     let expected: HashSet<Key> = all.into_iter().filter(|key| *key != young).collect();
@@ -172,7 +175,7 @@ pub(super) async fn list_shows_what_inspect_does(case: &Case) {
             (inspected.first_seen, shown.first_seen),
             (inspected.began, shown.began),
         ] {
-            // What is left becomes less, and what has passed becomes more.
+            // The time left decreases, and the time passed increases.
             let (Some(shown), Some(inspected)) = (shown, inspected) else { continue };
             assert!(shown + TOLERANCE >= inspected, "{key}: {shown:?} in a list, {inspected:?} inspected");
         }

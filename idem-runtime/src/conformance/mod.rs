@@ -1,8 +1,8 @@
-//! The test suite that every store passes, for authors of stores (feature `conformance`).
+//! Test suite that every store passes, for authors of stores (feature `conformance`).
 //!
-//! The contract of [`Store`] as named [`Clause`]s. Each is a test of its own; a failure says what the store did against the
-//! clause. To run them, depend on this crate with the feature `conformance` under `[dev-dependencies]` and write, in a test
-//! binary:
+//! The suite states the contract of [`Store`] as named [`Clause`]s. Each clause is a test of its own; the message of a
+//! failed test says how the store broke the clause. To run the clauses, depend on this crate with the feature
+//! `conformance` under `[dev-dependencies]` and write, in a test binary:
 //!
 //! ```
 //! use idem_runtime::{MemoryStore, store_conformance};
@@ -12,8 +12,8 @@
 //! # fn main() {}
 //! ```
 //!
-//! The expression is evaluated anew for each test, inside a tokio runtime of its own, and may `.await`. It yields a store,
-//! or a [`Subject`] with more than that, above all a second handle as another process would open it:
+//! The expression is evaluated anew for each test, inside a tokio runtime of its own, and may `.await`. It yields a
+//! store, or a [`Subject`] with more than a store, above all a second handle that is opened as in another process:
 //!
 //! ```
 //! use idem_runtime::conformance::Subject;
@@ -33,12 +33,12 @@
 //! # fn main() {}
 //! ```
 //!
-//! Clauses can share a server, with each other and with later runs: every run uses keys of its own, which it derives from
-//! [`Heartbeats::new_owner`](crate::store::Heartbeats::new_owner). They run on real time, so a store on a
-//! [`ManualClock`](crate::clock::ManualClock) can't take part. No clause depends on the speed of the machine: leases that must
-//! hold are long, and the test waits until those that must lapse have lapsed.
+//! Clauses can share a server, with each other and with later runs: every run uses its own keys, derived from
+//! [`Heartbeats::new_owner`](crate::store::Heartbeats::new_owner). The clauses run in real time, so a store on a
+//! [`ManualClock`](crate::clock::ManualClock) can't be tested. No clause depends on the speed of the machine: leases
+//! that must stay live are long, and a test waits until a lease that must lapse has lapsed.
 //!
-//! [`CLAUSES`] and [`Clause::check`] serve harnesses other than `cargo test`.
+//! [`CLAUSES`] and [`Clause::check`] serve test harnesses other than `cargo test`.
 
 mod crashes;
 mod decisions;
@@ -80,13 +80,13 @@ use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
 ///
-/// `$open` is an expression that yields a store or a [`Subject`](crate::conformance::Subject), and may `.await`; see
+/// `$open`: an expression that yields a store or a [`Subject`](crate::conformance::Subject), and may `.await`; see
 /// [`conformance`](crate::conformance).
 #[macro_export]
 macro_rules! store_conformance {
     ($name:ident, $open:expr $(,)?) => {
         mod $name {
-            /// In a module of its own, as the names of the tests must not hide names that the expression uses.
+            /// A separate module, because the names of the tests must not hide names that the expression uses.
             #[allow(dead_code)]
             mod __subject {
                 #[allow(unused_imports)]
@@ -114,7 +114,7 @@ macro_rules! __conformance_tests {
     )* };
 }
 
-/// The only list of clauses: their names and claims.
+/// The only list of clauses, with their names and claims.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __conformance_clauses {
@@ -338,11 +338,11 @@ pub type Opening = Pin<Box<dyn Future<Output = Subject> + Send>>;
 
 type Running = Pin<Box<dyn Future<Output = ()> + Send>>;
 type Spoil = Arc<dyn Fn(Key) -> Running + Send + Sync>;
-/// Holds a record back until it is dropped.
+/// Blocks a record until the guard is dropped.
 type Blocked = Box<dyn Any + Send>;
 type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = Blocked> + Send>> + Send + Sync>;
 
-/// The store under test, and the facts about it that the clauses need.
+/// Store under test, with the facts about it that the clauses need.
 #[derive(Clone)]
 pub struct Subject {
     store: Arc<dyn Store>,
@@ -355,7 +355,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A subject with a store and nothing else: no peer, no faults.
+    /// Makes a subject with a store only: no peer, no faults.
     pub fn new(store: impl Store) -> Self {
         let store: Arc<dyn Store> = Arc::new(store);
         Self {
@@ -369,23 +369,24 @@ impl Subject {
         }
     }
 
-    /// Sets a second, independent handle to the same records, as another process would open it. The clauses use both in
-    /// turn.
+    /// Sets a second, independent handle to the same records, opened as in another process. The clauses use both
+    /// handles in turn.
     #[must_use]
     pub fn peer(mut self, peer: impl Store) -> Self {
         self.peer = Arc::new(peer);
         self
     }
 
-    /// Sets a handle whose server can't be reached. Without one, `unreachable_store` has nothing to check.
+    /// Sets a handle whose server can't be reached. Without such a handle, `unreachable_store` checks nothing.
     #[must_use]
     pub fn unreachable(mut self, store: impl Store) -> Self {
         self.unreachable = Some(Arc::new(store));
         self
     }
 
-    /// Sets a function that overwrites the key's record, if there is one, with a value that is not a record: another value in
-    /// each call. Without one, `foreign_value`, `damage_is_shown` and `damage_is_forgotten` have nothing to check.
+    /// Sets a function that overwrites the key's record, if there is one, with a value that is not a record: another
+    /// value in each call. Without this function, `foreign_value`, `damage_is_shown` and `damage_is_forgotten` check
+    /// nothing.
     #[must_use]
     pub fn spoil<F: Future<Output = ()> + Send + 'static>(
         mut self,
@@ -395,8 +396,8 @@ impl Subject {
         self
     }
 
-    /// Sets a function after which requests for the key's record get no answer until its return value is dropped: another
-    /// session locks the row, its node is stopped. Without one, `blocked_record_holds_up_no_other` has nothing to check.
+    /// Sets a function that blocks requests for the key's record until its return value is dropped: another session
+    /// locks the row, or the node is stopped. Without this function, `blocked_record_holds_up_no_other` checks nothing.
     #[must_use]
     pub fn block<F: Future<Output: Send + 'static> + Send + 'static>(
         mut self,
@@ -409,7 +410,7 @@ impl Subject {
         self
     }
 
-    /// The store and its peer, for tests of your own beside the suite.
+    /// Returns the store and its peer, for your own tests in addition to the suite.
     ///
     /// ```
     /// use idem_runtime::MemoryStore;
@@ -422,14 +423,14 @@ impl Subject {
         [Arc::clone(&self.store), Arc::clone(&self.peer)]
     }
 
-    /// The longest result, in bytes, that the store keeps (default: 1 MiB).
+    /// Sets the length of the longest result that the store accepts, in bytes (default: 1 MiB).
     #[must_use]
     pub fn largest_result(mut self, bytes: usize) -> Self {
         self.largest_result = bytes;
         self
     }
 
-    /// How long a call may take that should return at once (default: 20 s).
+    /// Sets the time limit of a call that should return immediately (default: 20 s).
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
@@ -449,7 +450,7 @@ impl fmt::Debug for Subject {
     }
 }
 
-/// One promise of the contract, and how to check it.
+/// One promise of the contract, with its check.
 pub struct Clause {
     name: &'static str,
     claim: &'static str,
@@ -457,22 +458,22 @@ pub struct Clause {
 }
 
 impl Clause {
-    /// The name of the clause, which is also the name of its test.
+    /// Name of the clause, which is also the name of its test.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// The claim of the clause, in one sentence.
+    /// Claim of the clause, in one sentence.
     pub fn claim(&self) -> &'static str {
         self.claim
     }
 
-    /// The clause called `name`.
+    /// Returns the clause called `name`.
     pub fn named(name: &str) -> Option<&'static Self> {
         CLAUSES.iter().find(|clause| clause.name == name)
     }
 
-    /// Checks a store. Needs a tokio runtime with timers, and with several threads: on one thread the races don't happen.
+    /// Checks a store. Needs a tokio runtime with timers and several threads: on one thread the races don't happen.
     ///
     /// # Panics
     /// If the store breaks the claim.
@@ -489,7 +490,8 @@ impl fmt::Debug for Clause {
     }
 }
 
-/// Checks the clause called `name` on a runtime of its own. [`store_conformance!`](crate::store_conformance) calls this.
+/// Checks the clause called `name` on a runtime of its own. Called by
+/// [`store_conformance!`](crate::store_conformance).
 ///
 /// # Panics
 /// If the store breaks the claim.
@@ -505,15 +507,15 @@ pub fn run(name: &str, open: fn() -> Opening) {
     });
 }
 
-/// A lease or retention that doesn't end during a test, even on the slowest machine.
+/// Long enough for a lease or retention that must not end during a test, even on the slowest machine.
 const LONG: Duration = Duration::from_secs(600);
-/// A lease or retention whose end the test waits for.
+/// Short enough for a lease or retention whose end the test waits for.
 const SHORT: Duration = Duration::from_millis(50);
-/// Long enough to tell a time written before the pause from one written after it.
+/// Long enough to distinguish a time written before the pause from a time written after it.
 const PAUSE: Duration = Duration::from_millis(120);
-/// How coarse a store's clock may be, plus how far two clocks may drift apart during a test.
+/// Resolution of a store's clock, plus the drift between two clocks during a test.
 const TOLERANCE: Duration = Duration::from_millis(40);
-/// How many tasks race for a key.
+/// Number of tasks that race for a key.
 const RACERS: usize = 64;
 
 /// One run of one clause.
@@ -525,7 +527,7 @@ struct Case {
 }
 
 impl Case {
-    /// The store and its peer in turn, so that no answer comes from the memory of a single handle.
+    /// Returns the store and its peer in turn, so that no answer comes from the memory of a single handle.
     fn store(&self) -> &Arc<dyn Store> {
         match self.turn.fetch_add(1, Ordering::Relaxed) % 2 {
             0 => &self.subject.store,
@@ -533,12 +535,12 @@ impl Case {
         }
     }
 
-    /// A key that no other run uses.
+    /// Makes a key that no other run uses.
     fn key(&self, name: &str) -> Key {
         Key::new("conformance", format!("{}:{}:{name}", self.clause, self.run)).expect("a short key")
     }
 
-    /// A new attempt at `key`, with a lease and a retention that don't end during the test.
+    /// Makes a request for `key`, with a lease and a retention that don't end during the test.
     fn request(&self, key: &Key) -> ReserveRequest {
         ReserveRequest {
             key: key.clone(),
@@ -552,7 +554,7 @@ impl Case {
         }
     }
 
-    /// A new attempt whose lease lapses by the next [`Case::lapse`].
+    /// Makes a request whose lease lapses by the next [`Case::lapse`].
     fn short(&self, key: &Key) -> ReserveRequest {
         ReserveRequest { lease: SHORT, ..self.request(key) }
     }
@@ -565,7 +567,7 @@ impl Case {
         self.clock().now()
     }
 
-    /// The least time that has passed since `earlier`.
+    /// Returns the time since `earlier`.
     fn since(&self, earlier: Instant) -> Duration {
         self.now().saturating_since(earlier)
     }
@@ -579,13 +581,13 @@ impl Case {
         self.sleep(SHORT + TOLERANCE).await;
     }
 
-    /// The output of `future`, which must be ready within the patience of the subject.
+    /// Returns the output of `future`, which must be ready within the patience of the subject.
     async fn soon<T>(&self, future: impl Future<Output = T>, what: &str) -> T {
         let in_time = race(future, SystemClock::default().sleep(self.subject.patience)).await;
         in_time.unwrap_or_else(|| panic!("{what}: no answer within {:?}", self.subject.patience))
     }
 
-    /// The store's answer, which must come in time and be no error.
+    /// Returns the store's answer, which must come in time and must not be an error.
     async fn ask<T>(&self, call: StoreFuture<'_, T>, what: &str) -> T {
         self.soon(call, what).await.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)))
     }
@@ -594,7 +596,7 @@ impl Case {
         self.ask(self.store().reserve(request), "reserve").await
     }
 
-    /// The lease that `request` gets, and whether it is a takeover.
+    /// Returns the lease that `request` gets, and whether this was a takeover.
     async fn wins(&self, request: &ReserveRequest, why: &str) -> (Lease, bool) {
         match self.reserve(request).await {
             Reservation::Granted { lease, takeover } => {
@@ -607,7 +609,7 @@ impl Case {
         }
     }
 
-    /// The lease that `request` gets without a takeover, for attempt number `attempt`.
+    /// Returns the lease that `request` gets without a takeover, for attempt number `attempt`.
     async fn reserved(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -618,7 +620,7 @@ impl Case {
         lease
     }
 
-    /// The lease that `request` gets by a takeover, for attempt number `attempt`.
+    /// Returns the lease that `request` gets by a takeover, for attempt number `attempt`.
     async fn takes_over(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -629,7 +631,7 @@ impl Case {
         lease
     }
 
-    /// Checks that the answer to `request` is that attempt `attempt` is running.
+    /// Checks that `request` is answered with the running attempt `attempt`.
     async fn waits_for(&self, request: &ReserveRequest, attempt: u32, why: &str) {
         match self.reserve(request).await {
             Reservation::InProgress { attempt: running, lapses_in } => {
@@ -649,7 +651,7 @@ impl Case {
         self.ask(self.store().begin(lease), "begin").await
     }
 
-    /// Marks that the body of `lease` begins, however slow the machine is: a short lease may lapse before the mark.
+    /// Marks that the body of `lease` begins, even on a slow machine, where a short lease may lapse before the mark.
     async fn begins(&self, lease: &Lease) {
         while self.begin(lease).await == Verdict::Refused {
             assert_eq!(self.renew(lease).await, Verdict::Applied, "nobody has taken over");
@@ -674,7 +676,7 @@ impl Case {
         self.ask(self.store().decide(decision), decision.action.name()).await
     }
 
-    /// The decision of an operator who looks at `key` now, about attempt `attempt`.
+    /// Returns the decision of an operator who reads the record of `key` now, about attempt `attempt`.
     async fn decision(&self, key: &Key, attempt: u32, action: Action) -> Decision {
         let seen = match self.inspect(key).await {
             Some(found) => found.revision(),
@@ -683,13 +685,14 @@ impl Case {
         Decision::new(key, seen.with_attempt(attempt), action)
     }
 
-    /// Looks at `key`, and decides about attempt `attempt`.
+    /// Reads the record of `key`, and decides about attempt `attempt`.
     async fn decides(&self, key: &Key, attempt: u32, action: Action) -> Decided {
         let decision = self.decision(key, attempt, action).await;
         self.decide(&decision).await
     }
 
-    /// Looks at `key`, and lets the next delivery run after attempt `attempt`, whatever has become of that.
+    /// Reads the record of `key`, and lets the next delivery run after attempt `attempt`, in every state of that
+    /// attempt.
     async fn reopen(&self, key: &Key, attempt: u32) -> Verdict {
         let is_finished = self.inspect(key).await.is_some_and(|found| found.record.is_finished());
         self.decides(key, attempt, if is_finished { Action::Discard } else { Action::Reopen }).await.into()
@@ -703,7 +706,7 @@ impl Case {
         self.ask(self.store().inspect(key), "inspect").await
     }
 
-    /// The record of `key`, which must exist.
+    /// Returns the record of `key`, which must exist.
     async fn recorded(&self, key: &Key) -> Inspection {
         self.inspect(key).await.unwrap_or_else(|| panic!("the record of {key} is gone"))
     }
@@ -727,15 +730,16 @@ impl Case {
         left(before.lapses_in, after.lapses_in, "lease");
     }
 
-    /// Checks that of a time of `length`, which began between `earliest` and now, `left` is what can be left.
+    /// Checks that `left` is a possible rest of a time of `length` that began between `earliest` and now.
     fn has_left(&self, left: Duration, length: Duration, earliest: Instant, why: &str) {
-        // Independent of the machine's speed: no more time passes between the write and this check than since `earliest`.
+        // Independent of the machine's speed: the time between the write and this check is at most the time since
+        // `earliest`.
         let least = length.saturating_sub(self.since(earliest) + TOLERANCE);
         assert!(left >= least, "{why}: {left:?} of {length:?} are left, at least {least:?} should be");
         assert!(left <= length + TOLERANCE, "{why}: {left:?} are left, of {length:?} at most");
     }
 
-    /// Lets 64 tasks on both handles reserve `key` at once, and returns their answers.
+    /// Lets 64 tasks on both handles reserve `key` concurrently. Returns their answers.
     async fn race(&self, key: &Key) -> Vec<(ReserveRequest, Reservation)> {
         let start = Arc::new(tokio::sync::Barrier::new(RACERS));
         let mut tasks = tokio::task::JoinSet::new();
@@ -751,7 +755,7 @@ impl Case {
     }
 }
 
-/// The error with all its causes.
+/// Returns the error with all its causes, as text.
 fn chain(error: &StoreError) -> String {
     let mut text = format!("{:?}: {error}", error.kind());
     let mut cause = std::error::Error::source(error);
@@ -768,12 +772,12 @@ fn fingerprint(byte: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-/// A result as the codec `json` encodes it.
+/// Makes a result that the codec `json` encoded.
 fn stored(bytes: impl Into<Vec<u8>>) -> StoredResult {
     StoredResult::Encoded { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
 }
 
-/// The sight of a record that no test has made.
+/// Makes the revision of a record that no test has made.
 fn unseen(standing: Standing) -> Revision {
     Revision { owner: [0; 8], attempt: 0, standing }
 }
@@ -782,17 +786,17 @@ fn completed(text: &str) -> Finish {
     Finish::Completed(stored(text))
 }
 
-/// `request` with a limit of attempts.
+/// Returns `request` with a limit of attempts.
 fn limited(request: ReserveRequest, max_attempts: u32) -> ReserveRequest {
     ReserveRequest { max_attempts: NonZeroU32::new(max_attempts), ..request }
 }
 
-/// `request` with a fingerprint that is `byte` throughout.
+/// Returns `request` with a fingerprint whose bytes are all `byte`.
 fn marked(request: ReserveRequest, byte: u8) -> ReserveRequest {
     ReserveRequest { fingerprint: Some(fingerprint(byte)), ..request }
 }
 
-/// The lease with the owner token of another request.
+/// Returns the lease with the owner token of another request.
 fn forged(lease: &Lease, by: &ReserveRequest) -> Lease {
     Lease { owner: by.owner, ..lease.clone() }
 }

@@ -1,4 +1,4 @@
-//! Inspecting and reopening records, as operators do.
+//! Inspection, `reopen` and `purge`, as operators use them.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::record::{Action, Decided, Finish, Record, Release, Reservation, Reser
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");
 
-    // Two different times, neither a whole number of seconds.
+    // Two different times, neither of them a whole number of seconds.
     let (lease, ttl) = (LONG + Duration::from_millis(1), LONG * 2 + Duration::from_millis(7));
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let key = case.key(&format!("{on_crash:?}"));
@@ -66,7 +66,7 @@ pub(super) async fn reopen_refused(case: &Case) {
     case.is_told(&case.request(&key), finished, "a result that `reopen` left alone").await;
 }
 
-/// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened and that the next attempt runs.
+/// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened, and that the next attempt runs.
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
     let decision = case.decision(key, 1, Action::Reopen).await;
@@ -151,7 +151,8 @@ pub(super) async fn purge_spares_the_kept(case: &Case) {
     case.lapse().await;
     let before = [&held, &lapsed, &finished, &released];
     let records = [case.recorded(&held).await.record, case.recorded(&lapsed).await.record];
-    // Other clauses purge the same store meanwhile, and others' records expire: how many are left to remove is unknown.
+    // Other clauses purge the same store meanwhile, and their records expire, so the number of records left to remove
+    // is unknown.
     assert!(case.purge(3).await <= 3, "more than the batch was removed");
     while case.purge(1_000).await > 0 {}
     assert_eq!(case.inspect(&gone).await, None, "past its retention");

@@ -1,4 +1,4 @@
-//! Which reservation gets a key, and the answers of the others.
+//! Winner of the reservations of a key, and the answers to the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ pub(super) async fn reservation_repeated(case: &Case) {
         let again = case.reserved(&request, 1, "repeated with the same owner token").await;
         assert_eq!(again, lease, "a repeated reservation gets the same lease");
     }
-    // Attempts above 1 are recognised too, and the answer after a takeover is the same.
+    // Attempts above 1 are recognised too, and so is a reservation after a release.
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let second = limited(case.request(&key), 2);
     case.reserved(&second, 2, "a released key").await;
@@ -42,7 +42,7 @@ pub(super) async fn reservation_repeated_after_lapse(case: &Case) {
     assert_eq!(case.finish(&again, &completed("1")).await, Verdict::Applied, "and may finish");
 }
 
-/// Checks that exactly one racer won, with attempt `attempt`, and that the answers of the others name it.
+/// Checks that exactly one racer won, with attempt `attempt`, and that the answers to the others contain it.
 fn one_winner(answers: &[(ReserveRequest, Reservation)], attempt: u32, takeover: bool) -> Lease {
     let winners: Vec<_> = answers
         .iter()
@@ -144,7 +144,7 @@ pub(super) async fn live_lease_is_pending(case: &Case) {
     };
     case.has_left(lapses_in, LONG, earliest, "a live lease");
     assert!(lapses_in < LONG, "the time left does not shrink: {lapses_in:?} of {LONG:?}");
-    // The duplicate's own lease and limit make no difference.
+    // The lease and the limit of the duplicate itself make no difference.
     case.waits_for(&case.short(&key), 1, "a duplicate with a short lease").await;
     case.waits_for(&limited(case.request(&key), 1), 1, "a duplicate at the limit of attempts").await;
 }
@@ -193,7 +193,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         assert_eq!(case.release(&lease, release).await, Verdict::Applied, "the release is still recognised");
         case.reserved(&case.request(&key), 2, "the key is free for another owner").await;
     }
-    // A key that an operator has reopened doesn't belong to the dead attempt either.
+    // A reopened key doesn't belong to the crashed attempt either.
     let key = case.key("reopened");
     let request = case.request(&key);
     let lease = case.reserved(&request, 1, "a key that was never used").await;

@@ -1,4 +1,4 @@
-//! A recorded result comes back unchanged.
+//! A recorded result is read back unchanged.
 
 use bytes::Bytes;
 
@@ -13,7 +13,7 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
     assert_eq!(case.finish(&lease, finish).await, Verdict::Applied, "{name}");
     let record = Record::after(&lease, finish.state());
     for _ in 0..4 {
-        // Compared before it is printed: `assert_eq` would show only the sizes of the payloads.
+        // Compared without `assert_eq`, which would print only the sizes of the payloads.
         let answer = case.reserve(&case.request(&key)).await.aged(None);
         assert!(
             answer == Reservation::finished(record.clone()),
@@ -24,7 +24,7 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
     }
 }
 
-/// The first bytes of a result.
+/// Returns the first bytes of a result, as text.
 fn bytes(answer: &Reservation) -> String {
     let Reservation::Finished { record, .. } = answer else { return String::new() };
     match &record.state {
@@ -47,7 +47,7 @@ pub(super) async fn completed_is_replayed(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_told(&case.request(&key), finished.clone(), "the third attempt's result").await;
-    // A repeated reservation of the owner itself also gets the result.
+    // A repeated reservation of the owner gets the result too.
     case.is_told(
         &ReserveRequest { owner: lease.owner, ..case.request(&key) },
         finished,

@@ -14,7 +14,7 @@ use crate::record::{
 };
 use crate::store::{Filter, Store, StoreError, StoreErrorKind};
 
-/// How many times a call is polled before it is dropped.
+/// Numbers of polls after which a call is dropped.
 const POLLS: std::ops::Range<usize> = 0..6;
 
 pub(super) async fn handles_share(case: &Case) {
@@ -50,7 +50,7 @@ pub(super) async fn dropped_reserve(case: &Case) {
         let key = case.key(&format!("new:{polls}"));
         let dropped = case.request(&key);
         abandon(case, case.store().reserve(&dropped), polls).await;
-        // The dropped reservation took effect, or didn't, or does so later. Either way exactly one of the two wins.
+        // The dropped reservation took effect, or didn't, or will later. In each case exactly one of the two wins.
         let other = case.request(&key);
         let answers = [case.reserve(&other).await, case.reserve(&dropped).await];
         let winners = answers.iter().filter(|answer| matches!(answer, Reservation::Granted { .. })).count();
@@ -71,7 +71,8 @@ pub(super) async fn dropped_reserve(case: &Case) {
 
 pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     const EACH: usize = 40;
-    // Cleans up as the engine does after a dropped call: reserves again, releases the lease it then surely holds, until done.
+    // Cleans up like the engine after a dropped call: reserves again and releases the lease that it then certainly
+    // holds, until this succeeds.
     async fn clean_up(case: &Case, upkeep: &dyn Store, dropped: &ReserveRequest) {
         loop {
             let answer = case.ask(upkeep.reserve(dropped), "reserve again to clean up").await;
@@ -83,7 +84,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     }
     let upkeep = case.subject.store.upkeep();
     for polls in POLLS {
-        // All at once: a busy store takes other paths than an idle one.
+        // All rounds run concurrently: a busy store takes other paths than an idle one.
         let rounds: Vec<_> = (0..EACH).map(|n| case.key(&format!("{polls}:{n}"))).collect();
         let mut dropping: Vec<_> = rounds
             .iter()
@@ -92,7 +93,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                 let upkeep = &upkeep;
                 Box::pin(async move {
                     let dropped = case.request(key);
-                    // Every second key already has a record, which is released.
+                    // Every second key already has a released record.
                     if n % 2 == 1 {
                         let lease = case.reserved(&case.request(key), 1, "a key that was never used").await;
                         assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
@@ -108,6 +109,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
             })
             .collect();
         let others = crate::combine::all(&mut dropping).await;
+        // Each other attempt must have kept its record, even after a pause for late requests.
         case.sleep(PAUSE).await;
         for (lease, what) in others {
             let expected = Record::after(&lease, State::Released);
@@ -260,7 +262,7 @@ pub(super) async fn foreign_value(case: &Case) {
     }
 }
 
-/// Looks at a value that is not a record.
+/// Reads a value that is not a record, and checks that it is reported as damaged.
 async fn damaged(case: &Case, key: &Key) -> Inspection {
     let found = case.inspect(key).await.expect("a value that is not a record is no absent record");
     assert_eq!(found.standing(), Standing::Damaged, "a value that is not a record is damaged");

@@ -1,4 +1,4 @@
-//! What a record tells a person: who holds it, since when, and what an operator said.
+//! Information in a record for people: its holder, its times, and the operator's decision.
 
 use super::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
 use crate::clock::Instant;
@@ -95,7 +95,7 @@ pub(super) async fn traceparent_survives(case: &Case) {
 }
 
 impl Case {
-    /// Checks that the record of `key` was first seen, and its latest attempt began, between these points and now.
+    /// Checks that the record of `key` was first seen, and that its latest attempt began, within the given intervals.
     async fn told_since(&self, key: &Key, [seen, began]: [(Instant, Instant); 2], when: &str) -> Inspection {
         let asked = self.now();
         let found = self.recorded(key).await;
@@ -112,6 +112,7 @@ impl Case {
 }
 
 pub(super) async fn times_are_told(case: &Case) {
+    // The times stay the same over renewals and the release of the first attempt.
     let key = case.key("");
     let before = case.now();
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
@@ -127,6 +128,7 @@ pub(super) async fn times_are_told(case: &Case) {
     case.sleep(PAUSE).await;
     case.told_since(&key, [first_at, first_at], "released").await;
 
+    // A second attempt, by a reservation, changes only the time when the latest attempt began.
     let before = case.now();
     case.reserved(&case.short(&key), 2, "a released key").await;
     let second_at = (before, case.now());
@@ -134,6 +136,7 @@ pub(super) async fn times_are_told(case: &Case) {
     case.told_since(&key, [first_at, second_at], "the second attempt").await;
     case.sleep(PAUSE).await;
 
+    // So does a third one, by a takeover. Neither its end nor decisions change a time.
     let before = case.now();
     let third = case.takes_over(&case.request(&key), 3, "a lapsed lease").await;
     let third_at = (before, case.now());
@@ -153,7 +156,7 @@ pub(super) async fn times_are_told(case: &Case) {
     case.told_since(&key, [first_at, fourth_at], "its lease was broken").await;
     drop(fourth);
 
-    // A record that was finished without any other write.
+    // A record that was finished without any write in between.
     let key = case.key("at once");
     let before = case.now();
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
@@ -163,6 +166,7 @@ pub(super) async fn times_are_told(case: &Case) {
     case.sleep(PAUSE).await;
     case.told_since(&key, [at, at], "finished").await;
 
+    // A record that was forgotten takes its times with it.
     let key = case.key("forgotten");
     let brief = ReserveRequest { ttl: super::SHORT, ..case.request(&key) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;
@@ -198,7 +202,7 @@ pub(super) async fn replays_tell_their_age(case: &Case) {
         replayed(&key, [began, case.now()], name).await;
     }
 
-    // The age of the attempt that made the result, not of the key.
+    // The age counts from the attempt that made the result, not from the first use of the key.
     let key = case.key("taken over");
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
@@ -209,7 +213,7 @@ pub(super) async fn replays_tell_their_age(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let ended = case.now();
     replayed(&key, [began, ended], "taken over").await;
-    // A finish that is repeated makes nothing younger.
+    // A repeated finish does not reset the age.
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     replayed(&key, [began, ended], "finished again").await;
 }
@@ -218,6 +222,7 @@ pub(super) async fn decision_is_named(case: &Case) {
     let fail = |key: &Key| ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) }.holder(FIRST);
     let reason = "é".repeat(Trail::MAX_REASON_BYTES / 2);
     let by = "a".repeat(Trail::MAX_BY_BYTES);
+    // Each decision replaces the name and the reason of the one before.
     for action in [Action::Reopen, Action::Resolve(completed("1")), Action::BreakLease] {
         let name = action.name();
         let key = case.key(name);
@@ -239,6 +244,7 @@ pub(super) async fn decision_is_named(case: &Case) {
         case.tells(&key, &request.trail, "a decision of nobody in particular").await;
     }
 
+    // A refused decision leaves no name. An applied one stays named in the records of later attempts.
     let key = case.key("kept");
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);

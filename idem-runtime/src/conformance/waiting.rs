@@ -1,4 +1,4 @@
-//! A waiting duplicate is woken by the end of the attempt, and never hangs.
+//! The end of an attempt wakes its waiting duplicates, and no wait hangs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Action, Decided, Finish, Lease, Release, ReserveRequest, State, Verdict};
 
-/// Long enough for a waiter to have registered with its server.
+/// Long enough for a waiter to register with its server.
 const SETTLED: Duration = Duration::from_millis(100);
 
 /// Waits for attempt `attempt` on both handles, runs `end`, and checks that all waiters return.
@@ -17,7 +17,7 @@ async fn wakes(case: &Case, key: &Key, attempt: u32, waiters: usize, end: impl F
     for _ in 0..waiters {
         let (store, key) = (Arc::clone(case.store()), key.clone());
         tasks.spawn(async move {
-            // A wait may return early. The caller asks again; here, as often as it takes.
+            // A wait may return early. The caller then waits again, as often as necessary.
             loop {
                 let waited = store.wait(&key, attempt, LONG).await;
                 waited.unwrap_or_else(|error| panic!("wait: {}", chain(&error)));
@@ -91,7 +91,7 @@ pub(super) async fn all_waiters_wake(case: &Case) {
     let lease = first(case, case.request(&key)).await;
     let end = async { assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied) };
     wakes(case, &key, 1, 32, end, "32 waiters after a release").await;
-    // The next attempt has waiters of its own, which are woken as well.
+    // The next attempt has waiters of its own, which are woken too.
     let lease = case.reserved(&case.request(&key), 2, "a released key").await;
     let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied) };
     wakes(case, &key, 2, 32, end, "32 waiters after a finish").await;
@@ -132,7 +132,7 @@ pub(super) async fn wait_is_bounded(case: &Case) {
 }
 
 pub(super) async fn wait_tells_the_present(case: &Case) {
-    // Both handles, so that none tells from its own memory.
+    // Both handles, so that none answers from its own memory.
     let tells = async |key: &Key, attempt: u32, why: &str| {
         for _ in 0..2 {
             let told = case.ask(case.store().wait(key, attempt, LONG), &format!("wait: {why}")).await;
@@ -172,7 +172,7 @@ pub(super) async fn abandoned_wait(case: &Case) {
     let key = case.key("");
     let lease = first(case, case.request(&key)).await;
     let before = case.recorded(&key).await.record;
-    // Some waiters time out and some are dropped; one keeps waiting.
+    // Some waiters time out and some are dropped; others keep waiting.
     let end = async {
         for polls in 0..4 {
             abandon(case, case.store().wait(&key, 1, LONG), polls).await;

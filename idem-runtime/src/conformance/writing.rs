@@ -144,7 +144,8 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
         };
         let store = case.store();
         let renew = store.renew(&batch, &answer);
-        // The other leases are answered without the blocked one, whether or not the call itself waits for it.
+        // The other leases must be answered without the blocked one, whether or not the call itself waits for the
+        // blocked record.
         let mut others = pin!(async {
             while !all_others() {
                 told.notified().await;
@@ -160,10 +161,11 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
             Some(renewed) => {
                 assert!(all_others(), "the call ended ({renewed:?}) without answers for the others: {answers:?}");
             }
-            // The call itself ends too.
+            // The call itself must end too.
             None => drop(case.soon(renew, "a renewal of a record that is held back").await),
         }
         assert_eq!(lock(&answers)[blocked], None, "the record that is held back has no answer");
+        // Once the record is free, its lease can be renewed.
         drop(holding);
         let freed = async {
             while renew_all(case.store(), std::slice::from_ref(&batch[blocked])).await.ok()
@@ -253,7 +255,7 @@ pub(super) async fn finish_is_final(case: &Case) {
     case.sleep(PAUSE).await;
     let record = Record::after(&lease, completed("1").state());
     for other in [completed("2"), Finish::Failed(stored("1")), Finish::Completed(StoredResult::Unencodable)] {
-        // Either answer is allowed: the owner's operation is finished, and no other result may become visible.
+        // Either answer is allowed. The owner's operation has finished, and no other result may become visible.
         let _either = case.finish(&lease, &other).await;
         let after = case.recorded(&key).await;
         assert_eq!(after.record, record, "a finished record was changed to {other:?}");
@@ -269,8 +271,8 @@ pub(super) async fn landed_finish_is_recognised(case: &Case) {
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         let record = Record::after(&lease, finish.state());
-        // The answer to the finish got lost: the heartbeat still renews, and the finish is repeated, in the end without its
-        // result.
+        // The answer to the finish was lost: the heartbeat still renews, and the finish is repeated, finally without
+        // its result.
         let without = |payload: StoredResult| match &finish {
             Finish::Completed(_) => Finish::Completed(payload),
             Finish::Failed(_) => Finish::Failed(payload),
@@ -327,13 +329,13 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     case.lapse().await;
     let between = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
     assert_eq!(case.release(&between, Release::Returned).await, Verdict::Applied);
-    // The first request arrives again, long after its answer: no caller runs the attempt that it gets.
+    // The first request arrives again, long after its answer. No caller runs the attempt that it gets.
     let again = ReserveRequest { lease: LONG, ..request };
     let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
     for finish in [completed("1"), Finish::Failed(stored("1"))] {
         case.changes_nothing(&key, case.finish(&old, &finish), "a finish of the owner's first attempt").await;
     }
-    // Eight at once: a store may batch concurrent requests, which takes another path than a single one.
+    // Eight concurrent finishes: a store may batch concurrent requests, which takes another path than a single request.
     let (store, late) = (case.store(), completed("1"));
     let mut together: Vec<_> = (0..8).map(|_| store.finish(&old, &late)).collect();
     for answer in case.soon(all(&mut together), "eight finishes at once").await {
@@ -424,7 +426,7 @@ pub(super) async fn release_ignores_the_number(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
-    // The answer of this reservation gets lost: its caller may take the attempt for the first.
+    // The answer to this reservation was lost: its caller may assume that the attempt is the first one.
     let request = case.request(&key);
     let second = case.reserved(&request, 2, "a released key").await;
     let unanswered = Record::first(&request).lease(&request);
