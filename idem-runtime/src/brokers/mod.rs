@@ -1,7 +1,8 @@
-//! What a consumer has to know of its broker: for how long it may deliver a message again, and which offset may be committed.
+//! Facts about a broker that a consumer needs: the time for which a message may be delivered again, and the offset that
+//! may be committed.
 //!
-//! Nothing in here depends on the client of a broker. How each broker settles a message, and what a slow handler meets there,
-//! is in `docs/brokers.md`; what a delivery tells the engine is in [`Observe`](crate::future::Observe).
+//! Nothing in here depends on the client of a broker. `docs/brokers.md` describes the settlement of a message with each
+//! broker, and the limits for slow handlers. [`Observe`](crate::future::Observe) has the settings of a delivery.
 
 mod offsets;
 mod redelivery;

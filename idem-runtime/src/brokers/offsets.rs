@@ -1,22 +1,23 @@
-//! Which offset of a partition may be committed while its messages are settled out of order.
+//! Offsets of a partition that may be committed while its messages are settled out of order.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 
-/// Tells which offset of each partition may be committed while several of its messages are handled at a time.
+/// Tracks the offset of each partition that may be committed while several of its messages are handled at a time.
 ///
-/// A committed offset says that everything before it is done. If message 8 is settled while 7 still runs, and 9 is committed, a
-/// crash loses 7. So a commit goes up to the first message that has started and is not settled.
+/// A committed offset means that everything before it is done. If message 8 is settled while 7 still runs, and 9 is
+/// committed, a crash loses 7. So a commit goes up to the first message that has started and is not settled.
 ///
-/// - A message that is never settled, because its handler was dropped, holds the commit at its offset: it is delivered again
-///   after a restart. What is settled behind it takes no memory.
-/// - [`assigned`](OffsetTracker::assigned) begins a generation of a partition, and [`revoked`](OffsetTracker::revoked) ends it. A message
-///   belongs to the generation in which it was started. What is settled after that generation commits nothing, also if the
-///   partition has come back meanwhile: the commit is that of whoever had it in between.
+/// - A message that is never settled, because its handler was dropped, holds the commit at its offset: the message is
+///   delivered again after a restart. Settled messages behind it take no memory.
+/// - [`assigned`](OffsetTracker::assigned) begins a generation of a partition, and [`revoked`](OffsetTracker::revoked)
+///   ends it. A message belongs to the generation in which it was started. A message that is settled after that
+///   generation commits nothing, even if the partition has come back meanwhile: the consumer that had the partition in
+///   between commits.
 /// - Offsets need not be contiguous: transactions and compaction leave gaps.
 ///
-/// `P` is what names a partition, for example `(String, i32)`. The tracker is plain data: keep it in the loop that polls, and let
-/// handlers hand their [`Started`] back to it.
+/// `P` names a partition, for example `(String, i32)`. The tracker is plain data: keep it in the loop that polls, and
+/// let handlers hand their [`Started`] back to that loop.
 ///
 /// ```
 /// use idem_runtime::brokers::OffsetTracker;
@@ -30,21 +31,21 @@ use std::hash::Hash;
 /// ```
 #[derive(Debug)]
 pub struct OffsetTracker<P> {
-    /// The present generation of each partition that is assigned.
+    /// Current generation of each assigned partition.
     assigned: HashMap<P, u64>,
     generations: HashMap<u64, Generation>,
-    /// How many generations there have been.
+    /// Number of generations so far.
     numbered: u64,
 }
 
-/// A partition from when it is assigned until it is revoked or assigned again.
+/// A partition between its assignment and its revocation or next assignment.
 #[derive(Debug, Default)]
 struct Generation {
-    /// How often each offset has been started and not settled.
+    /// Number of times that each offset has been started and not settled.
     open: BTreeMap<i64, u32>,
-    /// The offset after the last one that was started.
+    /// The offset after the last started offset.
     next: i64,
-    /// The last offset that was told to be committed, or the first that was started; `None` before that.
+    /// Last offset that was returned for a commit, or the first that was started; `None` before that.
     committed: Option<i64>,
 }
 
@@ -57,7 +58,7 @@ pub struct Started {
 }
 
 impl Started {
-    /// The offset of the message.
+    /// Returns the offset of the message.
     pub fn offset(&self) -> i64 {
         self.offset
     }
@@ -70,15 +71,16 @@ impl<P> Default for OffsetTracker<P> {
 }
 
 impl<P> OffsetTracker<P> {
-    /// A tracker without partitions.
+    /// Creates a tracker without partitions.
     pub fn new() -> Self {
         Self { assigned: HashMap::new(), generations: HashMap::new(), numbered: 0 }
     }
 
-    /// The message has been settled: acknowledged, set aside, or handed to a retry topic. Returns the offset that may be
-    /// committed now, which is the next one to read, if that has moved on.
+    /// Settles a message: it was acknowledged, set aside, or handed to a retry topic. Returns the offset that may be
+    /// committed now, which is the next offset to read, if it has moved on.
     ///
-    /// Nothing is returned if the partition was revoked or assigned again since: the message may be somebody else's by now.
+    /// Returns `None` if the partition was revoked or assigned again since: the message may belong to another consumer
+    /// by now.
     #[expect(clippy::needless_pass_by_value, reason = "nothing is settled twice")]
     pub fn settled(&mut self, started: Started) -> Option<i64> {
         let Started { generation, offset } = started;
@@ -97,9 +99,9 @@ impl<P> OffsetTracker<P> {
 }
 
 impl<P: Clone + Eq + Hash> OffsetTracker<P> {
-    /// The partition is this consumer's from now on, or is read from another offset: a new generation of it begins. For the callback of
-    /// a rebalance, a manual assignment, and a `seek`. An earlier generation that nobody revoked, as where the group lost this
-    /// consumer, ends.
+    /// Begins a new generation of the partition: from now on the partition belongs to this consumer, or is read from
+    /// another offset. Call this in the callback of a rebalance, after a manual assignment, and after a `seek`. An
+    /// earlier generation that was not revoked, for example because the group considered this consumer lost, ends.
     pub fn assigned(&mut self, partition: &P) {
         self.revoked(partition);
         self.numbered += 1;
@@ -107,26 +109,29 @@ impl<P: Clone + Eq + Hash> OffsetTracker<P> {
         self.generations.insert(self.numbered, Generation::default());
     }
 
-    /// A message of `partition` has been received. Its handler may run beside others. Call it before the consumer is polled again.
+    /// Notes that a message of `partition` has been received. Its handler may run concurrently with others. Call this
+    /// before the consumer is polled again.
     ///
-    /// `None` if the partition is not assigned: the message is another consumer's by now, so leave it.
+    /// Returns `None` if the partition is not assigned: the message belongs to another consumer by now, so leave it.
     pub fn started(&mut self, partition: &P, offset: i64) -> Option<Started> {
         let number = *self.assigned.get(partition)?;
         let generation = self.generations.get_mut(&number)?;
         *generation.open.entry(offset).or_default() += 1;
         generation.next = generation.next.max(offset.saturating_add(1));
-        // Nothing before the first message is this consumer's to commit.
+        // This consumer must not commit offsets before its first message.
         generation.committed.get_or_insert(offset);
         Some(Started { generation: number, offset })
     }
 
-    /// How many messages of `partition` have started and are not settled: for a bound on what is handled at a time.
+    /// Returns the number of messages of `partition` that have started and are not settled, to limit the messages that
+    /// are handled at a time.
     pub fn in_flight(&self, partition: &P) -> usize {
         let generation = self.assigned.get(partition).and_then(|number| self.generations.get(number));
         generation.map_or(0, |generation| generation.open.values().map(|count| *count as usize).sum())
     }
 
-    /// The partition is no longer this consumer's. Commit what [`settled`](OffsetTracker::settled) has returned before.
+    /// Ends the generation of the partition, which no longer belongs to this consumer. Commit the last offset that
+    /// [`settled`](OffsetTracker::settled) has returned.
     pub fn revoked(&mut self, partition: &P) {
         if let Some(number) = self.assigned.remove(partition) {
             self.generations.remove(&number);

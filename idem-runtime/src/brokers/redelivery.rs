@@ -1,4 +1,4 @@
-//! For how long a broker may deliver a message again, against the retention of records.
+//! The time for which a broker may deliver a message again, compared with the retention of records.
 
 use std::fmt;
 use std::future::Future;
@@ -7,44 +7,45 @@ use std::time::Duration;
 use crate::engine::Observe;
 use crate::policy::Policy;
 
-/// For how long after its first delivery a broker may deliver a message again; for [`Policy::check_redelivery`] and
-/// [`Observe::redelivery`].
+/// The time after its first delivery for which a broker may deliver a message again; for [`Policy::check_redelivery`]
+/// and [`Observe::redelivery`].
 ///
-/// Each constructor takes what the configuration of the broker says. The time counts from when the message was published, and a
-/// record's `ttl` from completion, which is later: a `ttl` as long as [`longest`](Redelivery::longest) suffices.
+/// Each constructor takes values from the configuration of the broker. The time counts from the publication of the
+/// message, and a record's `ttl` counts from completion, which is later: a `ttl` as long as
+/// [`longest`](Redelivery::longest) suffices.
 ///
-/// A producer that publishes the same operation again, hours later, is not bounded by any of this.
+/// These times do not cover a producer that publishes the same operation again, hours later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Redelivery {
     broker: &'static str,
-    /// `None`: for ever.
+    /// Retention of a message; `None` means forever.
     retention: Option<Duration>,
-    /// For how much longer than `retention` a message may be kept.
+    /// Time that a message may be kept beyond `retention`.
     segment: Duration,
-    /// After how long a consumer group that is away starts again at the beginning.
+    /// Time after which a consumer group that is away starts again at the beginning.
     offsets_retention: Option<Duration>,
-    /// For how long a dead-letter queue keeps it.
+    /// Time for which a dead-letter queue keeps the message.
     dlq: Option<Duration>,
 }
 
 impl Redelivery {
-    /// `segment.ms` of Kafka where nothing else is configured.
+    /// Default of Kafka's `segment.ms`.
     const KAFKA_SEGMENT: Duration = Duration::from_secs(7 * 86_400);
 
     const fn of(broker: &'static str, retention: Option<Duration>) -> Self {
         Self { broker, retention, segment: Duration::ZERO, offsets_retention: None, dlq: None }
     }
 
-    /// Amazon SQS: the queue's `MessageRetentionPeriod` (4 days unless configured, 14 days at most). If its messages are
+    /// Amazon SQS: the queue's `MessageRetentionPeriod` (default: 4 days; at most 14 days). If its messages are
     /// redriven from a dead-letter queue, add [`dlq`](Redelivery::dlq).
     pub const fn sqs(retention: Duration) -> Self {
         Self::of("SQS", Some(retention))
     }
 
     /// Kafka: the topic's `retention.ms` ([`Duration::MAX`] for -1, and for a compacted topic), and the broker's
-    /// `offsets.retention.minutes`. A reset of offsets brings back whatever the topic keeps, and so does a group that was away
-    /// for the retention of its offsets. A message is deleted with its segment, so it may stay for `segment.ms` longer:
-    /// see [`segment`](Redelivery::segment).
+    /// `offsets.retention.minutes`. A reset of offsets brings back all messages that the topic keeps. So does a group
+    /// that was away for the retention of its offsets. A message is deleted with its segment, so it may stay for
+    /// `segment.ms` longer: see [`segment`](Redelivery::segment).
     pub const fn kafka(retention: Duration, offsets_retention: Duration) -> Self {
         let retention = if retention.as_nanos() == Duration::MAX.as_nanos() { None } else { Some(retention) };
         let kafka = Self::of("Kafka", retention);
@@ -57,43 +58,45 @@ impl Redelivery {
         Self { segment, ..self }
     }
 
-    /// NATS JetStream: the stream's `max_age`; zero is for ever, as there. A consumer that is created anew may start at the
-    /// beginning.
+    /// NATS JetStream: the stream's `max_age`; zero means forever, as in JetStream. A consumer that is created anew may
+    /// start at the beginning.
     pub const fn jetstream(max_age: Duration) -> Self {
         Self::of("JetStream", if max_age.is_zero() { None } else { Some(max_age) })
     }
 
-    /// RabbitMQ: the message TTL of the queue or of its policy. A queue without one is [`unbounded`](Redelivery::unbounded). If
-    /// messages come back from a dead-letter queue, add [`dlq`](Redelivery::dlq).
+    /// RabbitMQ: the message TTL of the queue or of its policy. A queue without one is
+    /// [`unbounded`](Redelivery::unbounded). If messages come back from a dead-letter queue, add
+    /// [`dlq`](Redelivery::dlq).
     pub const fn rabbitmq(ttl: Duration) -> Self {
         Self::of("RabbitMQ", Some(ttl))
     }
 
-    /// Google Pub/Sub: the longer one of the retentions of the subscription (7 days unless configured) and of its topic (31 days
-    /// at most): a `seek` brings back what was acknowledged.
+    /// Google Pub/Sub: the longer one of the retentions of the subscription (default: 7 days) and of its topic (at most
+    /// 31 days): a `seek` brings back acknowledged messages.
     pub const fn pubsub(retention: Duration) -> Self {
         Self::of("Pub/Sub", Some(retention))
     }
 
-    /// Any other broker or client that delivers nothing again after `longest`.
+    /// Any other broker or client that delivers no message again after `longest`.
     pub const fn at_most(longest: Duration) -> Self {
         Self::of("the broker", Some(longest))
     }
 
-    /// A broker that keeps messages until somebody deletes them: a Redis stream that is not trimmed, a queue without a message
-    /// TTL. No `ttl` suffices.
+    /// A broker that keeps messages until they are deleted by hand: a Redis stream that is not trimmed, a queue without
+    /// a message TTL. No `ttl` suffices.
     pub const fn unbounded() -> Self {
         Self::of("the broker", None)
     }
 
-    /// Messages that fail go to a dead-letter queue which keeps them for `retention`, and somebody may put them back. Then the
-    /// whole retention of the queue starts again: once here, and once more each time that the same message is put back.
+    /// Adds a dead-letter queue, which keeps failed messages for `retention`, and from which messages may be put back.
+    /// Then the whole retention of the queue starts again. [`longest`](Redelivery::longest) includes that once; each
+    /// time that the same message is put back adds as much again.
     #[must_use]
     pub const fn dlq(self, retention: Duration) -> Self {
         Self { dlq: Some(retention), ..self }
     }
 
-    /// How long a message may be delivered again; `None` if there is no end.
+    /// Returns the longest time for which a message may be delivered again; `None` if there is no end.
     pub const fn longest(&self) -> Option<Duration> {
         let Some(retention) = self.retention else { return None };
         let kept = retention.saturating_add(self.segment);
@@ -105,10 +108,11 @@ impl Redelivery {
 }
 
 impl Policy {
-    /// Whether a record is remembered for as long as its broker may deliver the message again: for the start of a program.
+    /// Checks that a record is remembered for as long as its broker may deliver the message again. Call this at the
+    /// start of a program.
     ///
     /// # Errors
-    /// [`RedeliveryProblem`] says both times, and what to do.
+    /// [`RedeliveryProblem`] shows both times, and the remedy.
     ///
     /// ```
     /// use std::time::Duration;
@@ -138,11 +142,12 @@ impl Policy {
 }
 
 impl<F: Future, B> Observe<F, B> {
-    /// For how long the broker may deliver the message again. A call whose record would be forgotten earlier is refused with
-    /// [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), wherever its `ttl` is written: in the attribute, in a policy, or in what
-    /// decides it at run time. As with every mistake of the deployment the message is kept, and delivered again.
+    /// Sets the time for which the broker may deliver the message again. A call whose record would be forgotten earlier
+    /// is refused with [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), whether its `ttl` is written in the
+    /// attribute, in a policy, or decided at run time. As with every mistake of the deployment, the message is kept and
+    /// delivered again.
     ///
-    /// [`Policy::check_redelivery`] compares the same at the start of the program, where the `ttl` stands in a policy.
+    /// [`Policy::check_redelivery`] makes the same comparison at the start of the program, if the `ttl` is in a policy.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -174,19 +179,19 @@ pub enum RedeliveryProblem {
     /// The record is forgotten before the message.
     #[non_exhaustive]
     TtlTooShort {
-        /// For how long the record is remembered.
+        /// Retention of the record.
         ttl: Duration,
-        /// For how long the message may be delivered.
+        /// Longest time for which the message may be delivered.
         longest: Duration,
-        /// What that is made of.
+        /// The configuration that gives this time.
         redelivery: Redelivery,
     },
-    /// The message may be delivered again for ever.
+    /// The message may be delivered again forever.
     #[non_exhaustive]
     Unbounded {
-        /// For how long the record is remembered.
+        /// Retention of the record.
         ttl: Duration,
-        /// What was said of the broker.
+        /// The configuration of the broker.
         redelivery: Redelivery,
     },
 }
@@ -218,7 +223,7 @@ impl fmt::Display for RedeliveryProblem {
 
 impl std::error::Error for RedeliveryProblem {}
 
-/// What the time of a redelivery is made of, if that is not one number.
+/// The parts of a redelivery time, if there are several.
 struct Parts<'a>(&'a Redelivery);
 
 impl fmt::Display for Parts<'_> {

@@ -1,4 +1,4 @@
-//! The numbers themselves: counters, histograms and gauges that many threads add to.
+//! The numbers themselves: counters, histograms and gauges to which many threads add.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -53,9 +53,9 @@ pub(crate) struct Histograms {
 }
 
 struct Histogram {
-    /// One for each bound, and one for what is above them all.
+    /// One bucket per bound, plus an overflow bucket.
     counts: Box<[AtomicU64]>,
-    /// In parts of the unit.
+    /// Sum in parts of the unit.
     sum: AtomicU64,
     exported: facade::Histogram,
 }
@@ -76,7 +76,7 @@ impl Histograms {
 
     /// Adds a value, in parts of the unit, to the histogram at `at`.
     pub(crate) fn add(&self, at: usize, parts: u64) {
-        // Most operations of a store in memory take no time that could be told.
+        // Most operations of a store in memory take no measurable time.
         let bucket = if parts == 0 { 0 } else { self.bounds.partition_point(|bound| *bound < parts) };
         if let Some(cell) = self.cells.get(at)
             && let Some(count) = cell.counts.get(bucket)
@@ -99,7 +99,7 @@ impl Histograms {
     }
 }
 
-/// A number that goes up and down. Without an exporter nobody counts: a snapshot asks whoever knows.
+/// A number that goes up and down. Only an exporter counts it: a snapshot gets the level from its caller.
 pub(crate) struct Gauge {
     metric: &'static Metric,
     exported: facade::Gauge,
@@ -124,12 +124,12 @@ impl Gauge {
     }
 }
 
-/// How many combinations the closed labels have.
+/// Returns the number of combinations of the closed labels.
 fn combinations(metric: &Metric) -> usize {
     metric.labels.iter().skip(1).map(|label| label.values.len()).product()
 }
 
-/// The labels of the combination at `at`. The last label changes fastest.
+/// Returns the labels of the combination at `at`. The last label changes fastest.
 fn labels(metric: &'static Metric, open: Open<'_>, at: usize) -> Vec<(&'static str, String)> {
     let (mut rest, mut labels) = (at, Vec::with_capacity(metric.labels.len()));
     for label in metric.labels.iter().rev() {

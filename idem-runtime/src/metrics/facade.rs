@@ -1,7 +1,7 @@
-//! The same numbers through the facade `metrics`, for whatever exporter the program has.
+//! The same numbers through the facade `metrics`, for any exporter that the program has.
 //!
-//! Handles are made once for each scope and store, so that an event costs no look-up and no allocation. They belong to the
-//! recorder that is installed then: install it before the first call.
+//! Handles are made once for each scope and store, so that an event costs no look-up and no allocation. The handles
+//! belong to the recorder that is installed at that time: install it before the first call.
 
 use ::metrics::{Key, Level, Metadata, with_recorder};
 
@@ -54,7 +54,7 @@ impl Histogram {
     }
 }
 
-/// Tells the exporter what each metric means.
+/// Passes the meaning of each metric to the exporter.
 pub(super) fn describe() {
     with_recorder(|recorder| {
         for metric in table::TABLE {

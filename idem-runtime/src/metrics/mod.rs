@@ -1,12 +1,12 @@
-//! Numbers about calls, leases and stores: a table of what there is, a snapshot of each store handle, and behind the feature
-//! `metrics` the same through the facade of that name.
+//! Numbers about calls, leases and stores: a table of all metrics, a snapshot of each store handle, and behind the
+//! feature `metrics` the same numbers through the facade of that name.
 //!
-//! [`StoreExt::metrics`](crate::StoreExt::metrics) returns a [`Snapshot`]. [`TABLE`] has every metric with its labels and
-//! meaning; no label is ever a key. A scope beyond the first 200 of a store handle counts as `_other`. An event costs one
-//! addition, or two where a sum is kept as well; a scope's first call allocates its counters.
+//! [`StoreExt::metrics`](crate::StoreExt::metrics) returns a [`Snapshot`]. [`TABLE`] lists every metric with its labels
+//! and meaning; no label is ever a key. A scope beyond the first 200 of a store handle counts as `_other`. An event
+//! costs one addition, or two if a sum is kept as well; a scope's first call allocates its counters.
 //!
-//! With the feature `metrics`, install the recorder of your exporter before the first call: what is counted before goes into
-//! snapshots only. Histograms have the buckets of [`Metric::buckets`]; tell your exporter:
+//! With the feature `metrics`, install the recorder of your exporter before the first call: earlier events go into
+//! snapshots only. Histograms have the buckets of [`Metric::buckets`]; set them in your exporter:
 //!
 //! ```text
 //! let mut builder = metrics_exporter_prometheus::PrometheusBuilder::new();
@@ -37,9 +37,9 @@ use crate::sync::SharedList;
 
 static TRANSACTIONS: SharedList<Arc<Metrics>> = SharedList::new();
 
-/// What is counted of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), in the whole
-/// process: they have no store handle of their own. By driver (label `store`), and by scope, where several drivers have a
-/// series each.
+/// Returns the numbers of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), in
+/// the whole process: such calls have no store handle of their own. The numbers are kept by driver (label `store`) and
+/// by scope; a scope has one series for each of its drivers.
 pub fn in_transactions() -> Snapshot {
     // Their leases are held by the transactions.
     Snapshot { series: TRANSACTIONS.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
@@ -72,24 +72,24 @@ impl Metrics {
         }
     }
 
-    /// The numbers of all calls inside of transactions with this driver, in the whole process: each call there has a store of
-    /// its own.
+    /// Returns the numbers of all calls inside of transactions with this driver, in the whole process: each such call
+    /// has its own store.
     pub(crate) fn of_transactions(store: &'static str, clock: &Arc<dyn Clock>) -> Arc<Self> {
         let make = || Arc::new(Self::new(store, Arc::clone(clock)));
         Arc::clone(TRANSACTIONS.find_or_add(|known| known.store == store, make))
     }
 
-    /// What the store is called.
+    /// Returns the name of the store.
     pub(crate) fn store(&self) -> &'static str {
         self.store
     }
 
-    /// The numbers of the handler with this scope.
+    /// Returns the numbers of the handler with this scope.
     pub(crate) fn scope(&self, scope: &str) -> Arc<ScopeCells> {
         self.scopes.get(scope)
     }
 
-    /// An operation of the store has taken this long.
+    /// Notes the duration of a store operation.
     pub(crate) fn store_took(&self, op: StoreOp, took: Duration) {
         self.store_seconds.add(op as usize, nanos(took));
     }
@@ -118,7 +118,7 @@ impl Metrics {
         self.broker_beats.add(result as usize, 1);
     }
 
-    /// All numbers; `leases_held` is how many leases are kept alive now.
+    /// Returns all numbers; `leases_held` is the number of leases that are kept alive now.
     pub(crate) fn snapshot(&self, leases_held: usize) -> Snapshot {
         let mut series = Vec::new();
         self.scopes.read(&mut series);

@@ -16,13 +16,13 @@ use super::table::{
 use crate::clock::{Clock, Instant};
 use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
 
-/// How many scopes have numbers of their own. Scopes are written in code; more of them are data by mistake.
+/// Number of scopes that have numbers of their own. Scopes are written in code; a larger number is data by mistake.
 const LIMIT: usize = 200;
 /// Enough that a look-up soon ends.
 const LISTS: usize = 32;
 /// The scope that counts for all beyond the limit.
 const OTHER: &str = "_other";
-/// How many payloads of a handler shadow mode remembers.
+/// Number of payloads that shadow mode remembers for each handler.
 const PAYLOADS: usize = 1024;
 
 /// Scopes by their hash.
@@ -75,7 +75,8 @@ impl Scopes {
     }
 }
 
-/// Where the search for `scope` begins. The scopes of a program are few and known, so any quick hash will do.
+/// Returns the slot at which the search for `scope` begins. The scopes of a program are few and known, so any quick
+/// hash suffices.
 fn place(scope: &str) -> usize {
     let mut hash = 0_u64;
     for chunk in scope.as_bytes().chunks(8) {
@@ -138,7 +139,7 @@ impl ScopeCells {
         }
     }
 
-    /// The present, by the clock of the store handle.
+    /// Returns the present time, by the clock of the store handle.
     pub(crate) fn now(&self) -> Instant {
         self.clock.now()
     }
@@ -163,7 +164,7 @@ impl ScopeCells {
         self.wait_seconds.add(0, nanos(waited));
     }
 
-    /// A record of this age was replayed, whose handler keeps results for this `ttl`.
+    /// Notes the replay of a record of this age, whose handler keeps results for this `ttl`.
     pub(crate) fn replayed(&self, age: Duration, ttl: Duration) {
         self.replay_age_seconds.add(0, nanos(age));
         if !ttl.is_zero() {
@@ -171,7 +172,7 @@ impl ScopeCells {
         }
     }
 
-    /// A body ran for this long, under this lease if it had a reservation.
+    /// Notes that a body ran for this long, under this lease if it had a reservation.
     pub(crate) fn ran(&self, ran: Duration, lease: Option<Duration>) {
         self.body_seconds.add(0, nanos(ran));
         if let Some(lease) = lease.filter(|lease| !lease.is_zero()) {
@@ -179,24 +180,24 @@ impl ScopeCells {
         }
     }
 
-    /// An attempt has succeeded, and its result of so many bytes is recorded.
+    /// Notes that an attempt has succeeded, and that its result of `bytes` bytes is recorded.
     pub(crate) fn recorded(&self, attempt: u32, bytes: usize) {
         self.attempts.add(0, u64::from(attempt));
         self.result_bytes.add(0, bytes as u64);
     }
 
-    /// An attempt has succeeded, and only its completion is recorded.
+    /// Notes that an attempt has succeeded, and that only its completion is recorded.
     pub(crate) fn recorded_without_result(&self, attempt: u32, why: Dropped) {
         self.attempts.add(0, u64::from(attempt));
         self.results_dropped.add(why as usize, 1);
     }
 
-    /// Shadow mode: one key came with another payload than before.
+    /// Shadow mode: notes that one key came with another payload than before.
     pub(crate) fn key_is_too_coarse(&self) {
         self.key_quality.add(KeyQuality::TooCoarse as usize, 1);
     }
 
-    /// Shadow mode: a payload came under this key. Counts if it came under another one before, as far as is remembered.
+    /// Shadow mode: notes that a payload came under this key. Counts the payload if it is remembered under another key.
     pub(crate) fn payload_under_key(&self, payload: u64, key: u64) {
         let mut payloads = self.payloads.get_or_init(SharedOrAnew::default).lock();
         let at = usize::try_from(payload % PAYLOADS as u64).unwrap_or_default();
@@ -232,7 +233,7 @@ impl ScopeCells {
     }
 }
 
-/// How large a part of `whole` is.
+/// Returns `part` as a fraction of `whole`.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded anyway")]
 fn share(part: Duration, whole: Duration) -> f64 {
     nanos(part) as f64 / nanos(whole) as f64

@@ -4,10 +4,11 @@ use std::fmt::{self, Write as _};
 
 use super::table::{Kind, Metric};
 
-/// All numbers of one store handle and its clones at one moment; [`StoreExt::metrics`](crate::StoreExt::metrics) returns it.
+/// All numbers of one store handle and its clones at one moment; [`StoreExt::metrics`](crate::StoreExt::metrics)
+/// returns it.
 ///
-/// Counters start with the handle, and only grow. They are read one after the other while calls go on, so two of them may
-/// differ by what happened in between.
+/// Counters start with the handle, and only grow. They are read one after the other while calls go on, so two counters
+/// may differ by the events in between.
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, StoreExt, idempotent};
@@ -37,11 +38,11 @@ pub struct Snapshot {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Series {
-    /// Which metric it is.
+    /// The metric.
     pub metric: &'static Metric,
-    /// Names and values of its labels.
+    /// The names and values of the labels.
     pub labels: Vec<(&'static str, String)>,
-    /// How much it is.
+    /// The value.
     pub value: Value,
 }
 
@@ -49,11 +50,11 @@ pub struct Series {
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub enum Value {
-    /// Of a counter.
+    /// Value of a counter.
     Count(u64),
-    /// Of a gauge.
+    /// Value of a gauge.
     Level(u64),
-    /// Of a histogram.
+    /// Value of a histogram.
     Distribution(Distribution),
 }
 
@@ -63,14 +64,14 @@ pub enum Value {
 pub struct Distribution {
     /// The upper bounds of the buckets, in the unit of the metric.
     pub bounds: Vec<f64>,
-    /// How many values lay in each bucket and in no lower one; the last one is above all bounds.
+    /// The number of values in each bucket and in no lower bucket; the last bucket is above all bounds.
     pub counts: Vec<u64>,
     /// The sum of all values, in the unit of the metric.
     pub sum: f64,
 }
 
 impl Distribution {
-    /// How many values there were.
+    /// Returns the number of all values.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
@@ -83,20 +84,20 @@ impl Series {
 }
 
 impl Snapshot {
-    /// All series, those with nothing in them, too.
+    /// Returns all series, including those without any event.
     pub fn series(&self) -> &[Series] {
         &self.series
     }
 
-    /// What is about the handler with this scope; of scopes beyond the first 200 `_other` has the sum.
+    /// Keeps the numbers of the handler with this scope; `_other` has the sum of all scopes beyond the first 200.
     #[must_use]
     pub fn scope(mut self, scope: &str) -> Self {
         self.series.retain(|series| series.has(&[("scope", scope)]));
         self
     }
 
-    /// The sum of the series of `metric` with these labels: what is counted, the level of a gauge, or the number of values in
-    /// a histogram.
+    /// Returns the sum of the series of `metric` with these labels: the count of a counter, the level of a gauge, or
+    /// the number of values in a histogram.
     pub fn count(&self, metric: &Metric, labels: &[(&str, &str)]) -> u64 {
         let of = self.series.iter().filter(|it| it.metric.name == metric.name && it.has(labels));
         let counts = of.map(|it| match &it.value {
@@ -106,7 +107,7 @@ impl Snapshot {
         counts.sum()
     }
 
-    /// The text that Prometheus reads (version 0.0.4), for a route `/metrics` without another crate.
+    /// Returns the text that Prometheus reads (version 0.0.4), for a route `/metrics` without another crate.
     pub fn prometheus_text(&self) -> String {
         let mut text = String::new();
         let mut described = "";
@@ -129,7 +130,7 @@ impl Snapshot {
     }
 }
 
-/// As Prometheus writes it, a line for each number.
+/// Writes the series in the form of Prometheus, a line for each number.
 impl fmt::Display for Series {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.metric.name;

@@ -1,33 +1,33 @@
-//! Every metric of the library: name, unit, labels, buckets and meaning. What is exported, `docs/metrics.md`, the dashboard
-//! and the alerts are made from this table.
+//! Every metric of the library: name, unit, labels, buckets and meaning. The exported metrics, `docs/metrics.md`, the
+//! dashboard and the alerts are made from this table.
 
 use std::fmt;
 
-/// One metric: what it is called, what it counts, and by which labels.
+/// One metric: its name, its meaning, and its labels.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Metric {
     /// The name, as Prometheus writes it.
     pub name: &'static str,
-    /// What kind of number it is.
+    /// The kind of number.
     pub kind: Kind,
-    /// What it is measured in.
+    /// The unit of the number.
     pub unit: Unit,
-    /// Its labels. The first one is open: a scope or a store. All others are closed sets.
+    /// The labels. The first label is open: a scope or a store. All others are closed sets.
     pub labels: &'static [Label],
-    /// What it means, in one sentence.
+    /// The meaning, in one sentence.
     pub help: &'static str,
 }
 
-/// What kind of number a [`Metric`] is.
+/// Kind of number of a [`Metric`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Kind {
-    /// It only grows.
+    /// A number that only grows.
     Counter,
-    /// It goes up and down.
+    /// A number that goes up and down.
     Gauge,
-    /// How often values lay within each bound.
+    /// Numbers of values within each bound.
     #[non_exhaustive]
     Histogram {
         /// The upper bounds, in parts of the unit; [`Metric::buckets`] has them in whole units.
@@ -35,11 +35,11 @@ pub enum Kind {
     },
 }
 
-/// What a [`Metric`] is measured in.
+/// Unit of a [`Metric`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Unit {
-    /// How many.
+    /// A plain number.
     Count,
     /// Seconds.
     Seconds,
@@ -50,7 +50,7 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// How many parts a unit has in a histogram, which adds whole numbers.
+    /// Returns the number of parts of a unit in a histogram, which adds whole numbers.
     pub(super) const fn parts(self) -> u64 {
         match self {
             Self::Count | Self::Bytes => 1,
@@ -59,7 +59,7 @@ impl Unit {
         }
     }
 
-    /// A number of units, as parts.
+    /// Converts a number of units to parts.
     #[allow(
         clippy::cast_possible_truncation,
         clippy::cast_precision_loss,
@@ -82,13 +82,13 @@ impl fmt::Display for Unit {
     }
 }
 
-/// A label of a [`Metric`]. None is ever a key.
+/// A label of a [`Metric`]. No label is ever a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Label {
-    /// What it is called.
+    /// The name.
     pub name: &'static str,
-    /// All values that it can have; empty for a scope or a store, which the program names.
+    /// All values that the label can have; empty for a scope or a store, which the program names.
     pub values: &'static [&'static str],
 }
 
@@ -96,9 +96,10 @@ const SCOPE: Label = Label { name: "scope", values: &[] };
 const STORE: Label = Label { name: "store", values: &[] };
 
 impl Metric {
-    /// The upper bounds of a histogram in its unit, without the last one, which is infinite; empty for other kinds.
+    /// Returns the upper bounds of a histogram in its unit, without the last bound, which is infinite; empty for other
+    /// kinds.
     ///
-    /// An exporter of the facade `metrics` has to be told of them; see `docs/metrics.md`.
+    /// Set these bounds in an exporter of the facade `metrics`; see `docs/metrics.md`.
     pub fn buckets(&self) -> Vec<f64> {
         match self.kind {
             Kind::Histogram { bounds } => bounds.iter().map(|bound| self.whole(*bound)).collect(),
@@ -106,7 +107,7 @@ impl Metric {
         }
     }
 
-    /// Parts of the unit, as a number of units.
+    /// Converts parts of the unit to a number of units.
     #[allow(clippy::cast_precision_loss, reason = "what is read by people and plotted")]
     pub(super) fn whole(&self, parts: u64) -> f64 {
         parts as f64 / self.unit.parts() as f64
@@ -125,7 +126,7 @@ macro_rules! labels {
             /// The label with all its values.
             pub const LABEL: Label = Label { name: $label, values: &[$($text),+] };
 
-            /// The value of the label.
+            /// Returns the value of the label.
             pub const fn name(self) -> &'static str {
                 Self::LABEL.values[self as usize]
             }
@@ -134,7 +135,7 @@ macro_rules! labels {
 }
 
 labels! {
-    /// How a call ended, as a label: every call has exactly one.
+    /// Outcome of a call, as a label: every call has exactly one outcome.
     CallOutcome, "outcome" {
         /// The body ran, and its result is recorded.
         Executed = "executed",
@@ -146,11 +147,11 @@ labels! {
         WaitedReplayed = "waited_replayed",
         /// Another attempt was running.
         InProgress = "in_progress",
-        /// The payload was another one.
+        /// The key was used with another payload.
         FingerprintMismatch = "fingerprint_mismatch",
         /// An earlier run had been interrupted, and `on_crash = fail` allows no other.
         Interrupted = "interrupted",
-        /// As many attempts as are allowed had started.
+        /// As many attempts as `max_attempts` allows had started.
         AttemptsExhausted = "attempts_exhausted",
         /// The key was missing.
         MissingKey = "missing_key",
@@ -170,9 +171,9 @@ labels! {
         Cancelled = "cancelled",
         /// The body panicked.
         Panicked = "panicked",
-        /// The body ran without a reservation: the store was away, or the key was missing.
+        /// The body ran without a reservation: the store did not answer, or the key was missing.
         Unprotected = "unprotected",
-        /// Shadow mode: the body ran, and would not have.
+        /// Shadow mode: the body ran, although the library would have suppressed it.
         Suppressed = "suppressed",
         /// Mode `off`: the body ran, and the store was not asked.
         Off = "off",
@@ -180,19 +181,19 @@ labels! {
 }
 
 labels! {
-    /// What is to be done with the message of a call, as a label.
+    /// Disposition of the message of a call, as a label.
     DispositionLabel, "disposition" {
-        /// Acknowledge it.
+        /// Acknowledge the message.
         Ack = "ack",
-        /// Deliver it again.
+        /// Deliver the message again.
         Retry = "retry",
-        /// Set it aside.
+        /// Set the message aside.
         DeadLetter = "dead_letter",
     }
 }
 
 labels! {
-    /// Why it is unknown whether an effect has happened, as a label; see [`Doubt`](crate::policy::Doubt).
+    /// Reason why it is unknown whether an effect has happened, as a label; see [`Doubt`](crate::policy::Doubt).
     DoubtLabel, "kind" {
         /// The lease was lost while the body ran: to another attempt, or with the record.
         LeaseLost = "lease_lost",
@@ -210,19 +211,19 @@ labels! {
 }
 
 labels! {
-    /// Why a completion is recorded without its result, as a label.
+    /// Reason why a completion is recorded without its result, as a label.
     Dropped, "why" {
-        /// It was larger than the policy or the store allows.
+        /// The result was larger than the policy or the store allows.
         TooLarge = "too_large",
-        /// Its codec could not write it.
+        /// The codec could not write the result.
         Unencodable = "unencodable",
     }
 }
 
 labels! {
-    /// What shadow mode says of the keys of a handler, as a label.
+    /// Judgement of shadow mode about the keys of a handler, as a label.
     KeyQuality, "kind" {
-        /// One key came with several payloads: operations that differ share it.
+        /// One key came with several payloads: different operations share the key.
         TooCoarse = "too_coarse",
         /// One payload came under several keys: a duplicate may have another key.
         TooFine = "too_fine",
@@ -264,7 +265,7 @@ labels! {
         Unavailable = "unavailable",
         /// The write may have landed.
         Unconfirmed = "unconfirmed",
-        /// What is stored is not a record.
+        /// The stored bytes are not a record.
         Corrupt = "corrupt",
         /// Settings, version or rights are wrong.
         Misconfigured = "misconfigured",
@@ -272,7 +273,7 @@ labels! {
         Full = "full",
         /// The result is larger than the store can hold.
         TooLarge = "too_large",
-        /// The store can't do this at all.
+        /// The store does not support the operation.
         Unsupported = "unsupported",
         /// The user's transaction can't go on.
         Aborted = "aborted",
@@ -280,32 +281,32 @@ labels! {
 }
 
 labels! {
-    /// What became of the renewal of a lease, as a label.
+    /// Result of the renewal of a lease, as a label.
     BeatResult, "result" {
-        /// The lease is held on.
+        /// The lease is renewed.
         Renewed = "renewed",
         /// Another attempt has the lease, or the record is gone.
         Refused = "refused",
-        /// The store failed; it is asked again.
+        /// The store failed. The renewal is repeated.
         Failed = "failed",
     }
 }
 
 labels! {
-    /// What became of telling a broker that a message is being handled, as a label.
+    /// Result of a beat to the broker, which reports that a message is being handled, as a label.
     BrokerBeat, "result" {
-        /// It was told.
+        /// The broker was told.
         Told = "told",
-        /// It could not be told; it is told again.
+        /// The broker could not be told. The beat is repeated.
         Failed = "failed",
-        /// It extends the message no further.
+        /// The broker no longer extends the message.
         Lost = "lost",
     }
 }
 
 const MILLI: u64 = 1_000_000;
 const SECOND: u64 = 1_000 * MILLI;
-/// From half a millisecond to half an hour.
+/// Bounds for times: from half a millisecond to half an hour.
 const TIMES: &[u64] = &[
     MILLI / 2,
     MILLI,
@@ -327,7 +328,7 @@ const TIMES: &[u64] = &[
     1800 * SECOND,
 ];
 const PERCENT: u64 = 10_000;
-/// From a hundredth to ten times the whole.
+/// Bounds for parts: from a hundredth to ten times the whole.
 const PARTS: &[u64] = &[
     PERCENT,
     5 * PERCENT,
@@ -341,7 +342,7 @@ const PARTS: &[u64] = &[
     500 * PERCENT,
     1000 * PERCENT,
 ];
-/// From a hundredth of the whole to twice as much, closer where it ends.
+/// Bounds for parts of `ttl`: from a hundredth of `ttl` to twice as much, closer near its end.
 const PARTS_OF_TTL: &[u64] = &[
     PERCENT,
     5 * PERCENT,
@@ -355,7 +356,7 @@ const PARTS_OF_TTL: &[u64] = &[
 ];
 const HOUR: u64 = 3600 * SECOND;
 const DAY: u64 = 24 * HOUR;
-/// From a second to a month.
+/// Bounds for ages: from a second to a month.
 const AGES: &[u64] = &[
     SECOND,
     10 * SECOND,

@@ -1,4 +1,4 @@
-//! What stands in the place of the facade without the feature `metrics`: nothing.
+//! Stub of the facade for a build without the feature `metrics`. It does nothing.
 #![allow(clippy::unused_self, reason = "as the handles of the facade")]
 
 use super::table::Metric;

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::clock::SplitMix;
 
-/// The pause before a message is delivered again, unless a better time is known (the end of a lease, for example).
+/// Pause before a message is delivered again, unless a better time is known (the end of a lease, for example).
 ///
-/// The pause doubles with each attempt, from `first` to `longest`, and is shortened by up to half, so that messages that failed
-/// together do not return together ("equal jitter": Brooker, "Exponential Backoff And Jitter", 2015).
+/// The pause doubles with each attempt, from `first` to `longest`, and is shortened by up to half, so that messages
+/// that failed together do not return together ("equal jitter": Brooker, "Exponential Backoff And Jitter", 2015).
 ///
 /// ```
 /// use std::time::Duration;
@@ -29,8 +29,8 @@ impl Backoff {
     /// From 1 s to 5 min.
     pub const DEFAULT: Self = Self::new(Duration::from_secs(1), Duration::from_secs(300));
 
-    /// A pause of `first` after the first attempt, and never more than `longest`. Counted in milliseconds, from 1 ms to 49
-    /// days.
+    /// Creates a pause of `first` after the first attempt, and never more than `longest`. Counted in milliseconds, from
+    /// 1 ms to 49 days.
     pub const fn new(first: Duration, longest: Duration) -> Self {
         let first = Self::millis(first);
         let longest = Self::millis(longest);
@@ -51,19 +51,19 @@ impl Backoff {
         }
     }
 
-    /// The pause after attempt `attempt` (from 1); `seed` decides by how much it is shortened.
+    /// Returns the pause after attempt `attempt` (from 1); `seed` decides how much the pause is shortened.
     pub fn after(self, attempt: u32, seed: u64) -> Duration {
         self.spread(u64::from(self.first) << attempt.saturating_sub(1).min(31), seed)
     }
 
-    /// The pause after a store has been silent for `outage`: about the same time again.
+    /// Returns the pause after a store has not answered for `outage`: about the same time again.
     pub(crate) fn during(self, outage: Duration, seed: u64) -> Duration {
         self.spread(u64::from(Self::millis(outage)).saturating_mul(2).max(self.first.into()), seed)
     }
 
-    /// The pause of the duplicate of an attempt whose lease lapses in `lapses_in`, at delivery `number` (from 1). The first
-    /// delivery may find a worker that died, and comes back when the lease has lapsed. Each later one has met a lease that was
-    /// renewed, and stays away for a multiple of it.
+    /// Returns the pause of a duplicate at delivery `number` (from 1), while another attempt holds a lease that lapses
+    /// in `lapses_in`. The attempt that the first delivery finds may have died, so that delivery comes back when the
+    /// lease has lapsed. Each later delivery has found a renewed lease, and stays away for a multiple of the lease.
     pub(crate) fn beyond(self, lapses_in: Duration, lease: Duration, number: u32, seed: u64) -> Duration {
         match number.checked_sub(2) {
             None => lapses_in,

@@ -1,4 +1,4 @@
-//! How an operation is protected, as one value.
+//! The policy of an operation: all options of its protection, as one value.
 
 mod backoff;
 mod mode;
@@ -16,10 +16,10 @@ pub use self::options::{InProgress, Migrate, MissingKey, OnCrash, OnError, OnSto
 pub use self::uncertain::{Doubt, Uncertain};
 use crate::key::{KeyDisplay, Shown};
 
-/// How operations are protected: retention, lease, and what to do when something goes wrong.
+/// Protection of operations: retention, lease, and the reaction to each failure.
 ///
-/// A policy is a small `Copy` value that can be built in a `const`; the `#[idempotent]` attribute builds one from its
-/// options, and options written beside `policy = …` override that policy.
+/// A policy is a small `Copy` value that can be built in a `const`. The `#[idempotent]` attribute builds a policy from
+/// its options, and options written next to `policy = …` override that policy.
 ///
 /// ```
 /// use std::time::Duration;
@@ -63,8 +63,8 @@ impl Policy {
     /// The default size limit of a recorded result: 256 KiB.
     pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
 
-    /// A policy that remembers finished records for `ttl`, counted from completion; all other options have their
-    /// defaults.
+    /// Creates a policy that remembers finished records for `ttl`, counted from completion; all other options have
+    /// their defaults.
     pub const fn new(ttl: Duration) -> Self {
         Self {
             ttl,
@@ -85,46 +85,47 @@ impl Policy {
         }
     }
 
-    /// How long a finished record is remembered, counted from completion; must exceed the broker's retention.
+    /// Sets the retention of a finished record, counted from completion; it must exceed the broker's retention.
     #[must_use]
     pub const fn ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
     }
 
-    /// How long a pending record is honoured without a renewal (default: 30 s); it is renewed every third of this.
+    /// Sets the time for which a pending record is honoured without a renewal (default: 30 s); the lease is renewed
+    /// every third of this time.
     #[must_use]
     pub const fn lease(self, lease: Duration) -> Self {
         Self { lease, ..self }
     }
 
-    /// For how long the body may run (default: 1 h). Beyond it the body is cancelled, the key is freed, and the call returns
-    /// `Error::TimedOut`; under [`OnCrash::Fail`] the operation counts as interrupted. A body that
-    /// blocks its thread can't be cancelled: its lease is no longer renewed, and lapses. The values of a cancelled body may take
-    /// this time once more to be dropped; the key is held until they are.
+    /// Sets the time limit of the body (default: 1 h). Beyond it the body is cancelled, the key is freed, and the call
+    /// returns `Error::TimedOut`; under [`OnCrash::Fail`] the operation counts as interrupted. A body that blocks its
+    /// thread can't be cancelled: its lease is no longer renewed, and lapses. The drop of a cancelled body's values may
+    /// take this time once more; the key is held until they are dropped.
     #[must_use]
     pub const fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// For how long a body stays paused after its lease has lapsed, because the store does not answer its renewals (default:
-    /// three times the lease). It goes on if the store is back in time and no other attempt has taken over. Beyond that it is
-    /// cancelled, and the call returns [`Error::LeaseLost`](crate::Error::LeaseLost) with what the store said last. A store that
-    /// refuses to renew the lease for good, for want of a right or because the record is damaged, ends the body when its lease
-    /// lapses.
+    /// Sets the longest time that a body stays paused after its lease has lapsed because the store does not answer its
+    /// renewals (default: three times the lease). The body goes on if the store is back in time and no other attempt
+    /// has taken over. Beyond that time the body is cancelled, and the call returns
+    /// [`Error::LeaseLost`](crate::Error::LeaseLost) with the last error of the store. If the store refuses the renewal
+    /// permanently, because a right is missing or the record is damaged, the body ends when its lease lapses.
     #[must_use]
     pub const fn max_pause(self, max_pause: Duration) -> Self {
         Self { max_pause: Some(max_pause), ..self }
     }
 
-    /// How long a message waits before it is delivered again after a failure (default: from 1 s to 5 min).
+    /// Sets the pause before a message is delivered again after a failure (default: from 1 s to 5 min).
     #[must_use]
     pub const fn backoff(self, backoff: Backoff) -> Self {
         Self { backoff, ..self }
     }
 
-    /// Calls `hook` whenever an effect may have happened although no record says so (default: no hook). Use it for
-    /// alerts. [`Error::is_uncertain`](crate::Error::is_uncertain) tells the caller the same; of a call that is
-    /// dropped, only the hook hears.
+    /// Calls `hook` whenever an effect may have happened although no record shows it (default: no hook). Use the hook
+    /// for alerts. [`Error::is_uncertain`](crate::Error::is_uncertain) gives the caller the same information; for a
+    /// call that is dropped, only the hook is called.
     ///
     /// The hook runs on the thread of the call, also while a dropped call is cleaned up: it must be quick. A panic in
     /// it is caught and logged.
@@ -133,21 +134,21 @@ impl Policy {
         Self { on_uncertain: Some(hook), ..self }
     }
 
-    /// What a duplicate does while another attempt holds the key (default: [`InProgress::Reject`]).
+    /// Sets the reaction of a duplicate while another attempt holds the key (default: [`InProgress::Reject`]).
     #[must_use]
     pub const fn in_progress(self, in_progress: InProgress) -> Self {
         Self { in_progress, ..self }
     }
 
-    /// What the next delivery does after an attempt died without an answer (default: [`OnCrash::Retry`]).
+    /// Sets the reaction of the next delivery after an attempt died without an answer (default: [`OnCrash::Retry`]).
     #[must_use]
     pub const fn on_crash(self, on_crash: OnCrash) -> Self {
         Self { on_crash, ..self }
     }
 
-    /// After `max_attempts` runs of the body without a recorded result, [`Error::AttemptsExhausted`] is returned
-    /// instead of another run (default: unlimited). In a transaction of yours it counts under `transact`, and is refused
-    /// elsewhere.
+    /// Limits the runs of the body without a recorded result: after `max_attempts` runs the call returns
+    /// [`Error::AttemptsExhausted`] instead of another run (default: unlimited). In a transaction of yours the runs are
+    /// counted under `transact`; elsewhere in a transaction the option is refused.
     ///
     /// # Panics
     /// If `max_attempts` is zero: the body could never run. In a `const` this is a compile error.
@@ -160,35 +161,35 @@ impl Policy {
         Self { max_attempts: limit, ..self }
     }
 
-    /// What happens when the key is `None`, empty or blank (default: [`MissingKey::Reject`]).
+    /// Sets the reaction to a key that is `None`, empty or blank (default: [`MissingKey::Reject`]).
     #[must_use]
     pub const fn missing_key(self, missing_key: MissingKey) -> Self {
         Self { missing_key, ..self }
     }
 
-    /// What happens when the store can't reserve the key (default: [`OnStoreError::Fail`]).
+    /// Sets the reaction to a store that can't reserve the key (default: [`OnStoreError::Fail`]).
     #[must_use]
     pub const fn on_store_error(self, on_store_error: OnStoreError) -> Self {
         Self { on_store_error, ..self }
     }
 
-    /// The largest encoded result that is recorded, in bytes (default: 256 KiB). A larger one is returned to its
-    /// caller, and the completion is recorded without it: duplicates get
+    /// Sets the largest encoded result that is recorded, in bytes (default: 256 KiB). A larger result is returned to
+    /// its caller, and the completion is recorded without the result: duplicates get
     /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[must_use]
     pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
         Self { max_result_bytes, ..self }
     }
 
-    /// What happens when a recorded result can't be read any more (default: [`OnUndecodable::Error`]). A migration is
-    /// for one return type, and handlers that share a policy share its function: so write it beside the handler,
-    /// `on_undecodable = migrate`.
+    /// Sets the reaction to a recorded result that can't be read any more (default: [`OnUndecodable::Error`]). A
+    /// migration is for one return type, and handlers that share a policy share its function. So write the migration at
+    /// the handler: `on_undecodable = migrate`.
     #[must_use]
     pub const fn on_undecodable(self, on_undecodable: OnUndecodable) -> Self {
         Self { on_undecodable, ..self }
     }
 
-    /// How much of a key errors, logs and spans show (default: [`KeyDisplay::Whole`]).
+    /// Sets the part of a key that errors, logs and spans show (default: [`KeyDisplay::Whole`]).
     #[must_use]
     pub const fn key_display(self, key_display: KeyDisplay) -> Self {
         Self { key_display: Shown::new(key_display), ..self }
@@ -208,7 +209,7 @@ impl Policy {
         Self { mode: ModeSource::Switch(switch), ..self }
     }
 
-    /// The mode of a call that begins now.
+    /// Returns the mode of a call that begins now.
     pub fn current_mode(&self) -> Mode {
         match self.mode {
             ModeSource::Fixed(mode) => mode,
@@ -216,7 +217,7 @@ impl Policy {
         }
     }
 
-    /// The time between two renewals: a third of the lease.
+    /// Returns the time between two renewals: a third of the lease.
     pub const fn beat(&self) -> Duration {
         match self.lease.checked_div(3) {
             Some(beat) => beat,
@@ -224,7 +225,7 @@ impl Policy {
         }
     }
 
-    /// [`max_pause`](Self::max_pause), or its default.
+    /// Returns [`max_pause`](Self::max_pause), or its default.
     pub(crate) const fn longest_pause(&self) -> Duration {
         match self.max_pause {
             Some(pause) => pause,
@@ -235,7 +236,7 @@ impl Policy {
     /// Checks that the durations can be honoured.
     ///
     /// # Errors
-    /// [`PolicyProblem`] names the option that can't be honoured and what to write instead.
+    /// [`PolicyProblem`] names the option that can't be honoured, and the value to write instead.
     pub const fn check(&self) -> Result<(), PolicyProblem> {
         if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
             return Err(PolicyProblem::LeaseTooShort(self.lease));
@@ -247,7 +248,7 @@ impl Policy {
         {
             return Err(PolicyProblem::TooLong);
         }
-        // In milliseconds, as stores keep it.
+        // Compared in milliseconds, because stores keep the retention in milliseconds.
         if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
             return Err(PolicyProblem::TtlTooShort { ttl: self.ttl, beat: self.beat() });
         }
@@ -255,7 +256,7 @@ impl Policy {
     }
 }
 
-/// A [`Policy`] that can't be honoured.
+/// Reason why a [`Policy`] can't be honoured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum PolicyProblem {
@@ -264,7 +265,7 @@ pub enum PolicyProblem {
     /// The retention is zero or shorter than the time between two renewals.
     #[non_exhaustive]
     TtlTooShort {
-        /// The retention that was asked for.
+        /// The configured retention.
         ttl: Duration,
         /// The time between two renewals.
         beat: Duration,
@@ -277,17 +278,17 @@ pub enum PolicyProblem {
     /// [`Observe::redelivery`](crate::future::Observe::redelivery).
     #[non_exhaustive]
     TtlBelowRedelivery {
-        /// The retention that was asked for.
+        /// The configured retention.
         ttl: Duration,
-        /// For how long the broker may deliver the message again; `None` if there is no end.
+        /// Time for which the broker may deliver the message again; `None` if there is no end.
         redelivery: Option<Duration>,
     },
     /// One store call may take as long as the lease, or longer.
     #[non_exhaustive]
     LeaseBelowResponseTimeout {
-        /// The lease that was asked for.
+        /// The configured lease.
         lease: Duration,
-        /// How long a store call may take.
+        /// Longest duration of a store call.
         response_timeout: Duration,
     },
 }

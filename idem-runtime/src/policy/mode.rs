@@ -1,19 +1,19 @@
-//! Whether protection is enforced, shadowed or off.
+//! Mode of the protection: enforced, shadowed or off.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Whether the library acts, only watches, or stays out of the way.
+/// Mode of the protection: the library acts, only watches, or stays out of the way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum Mode {
     /// Duplicates are suppressed.
     #[default]
     Enforce,
-    /// Always runs the body. Reserves, records and compares all the same, and reports in the
-    /// [`Outcome`](crate::Outcome) what would have been suppressed.
+    /// The body always runs. The library still reserves, records and compares, and the [`Outcome`](crate::Outcome)
+    /// reports the calls that would have been suppressed.
     Shadow,
-    /// Runs the body; no store call.
+    /// The body runs without a store call.
     Off,
 }
 
@@ -34,7 +34,7 @@ pub struct ModeSwitch(AtomicU8);
 impl ModeSwitch {
     pub(super) const MODES: [Mode; 3] = [Mode::Enforce, Mode::Shadow, Mode::Off];
 
-    /// A switch that is set to `mode`.
+    /// Creates a switch that is set to `mode`.
     pub const fn new(mode: Mode) -> Self {
         Self(AtomicU8::new(mode as u8))
     }
@@ -44,7 +44,7 @@ impl ModeSwitch {
         self.0.store(mode as u8, Ordering::Relaxed);
     }
 
-    /// The present mode.
+    /// Returns the current mode.
     pub fn get(&self) -> Mode {
         Self::MODES[usize::from(self.0.load(Ordering::Relaxed))]
     }

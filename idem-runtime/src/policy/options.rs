@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use crate::codec::{CodecError, Undecodable};
 
-/// What a duplicate does while another attempt holds the key.
+/// Reaction of a duplicate while another attempt holds the key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum InProgress {
-    /// Returns [`Error::InProgress`](crate::Error::InProgress) at once.
+    /// Returns [`Error::InProgress`](crate::Error::InProgress) immediately.
     #[default]
     Reject,
-    /// Waits at most this long for the running attempt and then replays its result, or competes for the key if it failed. A
-    /// store that fails for the moment does not end the wait.
+    /// Waits for the running attempt, at most this long. Then replays its result, or competes for the key if the
+    /// attempt failed. A temporary failure of the store does not end the wait.
     Wait(Duration),
 }
 
-/// What the next delivery does after an attempt died without an answer.
+/// Reaction of the next delivery after an attempt died without an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnCrash {
@@ -27,7 +27,7 @@ pub enum OnCrash {
     Fail,
 }
 
-/// What happens when the key is `None`, empty or blank.
+/// Reaction to a key that is `None`, empty or blank.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum MissingKey {
@@ -38,19 +38,19 @@ pub enum MissingKey {
     Run,
 }
 
-/// What happens when the store can't reserve the key.
+/// Reaction to a store that can't reserve the key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnStoreError {
     /// Returns [`Error::Store`](crate::Error::Store); the body doesn't run.
     #[default]
     Fail,
-    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) says so. A call that waits for another attempt does that when
-    /// its wait is over.
+    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) reports that. A call that waits for another attempt
+    /// runs the body when its wait is over.
     Run,
 }
 
-/// What happens to an error that the body returned.
+/// Handling of an error that the body returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnError {
@@ -65,8 +65,8 @@ pub enum OnError {
 /// [`OnUndecodable::Migrate`].
 pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 
-/// What a duplicate gets if the recorded result does not decode as the function's return type, or was written by a
-/// codec that is not available here. The body never runs again.
+/// Reaction to a recorded result that does not decode as the function's return type, or was written by a codec that is
+/// not available here. The body never runs again.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -108,11 +108,11 @@ pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub enum OnUndecodable {
-    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
+    /// Returns [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[default]
     Error,
     /// Calls the function and replays the result that its bytes decode to. If either fails, the duplicate gets
     /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). The record stays as it is, so the function is
-    /// called at each replay. A panic in it is a panic of the call, and changes nothing else.
+    /// called at each replay. A panic of the function is a panic of the call, and changes nothing else.
     Migrate(Migrate),
 }

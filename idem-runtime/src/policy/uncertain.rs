@@ -1,22 +1,22 @@
-//! Operations whose effect may have happened although no record says so.
+//! Operations whose effect may have happened although no record shows it.
 
 use crate::key::Key;
 
-/// An operation whose effect may have happened although its record does not say so.
+/// An operation whose effect may have happened although its record does not show it.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Uncertain<'a> {
     /// The key of the operation.
     pub key: &'a Key,
-    /// Where its record is.
+    /// The store that holds its record.
     pub store: &'static str,
     /// The attempt that is in doubt.
     pub attempt: u32,
-    /// What happened to it.
+    /// The cause of the doubt.
     pub cause: Doubt,
 }
 
-/// Why it is unknown whether an effect has happened.
+/// Reason why it is unknown whether an effect has happened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Doubt {
