@@ -9,7 +9,7 @@ use super::random::SplitMix;
 use super::{Clock, Instant, Sleep, Task, upkeep};
 use crate::sync;
 
-/// A clock that moves only when told to, for tests.
+/// A clock for tests that moves only when a test moves it.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -29,19 +29,19 @@ pub struct ManualClock {
 #[derive(Debug, Default)]
 struct Manual {
     now: Duration,
-    /// What the wall clock shows at the origin.
+    /// Time of the wall clock at the origin.
     wall: Duration,
     random: SplitMix,
     sleepers: Vec<(Duration, Waker)>,
 }
 
 impl ManualClock {
-    /// A clock at its origin.
+    /// Creates a clock at its origin.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A clock whose entropy is derived from `seed`, for runs that must repeat exactly.
+    /// Creates a clock whose entropy is derived from `seed`, for runs that must repeat exactly.
     pub fn seeded(seed: u64) -> Self {
         let clock = Self::default();
         clock.lock().random = SplitMix(seed);
@@ -63,14 +63,14 @@ impl ManualClock {
         }
     }
 
-    /// Sets the wall clock, and nothing else: leases and retentions of stores that go by it end earlier or later, and no
-    /// sleeper wakes. It starts at 1970 and moves with [`advance`](ManualClock::advance).
+    /// Sets the wall clock, and nothing else: leases and retentions of stores that use the wall clock end earlier or
+    /// later, and no sleeper wakes. The wall clock starts at 1970 and moves with [`advance`](ManualClock::advance).
     pub fn set_wall(&self, since_1970: Duration) {
         let mut state = self.lock();
         state.wall = since_1970.saturating_sub(state.now);
     }
 
-    /// The time until the next sleeper is due; `None` if there is no sleeper.
+    /// Returns the time until the next sleeper is due; `None` if there is no sleeper.
     pub fn next_wake(&self) -> Option<Duration> {
         let state = self.lock();
         state.sleepers.iter().map(|(at, _)| at.saturating_sub(state.now)).min()

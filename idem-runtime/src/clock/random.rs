@@ -1,7 +1,7 @@
 //! Numbers that look random: from a seed, or from a secret of this process.
 #![allow(clippy::disallowed_types)]
 
-/// The secret with which keys are hashed: chosen keys can't be made to collide in a map.
+/// The secret with which keys are hashed, so that chosen keys can't be made to collide in a map.
 pub(crate) type Secret = std::collections::hash_map::RandomState;
 
 /// `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).

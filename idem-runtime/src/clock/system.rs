@@ -9,12 +9,12 @@ use super::{Clock, Instant, Sleep, Task, upkeep};
 
 /// The machine's clock, tokio's timers, and the randomness of the operating system.
 ///
-/// Steps of the wall clock don't affect it. On Linux and Android it counts the time for which the machine was suspended, so
-/// that a lease that lapsed meanwhile is known to have lapsed.
+/// Steps of the wall clock don't affect this clock. On Linux and Android this clock counts the time for which the
+/// machine was suspended, so that a lease that lapsed meanwhile counts as lapsed.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: tokio::time::Instant,
-    /// The time since the start of the machine.
+    /// Time since the start of the machine, when this clock was made.
     #[cfg(any(target_os = "linux", target_os = "android"))]
     booted: Duration,
 }
@@ -48,13 +48,14 @@ impl Clock for SystemClock {
 
     fn entropy(&self) -> u128 {
         let mut bits = [0; 16];
-        // A repeated token lets two bodies run under one reservation; without randomness there is no way to go on.
+        // With a repeated token two bodies could run under one reservation, so the library can't go on without
+        // randomness.
         getrandom::fill(&mut bits).expect("the operating system has randomness");
         u128::from_ne_bytes(bits)
     }
 
     fn spawn(&self, task: Task) {
-        // The thread of the library lives in real time: where a test has paused time, its tasks would come too late.
+        // The thread of the library uses real time: where a test has paused time, its tasks would come too late.
         match Handle::try_current() {
             Ok(runtime) if self.is_moved() => drop(runtime.spawn(task)),
             _ => upkeep::spawn(task),
@@ -62,14 +63,14 @@ impl Clock for SystemClock {
     }
 
     fn is_moved(&self) -> bool {
-        // Tokio's time is that of the machine, to the nanosecond, unless it was paused.
+        // Tokio's time equals the machine's time to the nanosecond, unless it was paused.
         let before = std::time::Instant::now();
         let tokio = tokio::time::Instant::now().into_std();
         tokio < before || tokio > std::time::Instant::now()
     }
 }
 
-/// The time since the start of the machine, suspension included.
+/// Returns the time since the start of the machine, suspension included.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn since_boot() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);

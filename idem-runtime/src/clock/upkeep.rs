@@ -1,8 +1,9 @@
 //! A thread of the library's own, for the work that no caller waits for: renewals and late writes.
 //!
-//! On a runtime of the user's they would depend on whatever else runs there: a handler that blocks the only thread of its
-//! runtime would lose its lease, and a runtime that ends would take late writes with it. There is one thread in a process,
-//! whatever the number of stores. It starts with the first handler, waits for most of its life, and ends with the process.
+//! On a runtime of the user this work would depend on everything else that runs there. A handler that blocks the only
+//! thread of its runtime would lose its lease, and a runtime that ends would take late writes with it. A process has
+//! one such thread, regardless of the number of stores. The thread starts with the first handler, waits most of the
+//! time, and ends with the process.
 
 use std::io;
 use std::sync::Mutex;
@@ -13,11 +14,12 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use super::Task;
 use crate::sync::{PerProcess, lock};
 
-/// The runtime of the thread. The child of a `fork()` has no threads but the one that forked, and starts another thread.
+/// The runtime of the thread. The child of a `fork()` has only the thread that forked, and starts another upkeep
+/// thread.
 static THREAD: PerProcess<Mutex<Option<Handle>>> = PerProcess::empty();
 
-/// Runs `task` on the thread of the library. Where no thread can be started, or no descriptor opened, it runs on the runtime of
-/// the caller, until that is possible.
+/// Runs `task` on the thread of the library. While no thread can be started or no descriptor opened, the task runs on
+/// the runtime of the caller.
 pub(crate) fn spawn(task: Task) {
     static WARNED: AtomicBool = AtomicBool::new(false);
     match runtime() {
@@ -52,7 +54,8 @@ fn runtime() -> io::Result<Handle> {
     Ok(handle)
 }
 
-/// A runtime that may be dropped inside of another one, if its thread can't be started. Tokio's own drop panics there.
+/// A runtime that may be dropped inside of another runtime, if its thread can't be started. Tokio's own drop panics
+/// there.
 struct Own(Option<Runtime>);
 
 impl Own {

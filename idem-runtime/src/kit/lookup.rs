@@ -1,4 +1,4 @@
-//! Names of hosts, looked up without tokio's blocking pool: that pool panics where no thread can be started.
+//! Look-up of host names without tokio's blocking pool: that pool panics where no thread can be started.
 
 use std::io;
 use std::net::IpAddr;
@@ -15,7 +15,7 @@ fn start(work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     started.map(drop).map_err(|error| io::Error::new(error.kind(), format!("no thread can be started: {error}")))
 }
 
-/// The addresses of `host`.
+/// Looks up the addresses of `host`.
 #[cfg(feature = "redis")]
 pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     if is_address(host) {
@@ -29,7 +29,7 @@ pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAdd
     told.await.unwrap_or_else(|_| Err(io::Error::other("the thread that looks up the host has ended")))
 }
 
-/// Fails where a driver that looks up `hosts` by itself would panic.
+/// Returns an error where a driver that looks up `hosts` itself would panic.
 #[cfg(feature = "postgres")]
 pub(crate) fn check<'a>(mut hosts: impl Iterator<Item = &'a str>) -> io::Result<()> {
     if hosts.all(is_address) { Ok(()) } else { start(|| ()) }

@@ -11,16 +11,16 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::clock::Instant;
 
-/// For every so many bytes sent without an answer, an exchange may hear nothing for one more time limit: the system takes
-/// them at once, and how many of them are still under way can't be seen.
+/// Number of sent bytes without an answer for which an exchange gets one more time limit. The system accepts bytes
+/// immediately, and the library can't see how many of them are still under way.
 pub(crate) const SENT_IN_TIME: usize = 256 * 1024;
 
 /// The meter to which a stream reports.
 pub(crate) trait Meter {
-    /// Bytes arrived.
+    /// Notes that bytes arrived.
     fn heard(&self);
 
-    /// Bytes were sent.
+    /// Notes that bytes were sent.
     fn sent(&self, bytes: usize);
 }
 
@@ -34,7 +34,7 @@ impl<M: Meter> Meter for Arc<M> {
     }
 }
 
-/// A point in time that many tasks may set; the clock's origin at first.
+/// A point in time that many tasks may set; at first the clock's origin.
 #[derive(Debug, Default)]
 pub(crate) struct Moment {
     nanos: AtomicU64,

@@ -1,5 +1,5 @@
-//! What stores share, beside the contract. A store imports this, `store`, `record`, `key`, `policy`, `clock`, `combine`
-//! and `sync`, and nothing else of the crate.
+//! Code that stores share, in addition to the contract. A store imports this, `store`, `record`, `key`, `policy`,
+//! `clock`, `combine` and `sync`, and nothing else of the crate.
 
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod lookup;

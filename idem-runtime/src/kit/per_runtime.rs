@@ -1,10 +1,10 @@
 //! A value for each tokio runtime that calls a store, in each process.
 //!
 //! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still
-//! while it is not driven, and end with it. So every runtime that calls has its own, made at first use. It is dropped as soon
-//! as the runtime ends; only that of the first runtime stays, unused, until the store is dropped. A forked process inherits
-//! only its parent's memory: it makes everything anew, and never touches what was the parent's. Dropping a connection there
-//! would end the parent's session.
+//! while that runtime is not driven, and end with it. So every runtime that calls has its own value, made at first use.
+//! The value is dropped as soon as the runtime ends; only the value of the first runtime stays, unused, until the store
+//! is dropped. A forked process inherits only its parent's memory. The child makes everything anew, and never touches a
+//! value of the parent: the drop of a connection there would end the parent's session.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,9 +26,9 @@ impl<T> Default for PerRuntime<T> {
 
 /// The values of one process.
 struct Table<T> {
-    /// The value of the first runtime. It is found without a lock, and most programs have no other.
+    /// Value of the first runtime. It is found without a lock, and most programs have only one runtime.
     first: OnceLock<Local<T>>,
-    /// Those of the other runtimes that have not ended.
+    /// Values of the other runtimes that have not ended.
     others: RwLock<Vec<Arc<Local<T>>>>,
 }
 
@@ -40,7 +40,7 @@ impl<T> Default for Table<T> {
 
 struct Local<T> {
     runtime: Id,
-    /// Whether the runtime has not ended.
+    /// True until the runtime has ended.
     lives: AtomicBool,
     /// A task that ends with the runtime.
     tenant: OnceLock<AbortHandle>,
@@ -85,19 +85,19 @@ impl<T> Deref for Here<'_, T> {
 }
 
 impl<T: Send + Sync + 'static> PerRuntime<T> {
-    /// The value of the current runtime. If there is none, `make` makes it, and is told whether this is the first runtime of
-    /// the process. `None` outside of a runtime.
+    /// Returns the value of the current runtime, or `None` outside of a runtime. If there is no value, `make` makes it;
+    /// its argument is true for the first runtime of the process.
     pub(crate) fn here(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
         Some(Here(self.0.here().find_or_make(&runtime, make)))
     }
 
-    /// The same without a system call, for values that notice by themselves that they were made in another process: a child
-    /// that goes on with the runtime of its parent is given its parent's value.
+    /// Does the same as [`here`](Self::here) without a system call, for values that detect a fork themselves: a child
+    /// that goes on with the runtime of its parent gets its parent's value.
     #[cfg(feature = "redis")]
     pub(crate) fn here_or_inherited(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
-        // The ids of runtimes never repeat in a forked process: what is found belongs to this very runtime.
+        // The ids of runtimes never repeat in a forked process, so a value found here belongs to this very runtime.
         let place = match self.0.first().find_first(runtime.id()) {
             Some(first) => Place::First(first),
             None => self.0.here().find_or_make(&runtime, make),
@@ -105,7 +105,7 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
         Some(Here(place))
     }
 
-    /// The value of any runtime that has not ended.
+    /// Returns the value of any runtime that has not ended.
     #[cfg(feature = "postgres")]
     pub(crate) fn any(&self) -> Option<Here<'_, T>> {
         let table = self.0.here();
@@ -164,7 +164,8 @@ impl<T: Send + Sync + 'static> Table<T> {
         Place::Other(local)
     }
 
-    /// Makes a value end with its runtime: a runtime that ends drops its tasks, and the drop of this one removes the value.
+    /// Makes a value end with its runtime: a runtime that ends drops its tasks, and the drop of this task removes the
+    /// value.
     fn settle(self: &Arc<Self>, runtime: &Handle, local: &Local<T>) {
         local.tenant.get_or_init(|| {
             let tenant = Tenant { table: Arc::downgrade(self), runtime: runtime.id(), process: Process::this() };
@@ -177,7 +178,7 @@ impl<T: Send + Sync + 'static> Table<T> {
     }
 }
 
-/// Lives as long as its runtime.
+/// Lives as long as its runtime, and removes the runtime's value when it is dropped.
 struct Tenant<T> {
     table: Weak<Table<T>>,
     runtime: Id,
@@ -192,8 +193,8 @@ impl<T> Drop for Tenant<T> {
         }
         let Some(table) = self.table.upgrade() else { return };
         if let Some(first) = table.first.get().filter(|first| first.runtime == self.runtime) {
-            // It stays until the table is dropped, as callers may be using it; its connections have ended with the tasks that
-            // read them.
+            // The first value stays until the table is dropped, because callers may be using it. Its connections have
+            // ended with the tasks that read them.
             first.lives.store(false, Ordering::Relaxed);
         }
         let gone = {
@@ -217,7 +218,7 @@ mod tests {
         Builder::new_current_thread().build().unwrap()
     }
 
-    /// A value that is counted for as long as it is there.
+    /// A value that is counted for as long as it exists.
     struct Counted(Arc<AtomicUsize>, bool);
 
     impl Drop for Counted {
@@ -233,7 +234,8 @@ mod tests {
     }
 
     impl World {
-        /// Whether the value of the current runtime is that of the first one, which is made now if it `is_new`.
+        /// Returns whether the current runtime's value is the first runtime's value. The value must be made now if it
+        /// `is_new`.
         fn here(&self, is_new: bool) -> bool {
             let called = std::cell::Cell::new(false);
             let make = |is_first| {
@@ -274,7 +276,7 @@ mod tests {
         let used = first.block_on(async { world.values.here(|_| unreachable!("there")).is_some() });
         assert!(used);
         drop(first);
-        // That of the first stays for those who use it, and is nobody's any more.
+        // The first runtime's value stays alive for its users, but no new caller gets it.
         let third = runtime();
         assert!(!third.block_on(async { world.here(true) }));
         assert_eq!(world.there(), 2);

@@ -1,30 +1,31 @@
-//! Whether reservations mostly turn out to be replays: then a store looks before it reserves.
+//! The share of replays among reservations: if most are replays, a store looks before it reserves.
 
 use crate::sync::atomic::{AtomicUsize, Ordering};
 
 /// The share of replays among recent reservations.
 #[derive(Debug, Default)]
 pub(crate) struct Replays {
-    /// In 256ths.
+    /// The share in 256ths.
     share: AtomicUsize,
 }
 
 impl Replays {
-    /// None so far.
+    /// Creates the share of a store without reservations so far.
     pub(crate) fn new() -> Self {
         Self { share: AtomicUsize::new(0) }
     }
 
-    /// Whether most recent reservations were replays.
+    /// Returns whether most recent reservations were replays.
     pub(crate) fn are_expected(&self) -> bool {
         self.share.load(Ordering::Relaxed) >= 128
     }
 
-    /// Notes how many of `asked` reservations were replays. Two tasks at once may lose one of the notes.
+    /// Notes the number of replays among `asked` reservations. If two tasks do so together, one of the notes may be
+    /// lost.
     pub(crate) fn note(&self, replays: usize, asked: usize) {
         let before = self.share.load(Ordering::Relaxed);
         let now = 256 * replays / asked.max(1);
-        // A lone replay among first runs, or a first run among replays, says little.
+        // A lone replay among first runs, or a first run among replays, means little.
         let weight = if asked > 8 { 4 } else { 8 };
         self.share.store(((weight - 1) * before + now) / weight, Ordering::Relaxed);
     }
@@ -42,7 +43,7 @@ mod tests {
             replays.note(1, 1);
         }
         assert!(replays.are_expected());
-        // One first run says little, a batch of them much.
+        // One first run means little, a batch of first runs means much.
         replays.note(0, 1);
         assert!(replays.are_expected());
         replays.note(0, 64);

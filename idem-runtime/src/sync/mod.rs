@@ -1,7 +1,7 @@
-//! What threads share: locks, atomics and tasks. A panic elsewhere poisons no lock.
+//! Primitives that threads share: locks, atomics and tasks. A panic in one thread poisons no lock.
 //!
-//! Under `--cfg shuttle` they come from the crate `shuttle`, which tries many orders of the steps of threads; see
-//! `scripts/interleavings`.
+//! Under `--cfg shuttle` the primitives come from the crate `shuttle`, which tries many orders of the steps of threads;
+//! see `scripts/interleavings`.
 
 #[cfg(not(shuttle))]
 use std::sync::PoisonError;
@@ -20,7 +20,7 @@ mod controlled;
 #[cfg(shuttle)]
 pub(crate) use self::controlled::*;
 
-/// Locks `mutex` even if a thread panicked while it held it.
+/// Locks `mutex` even if a thread panicked while it held the lock.
 ///
 /// Every critical section of this crate leaves its data consistent at each step, so a poisoned lock means nothing here.
 #[cfg(not(shuttle))]
@@ -28,18 +28,18 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Notices that this process was forked after the value was made. A child has none of its parent's threads, and its
-/// connections are still the parent's.
+/// Detects that this process was forked after the value was made. A child has none of its parent's threads, and its
+/// connections still belong to the parent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Process(u32);
 
 impl Process {
-    /// This process.
+    /// Returns this process.
     pub(crate) fn this() -> Self {
         Self(std::process::id())
     }
 
-    /// Whether the value was made in this process. A system call: some 50 ns.
+    /// Returns whether the value was made in this process. Costs a system call: some 50 ns.
     pub(crate) fn is_this(self) -> bool {
         self.0 == std::process::id()
     }

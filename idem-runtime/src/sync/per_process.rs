@@ -1,7 +1,7 @@
-//! Values of which each process has its own, and locks that a forked child never waits for in vain.
+//! Values that each process has for itself, and locks that never block a forked child forever.
 //!
-//! A fork copies every lock in its state of that moment, and no thread but the one that forks. A lock that another thread holds
-//! stays locked in the child for ever.
+//! A fork copies every lock in its state at that moment, but of all threads only the one that forks. A lock that
+//! another thread holds stays locked in the child forever.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -10,23 +10,25 @@ use std::time::Duration;
 
 use super::{Mutex, MutexGuard, Process, lock};
 
-/// Claims of children beside each other. A process needs another one only if its parent was forked while a thread made the
-/// value of the first one.
+/// Number of claims in one value. A process needs a second claim only if its parent was forked while a thread made the
+/// value of the first claim.
 const CLAIMS: usize = 4;
-/// The process of a claim that is free.
+/// Process id in a claim that is free.
 const FREE: u32 = 0;
 
-/// A value of which each process has its own: a forked child makes a new one, and neither uses nor drops its parent's.
+/// A value that each process has for itself: a forked child makes a new value, and neither uses nor drops the value of
+/// its parent.
 ///
-/// In the child, a lock in the parent's value may be held for ever, by a thread that does not exist there. And a socket
-/// that is dropped there is no longer watched in the parent, as both share the system's list of watched sockets.
+/// In the child, a lock in the parent's value may be held forever, by a thread that does not exist there. And the drop
+/// of a socket in the child would end the watch on that socket in the parent, because both share the system's list of
+/// watched sockets.
 pub(crate) struct PerProcess<T> {
     value: Option<(Process, T)>,
     claims: [Claim<T>; CLAIMS],
 }
 
-/// The value of a forked child. The child claims it before a thread makes the value, so a grandchild that finds an unfinished
-/// value does not wait for that thread.
+/// The value of a forked child. The child claims it before a thread makes the value, so a grandchild that finds an
+/// unfinished value does not wait for that thread.
 struct Claim<T> {
     process: AtomicU32,
     value: OnceLock<Box<PerProcess<T>>>,
@@ -43,19 +45,19 @@ impl<T> PerProcess<T> {
         this
     }
 
-    /// No process has a value yet.
+    /// Creates an empty instance: no process has a value yet.
     pub(crate) const fn empty() -> Self {
         let claims = [const { Claim { process: AtomicU32::new(FREE), value: OnceLock::new() } }; CLAIMS];
         Self { value: None, claims }
     }
 
-    /// The value of the process in which this was made.
+    /// Returns the value of the process in which this was made.
     pub(crate) fn first(&self) -> &T {
         &self.value.as_ref().expect("made with a value").1
     }
 
-    /// The latest value that this process or one of its parents has made. No system call: in a child, the parent's until
-    /// the child has asked for its own.
+    /// Returns the latest value that this process or one of its parents has made. Makes no system call: in a child,
+    /// this is the parent's value until the child has asked for its own value.
     pub(crate) fn latest(&self) -> Option<&T> {
         let later = self.claims.iter().take_while(|claim| claim.process.load(Ordering::Relaxed) != FREE);
         match later.filter_map(|claim| claim.value.get()).last() {
@@ -64,18 +66,18 @@ impl<T> PerProcess<T> {
         }
     }
 
-    /// The value of this process. In a child that has none, `make` builds it from the parent's; no lock of the parent's
-    /// is taken.
+    /// Returns the value of this process. In a child without a value, `make` builds the value from the parent's value;
+    /// no lock of the parent is taken.
     pub(crate) fn here_or(&self, make: impl FnOnce(&T) -> T) -> &T {
         self.find_or(|parents| make(parents.expect("made with a value")))
     }
 
-    /// The value of this process. If it has none, `make` makes it.
+    /// Returns the value of this process. If there is none, `make` makes it.
     pub(crate) fn here_or_else(&self, make: impl FnOnce() -> T) -> &T {
         self.find_or(|_| make())
     }
 
-    /// The value of this process.
+    /// Returns the value of this process. If there is none, `Default` makes it.
     pub(crate) fn here(&self) -> &T
     where
         T: Default,
@@ -83,7 +85,7 @@ impl<T> PerProcess<T> {
         self.here_or_else(T::default)
     }
 
-    /// The value of this process, if it has one.
+    /// Returns the value of this process, if there is one.
     pub(crate) fn known(&self) -> Option<&T> {
         let this = std::process::id();
         let mut at = self;
@@ -246,16 +248,18 @@ impl<T> Default for SharedList<T> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct InheritedLock;
 
-/// A lock of data that a forked child goes on with. It asks for the process only while somebody else holds it.
+/// A lock of data that a forked child continues to use. The lock asks for the process only while another thread holds
+/// it.
 #[derive(Debug)]
 pub(crate) struct SharedWithChild<T> {
     process: Process,
-    /// Whether a child has found that nobody will unlock it.
+    /// True once a child has found that no thread will unlock the data.
     is_inherited: AtomicBool,
     data: Mutex<T>,
 }
 
-/// How often a child looks whether a lock is free, and the pause in between. The child's own threads hold a lock for a moment.
+/// Number of times that a child checks whether a lock is free, and the pause in between. The child's own threads hold a
+/// lock only for a moment.
 const LOOKS: u32 = 500;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -329,7 +333,7 @@ impl<T: Default> Default for SharedOrAnew<T> {
 mod tests {
     use super::*;
 
-    /// As in the child of a process with another id.
+    /// Process with another id, as a child sees its parent.
     const PARENT: Process = Process(u32::MAX);
 
     #[test]

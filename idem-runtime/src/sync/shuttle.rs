@@ -72,15 +72,16 @@ impl<M: Lock> Lock for LazyLock<M> {
     }
 }
 
-/// Runs `test` in many orders of the steps of its threads and tasks: half of them random, half with few switches, which
-/// finds faults that need a long run of one thread in the middle of another.
+/// Runs `test` in many orders of the steps of its threads and tasks. Half of the orders are random. The other half have
+/// few switches, and find faults that need a long run of one thread in the middle of another.
 ///
-/// `IDEM_INTERLEAVINGS` says how many (default: 1000). A failure prints its schedule, and [`shuttle::replay`] repeats it.
+/// `IDEM_INTERLEAVINGS` sets the number of orders (default: 1000). A failure prints its schedule, and
+/// [`shuttle::replay`] repeats it.
 pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     let count = std::env::var("IDEM_INTERLEAVINGS").map_or(1000, |count| count.parse().expect("a number"));
     let seed = std::env::var("IDEM_INTERLEAVINGS_SEED").map_or(0x1de4, |seed| seed.parse().expect("a number"));
     let mut config = Config::new();
-    // Every order of the model is sequentially consistent, whatever the code asks for.
+    // The model is always sequentially consistent, regardless of the ordering that the code asks for.
     config.silence_warnings = true;
     config.stack_size = 1 << 18;
     let test = Arc::new(test);
@@ -96,13 +97,13 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     }
 }
 
-/// Tasks that run until they end or [`end`](Tasks::end) drops them; it knows whether any of them can go on.
+/// Tasks that run until they end or [`end`](Tasks::end) drops them, with a count of the tasks that can go on.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tasks(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    // Nothing switches while it is held.
+    // The scheduler does not switch threads while this lock is held.
     state: std::sync::Mutex<State>,
     idle: Notify,
 }
@@ -144,7 +145,7 @@ impl Tasks {
         }
     }
 
-    /// The number of tasks that have not ended.
+    /// Returns the number of tasks that have not ended.
     pub(crate) fn alive(&self) -> usize {
         lock(&self.0.state).alive.len()
     }
@@ -172,7 +173,7 @@ impl Tasks {
         doomed.iter().for_each(AbortHandle::abort);
     }
 
-    /// Waits until every task has ended or is waiting itself.
+    /// Waits until every task has ended or waits.
     pub(crate) async fn idle(&self) {
         loop {
             let mut idle = pin!(self.0.idle.notified());
@@ -193,7 +194,7 @@ impl Tasks {
     }
 }
 
-/// A task, counted.
+/// A task whose states are counted.
 struct Counted {
     task: Option<Task>,
     pulse: Arc<Pulse>,
@@ -207,7 +208,7 @@ impl Future for Counted {
         let this = self.get_mut();
         let before = std::mem::replace(&mut *lock(&this.pulse.rhythm), Rhythm::Polled(cx.waker().clone()));
         if let Rhythm::Resting(_) = before {
-            // The task was not woken: the scheduler may poll it all the same.
+            // The task was not woken, but the scheduler may still poll it.
             lock(&this.pulse.tasks.0.state).busy += 1;
         }
         let polled = match &mut this.task {
@@ -241,7 +242,7 @@ impl Drop for Counted {
     }
 }
 
-/// Notices when a task is woken.
+/// Detects that a task is woken.
 struct Pulse {
     tasks: Tasks,
     rhythm: std::sync::Mutex<Rhythm>,
@@ -274,7 +275,7 @@ impl Wake for Pulse {
     }
 }
 
-/// The runtime whose tasks are lanes: each is a new one.
+/// Stands for the runtime that runs the lanes of a store as tasks: each call of `current` makes a new runtime.
 #[derive(Clone, Debug, Default)]
 #[cfg(any(feature = "postgres", feature = "redis"))]
 pub(crate) struct Handle(pub(crate) Tasks);
@@ -295,7 +296,7 @@ impl Handle {
     }
 }
 
-/// Time that stands still until a test moves it, and tasks that the scheduler interleaves with the rest.
+/// A clock that stands still until a test moves it, with tasks that the scheduler interleaves with the rest.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TestClock {
     time: ManualClock,
@@ -308,7 +309,7 @@ impl TestClock {
     }
 
     /// Moves time by `duration`, from one sleeper to the next; each step waits until all tasks wait. `seen` gets the
-    /// length of each step before it is made.
+    /// length of each step before the step is made.
     pub(crate) async fn pass(&self, duration: Duration, seen: impl Fn(Duration)) {
         let end = self.now().saturating_add(duration);
         loop {

@@ -35,7 +35,7 @@ impl Running {
     }
 }
 
-/// A waiter that has joined before an attempt ends is woken by its end; when nobody waits, nothing is left.
+/// A waiter that has joined before an attempt ends is woken by that end. Once all waiters are gone, no entry is left.
 #[test]
 fn no_wake_up_is_lost_and_nothing_is_left() {
     explore(|| {
@@ -47,7 +47,7 @@ fn no_wake_up_is_lost_and_nothing_is_left() {
                 thread::spawn(move || running.wait(key))
             })
             .collect();
-        // A waiter that gives up removes no other's entry.
+        // A waiter that gives up removes no entry of another waiter.
         let gives_up = Arc::clone(&running);
         threads.push(thread::spawn(move || drop(gives_up.waiting.join(KEYS[0]))));
         let ends = Arc::clone(&running);

@@ -23,7 +23,7 @@ struct Waiters {
 }
 
 impl Waiting {
-    /// Waits for `key` until the returned waiter is dropped.
+    /// Adds a waiter for `key`, until the returned waiter is dropped.
     pub(crate) fn join(&self, key: &str) -> Waiter<'_> {
         let mut waiting = lock(&self.0);
         let waiters = waiting.entry(key.to_owned()).or_default();
@@ -45,7 +45,7 @@ impl Waiting {
     }
 }
 
-/// One waiting duplicate; the last one for a key removes the entry.
+/// One waiting duplicate; the last waiter of a key removes the entry.
 pub(crate) struct Waiter<'a> {
     waiting: &'a Waiting,
     key: String,
@@ -53,7 +53,7 @@ pub(crate) struct Waiter<'a> {
 }
 
 impl Waiter<'_> {
-    /// Ready once the key is woken. Wake-ups count from its first poll, or from `enable`.
+    /// Returns a future that is ready once the key is woken. Wake-ups count from its first poll, or from `enable`.
     pub(crate) fn woken(&self) -> Notified<'_> {
         self.woken.notified()
     }
