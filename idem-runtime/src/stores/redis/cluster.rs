@@ -1,11 +1,12 @@
 //! Finds the node of a cluster that serves a key.
 //!
-//! - Each of the 16 384 slots belongs to a node. Each node has connections and batches of its own, so that a node that
+//! - Each of the 16 384 slots belongs to a node. Each node has its own connections and batches, so that a node that
 //!   hangs delays only its own keys.
-//! - A node that does not serve a slot says so and writes nothing; the operation follows the redirect, a few times at most.
-//! - The nodes (up to 16 per round) are asked for the slots after every failure and from time to time. The answer of the
-//!   latest epoch wins, so a node that was cut off can't bring back an old map. An answer from a node that has lost the
-//!   slot meanwhile is not trusted.
+//! - A node that does not serve a slot answers with a redirect and writes nothing. The operation follows the redirect,
+//!   a few times at most.
+//! - The nodes (up to 16 per round) are asked for the slots after every failure and from time to time. The answer of
+//!   the latest epoch wins, so a node that was cut off can't bring back an old map. An answer from a node that has lost
+//!   the slot meanwhile is not trusted.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -28,33 +29,33 @@ use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
 const SLOTS: u16 = 16_384;
-/// How many redirects an operation follows.
+/// Largest number of redirects that an operation follows.
 const REDIRECTS: usize = 6;
-/// How many nodes one round asks.
+/// Number of nodes that one round asks.
 const ASKED: usize = 16;
-/// How long the nodes have to answer; one that hangs must not hold back the answers of the others.
+/// Time that the nodes have to answer. A node that hangs must not hold back the answers of the others.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// The least pause between two rounds.
+/// Shortest pause between two rounds.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The interval between rounds while nothing fails.
+/// Interval between rounds while nothing fails.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
 /// The nodes that the user named, and the latest view of the cluster that any runtime has received.
 pub(super) struct Named {
     nodes: Vec<Client>,
-    /// The settings of a connection to a node, except for its address.
+    /// Settings of a connection to a node, except for its address.
     template: ConnectionInfo,
     seen: PerProcess<Mutex<Option<Arc<View>>>>,
 }
 
 impl Named {
-    /// Nodes of a cluster. The settings of all connections are those of `first`.
+    /// Makes a cluster of these nodes. All connections have the settings of `first`.
     pub(super) fn new(first: &Client, nodes: Vec<Client>) -> Self {
         Self { template: first.get_connection_info().clone(), nodes, seen: PerProcess::default() }
     }
 }
 
-/// A cluster as far as it is known, and one runtime's connections to its nodes.
+/// The known state of a cluster, and one runtime's connections to its nodes.
 pub(super) struct Cluster {
     named: Arc<Named>,
     terms: Terms,
@@ -63,10 +64,10 @@ pub(super) struct Cluster {
     map: Mutex<Map>,
     /// Notified when the map may be out of date.
     doubt: Arc<Notify>,
-    /// Whether a view of the cluster has arrived.
+    /// True once a view of the cluster has arrived.
     heard: watch::Sender<bool>,
     asking: OnceLock<Background>,
-    /// Rotates over the nodes: which one to ask, try or subscribe to next.
+    /// Rotates over the nodes: selects the next one to ask, try or subscribe to.
     turn: AtomicUsize,
 }
 
@@ -75,7 +76,7 @@ struct Map {
     slots: Vec<Option<Arc<Member>>>,
     /// The seeds and all nodes of the latest view, by address.
     members: HashMap<Address, Arc<Member>>,
-    /// The nodes that the user named; they are asked even if no view contains them.
+    /// The nodes that the user named, which are asked even if no view contains them.
     seeds: Vec<Arc<Member>>,
 }
 
@@ -97,7 +98,7 @@ impl Member {
         &self.node
     }
 
-    /// Its address, as a text.
+    /// Returns the address as a text.
     pub(super) fn name(&self) -> String {
         let (host, port) = &self.address;
         format!("{host}:{port}")
@@ -105,7 +106,7 @@ impl Member {
 }
 
 impl Cluster {
-    /// The cluster of `named`, starting from its latest view.
+    /// Makes the cluster of `named`, starting from its latest view.
     pub(super) fn new(named: &Arc<Named>, terms: Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Arc<Self> {
         let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
         let cluster = Self {
@@ -127,7 +128,7 @@ impl Cluster {
         Arc::new(cluster)
     }
 
-    /// Adds the node that `client` leads to as a seed.
+    /// Adds the node at the address of `client` as a seed.
     fn meet(&self, client: &Client) {
         if let ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } =
             client.get_connection_info().addr()
@@ -139,7 +140,7 @@ impl Cluster {
         }
     }
 
-    /// The nodes that serve slots.
+    /// Returns the nodes that serve slots.
     pub(super) fn primaries(&self) -> Vec<Arc<Member>> {
         let map = lock(&self.map);
         let mut primaries: Vec<Arc<Member>> = Vec::new();
@@ -151,7 +152,8 @@ impl Cluster {
         primaries
     }
 
-    /// Checks that the primaries are usable; at least one must be reachable. Returns the size limits that hold for all.
+    /// Checks that the primaries are usable; at least one must be reachable. Returns the size limits that hold for all
+    /// of them.
     pub(super) async fn prepare(&self, prefix: &str) -> Result<Arc<Limits>, StoreError> {
         let primaries = self.primaries();
         let limits = Arc::new(Limits::default());
@@ -198,7 +200,7 @@ impl Cluster {
         self.doubt.notify_one();
     }
 
-    /// Asks the nodes which node serves which slots.
+    /// Asks the nodes for the map of slots.
     pub(super) async fn ask(&self) {
         let members: Vec<_> = {
             let map = lock(&self.map);
@@ -254,7 +256,7 @@ impl Cluster {
         Ok(member)
     }
 
-    /// The node that serves `slot`; if it is unknown, any node, which will redirect.
+    /// Returns the node that serves `slot`. If that node is unknown, returns any node, which will redirect.
     async fn owner(&self, slot: u16) -> Option<Arc<Member>> {
         if let Some(member) = self.known_owner(slot) {
             return Some(member);
@@ -272,7 +274,7 @@ impl Cluster {
         lock(&self.map).slots[usize::from(slot)].clone()
     }
 
-    /// Whether `member` serves `slot`, as far as is known: true while no view has arrived.
+    /// Returns whether `member` serves `slot`, by the present map; true while no view has arrived.
     fn is_owner(&self, member: &Arc<Member>, slot: u16) -> bool {
         match self.known_owner(slot) {
             Some(now) => Arc::ptr_eq(&now, member),
@@ -280,7 +282,7 @@ impl Cluster {
         }
     }
 
-    /// Waits a while for the first view of the cluster.
+    /// Waits for the first view of the cluster, up to [`PATIENCE`].
     async fn hear(&self) {
         let mut heard = self.heard.subscribe();
         if !*heard.borrow() {
@@ -289,7 +291,7 @@ impl Cluster {
         }
     }
 
-    /// The client of the next node, for a subscription: a publication reaches all nodes.
+    /// Returns the client of the next node, for a subscription: a publication reaches all nodes.
     pub(super) fn some_client(&self) -> Option<Client> {
         let map = lock(&self.map);
         let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
@@ -304,6 +306,7 @@ impl Cluster {
             return Err(Failure::NotSent("no node of the cluster is known".into()));
         };
         let mut asking = false;
+        // Follows redirects until a node runs the operation.
         let mut followed = 0;
         loop {
             let answer = match asking {
@@ -325,8 +328,8 @@ impl Cluster {
                 }
                 _ => {
                     match &answer {
-                        // A primary that was paused during a failover answers as before once it resumes, and its writes are
-                        // discarded when it learns of its successor.
+                        // A primary that was paused during a failover still answers once it resumes, and its writes are
+                        // discarded once it follows its successor.
                         Ok(_) if !asking && !self.is_owner(&member, slot) => {
                             return Err(Failure::Lost);
                         }
@@ -340,8 +343,8 @@ impl Cluster {
     }
 }
 
-/// Runs `tries` concurrently until one succeeds or shows a misconfiguration. Returns its answer, or the last error, and the
-/// unfinished tries.
+/// Runs `tries` concurrently until one succeeds or shows a misconfiguration. Returns its answer, or the last error, and
+/// the unfinished tries.
 pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
     mut tries: Vec<F>,
 ) -> (Result<T, StoreError>, Vec<F>) {
@@ -366,14 +369,14 @@ pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
     (last, tries)
 }
 
-/// Where a node sends an operation that it did not run.
+/// The node to which an operation is redirected.
 struct Redirect {
     to: Address,
     asking: bool,
 }
 
 impl Redirect {
-    /// Reads `MOVED slot host:port` or `ASK slot host:port`; a missing host means the node that answered.
+    /// Reads `MOVED slot host:port` or `ASK slot host:port`. A missing host means the node that answered.
     fn read(failure: &Failure, from: &str) -> Option<Self> {
         let Failure::Refused(Refusal { code, message }) = failure else { return None };
         let asking = match &**code {
@@ -396,12 +399,12 @@ pub(super) struct View {
 struct Range {
     first: u16,
     last: u16,
-    /// The primary first.
+    /// The primary comes first.
     nodes: Vec<Address>,
 }
 
 impl View {
-    /// The view of `member`, unless it fails to answer or reports that it is out of touch.
+    /// Returns the view of `member`, unless it fails to answer or reports that it is out of touch.
     async fn of(member: &Member) -> Option<Self> {
         let mut questions = Pipeline::new();
         questions.cmd("CLUSTER").arg("INFO");
@@ -425,7 +428,7 @@ impl View {
 }
 
 impl Range {
-    /// `[first, last, [host, port, id, …], replica, …]`
+    /// Reads `[first, last, [host, port, id, …], replica, …]`.
     fn read(range: &Value, from: &str) -> Option<Self> {
         let Value::Array(parts) = range else { return None };
         let [Value::Int(first), Value::Int(last), nodes @ ..] = &parts[..] else { return None };
@@ -436,7 +439,7 @@ impl Range {
     }
 }
 
-/// The address of a node; a missing host means that of the node that was asked.
+/// Returns the address of a node. A missing host means the host of the node that was asked.
 fn address(node: &Value, from: &str) -> Option<Address> {
     let Value::Array(parts) = node else { return None };
     let [host, Value::Int(port), ..] = &parts[..] else { return None };
@@ -452,15 +455,15 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// The slot of a key.
+/// Returns the slot of a key.
 pub(super) fn slot_of(name: Name<'_>) -> u16 {
     let mut key = Vec::with_capacity(256);
     name.write(&mut key);
     slot(&key)
 }
 
-/// The slot of a key. Only the part between the first `{` and the next `}` counts, unless it is empty: keys come from users
-/// and may hold braces.
+/// Returns the slot of a key. Only the part between the first `{` and the next `}` counts, unless it is empty: keys
+/// come from users and may hold braces.
 fn slot(key: &[u8]) -> u16 {
     let position = |bytes: &[u8], wanted: u8| bytes.iter().position(|byte| *byte == wanted);
     let tag = position(key, b'{').and_then(|open| {
@@ -470,7 +473,7 @@ fn slot(key: &[u8]) -> u16 {
     crc16(tag.unwrap_or(key)) % SLOTS
 }
 
-/// CRC-16/XMODEM.
+/// Computes CRC-16/XMODEM.
 fn crc16(bytes: &[u8]) -> u16 {
     const fn entry(high: u16) -> u16 {
         let (mut crc, mut bit) = (high << 8, 0);

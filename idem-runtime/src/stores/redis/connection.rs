@@ -18,11 +18,11 @@ use crate::combine::race;
 use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
 
-/// The pause after a failure to connect, for all callers.
+/// Pause after a failure to connect, for all callers.
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
-/// The most connections that an exchange waits for: each may lead to a primary that is replaced meanwhile.
+/// Number of connections that an exchange waits for at most: each may lead to a primary that is replaced meanwhile.
 const CONNECTIONS: usize = 4;
-/// The most time limits that an exchange may take while something moves on its connection.
+/// Longest duration of an exchange, in time limits, while bytes move on its connection.
 const LONGEST: u32 = 15;
 /// A timer this late shows that the runtime was busy elsewhere, and did not read either.
 const LATE: Duration = Duration::from_millis(100);
@@ -38,7 +38,7 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> Multiplexed for C {
     }
 }
 
-/// The user's own connection, which reconnects by itself, and the process that it belongs to.
+/// The user's own connection, which reconnects on its own, and the process that it belongs to.
 pub(super) struct Theirs {
     connection: Box<dyn Multiplexed>,
     process: Process,
@@ -73,17 +73,17 @@ enum End {
     Ours(Arc<Own>),
 }
 
-/// Where a server is.
+/// Location of a server.
 #[derive(Clone)]
 pub(super) enum Place {
-    /// At the address of the client.
+    /// The address of the client.
     At(Box<Client>),
-    /// At the address that the sentinels name for the primary.
+    /// The address that the sentinels name for the primary.
     Primary(Arc<Sentinels>),
 }
 
 impl Place {
-    /// Counts the primaries found so far; 0 for a fixed address.
+    /// Returns the number of primaries found so far; 0 for a fixed address.
     fn version(&self) -> u64 {
         match self {
             Self::At(_) => 0,
@@ -101,25 +101,25 @@ impl Drop for Background {
     }
 }
 
-/// A connection that this store opens, and reopens after it broke or did not answer in time. If the network silently drops
-/// everything, it would otherwise stay open until the system gives up, many minutes later.
+/// A connection that this store opens, and reopens after it broke or did not answer in time. If the network silently
+/// drops everything, the connection would otherwise stay open until the system gives up, many minutes later.
 struct Own {
     clock: Arc<dyn Clock>,
     timeout: Duration,
     place: Place,
     open: Mutex<Open>,
-    /// Counts the connections opened.
+    /// Number of connections opened so far.
     opened: AtomicU64,
 }
 
 #[derive(Default)]
 struct Open {
-    /// Counts the connections opened.
+    /// Number of connections opened so far.
     generation: u64,
     way: Option<Way>,
-    /// When the last try to connect failed, and why.
+    /// Time and error of the last failed try to connect.
     failed: Option<(Instant, RedisError)>,
-    /// Set while a connection is being opened, for all callers; closed once that has succeeded or failed.
+    /// Set while a connection is being opened, for all callers. Closed once that has succeeded or failed.
     connecting: Option<watch::Receiver<()>>,
 }
 
@@ -127,7 +127,7 @@ struct Open {
 #[derive(Clone)]
 struct Way {
     generation: u64,
-    /// The version of its place when it was opened.
+    /// Version of its place when it was opened.
     version: u64,
     connection: MultiplexedConnection,
     pulse: Arc<Pulse>,
@@ -143,18 +143,18 @@ impl Way {
 }
 
 impl Connection {
-    /// The user's own connection.
+    /// Wraps the user's own connection.
     pub(super) fn theirs(theirs: Theirs, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         Self { clock, timeout, process: theirs.process, end: End::Theirs(theirs) }
     }
 
-    /// A connection to the server at `place`, opened at first use.
+    /// Makes a connection to the server at `place`, opened at first use.
     pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default(), opened: AtomicU64::new(0) };
         Self { clock, timeout, process: Process::this(), end: End::Ours(Arc::new(own)) }
     }
 
-    /// One command.
+    /// Sends one command.
     pub(super) async fn one(&self, command: &Cmd) -> Result<Value, Failure> {
         self.check_process()?;
         let answer = match &self.end {
@@ -176,9 +176,9 @@ impl Connection {
         }
     }
 
-    /// Many commands in one write. The error of a single command is a value in its place.
+    /// Sends many commands in one write. The error of a single command is a value in its place.
     pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
-        // Not `query_async`: that turns the error of one command into the failure of the whole pipeline.
+        // Not `query_async`: it turns the error of one command into the failure of the whole pipeline.
         let count = commands.len();
         self.check_process()?;
         let answers = match &self.end {
@@ -197,7 +197,7 @@ impl Connection {
         answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(Failure::Lost) })
     }
 
-    /// How long an operation may wait to be sent: longer while the server keeps answering earlier ones.
+    /// Returns the time that an operation may wait to be sent: longer while the server keeps answering earlier ones.
     pub(super) fn patience(&self) -> Duration {
         let pulse = match &self.end {
             End::Theirs(theirs) => Some(Arc::clone(&theirs.pulse)),
@@ -208,7 +208,7 @@ impl Connection {
         if moves { self.timeout.saturating_mul(LONGEST) } else { self.timeout }
     }
 
-    /// Which connection this is by now, counted from 1: another one may lead to another server.
+    /// Returns the number of the present connection, counted from 1. Another connection may lead to another server.
     pub(super) fn generation(&self) -> u64 {
         match &self.end {
             End::Theirs(_) => 1,
@@ -216,7 +216,7 @@ impl Connection {
         }
     }
 
-    /// A forked process must not write to the socket of its parent.
+    /// Refuses to use a connection of a parent process: a forked process must not write to its socket.
     fn check_process(&self) -> Result<(), Failure> {
         if self.process.is_this() {
             return Ok(());
@@ -226,9 +226,9 @@ impl Connection {
         Err(Failure::Unusable(reason.into()))
     }
 
-    /// Runs `exchange`. Gives up once nothing has moved on its connection for the time limit, or after [`LONGEST`] time
-    /// limits; time in which the runtime was busy elsewhere does not count. `is_news`: the bytes of this connection are not
-    /// seen, so its answers count as movement.
+    /// Runs `exchange`. Gives up once no byte has moved on its connection for the time limit, or after [`LONGEST`] time
+    /// limits. Time in which the runtime was busy elsewhere does not count. `is_news`: the bytes of this connection
+    /// can't be counted, so its answers count as movement.
     async fn in_time<T>(
         &self,
         pulse: &Pulse,
@@ -262,7 +262,7 @@ impl Connection {
         }
     }
 
-    /// Opens the connection, and returns the error of the client itself: only the first connection can have some of them.
+    /// Opens the connection. Returns the error of the client unchanged: some errors occur only at the first connection.
     pub(super) async fn try_open(&self) -> Result<(), RedisError> {
         match &self.end {
             End::Theirs(_) => Ok(()),
@@ -272,7 +272,7 @@ impl Connection {
 }
 
 impl Own {
-    /// The open connection, or a new one.
+    /// Returns the open connection, or a new one.
     async fn open(self: &Arc<Self>) -> Result<Way, RedisError> {
         if let Some(way) = self.get() {
             return Ok(way);
@@ -295,7 +295,7 @@ impl Own {
                     None => {
                         let (done, connecting) = watch::channel(());
                         open.connecting = Some(connecting.clone());
-                        // In a task of its own: a caller that is no longer polled would block all others.
+                        // Runs in its own task: a caller that is no longer polled would block all others.
                         tokio::spawn(Arc::clone(self).connect(done));
                         connecting
                     }
@@ -316,7 +316,7 @@ impl Own {
         open.way.clone().filter(|way| way.version == version)
     }
 
-    /// Opens a new connection. Boxed, as the future is recursive: sentinels are asked over connections, too.
+    /// Opens a new connection. Boxed because the future is recursive: sentinels are also asked over connections.
     fn connect(self: Arc<Self>, done: watch::Sender<()>) -> Sleep {
         Box::pin(async move {
             let connected = self.try_connect().await;
@@ -336,7 +336,7 @@ impl Own {
         })
     }
 
-    /// A new connection, and the version of the place that it leads to.
+    /// Opens a new connection. Returns it with the version of its place.
     async fn try_connect(&self) -> Result<(Opened, u64), RedisError> {
         match &self.place {
             Place::At(client) => Ok((self.in_time(stream::open(client, &self.clock)).await?, self.place.version())),
@@ -358,9 +358,10 @@ impl Own {
         })
     }
 
-    /// Drops the connection if its answers show that it is unusable. Callers that still wait for an answer on it keep it.
+    /// Drops the connection if its answers show that it is unusable. Callers that still wait for an answer on it keep
+    /// it.
     ///
-    /// Fails if another server is the primary by now: the old one's answer may be lost with it.
+    /// Returns an error if another server is the primary by now: the old one's answer may be lost with it.
     fn look_after(&self, way: &Way, answers: Result<&[Value], &Failure>) -> Result<(), Failure> {
         let replaced = self.place.version() != way.version;
         let broken = match answers {
@@ -378,10 +379,10 @@ impl Own {
     }
 }
 
-/// Whether the connection is unusable after this error.
+/// Returns whether the connection is unusable after this error.
 fn ends(error: &ServerError) -> bool {
-    // A primary became a replica: a new connection may lead to the new primary. Or the server closes the connection because
-    // it could not read a request.
+    // A primary became a replica: a new connection may lead to the new primary. Or the server closes the connection
+    // because it could not read a request.
     error.code() == "READONLY" || error.details().is_some_and(|details| details.starts_with("Protocol error"))
 }
 
@@ -394,7 +395,7 @@ async fn is_primary(connection: &mut MultiplexedConnection) -> Result<(), RedisE
     }
 }
 
-/// A client of the server at `host` and `port`, otherwise like that of `info`.
+/// Returns a client of the server at `host` and `port`, with the other settings of `info`.
 pub(super) fn elsewhere(info: &redis::ConnectionInfo, host: &str, port: u16) -> Result<Client, RedisError> {
     let host = host.to_owned();
     let addr = match info.addr().clone() {

@@ -1,4 +1,4 @@
-//! Why an exchange with a server failed, and what that means for its operation.
+//! The failures of an exchange with a server, and their meaning for its operation.
 
 use std::sync::Arc;
 
@@ -8,28 +8,28 @@ use super::scripts::DAMAGED;
 use crate::record::format;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Why an exchange failed.
+/// Reason why an exchange failed.
 #[derive(Clone, Debug)]
 pub(super) enum Failure {
     /// The server refused this operation and wrote nothing for it.
     Refused(Refusal),
-    /// No connection, or none that took the operation in time: nothing was sent.
+    /// There was no connection, or none that took the operation in time: nothing was sent.
     NotSent(Arc<str>),
-    /// No connection is possible here: nothing was sent, and nothing will be.
+    /// No connection is possible in this process or runtime: nothing was sent, and nothing will be.
     Unusable(Arc<str>),
-    /// The exchange broke off: it may have taken effect.
+    /// The exchange broke off: the operation may have taken effect.
     Broken(Arc<RedisError>),
-    /// No answer in time: it may have taken effect.
+    /// No answer came in time: the operation may have taken effect.
     TimedOut,
-    /// The runtime dropped the exchange, the answer makes no sense, or its server had been replaced by then: it may have
-    /// taken effect.
+    /// The runtime dropped the exchange, the answer makes no sense, or its server had been replaced by then: the
+    /// operation may have taken effect.
     Lost,
-    /// The server gave this answer, but too few replicas have it: it may get lost with the server. And the server's reason,
-    /// if it gave one.
+    /// The server gave this answer, but too few replicas have the write: it may get lost with the server. The second
+    /// field is the server's reason, if it gave one.
     Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 
-/// An error that the server answered.
+/// An error reply of the server.
 #[derive(Clone, Debug)]
 pub(super) struct Refusal {
     pub(super) code: Arc<str>,
@@ -37,7 +37,7 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    /// Reads an error as a script passes it on: the first word is its code.
+    /// Reads an error that a script passes on: the first word is its code.
     pub(super) fn read(text: &str) -> Self {
         let (code, message) = text.split_once(' ').unwrap_or((text, ""));
         Self { code: code.into(), message: message.into() }
@@ -57,24 +57,27 @@ impl From<&ServerError> for Failure {
 }
 
 impl Failure {
-    /// Whether the server has forgotten a script; nothing was written then.
+    /// Returns whether the server has forgotten a script. In that case nothing was written.
     pub(super) fn is_unknown_script(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
     }
 
-    /// Whether the keys of a command are on two nodes, as their slot migrates; nothing was written then.
+    /// Returns whether the keys of a command are on two nodes, because their slot migrates. In that case nothing was
+    /// written.
     pub(super) fn is_split_slot(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "TRYAGAIN")
     }
 
-    /// Whether the server does not know an option of a command; nothing was written then. Any error without a code of its own
-    /// counts, as other servers have other words for it, except that the request could not be read at all.
+    /// Returns whether the server does not support an option of a command. In that case nothing was written. Every
+    /// error with the general code `ERR` counts, because servers word this error differently, except a request that
+    /// could not be read at all.
     pub(super) fn is_unknown_option(&self) -> bool {
         matches!(self, Self::Refused(Refusal { code, message })
             if &**code == "ERR" && !message.starts_with("Protocol error"))
     }
 
-    /// The connection could not be opened, so nothing was sent. The server may have said why.
+    /// Converts the error of a connection that could not be opened, so nothing was sent. The server may have given a
+    /// reason.
     pub(super) fn not_opened(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::of(error),
@@ -82,8 +85,8 @@ impl Failure {
         }
     }
 
-    /// Classifies the error of an exchange. An error reply of the server is a value instead, except while a connection is
-    /// being set up; either way nothing was written.
+    /// Classifies the error of an exchange. An error reply of the server is a value instead, except while a connection
+    /// is being set up. In both cases nothing was written.
     pub(super) fn of(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::Refused(Refusal {
@@ -102,10 +105,10 @@ impl Failure {
     }
 }
 
-/// The error of an operation whose exchange failed.
+/// Returns the error of an operation whose exchange failed.
 pub(super) fn failed(failure: Failure) -> StoreError {
     match failure {
-        // A script is never half done: it checks everything before its first write.
+        // A script never stops halfway: it checks everything before its first write.
         Failure::Refused(refusal) => refused(&refusal),
         Failure::NotSent(reason) => {
             StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
@@ -148,7 +151,8 @@ fn refused(Refusal { code, message }: &Refusal) -> StoreError {
     StoreError::new(kind, format!("{what}: {code} {message}"))
 }
 
-/// How servers report in a script that the login lacks a right, or that a command does not exist: it may have been renamed.
+/// Texts of servers for a missing right of the login in a script, or for an unknown command, which may have been
+/// renamed.
 const FORBIDDEN: [&str; 5] = [
     "The user executing the script can't",
     "ACL failure in script",
@@ -157,7 +161,7 @@ const FORBIDDEN: [&str; 5] = [
     "Unknown Redis command",
 ];
 
-/// The error of a store that could not be opened.
+/// Returns the error of a store that could not be opened.
 pub(super) fn not_connected(error: &RedisError) -> StoreError {
     match error.kind() {
         ErrorKind::AuthenticationFailed | ErrorKind::Server(ServerErrorKind::NoPerm) => {
@@ -182,7 +186,7 @@ pub(super) fn corrupt(error: format::FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
 
-/// An answer that no command of this store can have. The value may be a payload and is not shown.
+/// Returns the error for an answer that no command of this store can have. The value may be a payload and is not shown.
 pub(super) fn unexpected(value: &Value) -> StoreError {
     let kind = match value {
         Value::Nil => "nil",
@@ -194,7 +198,8 @@ pub(super) fn unexpected(value: &Value) -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, format!("the server gave an unexpected answer: {kind}"))
 }
 
-/// A pending record without an expiry: the expiry was removed, or the record was restored without one.
+/// Returns the error for a pending record without an expiry: the expiry was removed, or the record was restored without
+/// one.
 pub(super) fn damaged() -> StoreError {
     StoreError::new(
         StoreErrorKind::Corrupt,

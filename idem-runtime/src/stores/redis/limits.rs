@@ -1,9 +1,9 @@
-//! How large a value the server takes.
+//! The largest size of a value that the server takes.
 //!
-//! A server refuses a value over `proto-max-bulk-len` by closing the connection, and its reason may get lost with that. So
-//! such a value is not sent: the store asks for the limit when it connects. If it may not ask, or something in between has
-//! a limit of its own, it learns the limit from failures. Values that may be too large have a connection of their own, so
-//! that its end affects no other operation.
+//! A server refuses a value over `proto-max-bulk-len` by closing the connection, and its reason may get lost with the
+//! connection. So the store does not send such a value: it asks for the limit when it connects. If it may not ask, or
+//! if something in between has its own limit, the store learns the limit from failures. Values that may be too large
+//! have their own connection, so that its end affects no other operation.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -15,30 +15,30 @@ use crate::clock::{Clock, Instant};
 use crate::store::StoreError;
 use crate::sync::{Mutex, PerProcess, lock};
 
-/// The least limit that a server can be configured to, so a smaller value is never the reason.
+/// Smallest limit that a server can be configured to, in bytes. A smaller value is never the reason for a failure.
 pub(super) const SURE: usize = 1024 * 1024;
-/// The default limit of a server.
+/// Default limit of a server, in bytes.
 const DEFAULT: usize = 512 * 1024 * 1024;
-/// How many connections in a row must break under a large value before it is taken for the reason.
+/// Number of connections in a row that must break under a large value before the value counts as the reason.
 const BREAKS: u32 = 4;
-/// How long a learned limit counts: the server's limit may be raised, and the network may have been the reason.
+/// Time for which a learned limit counts: the server's limit may be raised, and the network may have been the reason.
 const LEARNED_FOR: Duration = Duration::from_secs(60);
 
 /// The limits of the servers of a store: those of the strictest.
 pub(super) struct Limits {
-    /// The least limit that a server has reported; [`UNTOLD`] if none has.
+    /// Smallest limit that a server has reported; [`UNTOLD`] if none has.
     told: AtomicUsize,
     learned: PerProcess<Mutex<Learned>>,
 }
 
-/// No server has reported a limit.
+/// Value of `told` while no server has reported a limit.
 const UNTOLD: usize = usize::MAX;
 
 #[derive(Clone, Default, Debug)]
 struct Learned {
-    /// Values of this size and above are too large, until then.
+    /// Values of this size and above count as too large until this time.
     too_large: Option<(usize, Instant)>,
-    /// The smallest value under which the latest connections broke, and how many did.
+    /// The smallest value under which the latest connections broke, and the number of these connections.
     broke: Option<(usize, u32)>,
 }
 
@@ -54,7 +54,7 @@ impl Limits {
         self.told.fetch_min(most, Ordering::Relaxed);
     }
 
-    /// Notes the limit reported to `other`, too.
+    /// Also notes the limit reported to `other`.
     pub(super) fn tell_all_of(&self, other: &Self) {
         self.tell(other.told.load(Ordering::Relaxed));
     }
@@ -109,7 +109,7 @@ impl Limits {
     }
 }
 
-/// Whether the server refused to read what it was sent.
+/// Returns whether the server refused to read a value because of its size.
 fn is_about_size(Refusal { message, .. }: &Refusal) -> bool {
     message.starts_with("Protocol error: invalid bulk length")
 }
@@ -138,7 +138,7 @@ mod tests {
         assert!(limits.check(2 * MIB, &clock).is_ok());
         assert_eq!(kind(limits.check(2 * MIB + 1, &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(Limits::default().check(DEFAULT + 1, &clock)), StoreErrorKind::TooLarge);
-        // A server can be configured to take more than by default.
+        // A server can be configured to take more than the default.
         let limits = Limits::default();
         limits.tell(2 * DEFAULT);
         assert!(limits.check(DEFAULT + 1, &clock).is_ok());

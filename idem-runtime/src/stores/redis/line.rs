@@ -1,4 +1,4 @@
-//! The connections of one runtime to the servers of a store, and how they are made.
+//! The connections of one runtime to the servers of a store, and the plan by which a runtime opens them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,7 @@ impl Line {
     }
 }
 
-/// How a runtime connects to the servers.
+/// The way in which a runtime connects to the servers.
 pub(super) enum Plan {
     /// Over the user's own connection.
     Theirs(Theirs),
@@ -70,12 +70,12 @@ impl Plan {
     }
 }
 
-/// The place of a server, for one runtime.
+/// The location of a server, for one runtime.
 pub(super) struct Found {
     pub(super) place: Place,
-    /// The tasks that track where it is.
+    /// The tasks that track the server's location.
     pub(super) watching: Vec<Background>,
-    /// A connection to it that is already open.
+    /// A connection to the server that is already open.
     pub(super) plain: Option<Connection>,
 }
 

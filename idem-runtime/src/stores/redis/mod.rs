@@ -1,14 +1,14 @@
 //! Records in one Redis or Valkey server, in a cluster, or in the primary that sentinels name.
 //!
-//! A record is one string in the [format](crate::record::format) that all byte stores share.
-//! `SET key record NX GET PX retention` reserves a key or returns its record in one round trip. The only clock is the
-//! server's: each renewal sets the full retention anew, so the age of a lease is the retention minus what is left of it.
-//! Only changes of an existing record need a script, and a completion does not if the server has `SET … IFEQ` and the record is
-//! still what its reservation wrote. Each script checks the owner token; those of a renewal and of a
-//! completion also check the attempt's number.
+//! A record is one string in the [format](crate::record::format) that all byte stores share. `SET key record NX GET PX
+//! retention` reserves a key or returns its record in one round trip. The only clock is the server's: each renewal sets
+//! the full retention anew, so the age of a lease is the retention minus the rest of it. Only changes of an existing
+//! record need a script. A completion needs none if the server has `SET … IFEQ` and the record is unchanged since its
+//! reservation. Each script checks the owner token; the scripts of a renewal and of a completion also check the
+//! attempt's number.
 //!
-//! The topology varies beneath: a [route](route) chooses the server of an operation, [batches](batch) carry the
-//! operations of many tasks, a [connection](connection) is reopened when it breaks.
+//! Three layers hide the topology: a [route](route) chooses the server of an operation, [batches](batch) carry the
+//! operations of many tasks, and a [connection](connection) is reopened when it breaks.
 
 mod batch;
 mod cluster;
@@ -54,39 +54,39 @@ use crate::store::{
 };
 use crate::sync::{PerProcess, SharedOnce, lock};
 
-/// How often a reservation looks at a record that keeps changing. Each retry means that another attempt won, so the loop
-/// ends by itself; the limit guards against bugs and faulty servers.
+/// Number of looks of a reservation at a record that keeps changing. Each retry means that another attempt won, so the
+/// loop ends on its own; the limit guards against bugs and faulty servers.
 const LOOKS: u32 = 20;
-/// The pause before the fourth look; it doubles up to [`LONGEST_PAUSE`].
+/// Pause before the fourth look. The pause doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
-/// How many leases one script call renews: it bounds how long the server does nothing else.
+/// Number of leases that one script call renews. Limits the time for which the server does nothing else.
 const RENEWED_AT_ONCE: usize = 100;
-/// How many keys one `SCAN` looks at, about: it bounds how long the server does nothing else.
+/// Approximate number of keys that one `SCAN` looks at. Limits the time for which the server does nothing else.
 const SCANNED_AT_ONCE: usize = 250;
-/// How many leases of other handles are remembered as held.
+/// Number of leases of other handles that are remembered as held.
 const REMEMBERED: usize = 1024;
 
 /// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster.
 ///
-/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key; `SET … IFEQ` (Valkey 8.1, Redis 8.4) or scripts that
-///   compare the owner token decide the rest. Each names keys of one slot only.
-/// - *Clock*: the server's. A clock step of the server shifts leases and retentions; after a failover the new primary's
-///   clock counts. Only for people, a completion notes when its attempt began: by the wall clock of its process, or by the
+/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key. `SET … IFEQ` (Valkey 8.1, Redis 8.4) or scripts
+///   that compare the owner token decide the rest. Each names keys of one slot only.
+/// - *Clock*: the server's. A step of that clock shifts leases and retentions. After a failover the new primary's clock
+///   counts. For operators only, a completion notes when its attempt began: by the wall clock of its process, or by the
 ///   server's if its lease was renewed before.
 /// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
-///   forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a warning. Replication
-///   is asynchronous, so a failover forgets what the new primary had not received yet, unless
+///   forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a warning.
+///   Replication is asynchronous, so a failover forgets the writes that the new primary had not received yet, unless
 ///   [`min_replicas`](RedisOptions::min_replicas) makes every answer wait for the replicas.
-/// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to what the server takes
+/// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than the server takes
 ///   (`proto-max-bulk-len`, default: 512 MB).
-/// - *Cost*: two round trips for a first run, one for a replay. With `SET … IFEQ` a completion that somebody waits for takes
-///   another one. A heartbeat is one exchange (per node), whatever the number
-///   of leases; in a cluster those of one slot share a script call. Commands of concurrent tasks share a pipeline; a lone
-///   command never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
+/// - *Cost*: two round trips for a first run, one for a replay. With `SET … IFEQ` a completion for which a duplicate
+///   waits takes one more. A heartbeat is one exchange (per node), whatever the number of leases; in a cluster the
+///   leases of one slot share a script call. Commands of concurrent tasks share a pipeline; a lone command never waits.
+///   With `min_replicas` every exchange also takes the time until the replicas have confirmed.
 ///
-/// Clones share their connections, which are multiplexed and reconnect. Each tokio runtime that uses the store has
-/// connections of its own, which end with it.
+/// Clones share their connections, which are multiplexed and reconnect. Each tokio runtime that uses the store has its
+/// own connections, which end with it.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -98,29 +98,28 @@ const REMEMBERED: usize = 1024;
 pub struct RedisStore(Arc<Shared>);
 
 impl RedisStore {
-    /// Connects to the servers that `url` names. [`RedisOptions`] has more settings.
+    /// Connects to the servers that `url` names. For more settings see [`RedisOptions`].
     ///
     /// - One server: `redis://[user:password@]host[:port][/database]`, `rediss://` for TLS (feature `redis-tls`),
     ///   `redis+unix:///path` for a socket.
-    /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`; the hosts
-    ///   are the sentinels. The login is the one for the primary; the sentinels' own is
-    ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and believes the
-    ///   latest failover. The store follows the primary by itself.
-    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]`; the hosts are some of
-    ///   its nodes.
+    /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`; the
+    ///   hosts are the sentinels. The login is for the primary; the login for the sentinels is
+    ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and uses the
+    ///   answer of the latest failover. The store follows the primary on its own.
+    /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]`; the hosts are some of its nodes.
     ///
-    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write characters with a meaning in URLs
-    /// as `%XX`.
+    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write characters with a meaning in
+    /// URLs as `%XX`.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or not Redis, a
-    /// replica, a name that the sentinels don't know, or a topology other than the URL's; [`StoreErrorKind::Unavailable`]
-    /// if no server answers, or the cluster is down.
+    /// replica, a name that no sentinel watches, or a topology other than the URL's;
+    /// [`StoreErrorKind::Unavailable`] if no server answers, or the cluster is down.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
     }
 
-    /// Settings for a connection.
+    /// Returns the default settings, to be changed before connecting.
     pub fn options() -> RedisOptions {
         RedisOptions::default()
     }
@@ -143,7 +142,7 @@ struct Shared {
     upkeep: Option<SharedOnce<Arc<Shared>>>,
 }
 
-/// What all handles of a store share.
+/// State that all handles of a store share.
 struct Core {
     heartbeats: Arc<Heartbeats>,
     plan: Plan,
@@ -151,7 +150,7 @@ struct Core {
     replicas: Option<Replicas>,
     prefix: Box<str>,
     limits: Arc<Limits>,
-    /// Until when leases of other handles are sure to hold: a duplicate of a hot key then costs one call.
+    /// Time until which leases of other handles are sure to hold: a duplicate of a hot key then costs one call.
     held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 
@@ -174,10 +173,11 @@ impl Core {
         &*self.terms.clock
     }
 
-    /// How long a pending record's lease is sure to hold, as far as this handle knows without asking the server.
+    /// Returns the time for which a pending record's lease is sure to hold, by the state of this handle, without asking
+    /// the server.
     ///
-    /// A lease only grows while its record is pending, so an earlier answer stays true. Only durations are carried from the
-    /// server's clock to this one's.
+    /// A lease only grows while its record is pending, so an earlier answer stays true. Only durations are carried from
+    /// the server's clock to this process's clock.
     fn known_to_hold(&self, owner: OwnerToken) -> Option<Duration> {
         let now = self.now();
         let until = self.heartbeats.held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
@@ -197,7 +197,7 @@ impl Core {
 }
 
 impl Shared {
-    /// The first handle of a store, with the line of the current runtime, which connected it.
+    /// Makes the first handle of a store, with the connections of the current runtime, which opened them.
     fn new(core: Arc<Core>, connected: Line) -> Arc<Self> {
         let store = Self::on(core, Some(SharedOnce::new()));
         store.lines.here(|_| connected);
@@ -208,16 +208,17 @@ impl Shared {
         Arc::new_cyclic(|this| Self { this: this.clone(), core, lines: PerRuntime::default(), upkeep })
     }
 
-    /// The connections of the current runtime.
+    /// Returns the connections of the current runtime.
     fn line(&self) -> Result<Here<'_, Line>, StoreError> {
         let Core { plan, terms, replicas, .. } = &*self.core;
-        // A connection refuses by itself to be used in another process than its own.
+        // A connection itself refuses use in another process than its own.
         let line = self.lines.here_or_inherited(|_| plan.line(terms, *replicas, self.upkeep.is_none()));
         line.ok_or_else(|| failed(Failure::Unusable("no tokio runtime: call the store from inside one".into())))
     }
 
-    /// How old a record is whose attempt `began` then. It has the holder's time or the server's, and the answer does not say what
-    /// time it is there: the wall clock of this host does, as exactly as the clocks agree.
+    /// Returns the age of a record whose attempt `began` then. `began` is a time of the holder or of the server, and
+    /// the answer does not contain their present time. So the age is measured by the wall clock of this host, as
+    /// exactly as the clocks agree.
     fn age(&self, began: Option<u64>) -> Option<Duration> {
         let now = u64::try_from(wall_millis(self.core.clock())).unwrap_or_default();
         began.map(|began| Duration::from_millis(now.saturating_sub(began)))
@@ -232,7 +233,7 @@ impl Shared {
         let name = self.name_of(&request.key);
         let first = Record::first(request);
         let reserving = Reserving { name, record: &first, ttl_ms: millis(first.retention(request.ttl)) };
-        // The record found in place of the one met before, and the rest of its lease.
+        // The record found in place of the earlier one, and the rest of its lease.
         let mut changed: Option<(Bytes, Duration)> = None;
         for look in 0..LOOKS {
             if look > 2 {
@@ -255,6 +256,7 @@ impl Shared {
                     }
                 }
             };
+            // A finished record answers without a look at its lease.
             let (seen, [_, began]) = (format::identity(&found).unwrap_or_default(), format::times(&found));
             let record = format::decode_owned(found).map_err(corrupt)?;
             if record.is_finished() {
@@ -263,6 +265,7 @@ impl Shared {
                     Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
                 }
             }
+            // A pending record whose lease holds for sure answers without a further call.
             let pending = record.is_pending();
             let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
             if pending && let Some(lapses_in) = holds.or_else(|| self.core.known_to_hold(record.owner)) {
@@ -271,7 +274,7 @@ impl Shared {
                     Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
                 }
             }
-            // The meeting as if the lease had lapsed; in every other state there is no lease to ask about.
+            // The decision if the lease had lapsed. In every other state there is no lease to ask about.
             let meeting = record.admit(request, Duration::ZERO);
             if let Admission::Answer(answer) = &meeting
                 && (!pending || left.is_some())
@@ -301,8 +304,8 @@ impl Shared {
         Err(keeps_changing())
     }
 
-    /// Replaces the record `met` if it is still the same and its lease has lapsed; without a replacement in `meeting`, only
-    /// asks.
+    /// Replaces the record `met` if it is still the same and its lease has lapsed. Without a replacement in `meeting`,
+    /// only asks for the lease.
     async fn take(
         &self,
         line: &Line,
@@ -325,6 +328,7 @@ impl Shared {
             command.arg(seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
             command.arg(&*self.core.terms.channel);
         });
+        // Replicas must confirm the takeover. A lease that another attempt holds is a valid answer without them.
         let taken = line.route.run(name, Op::Write(asked.that_brings_a_record())).await;
         let taken = match taken {
             // As in `looked`: the lease is another attempt's.
@@ -351,7 +355,8 @@ impl Shared {
         }
     }
 
-    /// The value under `name`, read as an [`Op::Read`] or, once replicas have confirmed it, as an [`Op::Write`].
+    /// Returns the value under `name`, read as an [`Op::Read`] or, once replicas have confirmed it, as an
+    /// [`Op::Write`].
     async fn look_at(
         &self,
         line: &Line,
@@ -375,7 +380,7 @@ impl Shared {
         Ok(Some(Stored { value, left: *left, found }))
     }
 
-    /// Walks along the keys of one server, as far as one `SCAN` does. A cursor is a server and the place of its scan.
+    /// Walks along the keys of one server, as far as one `SCAN` does. A cursor is a server and its scan cursor.
     async fn scan(&self, filter: &Filter) -> Result<Page, StoreError> {
         if !filter.scan {
             let message = "Redis has no order of keys to walk by: ask for a scan of all keys (`Filter::scan`), which may miss \
@@ -404,7 +409,7 @@ impl Shared {
         let mut page = Page::default();
         for (name, look) in names.iter().zip(looks) {
             match look {
-                // What somebody else keeps under such a name.
+                // Another application keeps a value of another type under such a name.
                 Err(error) if error.kind() != StoreErrorKind::Corrupt => return Err(error),
                 found => page.add(filter, name.strip_prefix(prefix).unwrap_or_default(), found),
             }
@@ -416,7 +421,7 @@ impl Shared {
         Ok(page)
     }
 
-    /// The record of `name`, without its result; all of it if it can't be read.
+    /// Returns the record of `name`, without its result; with it if the record can't be read otherwise.
     async fn glance(&self, line: &Line, name: Name<'_>) -> Result<Option<Inspection>, StoreError> {
         let asked = ask(&self.core.scripts().glance, name, |command| {
             command.arg(format::START_BYTES);
@@ -437,7 +442,7 @@ impl Shared {
         }
     }
 
-    /// Looks, decides, and writes if the record is still the one that was looked at.
+    /// Reads the record, decides, and writes if the record is unchanged.
     async fn try_decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
         let line = self.line()?;
         let (limits, clock) = (&self.core.limits, self.core.clock());
@@ -466,7 +471,7 @@ impl Shared {
         Err(keeps_changing())
     }
 
-    /// Replaces the record that was found by `value`, or removes it if that is empty.
+    /// Replaces the record that was found by `value`, or removes it if `value` is empty.
     fn replacement(&self, name: Name<'_>, decision: &Decision, met: &Record, stored: &Stored, value: &[u8]) -> Ask {
         let seen = format::identity(&stored.value).unwrap_or_default();
         let lapsed = match met.state {
@@ -485,7 +490,7 @@ impl Shared {
         })
     }
 
-    /// Renews those of `leases` at the places in `group`, in one call of the script; in a cluster they are of one slot.
+    /// Renews the `leases` in `group`, in one call of the script. In a cluster they are of one slot.
     async fn renew_group(
         &self,
         line: &Line,
@@ -494,7 +499,7 @@ impl Shared {
         answer: &Answers<'_>,
     ) -> Result<(), StoreError> {
         match self.ask_to_renew(line, leases, group).await {
-            // Nothing was renewed; each lease can be by itself.
+            // Nothing was renewed. Each lease alone can be.
             Err(failure) if failure.is_split_slot() && group.len() > 1 => {
                 let each = group.chunks(1).map(|one| async move {
                     let answers = self.ask_to_renew(line, leases, one).await;
@@ -518,7 +523,7 @@ impl Shared {
     }
 }
 
-/// Owner token and number of an attempt, side by side as in its record.
+/// Returns owner token and number of an attempt, side by side as in its record.
 fn attempt_of(lease: &Lease) -> [u8; 20] {
     let mut attempt = [0; 20];
     attempt[..16].copy_from_slice(lease.owner.as_bytes());
@@ -526,10 +531,10 @@ fn attempt_of(lease: &Lease) -> [u8; 20] {
     attempt
 }
 
-/// The slot of a lease's key, if that matters, and the lease's place among all.
+/// The slot of a lease's key (0 outside a cluster), and the index of the lease in the batch.
 type Placed = (u16, usize);
 
-/// Passes the answers to one call on.
+/// Passes on the answers to one call.
 fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<(), StoreError> {
     let answers = match answers.map_err(failed)? {
         Value::BulkString(answers) if answers.len() == group.len() => answers,
@@ -549,9 +554,9 @@ fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<()
 /// The value under a name.
 struct Stored {
     value: Bytes,
-    /// The milliseconds until it expires; negative if it does not.
+    /// Milliseconds until the value expires; negative if it does not.
     left: i64,
-    /// The record, or why the value can't be read as one.
+    /// The record, or the reason why the value can't be read as a record.
     found: Result<Inspection, StoreError>,
 }
 
@@ -560,7 +565,7 @@ impl Stored {
         self.left >= 0
     }
 
-    /// The record as an operator sees it.
+    /// Returns the record as an operator sees it.
     fn inspection(&self) -> Inspection {
         match &self.found {
             Ok(found) => found.clone(),
@@ -573,10 +578,10 @@ impl Stored {
     }
 }
 
-/// A record whose retention ends in `left` milliseconds, at `expires_at` by the server's clock; each is negative if there is no
-/// such time.
+/// Makes the inspection of a record whose retention ends in `left` milliseconds, at `expires_at` by the server's clock.
+/// Each is negative if there is no such time.
 fn inspection(record: Record, value: &Bytes, left: i64, expires_at: i64) -> Result<Inspection, StoreError> {
-    // Negative without an expiry: a record that has no lease is then kept for ever.
+    // Negative without an expiry: a record without a lease is then kept forever.
     let expires_in = u64::try_from(left).map_or(Duration::MAX, Duration::from_millis);
     let [mut seen, mut began] = format::times(value);
     let lapses_in = match record.state {
@@ -596,17 +601,17 @@ fn inspection(record: Record, value: &Bytes, left: i64, expires_at: i64) -> Resu
     Ok(Inspection::new(record, expires_in, lapses_in).since(ago(seen), ago(began)))
 }
 
-/// A text as a pattern that matches it alone.
+/// Returns a pattern that matches only this text.
 fn escaped(text: &str) -> String {
     let is_special = |c: char| matches!(c, '*' | '?' | '[' | ']' | '^' | '-' | '\\');
     text.chars().flat_map(|c| is_special(c).then_some('\\').into_iter().chain([c])).collect()
 }
 
-/// The next place and the keys in an answer of `SCAN`.
+/// Returns the next cursor and the keys in an answer of `SCAN`.
 fn scanned(answer: &Value) -> Option<(&str, Vec<&[u8]>)> {
     let Value::Array(parts) = answer else { return None };
     let [Value::BulkString(place), Value::Array(keys)] = &parts[..] else { return None };
-    // May have the same key twice.
+    // An answer may contain the same key twice.
     let mut keys = keys
         .iter()
         .map(|it| {
@@ -628,26 +633,26 @@ fn ask(script: &Script, name: Name<'_>, args: impl FnOnce(&mut Cmd)) -> Ask {
     Ask::script(script, std::iter::once(name), args)
 }
 
-/// When `lease` was reserved, in milliseconds since 1970, if its record may still be what the reservation wrote: a renewal,
-/// which is due after a third of the lease, changes it.
+/// Returns the time at which `lease` was reserved, in milliseconds since 1970, if its record may be unchanged since
+/// then: a renewal, which is due after a third of the lease, changes it.
 fn unchanged_since(lease: &Lease, clock: &dyn Clock) -> Option<u64> {
     let reserved_at = lease.reserved_at.millis()?;
     let age = Duration::from_millis(now(clock).saturating_sub(reserved_at));
     (age < lease.duration / 3).then_some(reserved_at)
 }
 
-/// Milliseconds since 1970 by the wall clock of this process.
+/// Returns milliseconds since 1970 by the wall clock of this process.
 fn now(clock: &dyn Clock) -> u64 {
     u64::try_from(wall_millis(clock)).unwrap_or_default()
 }
 
-/// Whether `answer` would differ if the lease of the record still held.
+/// Returns whether `answer` would differ if the lease of the record still held.
 fn depends_on_lease(answer: &Reservation) -> bool {
     matches!(answer, Reservation::Interrupted { .. } | Reservation::AttemptsExhausted { .. })
 }
 
-/// The answer to a reservation. "In progress" may come from an unreplicated record. A result or our own reservation may not:
-/// the caller relies on it.
+/// Checks the answer to a reservation. "In progress" may come from an unreplicated record. A result or our own
+/// reservation may not: the caller relies on it.
 fn looked(answer: Answer, owner: OwnerToken) -> Answer {
     match answer {
         Err(Failure::Unreplicated(found, why)) => match *found {
@@ -658,13 +663,13 @@ fn looked(answer: Answer, owner: OwnerToken) -> Answer {
     }
 }
 
-/// Whether the record is an unfinished attempt of another owner, running or abandoned.
+/// Returns whether the record is an unfinished attempt of another owner, running or abandoned.
 fn is_of_another(found: &[u8], owner: OwnerToken) -> bool {
-    // Both ways lead to an error; the decoder's says more.
+    // Both values lead to an error. The decoder's error has more details.
     format::is_unfinished_of_another(found, owner).unwrap_or(true)
 }
 
-/// Whether the record found in place of another is an attempt of another owner whose lease still holds.
+/// Returns whether the record found in place of another is an attempt of another owner whose lease still holds.
 fn is_held_by_another(found: &[Value], owner: OwnerToken) -> bool {
     matches!(found, [Value::BulkString(record), Value::Int(1..)] if is_of_another(record, owner))
 }
@@ -735,8 +740,8 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let line = self.line()?;
             let line = &*line;
-            // All calls are sent at once, in one exchange (per node), and each is answered as soon as its answer arrives.
-            // Calls are short, so that the server is not blocked. In a cluster a call names keys of one slot.
+            // All calls are sent together, in one exchange (per node), and each is answered as soon as its answer
+            // arrives. Calls are short, so that the server is not blocked. In a cluster a call names keys of one slot.
             let is_cluster = self.core.terms.one_key;
             let slot = |lease: &Lease| if is_cluster { slot_of(self.name_of(&lease.key)) } else { 0 };
             let mut places: Vec<Placed> = leases.iter().enumerate().map(|(at, lease)| (slot(lease), at)).collect();
@@ -745,8 +750,8 @@ impl Store for Shared {
             }
             let groups = places.chunk_by(|a, b| a.0 == b.0).flat_map(|of_slot| of_slot.chunks(RENEWED_AT_ONCE));
             let calls = groups.map(|group| self.renew_group(line, leases, group, answer));
-            // Polls only the calls that are woken: of many thousands, looking at each whenever one is answered takes longer
-            // than the servers do.
+            // Polls only the calls that are woken. With many thousands of calls, polling all of them after each answer
+            // takes longer than the servers do.
             join_all(calls).await.into_iter().collect()
         })
     }
@@ -822,7 +827,7 @@ impl Store for Shared {
         StoreFuture::new(self.try_decide(decision))
     }
 
-    /// The server removes what has expired.
+    /// Does nothing: the server removes expired records.
     fn purge(&self, _: u32) -> StoreFuture<'_, u64> {
         StoreFuture::ready(Ok(0))
     }

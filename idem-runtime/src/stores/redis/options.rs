@@ -1,4 +1,4 @@
-//! Settings, opening a store, and what the server behind it must be.
+//! Settings, opening a store, and the requirements on the server.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
 
-/// Settings for a [`RedisStore`].
+/// Settings of a [`RedisStore`].
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -52,43 +52,43 @@ impl Default for RedisOptions {
 }
 
 impl RedisOptions {
-    /// The name of this application, in front of every key in the server (default: `idem:`). Applications that share a server
-    /// but must not share operations need different names. It enters child keys, too.
+    /// Name of this application, in front of every key in the server (default: `idem:`). Applications that share a
+    /// server but must not share operations need different names. The name enters child keys, too.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
     /// [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }
     }
 
-    /// The time limit of one exchange with the server (default: 2 s). Keep it well below the shortest beat (a third of the
+    /// Time limit of one exchange with the server (default: 2 s). Keep it well below the shortest beat (a third of the
     /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
     }
 
-    /// Counts a reservation, a renewal, a result or a release only once `count` replicas have it too, by `WAIT` (default:
-    /// waits for no replica).
+    /// Counts a reservation, a renewal, a result or a release only once `count` replicas also have it, by `WAIT`
+    /// (default: waits for no replica).
     ///
     /// A primary that fails takes with it every write that no replica has: an acknowledged operation runs again.
-    /// `min_replicas` withholds that acknowledgement: if fewer than `count` replicas confirm a write `within` that time,
-    /// the call fails with [`StoreErrorKind::Unconfirmed`](crate::StoreErrorKind::Unconfirmed), no body runs, and a result is
-    /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that the replicas have. The
-    /// price is that nothing is reserved, recorded or replayed while replicas are missing.
+    /// `min_replicas` withholds that acknowledgement. If fewer than `count` replicas confirm a write `within` that
+    /// time, the call fails with [`StoreErrorKind::Unconfirmed`](crate::StoreErrorKind::Unconfirmed), no body runs, and
+    /// a result is [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that the
+    /// replicas have. The price: while replicas are missing, the store reserves, records and replays nothing.
     ///
     /// Only a `count` of *all* replicas of a primary makes failovers lossless: with fewer, a lagging replica may be
     /// promoted. A replica confirms what it holds in memory, so the confirmation of a replica that restarts without
     /// persistence is void.
     ///
-    /// Confirmed writes have a connection of their own. Concurrent operations share one wait. An operation may also have to
-    /// wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep that below the
-    /// shortest beat.
+    /// Confirmed writes have their own connection. Concurrent operations share one wait. An operation may also have to
+    /// wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep that below
+    /// the shortest beat.
     #[must_use]
     pub fn min_replicas(self, count: usize, within: Duration) -> Self {
         Self { replicas: (count > 0).then_some(Replicas { count, within }), ..self }
@@ -97,7 +97,7 @@ impl RedisOptions {
     /// Connects to the server at `url`; see [`RedisStore::connect`].
     ///
     /// # Errors
-    /// As [`RedisStore::connect`].
+    /// The errors of [`RedisStore::connect`].
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
         match url.split_once("://") {
             Some(("redis-sentinel", rest)) => {
@@ -125,10 +125,10 @@ impl RedisOptions {
 
     /// Connects with your own client: its address, credentials and certificates.
     ///
-    /// The type is that of redis 1 (feature `with-redis-1`).
+    /// The type is the client of redis 1 (feature `with-redis-1`).
     ///
     /// # Errors
-    /// As [`RedisStore::connect`].
+    /// The errors of [`RedisStore::connect`].
     #[cfg(feature = "with-redis-1")]
     pub async fn connect_with(self, client: Client) -> Result<RedisStore, StoreError> {
         self.connect_client(client).await
@@ -140,13 +140,13 @@ impl RedisOptions {
         self.connect_one(found, Plan::At(client)).await
     }
 
-    /// Connects to the primary called `name`, wherever it is, through your own clients for its sentinels. Credentials,
-    /// database and certificates are those of `primary`; its address is ignored.
+    /// Connects to the primary called `name` through your own clients for its sentinels, and follows it after a
+    /// failover. Credentials, database and certificates come from `primary`; its address is ignored.
     ///
-    /// The type is that of redis 1 (feature `with-redis-1`).
+    /// The type is the client of redis 1 (feature `with-redis-1`).
     ///
     /// # Errors
-    /// As [`RedisStore::connect`].
+    /// The errors of [`RedisStore::connect`].
     #[cfg(feature = "with-redis-1")]
     pub async fn connect_sentinels_with(
         self,
@@ -175,12 +175,12 @@ impl RedisOptions {
     }
 
     /// Connects to a cluster through your own clients for some of its nodes, which name the others. Credentials and
-    /// certificates are those of the first client.
+    /// certificates come from the first client.
     ///
-    /// The type is that of redis 1 (feature `with-redis-1`).
+    /// The type is the client of redis 1 (feature `with-redis-1`).
     ///
     /// # Errors
-    /// As [`RedisStore::connect`].
+    /// The errors of [`RedisStore::connect`].
     #[cfg(feature = "with-redis-1")]
     pub async fn connect_cluster_with(self, nodes: impl IntoIterator<Item = Client>) -> Result<RedisStore, StoreError> {
         self.connect_cluster(nodes).await
@@ -216,21 +216,22 @@ impl RedisOptions {
         Ok(self.open(Plan::Cluster(named), line, terms, limits))
     }
 
-    /// Uses your own connection, for example an existing `ConnectionManager`. It must be multiplexed, so that clones share
-    /// it, and reconnect by itself.
+    /// Uses your own connection, for example an existing `ConnectionManager`. The connection must be multiplexed, so
+    /// that clones share it, and reconnect on its own.
     ///
-    /// The type is that of redis 1 (feature `with-redis-1`).
+    /// The type is a connection of redis 1 (feature `with-redis-1`).
     ///
     /// Such a connection can't subscribe, so a duplicate that waits for a running attempt polls every 50 ms. With
-    /// [`connect_with`](RedisOptions::connect_with) it is woken. It can't wait for replicas either: `WAIT` would block all
-    /// other users of the connection.
+    /// [`connect_with`](RedisOptions::connect_with) it is woken. Such a connection can't wait for replicas either:
+    /// `WAIT` would block all other users of the connection.
     ///
-    /// There is only this one connection, so renewals share it with everything else: megabytes of results, or blocking
-    /// commands of your own, delay them. The runtime that opened it reads and writes it; if that runtime is blocked or
-    /// gone, leases are lost. A forked process can't use it. The other ways to connect have none of these limits.
+    /// There is only this one connection, so renewals share it with all other commands: megabytes of results, or your
+    /// own blocking commands, delay them. The runtime that opened the connection reads and writes it; if that runtime
+    /// is blocked or gone, leases are lost. A forked process can't use the connection. The other ways to connect have
+    /// none of these limits.
     ///
     /// # Errors
-    /// As [`RedisStore::connect`].
+    /// The errors of [`RedisStore::connect`].
     #[cfg(feature = "with-redis-1")]
     pub async fn connect_over<C>(self, connection: C) -> Result<RedisStore, StoreError>
     where
@@ -297,7 +298,7 @@ fn clock() -> Arc<dyn Clock> {
     Arc::new(SystemClock::default())
 }
 
-/// Installs a cryptography provider unless the application has chosen one: without any, TLS would panic.
+/// Installs a cryptography provider unless the application has chosen one: without any provider, TLS would panic.
 fn provide_cryptography() {
     #[cfg(feature = "redis-tls")]
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -311,7 +312,7 @@ fn unreadable(problem: &str, form: &str) -> StoreError {
     misconfigured(format!("the Redis URL can't be used: {problem}; write `{form}`"))
 }
 
-/// The client that `url` describes.
+/// Makes the client that `url` describes.
 fn client(url: &str, form: &str) -> Result<Client, StoreError> {
     if url.starts_with("rediss://") && cfg!(not(feature = "redis-tls")) {
         return Err(misconfigured("TLS (`rediss://`) needs the feature `redis-tls` of idem-runtime".to_owned()));
@@ -332,7 +333,7 @@ struct Several<'a> {
 }
 
 impl<'a> Several<'a> {
-    /// Reads what follows `://`; `known` are the allowed parameters.
+    /// Reads the part after `://`. `known` are the allowed parameters.
     fn read(rest: &'a str, known: &[&str]) -> Result<Self, String> {
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (servers, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -362,7 +363,7 @@ impl<'a> Several<'a> {
         password.map(|password| format!("{}:{password}", user.unwrap_or_default())).unwrap_or_default()
     }
 
-    /// A client for each server, with this login.
+    /// Makes a client for each server, with this login.
     fn clients(&self, login: &str, port: u16, database: &str, form: &str) -> Result<Vec<Client>, StoreError> {
         let one = |host: &&str| {
             let scheme = if self.parameter("tls") == Some("true") { "rediss" } else { "redis" };
@@ -371,7 +372,7 @@ impl<'a> Several<'a> {
                 let _ = write!(url, "{login}@");
             }
             url.push_str(host);
-            // An IPv6 address stands in brackets and has colons of its own.
+            // An IPv6 address is in brackets and contains colons.
             if !host.rsplit(']').next().unwrap_or(host).contains(':') {
                 let _ = write!(url, ":{port}");
             }
@@ -388,17 +389,18 @@ impl<'a> Several<'a> {
 /// A server that was checked.
 pub(super) struct Prepared {
     scripts: Scripts,
-    /// Whether it knows `SET … IFEQ`.
+    /// True if the server supports `SET … IFEQ`.
     compares: bool,
 }
 
-/// Checks the server and the rights of the login, loads the scripts, and asks how large a value may be.
+/// Checks the server and the rights of the login, loads the scripts, and asks for the largest size of a value.
 pub(super) async fn prepare(
     connection: &Connection,
     cluster: bool,
     prefix: &str,
     replicas: bool,
 ) -> Result<(Prepared, Limits), StoreError> {
+    // One pipeline, so that opening a store takes one round trip.
     let mut questions = Pipeline::new();
     questions.cmd("INFO");
     for source in Scripts::SOURCES {
@@ -407,6 +409,7 @@ pub(super) async fn prepare(
     for setting in LIMITS {
         questions.cmd("CONFIG").arg("GET").arg(setting);
     }
+    // Commands of the needed rights, in a form that changes nothing, for a key that does not exist.
     let is_needed = |right: &&Right| match right.purpose {
         Purpose::Calls => true,
         Purpose::Replicas => replicas,
@@ -439,10 +442,11 @@ pub(super) async fn prepare(
             _ => return Err(misconfigured("the server is not Redis: it loads scripts otherwise".to_owned())),
         };
     }
-    // A login that may not ask gets no limit here; the store learns it from failures.
+    // A login without the right to ask gets no limit here; the store learns it from failures.
     let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
-    // The limit applies to the whole request; apart from the value it is small.
+    // The limit applies to the whole request, which is small apart from the value.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
+    // All refused commands are named together, with the first error.
     let mut refused = (Vec::new(), None);
     for right in tried {
         if let Some(error) = answer().err().filter(|error| error.kind() == StoreErrorKind::Misconfigured) {
@@ -459,12 +463,12 @@ pub(super) async fn prepare(
     Ok((Prepared { scripts: Scripts::new(scripts), compares }, limits))
 }
 
-/// The settings that limit the size of a value, and of a request.
+/// Settings that limit the size of a value, and of a request.
 const LIMITS: [&str; 2] = ["proto-max-bulk-len", "client-query-buffer-limit"];
 /// Bytes of a request other than the value: its key, and requests that the server reads along with it.
 const BESIDE: usize = 64 * 1024;
 
-/// The number in an answer of `CONFIG GET`.
+/// Reads the number in an answer of `CONFIG GET`.
 fn setting(answer: &Value) -> Option<usize> {
     let value = match answer {
         Value::Array(parts) => parts.get(1),
@@ -481,7 +485,7 @@ fn setting(answer: &Value) -> Option<usize> {
 /// Servers that speak the protocol without being Redis.
 const OTHERS: [&str; 4] = ["dragonfly", "kvrocks", "garnet", "keydb"];
 
-/// What `INFO` says about the server.
+/// The fields of `INFO` about the server.
 #[derive(Debug, PartialEq, Eq)]
 struct Server<'a> {
     name: &'a str,
@@ -509,20 +513,20 @@ impl<'a> Server<'a> {
             name,
             version,
             role: field("role"),
-            // Valkey 9 calls it otherwise.
+            // Valkey 9 calls the field `server_mode`.
             cluster: [field("redis_mode"), field("server_mode")].contains(&"cluster"),
             maxmemory_policy: field("maxmemory_policy"),
             maxmemory: field("maxmemory_human"),
         }
     }
 
-    /// Major and minor version.
+    /// Returns major and minor version.
     fn release(&self) -> [u32; 2] {
         let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or_default());
         [(); 2].map(|()| parts.next().unwrap_or_default())
     }
 
-    /// Whether it knows `SET … IFEQ`.
+    /// Returns whether the server supports `SET … IFEQ`.
     fn compares(&self) -> bool {
         match self.name {
             "Redis" => self.release() >= [8, 4],

@@ -1,30 +1,30 @@
 //! The commands that a login must be allowed.
 
-/// A command that the store sends by itself or in a script.
+/// A command that the store sends, directly or in a script.
 #[derive(Clone, Copy, Debug)]
 pub struct Right {
     /// The command, in a form that changes nothing: a server checks the rights of the login before the arguments.
     command: &'static [&'static str],
-    /// The purpose of the command.
+    /// Purpose of the command.
     pub purpose: Purpose,
 }
 
-/// The purpose of a command.
+/// Purpose of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// A store opens with it.
+    /// Needed to open a store.
     Opening,
-    /// A call or a renewal needs it.
+    /// Needed by a call or a renewal.
     Calls,
-    /// A store with `min_replicas` needs it. Other stores use `PEXPIRETIME` too, to tell since when a record is held.
+    /// Needed by a store with `min_replicas`. Other stores also use `PEXPIRETIME`, to show since when a record is held.
     Replicas,
-    /// A completion wakes its waiting duplicates with it.
+    /// Wakes the duplicates that wait for a completion.
     Wakes,
-    /// An operator needs it who lists records.
+    /// Needed by an operator who lists records.
     Lists,
 }
 
-/// Stands for a key.
+/// Placeholder for a key.
 const KEY: &str = "KEY";
 
 /// The commands of a store on one server. Sentinels and clusters need more.
@@ -53,12 +53,12 @@ pub const RIGHTS: &[Right] = &[
 ];
 
 impl Right {
-    /// The name of the command.
+    /// Returns the name of the command.
     pub fn name(&self) -> &'static str {
         self.command[0]
     }
 
-    /// The words of the command about `key`, which must not exist.
+    /// Returns the words of the command for `key`, which must not exist.
     pub fn words<'a>(&self, key: &'a str) -> impl Iterator<Item = &'a str> {
         self.command.iter().map(move |word| if *word == KEY { key } else { word })
     }

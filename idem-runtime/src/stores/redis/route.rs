@@ -1,4 +1,4 @@
-//! Which server runs an operation.
+//! Selects the server that runs an operation.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::combine::all;
 pub(super) struct Node {
     /// For operations that no replica has to confirm.
     plain: Dispatch,
-    /// For operations that replicas have to confirm. A connection of its own: `WAIT` blocks whatever comes after it.
+    /// For operations that replicas have to confirm. A separate connection: `WAIT` blocks every later command on it.
     confirmed: Option<Dispatch>,
-    /// For renewals, if they have a connection of their own.
+    /// For renewals, if they have their own connection.
     renewing: Option<Dispatch>,
     /// For results that a server may refuse by closing the connection, and that take long on a slow network.
     large: Dispatch,
@@ -38,8 +38,8 @@ pub(super) enum Op<'a> {
 }
 
 impl Node {
-    /// A node with the connections that `connect` makes, each at first use; `plain` is already open if it is given. A node
-    /// for upkeep renews leases over a connection of its own, so that no late result delays them.
+    /// Makes a node with the connections that `connect` makes, each at first use. `plain`, if given, is already open. A
+    /// node for upkeep renews leases over its own connection, so that no late result delays them.
     pub(super) fn new(
         plain: Option<Connection>,
         connect: impl Fn(Duration) -> Connection,
@@ -47,7 +47,7 @@ impl Node {
         terms: &Terms,
         for_upkeep: bool,
     ) -> Self {
-        // The exchange ahead on the connection may end in a `WAIT` of its own.
+        // The exchange ahead on the connection may end in its own `WAIT`.
         let confirmed = |replicas: Replicas| {
             let terms = Terms { timeout: replicas.exchange(terms.timeout), ..terms.clone() };
             Dispatch::new(connect(terms.timeout), terms, Some(replicas))
@@ -101,15 +101,16 @@ impl Node {
     }
 }
 
-/// How operations reach the servers of a store.
+/// The route of operations to the servers of a store.
 pub(super) enum Route {
-    /// One server, and the tasks that track where it is.
+    /// One server, and the tasks that track its location.
     One(Node, #[expect(dead_code, reason = "ends with the store")] Vec<Background>),
     Cluster(Arc<Cluster>),
 }
 
 impl Route {
-    /// Runs `op`, whose key is `name`. Over one server it is handed over at once; await it as soon as it is made.
+    /// Runs `op`, whose key is `name`. Over one server the operation is handed over immediately; await the result as
+    /// soon as it is made.
     pub(super) fn run<'a>(&'a self, name: Name<'a>, op: Op<'a>) -> Running<'a> {
         match self {
             Self::One(node, _) => node.run(op),
@@ -117,7 +118,7 @@ impl Route {
         }
     }
 
-    /// Asks each server, at once. Fails if one of them does.
+    /// Sends `ask` to all servers concurrently. Fails if one of them does.
     pub(super) async fn ask_all(&self, ask: &Ask) -> Result<(), Failure> {
         match self {
             Self::One(node, _) => node.run(Op::Read(ask.clone())).await.map(drop),
@@ -133,8 +134,8 @@ impl Route {
         }
     }
 
-    /// Asks one server: the one of this name, or the next one that is there. Returns its name, its answer, and the name of the
-    /// server that follows. A lone server has no name.
+    /// Sends `ask` to one server: the one of this name, or else the next one in order. Returns its name, its answer,
+    /// and the name of the server that follows. A lone server has no name.
     pub(super) async fn ask_in_turn(&self, name: &str, ask: Ask) -> Result<(String, Value, Option<String>), Failure> {
         match self {
             Self::One(node, _) => Ok((String::new(), node.run(Op::Read(ask)).await?, None)),

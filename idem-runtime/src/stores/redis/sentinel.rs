@@ -1,9 +1,9 @@
 //! Finds the primary through the sentinels that watch over it.
 //!
-//! - Every new connection asks all sentinels. The answer of the latest failover (its *epoch*) wins: a sentinel that was cut
-//!   off still names the old primary. The named server must report itself as the primary.
-//! - They are asked again when one of them announces a failover, and from time to time. A connection to a server that is no
-//!   longer named is closed, and a late answer from it is not trusted.
+//! - Every new connection asks all sentinels. The answer of the latest failover (its *epoch*) wins: a sentinel that was
+//!   cut off still names the old primary. The named server must report itself as the primary.
+//! - The sentinels are asked again when one of them announces a failover, and from time to time. A connection to a
+//!   server that is no longer named is closed, and a late answer from it is not trusted.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -21,38 +21,38 @@ use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::sync::lock;
 
-/// The time limit of one sentinel; an unreachable one must not delay the others for long.
+/// Time limit of one sentinel. An unreachable sentinel must not delay the others for long.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// The interval between questions without an announcement: an announcement gets lost with its connection.
+/// Interval between questions without an announcement: an announcement gets lost with its connection.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
-/// The pause before a broken subscription is made again.
+/// Pause before a broken subscription is made again.
 const RESUBSCRIBE: Duration = Duration::from_millis(500);
 
 /// The sentinels of one primary.
 pub(super) struct Sentinels {
     name: String,
-    /// The settings of a connection to the primary, except for its address.
+    /// Settings of a connection to the primary, except for its address.
     template: ConnectionInfo,
     each: Vec<(Client, Connection)>,
     clock: Arc<dyn Clock>,
     known: Mutex<Option<Primary>>,
-    /// Counts the primaries that were found.
+    /// Number of primaries found so far.
     version: watch::Sender<u64>,
-    /// Notified when a sentinel has announced something.
+    /// Notified when a sentinel has announced a failover.
     announced: Notify,
 }
 
-/// The answer of a sentinel.
+/// Answer of a sentinel.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Primary {
     host: String,
     port: u16,
-    /// Counts the failovers.
+    /// Number of failovers.
     epoch: u64,
 }
 
 impl Sentinels {
-    /// The sentinels of the primary called `name`; at least one.
+    /// Makes the sentinels of the primary called `name`; at least one.
     pub(super) fn new(
         sentinels: &[Client],
         name: String,
@@ -75,19 +75,19 @@ impl Sentinels {
         }
     }
 
-    /// Counts the primaries that were found.
+    /// Returns the number of primaries found so far.
     pub(super) fn version(&self) -> u64 {
         *self.version.borrow()
     }
 
-    /// Waits until the primary is no longer that of `version`.
+    /// Waits until the sentinels name another primary than the one of `version`.
     pub(super) async fn moved(&self, version: u64) {
         let mut versions = self.version.subscribe();
-        // The sender lives as long as this.
+        // The sender lives as long as `self`.
         let _ = versions.wait_for(|now| *now != version).await;
     }
 
-    /// A client of the primary that the sentinels name now, and its version.
+    /// Returns a client of the primary that the sentinels name now, and its version.
     pub(super) async fn primary(&self) -> Result<(Client, u64), RedisError> {
         let (Primary { host, port, .. }, version) = self.ask().await?;
         Ok((elsewhere(&self.template, &host, port)?, version))
@@ -121,7 +121,7 @@ impl Sentinels {
         })
     }
 
-    /// Why no sentinel answers: one that refuses the login says more than one that is unreachable.
+    /// Returns the reason why no sentinel answers. A refused login is more useful than an unreachable sentinel.
     async fn unreachable(&self) -> RedisError {
         for (_, connection) in &self.each {
             if let Err(error) = Box::pin(connection.try_open()).await
@@ -133,8 +133,8 @@ impl Sentinels {
         (ErrorKind::Io, "no sentinel answers").into()
     }
 
-    /// Notes the latest answer of the sentinels. An epoch earlier than the known one is ignored, unless all sentinels have
-    /// answered: then they were set up anew.
+    /// Notes the latest answer of the sentinels. Ignores an epoch earlier than the known one, unless all sentinels have
+    /// answered: in that case they were set up anew.
     fn learn(&self, latest: &Primary, all: bool) -> (Primary, u64) {
         let mut known = lock(&self.known);
         match &*known {
@@ -160,7 +160,7 @@ impl Sentinels {
             async move {
                 loop {
                     race(this.announced.notified(), this.clock.sleep(ASK_AGAIN)).await;
-                    // A caller that needs the primary asks by itself, and gets the error.
+                    // A caller that needs the primary asks for itself, and gets the error.
                     let _ = this.ask().await;
                 }
             }
@@ -174,7 +174,7 @@ impl Sentinels {
     }
 }
 
-/// Passes on what one sentinel announces.
+/// Passes on the announcements of one sentinel.
 async fn listen(sentinels: Arc<Sentinels>, client: Client) {
     loop {
         let subscribed = async {
@@ -194,7 +194,7 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
     }
 }
 
-/// The answer of one sentinel; `None` if it does not know the name.
+/// Returns the answer of one sentinel; `None` if it watches no primary of that name.
 async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, Failure> {
     let mut questions = Pipeline::new();
     // The address changes as soon as a replica is promoted, the rest once the failover has ended.
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(sentinels.learn(&primary(2, 4), false), (primary(2, 4), 2));
         // A sentinel that was cut off answers while the others are silent.
         assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(2, 4), 2));
-        // All of them were set up anew.
+        // All sentinels were set up anew.
         assert_eq!(sentinels.learn(&primary(5, 0), true), (primary(5, 0), 3));
     }
 }

@@ -1,4 +1,4 @@
-//! Opens a stream to a server, and notes when something moves on it.
+//! Opens a stream to a server, and notes the time of each movement on it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,15 +16,15 @@ use crate::clock::{Clock, Instant};
 use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment, SENT_IN_TIME};
 
-/// How many commands the driver of a connection accepts before callers queue for it.
+/// Number of commands that the driver of a connection accepts before callers queue for it.
 const DRIVER_QUEUE: usize = 1024;
 
-/// When something last moved on a connection.
+/// Time of the latest movement on a connection.
 #[derive(Debug)]
 pub(super) struct Pulse {
     clock: Arc<dyn Clock>,
     moved_at: Moment,
-    /// Bytes sent since the last byte that came.
+    /// Number of bytes sent since the last byte arrived.
     unheard: AtomicU64,
 }
 
@@ -39,7 +39,7 @@ impl Pulse {
         self.moved_at.get()
     }
 
-    /// How long nothing may move, for an exchange with this `timeout`.
+    /// Returns the longest time without movement, for an exchange with this `timeout`.
     pub(super) fn patience(&self, timeout: Duration) -> Duration {
         let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME as u64;
         timeout.saturating_mul(u32::try_from(more).unwrap_or(u32::MAX).saturating_add(1))
@@ -62,13 +62,13 @@ impl Meter for Pulse {
 pub(super) struct Opened {
     pub(super) connection: MultiplexedConnection,
     pub(super) pulse: Arc<Pulse>,
-    /// Whether each byte moves the pulse; otherwise only the users of the connection do.
+    /// True if each byte moves the pulse. Otherwise only the users of the connection move it.
     pub(super) sees_bytes: bool,
     /// The task that reads and writes, unless the client has started it.
     pub(super) driver: Option<Background>,
 }
 
-/// Opens a connection to where `client` leads, on the current runtime.
+/// Opens a connection to the address of `client`, on the current runtime.
 pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Opened, RedisError> {
     let info = client.get_connection_info();
     match info.addr() {
@@ -94,7 +94,7 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
     }
 }
 
-/// Without time limits of the client: this store has its own.
+/// Returns settings without time limits of the client: this store has its own.
 fn config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(None)
@@ -102,7 +102,7 @@ fn config() -> AsyncConnectionConfig {
         .set_pipeline_buffer_size(DRIVER_QUEUE)
 }
 
-/// A connection over the stream that `stream` makes with a pulse.
+/// Opens a connection over the stream that `stream` makes with a pulse.
 async fn over<S, F>(
     info: &ConnectionInfo,
     clock: &Arc<dyn Clock>,
@@ -126,7 +126,7 @@ async fn tcp(host: &str, port: u16, settings: &TcpSettings) -> Result<TcpStream,
         return Err((ErrorKind::InvalidClientConfig, "the host has no address").into());
     }
     let (stream, _) = select_ok(tries).await?;
-    // On loopback the kernel gathers small writes at no cost; over a network that would cost a round trip each.
+    // On loopback the kernel gathers small writes at no cost. Over a network that would cost a round trip each.
     let loopback = stream.peer_addr().is_ok_and(|address| address.ip().is_loopback());
     stream.set_nodelay(settings.nodelay() || !loopback)?;
     let socket = socket2::SockRef::from(&stream);
@@ -152,7 +152,7 @@ mod tls {
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
 
-    /// Whether the system trusts any certificate authority. If not, the client may know some.
+    /// Returns whether the system trusts any certificate authority. If not, the client may trust some.
     pub(super) fn trusts_somebody() -> bool {
         !rustls_native_certs::load_native_certs().certs.is_empty()
     }

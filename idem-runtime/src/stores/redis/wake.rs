@@ -1,7 +1,7 @@
 //! Wakes the duplicates that wait for an attempt in another process.
 //!
-//! A waiter marks the pending record; whatever ends the attempt finds the mark and publishes the key. An attempt without
-//! waiters publishes nothing.
+//! A waiter marks the pending record. The script that ends the attempt finds the mark and publishes the key. An attempt
+//! without waiters publishes nothing.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -19,26 +19,26 @@ use crate::combine::race;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 
-/// The polling interval of a waiter whose connection can't subscribe.
+/// Polling interval of a waiter whose connection can't subscribe.
 const POLL: Duration = Duration::from_millis(50);
-/// The polling interval of a waiter that is subscribed: a publication can get lost with its connection.
+/// Polling interval of a waiter that is subscribed: a publication can get lost with its connection.
 const SAFETY_POLL: Duration = Duration::from_secs(2);
-/// The time limit of a subscription: if the server hangs, it is asked again, or another one.
+/// Time limit of a subscription. If the server hangs, the subscription is tried again, there or at another server.
 const SUBSCRIBE: Duration = Duration::from_secs(5);
-/// The pause before a broken subscription is made again; it doubles up to [`LONGEST_PAUSE`] while none can be made.
+/// Pause before a broken subscription is made again. The pause doubles up to [`LONGEST_PAUSE`] while none can be made.
 const RESUBSCRIBE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// Where publications can be heard.
+/// Source of publications.
 #[derive(Clone)]
 pub(super) enum Source {
     One(Place),
-    /// Any node: it receives what is published at the others.
+    /// Any node: it receives the publications of all others.
     Cluster(Arc<Cluster>),
 }
 
 impl Source {
-    /// A client to subscribe with, and the version of its place.
+    /// Returns a client to subscribe with, and the version of its place.
     async fn client(&self) -> Result<(Client, u64), RedisError> {
         match self {
             Self::One(Place::At(client)) => Ok((Client::clone(client), 0)),
@@ -71,7 +71,7 @@ pub(super) struct Wakeups {
 }
 
 struct Subscription {
-    /// Whether publications arrive.
+    /// True if publications arrive.
     live: watch::Receiver<bool>,
     _task: Background,
 }
@@ -91,8 +91,8 @@ impl Wakeups {
         Self { channel, ..self }
     }
 
-    /// Waits until `key` is published, at most `at_most`. `mark` marks the record and returns whether there is something to
-    /// wait for. It runs once the subscription exists, so that the publication can't be missed.
+    /// Waits until `key` is published, at most `at_most`. `mark` marks the record and returns whether there is an
+    /// attempt to wait for. `mark` runs once the subscription exists, so that the publication can't be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -111,7 +111,7 @@ impl Wakeups {
         Ok(())
     }
 
-    /// Subscribes at first use; returns whether publications arrive.
+    /// Subscribes at first use. Returns whether publications arrive.
     async fn subscribe(&self, clock: &dyn Clock) -> bool {
         let Some(source) = &self.source else { return false };
         let subscription = self.subscription.get_or_init(|| {
@@ -125,7 +125,7 @@ impl Wakeups {
     }
 }
 
-/// Passes publications on to the waiters, over a connection of its own that is reopened when it breaks.
+/// Passes publications on to the waiters, over its own connection, which is reopened when it breaks.
 async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
     let clock = SystemClock::default();
     let mut pause = RESUBSCRIBE;
@@ -146,7 +146,7 @@ async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: wa
             };
             race(hear, source.moved(version)).await;
             live.send_replace(false);
-            // Publications in between are lost: every waiter asks again.
+            // Publications in between are lost: every waiter looks again.
             waiting.wake_all();
             pause = RESUBSCRIBE;
         } else {

@@ -14,13 +14,14 @@ use crate::record::{OwnerToken, State};
 use crate::stores::redis::connection::Theirs;
 use crate::sync::{TestClock, explore};
 
-/// A server that knows each operation by its key: a reservation finds the key itself as the value, a completion is done (by
-/// a script if its key starts with `differs`), and any other command is answered with its first argument (any other script with 1).
+/// A server that recognises each operation by its key. A reservation finds the key itself as the value. A completion is
+/// done (by a script if its key starts with `differs`). The answer to any other command is its first argument (to any
+/// other script: 1).
 #[derive(Clone)]
 struct Server(Arc<Inner>);
 
 struct Inner {
-    /// Holds each exchange that has arrived.
+    /// Blocks each exchange that has arrived.
     gate: Semaphore,
     // A plain mutex: no thread switch happens while it is held.
     log: std::sync::Mutex<Log>,
@@ -45,13 +46,13 @@ impl Server {
         }
     }
 
-    /// Lets everything through from here on.
+    /// Opens the gate for all further exchanges.
     fn open(&self) {
         self.0.gate.add_permits(1000);
     }
 
     async fn exchange(&self, commands: Vec<Cmd>) -> Vec<Value> {
-        // On its way: a caller that gives up before its next poll has sent nothing.
+        // The exchange is on its way: a caller that gives up before its next poll has sent nothing.
         yield_now().await;
         {
             let mut log = lock(&self.0.log);
@@ -116,7 +117,7 @@ fn script(name: &str) -> Script {
     Script { source: "", sha: name.to_owned() }
 }
 
-/// A dispatch to a server whose gate is shut.
+/// Makes a dispatch to a server whose gate is shut.
 fn open() -> (Arc<Dispatch>, Server) {
     let server = Server(Arc::new(Inner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
@@ -169,7 +170,7 @@ async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
     poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
 }
 
-/// Once the lanes have ended nothing is left, and each has given its place back.
+/// Checks that after the end of all lanes no operation is left, and that no lane is still counted.
 async fn all_is_over(dispatch: &Dispatch) {
     let shared = &dispatch.0;
     shared.runtime.0.idle().await;
@@ -179,7 +180,7 @@ async fn all_is_over(dispatch: &Dispatch) {
     assert!(!shared.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
 }
 
-/// Whatever gathers while lanes end, each operation gets its own answer.
+/// Each operation gets its own answer, even if it gathers while lanes end.
 #[test]
 fn each_operation_gets_its_own_answer() {
     explore(|| {
@@ -212,13 +213,14 @@ fn each_operation_gets_its_own_answer() {
 fn what_nobody_waits_for_is_not_sent() {
     explore(|| {
         let (dispatch, server) = open();
-        // One operation that its caller drives, and one for each lane; the server holds them all.
+        // One operation that its caller drives, and one for each lane. The server blocks them all.
         let mut threads = Vec::new();
         for of in 0..=LANES {
             let held = Arc::clone(&dispatch);
             threads.push(thread::spawn(move || block_on(ask(&held, &format!("held-{of}")))));
             block_on(server.exchanges(of + 1));
         }
+        // Two callers poll each kind of operation once and go away.
         let leaving: Vec<_> = (0..2)
             .map(|of| {
                 let dispatch = Arc::clone(&dispatch);
@@ -290,7 +292,7 @@ fn what_ends_an_attempt_is_done_although_its_caller_goes() {
     });
 }
 
-/// The runtime of the lanes shuts down: no caller waits for an answer that can't come.
+/// When the runtime of the lanes shuts down, no caller waits for an answer that can't come.
 #[test]
 fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
     explore(|| {

@@ -1,16 +1,18 @@
 //! Sends the operations of many tasks over one connection.
 //!
 //! - A lone command never waits: while nothing is in flight, it goes straight to the connection, driven by its caller.
-//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one pipeline:
-//!   one write, one answer to read, one wake-up. A lane takes what is there; it never waits for more.
-//! - A completion is `SET … IFEQ` with the bytes that the reservation wrote, if the server knows that option and the caller
-//!   knows the bytes. If they differ (somebody waits for the record, or it is another attempt's), a script decides.
+//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send all gathered operations as one pipeline:
+//!   one write, one answer to read, one wake-up. A lane takes the operations that are there; it never waits for more.
+//! - A completion is `SET … IFEQ` with the bytes that the reservation wrote, if the server supports that option and the
+//!   caller has the bytes. If the bytes differ (a duplicate waits for the record, or another attempt holds it), a
+//!   script decides.
 //! - Gathered completions for scripts become one call for up to [`FINISHED_AT_ONCE`] keys.
-//! - Gathered reservations are first looked up with one `MGET` while most turn out to be replays: a tenth of the work for
-//!   the server. Absent keys are then reserved; an existing value is what `SET … NX GET` would have answered.
-//! - A batch is bounded by the size of its requests, and by the size of its answers as estimated from the latest ones.
-//! - A batch belongs to its lane. If a caller goes away before its operation is sent, the operation is dropped, unless it
-//!   ends an attempt: then it was handed over.
+//! - Gathered reservations are first looked up with one `MGET` while most turn out to be replays: a tenth of the work
+//!   for the server. Absent keys are then reserved. An existing value is the answer that `SET … NX GET` would have
+//!   given.
+//! - A batch is limited by the size of its requests, and by the size of its answers as estimated from the latest ones.
+//! - A batch belongs to its lane. If a caller goes away before its operation is sent, the operation is dropped, unless
+//!   it ends an attempt: the end of an attempt is handed over.
 //! - If replicas have to confirm, each exchange ends with a write of its own and `WAIT`, on the same connection.
 
 use std::collections::VecDeque;
@@ -37,28 +39,28 @@ use crate::sync::{Handle, Mutex, MutexGuard, lock};
 #[cfg(all(test, shuttle))]
 mod interleavings;
 
-/// Batches in flight at a time. First runs keep the server busy with scripts, so one batch should always be ready for it;
-/// replays keep the client busy, and more batches would only be smaller.
+/// Largest number of batches in flight. First runs keep the server busy with scripts, so one batch should always be
+/// ready for it. Replays keep the client busy, and more batches would only be smaller.
 const LANES: usize = 3;
 const LANES_FOR_REPLAYS: usize = 2;
-/// The most operations in one batch.
+/// Largest number of operations in one batch.
 const BATCH: usize = 256;
 /// A batch with this many bytes of keys and values takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
-/// Bytes of records that one exchange may bring, if each is as large as the latest ones.
+/// Limit of the bytes of records that one exchange may return, if each record is as large as the latest ones.
 const ANSWER_BYTES: usize = 1024 * 1024;
-/// The assumed size of a record before any has arrived.
+/// Assumed size of a record before any has arrived, in bytes.
 const FIRST_RECORD: usize = 64 * 1024;
-/// Keys in one script call: it bounds how long the server does nothing else.
+/// Number of keys in one script call. Limits the time for which the server does nothing else.
 const FINISHED_AT_ONCE: usize = 64;
-/// A batch of this many reservations looks its keys up before it reserves, if it expects replays.
+/// A batch with at least this many reservations looks up its keys before it reserves, if it expects replays.
 const LOOK_FIRST: usize = 8;
-/// Why an operation was not sent.
+/// Reason why an operation was not sent.
 const STALLED: &str = "the server did not answer what was sent before";
 
 pub(super) type Answer = Result<Value, Failure>;
 
-/// `Ok` if enough replicas have what was answered; otherwise the server's reason, if it gave one.
+/// `Ok` if enough replicas have the written state; otherwise the server's reason, if it gave one.
 type Replicated = Result<(), Option<Arc<str>>>;
 
 /// Turns one reply of the server into the answer of its operation.
@@ -70,7 +72,7 @@ fn answer(value: Value, replicated: &Replicated) -> Answer {
     }
 }
 
-/// How many replicas must have what an answer says, and how long the server waits for them.
+/// Number of replicas that must have a write before its answer counts, and the time that the server waits for them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Replicas {
     pub(super) count: usize,
@@ -78,24 +80,24 @@ pub(super) struct Replicas {
 }
 
 impl Replicas {
-    /// The time limit of an exchange that ends in `WAIT`, including one queued before it.
+    /// Returns the time limit of an exchange that ends in `WAIT`, including one queued before it.
     pub(super) fn exchange(self, timeout: Duration) -> Duration {
         timeout.saturating_add(self.within.saturating_mul(2))
     }
 }
 
-/// What all connections of a store share.
+/// Settings that all connections of a store share.
 #[derive(Clone)]
 pub(super) struct Terms {
     pub(super) clock: Arc<dyn Clock>,
-    /// The time limit of one exchange.
+    /// Time limit of one exchange.
     pub(super) timeout: Duration,
-    /// The channel on which ends of attempts are published.
+    /// Channel on which ends of attempts are published.
     pub(super) channel: Arc<str>,
     pub(super) scripts: Arc<Scripts>,
-    /// Whether a command may name only one key, as in a cluster.
+    /// True if a command may name only one key, as in a cluster.
     pub(super) one_key: bool,
-    /// Whether the server that was asked first replaces a value only if it equals another one (`SET … IFEQ`).
+    /// True if the first server that was asked supports `SET … IFEQ`.
     pub(super) compares: bool,
 }
 
@@ -103,16 +105,16 @@ pub(super) struct Terms {
 #[derive(Clone)]
 pub(super) struct Ask {
     command: Cmd,
-    /// The source of the script that it calls, for a server that has forgotten it.
+    /// Source of the script that the command calls, for a server that has forgotten it.
     script: Option<&'static str>,
-    /// Whether the answer may be a record.
+    /// True if the answer may be a record.
     brings_record: bool,
-    /// Whether it is sent even if its caller is gone.
+    /// True if the command is sent even if its caller is gone.
     is_kept: bool,
 }
 
 impl Ask {
-    /// A command that calls no script.
+    /// Makes a command that calls no script.
     pub(super) fn plain(command: Cmd) -> Self {
         Self { command, script: None, brings_record: false, is_kept: false }
     }
@@ -130,18 +132,18 @@ impl Ask {
         Self { command, script: Some(script.source), brings_record: false, is_kept: false }
     }
 
-    /// Says that the answer may be a record.
+    /// Marks the answer as one that may be a record.
     pub(super) fn that_brings_a_record(self) -> Self {
         Self { brings_record: true, ..self }
     }
 
-    /// Says that it is sent even if its caller is gone.
+    /// Marks the command to be sent even if its caller is gone.
     pub(super) fn that_is_kept(self) -> Self {
         Self { is_kept: true, ..self }
     }
 }
 
-/// The same call with the source of its script, which loads it.
+/// Returns the same call with the source of its script, which loads it.
 fn with_source(call: &Cmd, source: &str) -> Cmd {
     let mut command = Cmd::new();
     command.arg("EVAL").arg(source);
@@ -153,7 +155,7 @@ fn with_source(call: &Cmd, source: &str) -> Cmd {
     command
 }
 
-/// The name of a key at the server, in two parts that are not put together before it is sent.
+/// The name of a key at the server, in two parts that are joined only when it is sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Name<'a> {
     pub(super) prefix: &'a str,
@@ -178,7 +180,7 @@ impl fmt::Display for Name<'_> {
     }
 }
 
-/// A reservation that is yet to be written.
+/// A reservation that is not written yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reserving<'a> {
     pub(super) name: Name<'a>,
@@ -196,20 +198,20 @@ impl Reserving<'_> {
     }
 }
 
-/// A completion that is yet to be written.
+/// A completion that is not written yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Finishing<'a> {
     pub(super) name: Name<'a>,
     pub(super) record: &'a Record,
-    /// When it was reserved, in milliseconds since 1970; `None` if its record must have changed since then.
+    /// Time of the reservation, in milliseconds since 1970; `None` if its record must have changed since then.
     pub(super) reserved_at: Option<u64>,
-    /// The record as the reservation wrote it; `None` if it must have changed, or nothing compares with it.
+    /// The record as the reservation wrote it; `None` if it must have changed, or if the server can't compare.
     pub(super) pending: Option<&'a Record>,
     pub(super) ttl_ms: u64,
 }
 
 impl Finishing<'_> {
-    /// How many bytes its record has.
+    /// Returns the number of bytes of its record.
     pub(super) fn value_len(&self) -> usize {
         format::len(self.record)
     }
@@ -232,7 +234,7 @@ impl Finishing<'_> {
     }
 }
 
-/// The lengths of what was written end to end: key, value and the record to compare with.
+/// The lengths of the parts that were written end to end: key, value and the record to compare with.
 #[derive(Clone, Copy)]
 struct Lengths {
     key: usize,
@@ -240,19 +242,19 @@ struct Lengths {
     pending: usize,
 }
 
-/// A completion as it is sent; its value names the attempt.
+/// A completion as it is sent. Its value names the attempt.
 #[derive(Clone, Copy, Debug)]
 struct Completion<'a> {
     key: &'a [u8],
     value: &'a [u8],
-    /// The record as the reservation wrote it, which names the attempt, too; empty if it must have changed, or nothing compares
-    /// with it.
+    /// The record as the reservation wrote it, which names the attempt, too; empty if it must have changed, or if the
+    /// server can't compare.
     pending: &'a [u8],
     ttl_ms: u64,
 }
 
 impl<'a> Completion<'a> {
-    /// What was written at the start of `bytes`.
+    /// Splits the parts at the start of `bytes`.
     fn of(bytes: &'a [u8], Lengths { key, value, pending }: Lengths, ttl_ms: u64) -> Self {
         let (key, rest) = bytes.split_at(key);
         let (value, rest) = rest.split_at(value);
@@ -268,14 +270,14 @@ struct Entry {
     ttl_ms: u64,
 }
 
-/// The operations that gather for one batch. Their bytes share one buffer, so that an operation allocates nothing before
-/// its batch is sent.
+/// The operations that gather for one batch. Their bytes share one buffer, so that an operation allocates nothing
+/// before its batch is sent.
 struct Gather {
     bytes: Vec<u8>,
     reserves: Vec<Entry>,
     completions: Vec<Entry>,
     commands: Vec<(usize, Ask)>,
-    /// When the first operation joined.
+    /// Time at which the first operation joined.
     opened: Instant,
     replies: Arc<Replies>,
 }
@@ -295,13 +297,13 @@ impl Gather {
         self.len() >= BATCH || self.bytes.len() >= BATCH_BYTES
     }
 
-    /// Encodes an operation straight into the batch.
+    /// Encodes an operation directly into the batch.
     fn entry(&mut self, ttl_ms: u64, write: impl FnOnce(&mut Vec<u8>) -> Lengths) -> Entry {
         let at = self.bytes.len();
         Entry { slot: self.replies.open(), at, lengths: write(&mut self.bytes), ttl_ms }
     }
 
-    /// Adds a reservation; returns the slot of its answer.
+    /// Adds a reservation. Returns the slot of its answer.
     fn add_reserve(&mut self, reserving: &Reserving<'_>) -> usize {
         let entry = self.entry(reserving.ttl_ms, |bytes| reserving.write(bytes));
         let slot = entry.slot;
@@ -322,7 +324,7 @@ impl Gather {
         slot
     }
 
-    /// Removes the operations that might bring more than `records` records.
+    /// Removes the operations that might return more than `records` records in total.
     fn beyond(&mut self, mut records: usize) -> Later {
         let reserves = self.reserves.split_off(records.min(self.reserves.len()));
         records -= self.reserves.len();
@@ -334,7 +336,7 @@ impl Gather {
         Later { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
     }
 
-    /// Replaces its operations by the next of `later`, which bring up to `records` records.
+    /// Replaces the operations by the next ones of `later`, which return up to `records` records.
     fn next(&mut self, later: &mut Later, records: usize) {
         let now = records.min(later.reserves.len());
         let commands = (records - now).min(later.commands.len());
@@ -367,7 +369,7 @@ impl Gather {
         Completion::of(&self.bytes[entry.at..], entry.lengths, entry.ttl_ms)
     }
 
-    /// Empties it for other operations, and keeps its capacity.
+    /// Empties the batch for other operations, and keeps its capacity.
     fn clear(&mut self) {
         self.bytes.clear();
         self.reserves.clear();
@@ -377,7 +379,7 @@ impl Gather {
     }
 }
 
-/// The operations of a batch that bring records and are left for further exchanges.
+/// The operations of a batch that return records and are left for further exchanges.
 struct Later {
     reserves: Vec<Entry>,
     commands: Vec<(usize, Ask)>,
@@ -403,7 +405,7 @@ enum Slot {
     Empty,
     Waiting(Waker),
     Done(Answer),
-    /// Its caller is gone.
+    /// The caller is gone.
     Gone,
 }
 
@@ -437,7 +439,7 @@ impl Replies {
         entries.retain(|entry| !matches!(slots[entry.slot], Slot::Gone));
     }
 
-    /// Answers everything that isn't answered yet.
+    /// Answers every operation that isn't answered yet with `failure`.
     fn fail(&self, failure: &Failure) {
         let open: Vec<usize> = {
             let slots = lock(&self.0);
@@ -451,7 +453,7 @@ impl Replies {
 pub(super) struct Reply {
     replies: Arc<Replies>,
     slot: usize,
-    /// Whether the answer was taken.
+    /// True once the answer was taken.
     taken: bool,
 }
 
@@ -483,7 +485,7 @@ impl Drop for Reply {
         if self.taken {
             return;
         }
-        // Drops the answer, which may be large, outside of the lock.
+        // Drops the answer, which may be large, outside the lock.
         let before = std::mem::replace(&mut lock(&self.replies.0)[self.slot], Slot::Gone);
         drop(before);
     }
@@ -497,14 +499,14 @@ struct Shared {
     terms: Terms,
     replicas: Option<Replicas>,
     runtime: Handle,
-    /// Whether a lone command is in flight, driven by its caller.
+    /// True while a lone command is in flight, driven by its caller.
     lone: AtomicBool,
-    /// The running lanes; written under `queue`, read without it as a hint.
+    /// Number of running lanes. Written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
     replays: Replays,
-    /// The number of the connection whose server does not know `SET … IFEQ`; 0 if there is none.
+    /// Number of the connection whose server does not support `SET … IFEQ`; 0 if there is none.
     plain_sets: AtomicU64,
-    /// The size of the largest recent record, in bytes.
+    /// Size of the largest recent record, in bytes.
     record: AtomicUsize,
     queue: Mutex<Queue>,
 }
@@ -524,8 +526,8 @@ impl Drop for Lone<'_> {
 }
 
 impl Dispatch {
-    /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an exchange
-    /// may take. With `replicas`, an answer counts once they have what it says.
+    /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an
+    /// exchange may take. With `replicas`, an answer counts once they have the written state.
     pub(super) fn new(connection: Connection, terms: Terms, replicas: Option<Replicas>) -> Self {
         Self(Arc::new(Shared {
             connection,
@@ -541,7 +543,7 @@ impl Dispatch {
         }))
     }
 
-    /// `SET key value NX GET PX ttl`: nil if it reserved, otherwise the existing value.
+    /// Sends `SET key value NX GET PX ttl`. The answer is nil if the key is now reserved, otherwise the existing value.
     pub(super) fn reserve<'a>(&'a self, reserving: &Reserving<'a>) -> Running<'a> {
         let Some(lone) = self.0.enter() else {
             return Running::Gathered(self.0.gather(|gather| gather.add_reserve(reserving)));
@@ -555,7 +557,7 @@ impl Dispatch {
         })
     }
 
-    /// Answers whether the record is this attempt's and now finished.
+    /// Finishes a record. The answer shows whether the record belongs to this attempt and is now finished.
     pub(super) fn finish<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
         let finishing = Finishing { pending: finishing.pending.filter(|_| self.0.compares()), ..*finishing };
         let Some(lone) = self.0.enter() else {
@@ -572,7 +574,7 @@ impl Dispatch {
         })
     }
 
-    /// Any other command.
+    /// Sends any other command.
     pub(super) fn command(&self, ask: Ask) -> Running<'_> {
         let Some(lone) = self.0.enter() else {
             return Running::Gathered(self.0.gather(|gather| gather.add_command(ask)));
@@ -597,7 +599,7 @@ impl Dispatch {
     }
 }
 
-/// An operation that is under way: one future for all ways it may take.
+/// An operation in progress: one future for all ways it may take.
 pub(super) enum Running<'a> {
     /// In a batch.
     Gathered(Reply),
@@ -622,12 +624,12 @@ impl Future for Running<'_> {
     }
 }
 
-/// An operation that was handed over and is driven by its caller. If the caller goes away before the answer, a lane takes
-/// it: it may not have been sent yet, and sending it twice does no harm.
+/// An operation that was handed over and is driven by its caller. If the caller goes away before the answer, a lane
+/// takes the operation: it may not have been sent yet, and sending it twice does no harm.
 struct HandedOver<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> HandedOver<F> {
-    /// The answer has arrived.
+    /// Notes that the answer has arrived.
     fn done(mut self) {
         self.0 = None;
     }
@@ -642,17 +644,17 @@ impl<F: FnOnce()> Drop for HandedOver<F> {
 }
 
 impl Dispatch {
-    /// The connection, for questions that are not operations.
+    /// Returns the connection, for requests that are not operations.
     pub(super) fn connection(&self) -> &Connection {
         &self.0.connection
     }
 
-    /// [`reserve`](Self::reserve) for a key whose slot is migrating to this node.
+    /// Like [`reserve`](Self::reserve), for a key whose slot is migrating to this node.
     pub(super) fn reserve_asking<'a>(&'a self, reserving: &Reserving<'a>) -> Running<'a> {
         Running::alone(self.asking(written(reserving)))
     }
 
-    /// [`finish`](Self::finish) for a key whose slot is migrating to this node.
+    /// Like [`finish`](Self::finish), for a key whose slot is migrating to this node.
     pub(super) fn finish_asking<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
         let mut bytes = Vec::new();
         let lengths = finishing.write(&mut bytes);
@@ -660,7 +662,7 @@ impl Dispatch {
         Running::alone(self.asking(self.0.finish_one(completion, true)))
     }
 
-    /// [`command`](Self::command) for a key whose slot is migrating to this node.
+    /// Like [`command`](Self::command), for a key whose slot is migrating to this node.
     pub(super) fn command_asking(&self, ask: Ask) -> Running<'_> {
         let command = match ask.script {
             Some(source) => with_source(&ask.command, source),
@@ -669,7 +671,7 @@ impl Dispatch {
         Running::alone(self.asking(command))
     }
 
-    /// Sent by itself: `ASKING` permits one command.
+    /// Sends a command alone, after `ASKING`, which permits one command.
     async fn asking(&self, command: Cmd) -> Answer {
         let mut pipeline = Pipeline::with_capacity(5);
         pipeline.cmd("ASKING").add_command(command);
@@ -678,7 +680,7 @@ impl Dispatch {
 }
 
 impl Shared {
-    /// One command.
+    /// Sends one command.
     async fn one(&self, command: &Cmd) -> Answer {
         if self.replicas.is_none() {
             return self.connection.one(command).await;
@@ -688,7 +690,7 @@ impl Shared {
         self.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
     }
 
-    /// One command; with the source of its script if the server has forgotten it.
+    /// Sends one command; with the source of its script if the server has forgotten it.
     async fn ask(&self, ask: &Ask) -> Answer {
         match (self.one(&ask.command).await, ask.script) {
             // The server restarted, failed over or flushed its scripts: nothing was written.
@@ -699,17 +701,17 @@ impl Shared {
         }
     }
 
-    /// Whether the server is taken to know `SET … IFEQ`: as it was told when the store was opened, until an answer shows
-    /// otherwise. A new connection may lead to another server, so it is tried again.
+    /// Returns whether the server counts as knowing `SET … IFEQ`: by its version when the store was opened, until an
+    /// answer shows otherwise. A new connection may lead to another server, so the option is tried again.
     fn compares(&self) -> bool {
         self.connection.generation() != self.plain_sets.load(Ordering::Relaxed)
     }
 
-    /// The answer to a completion by `SET … IFEQ`; `None` if a script has to decide, as nothing was written.
+    /// Returns the answer to a completion by `SET … IFEQ`; `None` if nothing was written and a script has to decide.
     fn compared(&self, answer: Answer) -> Option<Answer> {
         match answer {
             Ok(Value::Okay) => Some(Ok(Value::Int(1))),
-            // Another attempt's, gone, finished already, or somebody waits for it.
+            // The record belongs to another attempt, is gone or finished already, or a duplicate waits for it.
             Ok(Value::Nil) => None,
             Err(Failure::Unreplicated(set, why)) => match *set {
                 Value::Okay => Some(Err(Failure::Unreplicated(Box::new(Value::Int(1)), why))),
@@ -737,15 +739,15 @@ impl Shared {
         }
     }
 
-    /// Many commands, as many answers.
+    /// Sends many commands. Returns as many answers.
     async fn exchange(&self, pipeline: &mut Pipeline) -> Result<Vec<Answer>, Failure> {
         let Some(Replicas { count, within }) = self.replicas else {
             let values = self.connection.many(pipeline).await?;
             return Ok(values.into_iter().map(|value| answer(value, &Ok(()))).collect());
         };
-        // `WAIT` covers the writes of its own connection. A replay, or an operation that finds itself done, writes nothing:
-        // its answer would count as confirmed although no replica may have it. Replicas follow one stream, so one write
-        // behind all answers covers them all.
+        // `WAIT` covers the writes of its own connection. A replay, or an operation that finds its write already done,
+        // writes nothing: its answer would count as confirmed although no replica may have the record. Replicas follow
+        // one stream, so one write after all answers covers them all.
         let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
             [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),
             [first, ..] => (false, key_of(first).to_vec()),
@@ -765,8 +767,8 @@ impl Shared {
         if asking {
             values.pop();
         } else if matches!(&touched, Some(Value::ServerError(error)) if is_redirect(error)) {
-            // The slot of the first key is being moved. A key that was served will do, on the same connection: another one may
-            // lead to a server that knows nothing of these writes.
+            // The slot of the first key is being moved. Any key that was served can confirm instead, on the same
+            // connection: another connection may lead to a server without these writes.
             let mut served = pipeline.cmd_iter().zip(&values).filter(|(_, it)| !matches!(it, Value::ServerError(_)));
             if let Some((command, _)) = served.next() {
                 let mut again = Pipeline::with_capacity(2);
@@ -787,7 +789,7 @@ impl Shared {
         Ok(values.into_iter().map(|value| answer(value, &replicated)).collect())
     }
 
-    /// The right to send a command by itself, if nothing else is in flight.
+    /// Returns the right to send a command alone, if nothing else is in flight.
     fn enter(&self) -> Option<Lone<'_>> {
         let alone = self.lanes.load(Ordering::Relaxed) == 0 && !self.lone.swap(true, Ordering::Relaxed);
         alone.then(|| Lone(&self.lone))
@@ -797,8 +799,8 @@ impl Shared {
         lock(&self.queue)
     }
 
-    /// The batch a lane sends next; `None` gives the lane's place back. Both under one lock, or an operation that gathers
-    /// in between would be stranded.
+    /// Returns the batch that a lane sends next. `None` also ends the lane's entry in `lanes`. Both happen under one
+    /// lock, or an operation that gathers in between would be stranded.
     fn next(&self) -> Option<Gather> {
         let mut queue = self.queue();
         let next = queue.gathers.pop_front();
@@ -830,7 +832,7 @@ impl Shared {
         let reply = Reply { replies: Arc::clone(&gather.replies), slot, taken: false };
         let lanes = self.lanes.load(Ordering::Relaxed);
         let limit = match self.replicas {
-            // `WAIT` blocks whatever comes after it on its connection.
+            // `WAIT` blocks every later command on its connection.
             Some(_) => 1,
             None if self.replays.are_expected() => LANES_FOR_REPLAYS,
             None => LANES,
@@ -843,8 +845,8 @@ impl Shared {
         reply
     }
 
-    /// Notes the largest record among some answers, in bytes. The expected size falls by half at most, so it takes a while
-    /// until small records are expected again.
+    /// Notes the largest record among some answers, in bytes. The expected size falls by at most half, so that small
+    /// records are expected again only after a while.
     fn expect_records(&self, largest: usize) {
         let before = self.record.load(Ordering::Relaxed);
         let now = largest.max(before / 2);
@@ -853,7 +855,7 @@ impl Shared {
         }
     }
 
-    /// How many records one exchange may bring.
+    /// Returns the number of records that one exchange may return.
     fn records_at_once(&self) -> usize {
         (ANSWER_BYTES / self.record.load(Ordering::Relaxed).max(1)).max(1)
     }
@@ -861,8 +863,8 @@ impl Shared {
     async fn send(&self, gather: &mut Gather) {
         let replies = Arc::clone(&gather.replies);
         gather.forget_gone();
-        // Each by itself, after the others: a server that refuses its size closes the connection, and a batch would lose
-        // the answer.
+        // Large completions are sent alone, after the others: a server that refuses their size closes the connection,
+        // and a batch would lose its answers.
         let large: Vec<Entry> = gather.completions.extract_if(.., |entry| entry.lengths.value >= SURE).collect();
         let mut later = gather.beyond(self.records_at_once());
         loop {
@@ -884,6 +886,7 @@ impl Shared {
 
     /// Sends the operations in `gather` and answers them. After an error the rest is still unanswered.
     async fn send_small(&self, gather: &mut Gather, replies: &Replies) -> Result<(), Failure> {
+        // Completions: by `SET … IFEQ` where the bytes are at hand, the others by scripts.
         let by_comparing = |entry: &mut Entry| entry.lengths.pending > 0;
         let compared: Vec<Entry> = match self.compares() {
             true => gather.completions.extract_if(.., by_comparing).collect(),
@@ -892,6 +895,8 @@ impl Shared {
         let calls: Vec<Range<usize>> = chunks(gather.completions.len(), self.finished_at_once()).collect();
         let look_first = gather.reserves.len() >= LOOK_FIRST && self.replays.are_expected() && !self.terms.one_key;
 
+        // One pipeline of all operations. Its order is the order of the answers below: reservations, commands, script
+        // calls, comparisons.
         let others = gather.commands.len() + calls.len() + compared.len();
         let mut pipeline = Pipeline::with_capacity(gather.reserves.len() + others);
         if look_first {
@@ -924,6 +929,7 @@ impl Shared {
         // A missing answer must not become nil: nil means "reserved".
         let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
 
+        // Reservations. After a look-up the absent keys are reserved in a second exchange.
         let (mut absent, mut again) = (Vec::new(), Pipeline::new());
         let mut largest = None;
         if look_first {
@@ -941,7 +947,8 @@ impl Shared {
             }));
             self.replays.note(met, gather.reserves.len());
         }
-        // The server lost its scripts (restart, failover, SCRIPT FLUSH): these calls wrote nothing.
+        // Commands and script calls. If the server lost its scripts (restart, failover, SCRIPT FLUSH), these calls
+        // wrote nothing and are repeated with their source.
         let (mut unknown, mut unfinished) = (Vec::new(), Vec::new());
         replies.deliver(asked.into_iter().filter_map(|(slot, at, script, brings_record)| {
             let answer = next();
@@ -965,11 +972,13 @@ impl Shared {
         for call in &unfinished {
             again.add_command(self.finish(gather, &gather.completions[call.clone()], true));
         }
+        // Comparisons. Where the bytes differ, a script decides.
         let differing = self.settle_compared(replies, compared, next);
         if let Some(largest) = largest {
             self.expect_records(largest);
         }
 
+        // The second exchange: absent keys, and calls of scripts that the server had forgotten.
         if !again.is_empty() {
             let mut answers = self.exchange(&mut again).await?.into_iter();
             let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
@@ -982,7 +991,7 @@ impl Shared {
         self.finish_by_scripts(gather, &differing, replies).await
     }
 
-    /// Answers the completions that the server has compared. Returns those that a script has to decide.
+    /// Answers the completions that the server has compared. Returns the completions for which a script has to decide.
     fn settle_compared(&self, replies: &Replies, compared: Vec<Entry>, mut next: impl FnMut() -> Answer) -> Vec<Entry> {
         let mut differing = Vec::new();
         replies.deliver(compared.into_iter().filter_map(|entry| match self.compared(next()) {
@@ -995,7 +1004,7 @@ impl Shared {
         differing
     }
 
-    /// Finishes `entries` by scripts, in a further exchange; in one more if the server has forgotten them.
+    /// Finishes `entries` by scripts, in a further exchange; in one more if the server has forgotten the scripts.
     async fn finish_by_scripts(&self, gather: &Gather, entries: &[Entry], replies: &Replies) -> Result<(), Failure> {
         let mut calls: Vec<Range<usize>> = chunks(entries.len(), self.finished_at_once()).collect();
         for with_source in [false, true] {
@@ -1018,17 +1027,17 @@ impl Shared {
         Ok(())
     }
 
-    /// How many keys a script call finishes.
+    /// Returns the number of keys that a script call finishes.
     fn finished_at_once(&self) -> usize {
         if self.terms.one_key { 1 } else { FINISHED_AT_ONCE }
     }
 
-    /// Delivers the existing values. Returns the reservations that found none and whose callers still wait.
+    /// Delivers the existing values. Returns the reservations without a value whose callers still wait.
     fn found<'a>(&self, gather: &'a Gather, found: Answer, largest: &mut Option<usize>) -> Vec<&'a Entry> {
         let (found, replicated) = match found {
             Ok(found) => (found, Ok(())),
             Err(Failure::Unreplicated(found, why)) => (*found, Err(why)),
-            // The look has written nothing, so the callers get its failure.
+            // The look-up has written nothing, so the callers get its failure.
             Err(failure) => {
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
                 return Vec::new();
@@ -1081,7 +1090,7 @@ impl Shared {
     }
 }
 
-/// A task that sends batches until nothing gathers any more.
+/// A task that sends batches until no more operations gather.
 struct Lane {
     shared: Arc<Shared>,
     running: bool,
@@ -1098,8 +1107,9 @@ impl Lane {
             let operations = gather.len();
             let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
             if shared.terms.clock.now().saturating_since(gather.opened) > shared.connection.patience() {
-                // The server stalls. Operations that waited this long are not sent: none takes longer than two time-outs,
-                // unless the server keeps answering others, and its caller knows that nothing was written.
+                // The server stalls. Operations that waited this long are not sent, and their callers know that nothing
+                // was written. So no operation takes longer than two time-outs, unless the server keeps answering
+                // others.
                 gather.replies.fail(&Failure::NotSent(STALLED.into()));
             } else {
                 shared.send(&mut gather).await;
@@ -1115,8 +1125,8 @@ impl Lane {
 }
 
 impl Drop for Lane {
-    /// Only a lane that panicked or whose runtime is gone is still running here. It gives its place back and fails the
-    /// waiting batches, since no other lane may come.
+    /// Only a lane that panicked or whose runtime is gone is still running here. The lane ends its entry in `lanes` and
+    /// fails the waiting batches, because no other lane may come.
     fn drop(&mut self) {
         if self.running {
             let mut queue = self.shared.queue();
@@ -1130,7 +1140,7 @@ impl Drop for Lane {
     }
 }
 
-/// Fails what a lane leaves unanswered if its task is dropped or panics.
+/// Fails the operations that a lane leaves unanswered if its task is dropped or panics.
 struct Unanswered(Option<Arc<Replies>>);
 
 impl Drop for Unanswered {
@@ -1177,17 +1187,17 @@ fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
     }));
 }
 
-/// Whether a node of a cluster does not serve a key, or not yet.
+/// Returns whether a node of a cluster does not serve a key, or does not serve it yet.
 fn is_redirect(error: &ServerError) -> bool {
     matches!(error.code(), "MOVED" | "ASK" | "TRYAGAIN")
 }
 
-/// The text of an error of the server.
+/// Returns the text of an error of the server.
 fn said(error: &ServerError) -> Arc<str> {
     format!("{} {}", error.code(), error.details().unwrap_or_default()).into()
 }
 
-/// The size of the record in an answer, in bytes; 0 if it holds none.
+/// Returns the size of the record in an answer, in bytes; 0 if it holds none.
 fn record_bytes(answer: &Answer) -> usize {
     let value = match answer {
         Ok(value) => value,
@@ -1205,7 +1215,7 @@ fn record_bytes(answer: &Answer) -> usize {
     }
 }
 
-/// The first key that a command names.
+/// Returns the first key that a command names.
 fn key_of(command: &Cmd) -> &[u8] {
     match argument(command, 0) {
         b"EVAL" | b"EVALSHA" => argument(command, 3),
@@ -1233,7 +1243,7 @@ fn reserve(key: &[u8], value: &[u8], ttl_ms: u64) -> Cmd {
     command
 }
 
-/// Completes if the record is as the reservation wrote it.
+/// Makes the command that completes if the record is unchanged since its reservation.
 fn compare(Completion { key, value, pending, ttl_ms }: Completion<'_>) -> Cmd {
     let mut command = Cmd::with_capacity(7, key.len() + value.len() + pending.len() + 32);
     command.arg("SET").arg(key).arg(value).arg("IFEQ").arg(pending).arg("PX").arg(ttl_ms);

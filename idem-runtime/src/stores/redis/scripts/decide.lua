@@ -1,8 +1,7 @@
--- Replaces or removes a record as an operator has decided, if it is still the record that was met. It keeps its retention.
--- KEYS: record. ARGV: the record that was met (state, whether its body
--- has begun, then bytes 9 to 32), its ttl in milliseconds if its lease must have
--- lapsed ('' otherwise), new record ('' to remove it), wake channel.
--- Answers 1 done, 0 another record is there, or its lease was renewed.
+-- Replaces or removes a record by an operator's decision, if it is still the record that was read. The record keeps its
+-- retention. KEYS: record. ARGV: the record that was read (state, whether its body has begun, then bytes 9 to 32), its
+-- ttl in milliseconds if its lease must have lapsed ('' otherwise), new record ('' to remove it), wake channel. Answers
+-- 1 done, 0 another record is there, or its lease was renewed.
 local record = redis.call('GET', KEYS[1])
 if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
 if identity(record) ~= ARGV[1] then return 0 end
@@ -15,7 +14,7 @@ end
 if ARGV[3] ~= '' then
   redis.call('SET', KEYS[1], timed(KEYS[1], record, ARGV[3]), 'KEEPTTL')
 else
-  -- Removes it, without a right that no other operation needs.
+  -- Removes the record by its expiry: `DEL` would need a right that no other operation needs.
   redis.call('PEXPIRE', KEYS[1], 0)
 end
 if string.byte(record, 7) % 2 == 1 then redis.pcall('PUBLISH', ARGV[4], KEYS[1]) end

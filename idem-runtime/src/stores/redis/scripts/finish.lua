@@ -1,9 +1,9 @@
 -- Finishes many records. KEYS: records. ARGV: wake channel, then for each key its new record and retention. A record is
--- replaced only by its own attempt: owner token and number, side by side in both records, must be equal. A record that has
--- lost its expiry gets one again: no other attempt can have taken it.
+-- replaced only by its own attempt: owner token and number, side by side in both records, must be equal. A record that
+-- has lost its expiry gets one again: no other attempt can have taken it.
 -- Answers one character per key: 1 done, 0 refused, E not written, because of the error in the second element.
 local KEYS, ARGV, pcall, sub, byte = KEYS, ARGV, redis.pcall, string.sub, string.byte
--- Not caught: an error here is the answer to all, so that no unread record is refused.
+-- Not caught: an error here is the answer to all keys, so that no unread record is refused.
 local found, answers, failure = redis.call('MGET', unpack(KEYS)), {}, nil
 for i = 1, #KEYS do
   local record, at, answer = found[i], 2 * i, '0'

@@ -1,5 +1,5 @@
--- What a list needs of a record: its start, its length, its remaining retention, and when that ends (-1 if that can't be asked).
--- KEYS: record. ARGV: how many bytes of it.
+-- Returns the parts of a record that a list shows: its start, its length, its remaining retention, and the end of its
+-- retention (-1 if the login may not ask for it). KEYS: record. ARGV: number of bytes of the start.
 local expires_at = redis.pcall('PEXPIRETIME', KEYS[1])
 if type(expires_at) ~= 'number' then expires_at = -1 end
 return {

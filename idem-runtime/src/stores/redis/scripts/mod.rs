@@ -1,13 +1,13 @@
-//! The scripts that change records, and how a server knows them.
+//! The scripts that change records, and the hashes that name them at a server.
 
 use std::fmt;
 
-/// The error code of a script that found a damaged record.
+/// Error code of a script that found a damaged record.
 pub(super) const DAMAGED: &str = "DAMAGED";
 /// Writes to a key without changing anything.
 pub(super) const TOUCH: &str = include_str!("touch.lua");
 
-/// A script, and the hash that the server knows it by.
+/// A script, and the hash that names it at the server.
 pub(super) struct Script {
     pub(super) source: &'static str,
     pub(super) sha: String,
@@ -19,7 +19,7 @@ impl fmt::Debug for Script {
     }
 }
 
-/// The scripts as the server knows them.
+/// The scripts, as loaded into the server.
 #[derive(Debug)]
 pub(super) struct Scripts {
     pub(super) begin: Script,
@@ -50,7 +50,7 @@ impl Scripts {
         include_str!("watch.lua"),
     ];
 
-    /// The scripts by the results of loading [`Scripts::SOURCES`], in their order.
+    /// Pairs the results of loading [`Scripts::SOURCES`] with the scripts, in their order.
     pub(super) fn new(scripts: [Script; 11]) -> Self {
         let [begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch] = scripts;
         Self { begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch }

@@ -1,8 +1,8 @@
--- Replaces the record that was met by a new pending one, or returns how long its lease still holds.
--- KEYS: record. ARGV: the record that was met (state, whether its body has begun, then bytes 9 to 32), its lease and
+-- Replaces the record that was read by a new pending one, or returns the rest of its lease.
+-- KEYS: record. ARGV: the record that was read (state, whether its body has begun, then bytes 9 to 32), its lease and
 -- retention, new record ('' to only ask), its retention, wake channel. All times in milliseconds.
--- Answers what is left of the lease; 0 lapsed and left alone; -2 replaced; -1 no record; or, if another record is there now,
--- that record and what is left of its lease (0 unless it is pending).
+-- Answers the rest of the lease; 0 lapsed and left alone; -2 replaced; -1 no record; or, if another record is there
+-- now, that record and the rest of its lease (0 unless it is pending).
 local record = redis.call('GET', KEYS[1])
 if not record then return -1 end
 local ours, pending = string.sub(record, 1, 5) == 'idem\1', string.sub(record, 6, 6) == 'P'

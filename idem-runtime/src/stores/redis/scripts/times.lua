@@ -1,6 +1,7 @@
--- Goes in front of the scripts that write records. Bytes 33 to 48 of a record: when its key was first seen and when its attempt
--- began, in milliseconds since 1970; zeros if that is unknown. A pending record that was not renewed yet has no such times: its
--- retention runs since it was reserved. Nothing depends on them, so a login that may not ask for them is no failure.
+-- Goes in front of the scripts that write records. Bytes 33 to 48 of a record are two times, in milliseconds since
+-- 1970: the first sight of its key and the begin of its attempt; zeros if unknown. A pending record that was not
+-- renewed yet has no such times: its retention runs since it was reserved. Nothing depends on these times, so a login
+-- without the right to ask for them causes no failure.
 local NEVER = '\0\0\0\0\0\0\0\0'
 local UNKNOWN = NEVER .. NEVER
 local function times(key, record)
@@ -16,12 +17,14 @@ local function times(key, record)
   end
   return seen .. began
 end
--- The record that replaces another one, with the times that are there. If there are none yet, its sender may know them.
+-- Returns the record that replaces another one, with the times of the old record. If the old record has none yet, the
+-- sender may know them.
 local function timed(key, record, new)
   if string.sub(record, 33, 48) == UNKNOWN and string.sub(new, 41, 48) ~= NEVER then return new end
   return string.sub(new, 1, 32) .. times(key, record) .. string.sub(new, 49)
 end
--- The bytes that differ between two writes of a record: its state, whether its body has begun, owner token and counters.
+-- Returns the bytes that differ between two writes of a record: its state, whether its body has begun, owner token and
+-- counters.
 local function identity(record)
   return string.sub(record, 6, 6) .. string.char(bit.band(string.byte(record, 7) or 0, 16)) .. string.sub(record, 9, 32)
 end

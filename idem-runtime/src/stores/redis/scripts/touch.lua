@@ -1,4 +1,4 @@
--- Writes to a key without changing anything, so that `WAIT` has something to wait for. KEYS: any key.
+-- Writes to a key without changing anything, so that `WAIT` has a write to wait for. KEYS: any key.
 -- Answers 1.
 local at = redis.call('PEXPIRETIME', KEYS[1])
 if at >= 0 then
