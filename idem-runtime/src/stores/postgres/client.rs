@@ -15,17 +15,17 @@ use super::sql::Statement;
 use crate::clock::{Clock, Instant};
 use crate::kit::metered::SENT_IN_TIME;
 
-/// What a statement does if the server runs it.
+/// Effect of a statement if the server runs it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Effect {
     Reads,
     Writes,
-    /// Writes, with a result of so many bytes.
+    /// Writes a result of this many bytes.
     Records(usize),
 }
 
 impl Effect {
-    /// How long an exchange may hear nothing, if `limit` is for a short one.
+    /// Returns the longest silence of an exchange, if `limit` is for a short one.
     fn limit(self, limit: Duration) -> Duration {
         match self {
             Self::Records(bytes) => {
@@ -37,7 +37,7 @@ impl Effect {
     }
 }
 
-/// A parameter of a statement. The driver logs parameters, so this one hides its value.
+/// A parameter of a statement. The driver logs parameters, so this type hides its value.
 pub(super) struct Hidden<T>(pub(super) T);
 
 impl<T> fmt::Debug for Hidden<T> {
@@ -58,14 +58,14 @@ impl<T: ToSql> ToSql for Hidden<T> {
     tokio_postgres::types::to_sql_checked!();
 }
 
-/// The connections of one runtime, and how they are used.
+/// The connections of one runtime, with their time limits.
 pub(super) struct Database {
     sessions: Sessions,
     clock: Arc<dyn Clock>,
     timeout: Duration,
-    /// Whether a connection is one session of the server, which keeps prepared statements.
+    /// True if a connection is one session of the server, which keeps prepared statements.
     prepares: bool,
-    /// The connections that anything but a renewal may use, if renewals are to find one free at all times.
+    /// Permits for operations other than renewals, if a connection must always stay free for renewals.
     spare: Option<Semaphore>,
 }
 
@@ -74,7 +74,7 @@ impl Database {
         Self { sessions, clock, timeout, prepares, spare: None }
     }
 
-    /// The same, with all connections but one reserved for renewals.
+    /// Reserves all connections but one for renewals.
     pub(super) fn for_renewals(self) -> Self {
         Self { spare: Some(Semaphore::new(1)), ..self }
     }
@@ -87,18 +87,19 @@ impl Database {
         self.timeout
     }
 
-    /// How many connections operations with large results may take at a time besides a lone one: together they leave about
-    /// half of all to others. There are none to give away among those for renewals.
+    /// Returns the number of connections that operations with large results may take, in addition to a lone one.
+    /// Together they leave about half of all connections to other operations. The connections for renewals have none to
+    /// spare.
     pub(super) fn for_large(&self) -> usize {
         if self.spare.is_some() { 0 } else { self.sessions.size().saturating_sub(1) / 2 }
     }
 
-    /// When bytes were last exchanged.
+    /// Returns the time of the latest exchange of bytes.
     pub(super) fn moved(&self) -> Instant {
         self.sessions.moved()
     }
 
-    /// Runs `statement` in a transaction of its own and returns its rows.
+    /// Runs `statement` in its own transaction and returns its rows.
     pub(super) async fn query(
         &self,
         statement: &Statement,
@@ -108,7 +109,7 @@ impl Database {
         self.ready(statement).await?.query(params, effect).await
     }
 
-    /// The same for renewals.
+    /// Like [`query`](Self::query), for renewals.
     pub(super) async fn renew(
         &self,
         statement: &Statement,
@@ -118,7 +119,8 @@ impl Database {
         self.ready_in(statement, None).await?.query(params, effect).await
     }
 
-    /// A connection that is ready to send `statement` at once, so that the caller can still check whether it is wanted.
+    /// Returns a connection that is ready to send `statement` immediately, so that the caller can still check whether
+    /// the statement is wanted.
     pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, Failure> {
         let room = match &self.spare {
             Some(spare) => {
@@ -154,7 +156,7 @@ impl Database {
         let done = unless_stuck(&*self.clock, self.timeout, || connection.moved(), exchange).await;
         let done = done.unwrap_or_else(|| Err(Failure::timed_out()));
         if done.is_err() {
-            // It may be in the middle of a transaction.
+            // The connection may be in the middle of a transaction.
             connection.give_up(true);
         }
         done
@@ -167,7 +169,7 @@ impl fmt::Debug for Database {
     }
 }
 
-/// A statement that can be sent at once.
+/// A statement that can be sent immediately.
 pub(super) struct Ready<'a> {
     database: &'a Database,
     connection: Taken<'a>,
@@ -179,7 +181,7 @@ pub(super) struct Ready<'a> {
 impl Ready<'_> {
     /// Returns the rows of the statement.
     ///
-    /// They are returned once the server is ready again, which is after the commit; a row alone proves nothing.
+    /// The rows arrive once the server is ready again, which is after the commit; a row alone proves nothing.
     pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, Failure> {
         let answer = match &self.prepared {
             Some(prepared) => self.bounded(effect, self.connection.query(prepared, params)).await,
@@ -196,7 +198,7 @@ impl Ready<'_> {
         let Database { clock, timeout, .. } = self.database;
         let limit = effect.limit(*timeout);
         let longest = clock.now().saturating_add(limit.saturating_mul(LONGEST));
-        // After that, a server that keeps sending is given up, too.
+        // After `longest`, a server that keeps sending is given up, too.
         let moved = || if clock.now() < longest { self.connection.moved() } else { Instant::new(Duration::ZERO) };
         match unless_stuck(&**clock, limit, moved, exchange).await {
             Some(answer) => answer.map_err(|error| Failure::broken(&error)),

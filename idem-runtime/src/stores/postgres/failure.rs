@@ -1,4 +1,4 @@
-//! What the errors of the server and of the driver mean.
+//! The meaning of the errors of the server and of the driver.
 
 use std::error::Error as _;
 use std::sync::Arc;
@@ -9,24 +9,24 @@ use tokio_postgres::error::{DbError, SqlState};
 use super::client::Effect;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// What to do about an unexpected pooler.
+/// Advice about an unexpected pooler.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
 
-/// The failure of an operation that was not done, or perhaps was; it may be the answer to many operations.
+/// The failure of an operation that was not done, or may have been done. One failure may answer many operations.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
 pub(super) struct Failure {
     pub(super) kind: StoreErrorKind,
     message: Arc<str>,
-    /// Whether one operation of a batch may be to blame for the whole failure.
+    /// True if one operation of a batch may have caused the whole failure.
     pub(super) blames_one: bool,
-    /// Whether nothing was written and a retry is likely to succeed.
+    /// True if nothing was written and a retry is likely to succeed.
     pub(super) is_deadlock: bool,
-    /// Whether the connection is unusable afterwards.
+    /// True if the connection is unusable afterwards.
     pub(super) gives_up: bool,
-    /// Whether the server may still be working on the operation.
+    /// True if the server may still be working on the operation.
     pub(super) is_late: bool,
-    /// Whether an open transaction of another session holds what the operation needs.
+    /// True if an open transaction of another session holds a row or key that the operation needs.
     pub(super) is_locked: bool,
 }
 
@@ -43,23 +43,23 @@ impl Failure {
         }
     }
 
-    /// Nothing was sent.
+    /// Returns a failure of an operation that was not sent.
     pub(super) fn not_sent(reason: &str) -> Self {
         Self::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
     }
 
-    /// The answer got lost.
+    /// Returns a failure whose answer got lost.
     pub(super) fn lost() -> Self {
         Self::new(StoreErrorKind::Unconfirmed, "the answer was lost")
     }
 
-    /// No answer came in time.
+    /// Returns a failure without an answer in time.
     pub(super) fn timed_out() -> Self {
         let failure = Self::new(StoreErrorKind::Unconfirmed, "the server did not answer in time").giving_up();
         Self { is_late: true, ..failure }
     }
 
-    /// The same for an operation without a result: its own parameters are never too large.
+    /// Adapts the failure to an operation without a result: its own parameters are never too large.
     pub(super) fn without_result(self) -> Self {
         match self.kind {
             StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
@@ -71,7 +71,7 @@ impl Failure {
         Self { gives_up: true, ..self }
     }
 
-    /// The same for a statement of this `effect`: one that only reads leaves nothing unknown.
+    /// Adapts the failure to a statement of this `effect`: after a statement that only reads, nothing is unknown.
     pub(super) fn of(self, effect: Effect) -> Self {
         match (effect, self.kind) {
             (Effect::Reads, StoreErrorKind::Unconfirmed) => Self { kind: StoreErrorKind::Unavailable, ..self },
@@ -79,7 +79,8 @@ impl Failure {
         }
     }
 
-    /// The server refused. The `DETAIL` of its error is left out: it may quote a result or an owner token.
+    /// Converts a refusal of the server. Leaves out the `DETAIL` of its error, which may quote a result or an owner
+    /// token.
     fn refused(error: &DbError) -> Self {
         let code = error.code();
         let (kind, advice) = match code.code() {
@@ -102,18 +103,19 @@ impl Failure {
         }
     }
 
-    /// An exchange that broke.
+    /// Converts the error of an exchange that broke.
     pub(super) fn broken(error: &Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self::refused(error),
-            // Any other error is a connection that ended or sent nonsense; how far the server got is unknown.
+            // Any other error is a connection that ended or sent nonsense. The server may have run the statement or
+            // not.
             None => {
                 Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", told(error))).giving_up()
             }
         }
     }
 
-    /// A connection that could not be opened.
+    /// Converts the error of a connection that could not be opened.
     pub(super) fn not_connected(error: &Error) -> Self {
         let failure = match error.as_db_error() {
             Some(error) => Self::refused(error),
@@ -133,7 +135,7 @@ impl Failure {
     }
 }
 
-/// What an error of the server means, by its `SQLSTATE`, and what to do about it.
+/// Returns the meaning of an error of the server, by its `SQLSTATE`, and advice for it.
 pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static str) {
     use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let read_only = "the server is read-only: a standby, or a former primary; the next call connects again";
@@ -148,7 +150,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "26000" | "42P05" => (Unavailable, POOLED),
         "0A000" => (Unavailable, "the table was altered; the next call prepares its statement again"),
         "40003" => (Unconfirmed, "the connection broke before the answer came"),
-        // Nothing was written; there may be room later, or for a smaller record.
+        // Nothing was written. There may be room later, or for a smaller record.
         "53100" => (Full, "its disk is full"),
         "53200" => (Full, "it is out of memory"),
         "53300" => (Unavailable, "its limit of connections is reached"),
@@ -156,7 +158,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
         "57P03" => (Unavailable, "it is starting up or shutting down"),
         "XX001" | "XX002" => (Corrupt, "its data is damaged"),
-        // How the server reports a value that is too large, or has a part that is.
+        // The server's report of a value that is too large, or has a part that is.
         "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
         code => match code.get(..2).unwrap_or_default() {
             "08" | "57" => (Unconfirmed, "the connection broke before the answer came"),
@@ -173,7 +175,8 @@ impl From<Failure> for StoreError {
     }
 }
 
-/// The text of an error of the driver, not of the server, and its cause. It holds neither values nor passwords.
+/// Returns the text of an error of the driver, not of the server, and its cause. The text holds neither values nor
+/// passwords.
 pub(super) fn told(error: &Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),

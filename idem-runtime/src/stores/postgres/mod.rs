@@ -1,8 +1,8 @@
 //! Records in a table of a PostgreSQL server.
 //!
-//! A record is one row. `INSERT … ON CONFLICT DO NOTHING` reserves a key, and the same statement reads an existing row: a
-//! replay neither locks nor writes one. Every change of a row is one `UPDATE` that compares the owner token, and every time
-//! is the server's `statement_timestamp()`. No transaction is open while a handler runs.
+//! A record is one row. `INSERT … ON CONFLICT DO NOTHING` reserves a key, and the same statement reads an existing row:
+//! a replay neither locks nor writes a row. Every change of a row is one `UPDATE` that compares the owner token, and
+//! every time is the server's `statement_timestamp()`. No transaction is open while a handler runs.
 
 mod batch;
 mod client;
@@ -52,42 +52,44 @@ use crate::store::{
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
-/// How often a call looks at a record before it gives up. Each retry means that another attempt won, or that another
-/// session has locked the row.
+/// Number of looks at a record after which a call gives up. Each further look means that another attempt won, or that
+/// another session has locked the row.
 const LOOKS: u32 = 20;
-/// How many looks a record gets that can't be seen, within some 60 ms: it is about to be committed, mostly. A transaction of the
-/// user's may keep it invisible for long.
+/// Number of looks at a record that can't be seen, within about 60 ms. Mostly the record is about to be committed; a
+/// transaction of the user's may keep it invisible for long.
 const LOOKS_AT_UNSEEN: u32 = 8;
-/// How long a duplicate is told to stay away from a key that an open transaction of the user's holds: how long that one stays
-/// open is unknown, but mostly short. It doubles with each duplicate in this process, up to 6.4 s.
+/// Time for which a duplicate shall stay away from a key that an open transaction of the user's holds. Such a
+/// transaction may stay open for any time, but mostly for a short one. The time doubles with each duplicate in this
+/// process, up to 6.4 s.
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
 /// How often each key was met while a transaction held it.
 static MEETINGS: Repeats = Repeats::new();
 /// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
-/// How many leases one statement renews: it bounds how long their rows are locked against attempts that finish.
+/// Number of leases that one statement renews. Limits the time for which their rows are locked against attempts that
+/// finish.
 const RENEWED_AT_ONCE: usize = 500;
-/// How often a lease whose record is locked is tried again, within some 60 ms.
+/// Number of retries for a lease whose record is locked, within about 60 ms.
 const RENEWED_AGAIN: u32 = 6;
-/// Rows that the background purge looks at in one statement.
+/// Number of rows that the background purge reads in one statement.
 const PURGED_AT_ONCE: u32 = 500;
-/// Connections for renewals and late writes. At least one of them only renews.
+/// Number of connections for renewals and late writes. At least one of them only renews.
 const UPKEEP_CONNECTIONS: usize = 2;
 
-/// The error after the last look.
+/// Returns the error after the last look.
 fn looked_in_vain(kind: StoreErrorKind) -> StoreError {
     let message = format!("the record stayed locked by another session, or kept changing; gave up after {LOOKS} looks");
     StoreError::new(kind, message)
 }
 
-/// The answer about a key that an open transaction of the user's holds.
+/// Returns the answer about a key that an open transaction of the user's holds.
 fn held_by_another(key: &Key, attempt: u32) -> Reservation {
     let doublings = MEETINGS.again(key.seed()).saturating_sub(1).min(6);
     Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER * (1 << doublings) }
 }
 
-/// The pause before look number `look`, counted from zero. The second look comes at once: a row that the first could not
-/// see yet is mostly visible by now.
+/// Pauses before look number `look`, counted from zero. The second look follows immediately: a row that the first look
+/// could not see yet is mostly visible by now.
 async fn pause(clock: &dyn Clock, look: u32) {
     if let Some(doublings) = look.checked_sub(2) {
         clock.sleep(Duration::from_millis(1 << doublings.min(6)).min(LONGEST_PAUSE)).await;
@@ -96,22 +98,22 @@ async fn pause(clock: &dyn Clock, look: u32) {
 
 /// A store in a PostgreSQL server, 12 or newer.
 ///
-/// - *Atomicity*: the primary key decides which attempt reserves a key; `UPDATE`s that compare the owner token decide the
-///   rest. Each is a transaction of its own.
-/// - *Clock*: the server's. A clock step of the server, or a failover to one whose clock differs, shifts leases and
+/// - *Atomicity*: the primary key decides which attempt reserves a key. `UPDATE`s that compare the owner token decide
+///   the rest. Each is its own transaction.
+/// - *Clock*: the server's. A step of that clock, or a failover to a server whose clock differs, shifts leases and
 ///   retentions.
-/// - *Durability*: the server's own. With `fsync` and `synchronous_commit` on (the server's default), a crash loses nothing
-///   acknowledged; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a standby that is not
-///   synchronous forgets what had not reached it.
-/// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to 1 GB. Rows are deleted
-///   only by [`purge`](Store::purge) or [`purge_every`](PostgresOptions::purge_every).
-/// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are sent
-///   together and share one commit; a lone one never waits, and a result over 8 KB has a statement of its own. A heartbeat
-///   is one statement for up to 500 leases. Where the server has lz4, it compresses large results by it.
+/// - *Durability*: the server's own. With `fsync` and `synchronous_commit` on (the server's default), a crash loses no
+///   acknowledged write; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a standby that is
+///   not synchronous forgets the writes that had not reached it.
+/// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB. Only
+///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete rows.
+/// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are
+///   sent together and share one commit. A lone statement never waits, and a result over 8 KB has its own statement. A
+///   heartbeat is one statement for up to 500 leases. If the server has lz4, it compresses large results with it.
 ///
 /// [`ensure_schema`](PostgresOptions::ensure_schema) creates the table, or your own migrations do, from
 /// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has
-/// connections of its own, which end with it.
+/// its own connections, which end with it.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -124,24 +126,26 @@ async fn pause(clock: &dyn Clock, look: u32) {
 pub struct PostgresStore(Arc<Shared>);
 
 impl PostgresStore {
-    /// Connects to the server at `url`: `postgres://[user[:password]@]host[:port][/database]`, or `key=value` pairs as
-    /// libpq takes them. `sslmode=require` encrypts and checks the certificate (feature `postgres-tls`); without it nothing
-    /// is encrypted. Of several hosts, the one that accepts writes is used. [`PostgresOptions`] has more settings.
+    /// Connects to the server at `url`: `postgres://[user[:password]@]host[:port][/database]`, or `key=value` pairs in
+    /// the form of libpq. `sslmode=require` encrypts and checks the certificate (feature `postgres-tls`); otherwise the
+    /// connection is not encrypted. Of several hosts, the store uses the one that accepts writes. For more settings see
+    /// [`PostgresOptions`].
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or not PostgreSQL, a
-    /// standby, or a table that is missing or of another version; [`StoreErrorKind::Unavailable`] if no server answers.
+    /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or not
+    /// PostgreSQL, a standby, or a table that is missing or of another version; [`StoreErrorKind::Unavailable`] if no
+    /// server answers.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
     }
 
-    /// Settings for a connection.
+    /// Returns the default settings, to be changed before connecting.
     pub fn options() -> PostgresOptions {
         PostgresOptions::default()
     }
 
-    /// The statements that create the table in a schema of this name, for your own migrations. They may be run repeatedly.
-    /// [`PostgresOptions::schema_sql`] has more settings.
+    /// Returns the statements that create the table in a schema of this name, for your own migrations. The statements
+    /// may be run repeatedly. For more settings see [`PostgresOptions::schema_sql`].
     ///
     /// ```
     /// # use idem_runtime::PostgresStore;
@@ -163,9 +167,9 @@ store_of_shared!(PostgresStore);
 struct Shared {
     this: Weak<Shared>,
     common: Arc<Common>,
-    /// The most connections of each runtime.
+    /// Largest number of connections of each runtime.
     connections: usize,
-    /// Whether this is the handle for renewals and late writes.
+    /// True for the handle that makes renewals and late writes.
     is_upkeep: bool,
     /// Shared with forked processes: it has no connection before its first use in a process.
     upkeep: SharedOnce<Arc<Shared>>,
@@ -181,14 +185,14 @@ struct Common {
     schema: Box<str>,
     namespace: Box<str>,
     response_timeout: Duration,
-    /// Whether a connection is one session of the server: it is not behind a pooler.
+    /// True if a connection is one session of the server: it is not behind a pooler.
     has_sessions: bool,
     sql: Arc<Statements>,
     calls: Source,
     upkeep: Source,
     listener: Option<Listener>,
     purge_every: Option<Duration>,
-    /// The time from which the next purge goes on.
+    /// Time from which the next purge goes on.
     purged_to: AtomicI64,
     /// The process that opened the store.
     process: Process,
@@ -214,8 +218,8 @@ impl fmt::Debug for Shared {
 struct Server {
     database: Database,
     sql: Arc<Statements>,
-    /// Held by the batch of first runs, or of their ends, that is in flight. The two take turns, so that each batch gathers
-    /// the operations of all tasks; that halves the commits.
+    /// Held by the batch of first runs, or of their ends, that is in flight. The two take turns, so that each batch
+    /// gathers the operations of all tasks. That halves the number of commits.
     turn: Semaphore,
 }
 
@@ -234,12 +238,13 @@ impl Ask for Server {
 }
 
 impl Common {
-    /// The state of a runtime; `is_first` if it is the first one of its process.
+    /// Makes the state of a runtime. `is_first`: the first runtime of its process.
     fn local(&self, is_upkeep: bool, connections: usize, is_first: bool) -> Local {
         let (clock, limit) = (&self.clock, self.response_timeout);
         let source = match &self.calls {
             _ if is_upkeep => self.upkeep.clone(),
-            // The pool's connections end with the runtime that opened them, and in a forked process they are the parent's.
+            // The pool's connections end with the runtime that opened them, and in a forked process they belong to the
+            // parent.
             Source::Pool(pool) if !is_first || !self.process.is_this() => Source::LikePool(pool.clone()),
             calls => calls.clone(),
         };
@@ -270,7 +275,7 @@ impl Shared {
         })
     }
 
-    /// The state of the current runtime.
+    /// Returns the state of the current runtime.
     fn here(&self) -> Result<Here<'_, Local>, StoreError> {
         let make = |is_first| self.common.local(self.is_upkeep, self.connections, is_first);
         let here = self.runtimes.here(make).ok_or_else(|| {
@@ -285,7 +290,8 @@ impl Shared {
         Ok(here)
     }
 
-    /// The same for operations that can be handed over: for a caller outside of any runtime, tasks of another one run them.
+    /// Like [`here`](Self::here), for operations that can be handed over: for a caller outside any runtime, tasks of
+    /// another runtime run them.
     fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
         self.here().or_else(|error| self.runtimes.any().ok_or(error))
     }
@@ -314,7 +320,7 @@ impl Shared {
                     return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
                 }
                 Met::Found(found) => *found.map_err(corrupt)?,
-                // The next statement sees the record, unless it is of an open transaction.
+                // The next statement sees the record, unless it belongs to an open transaction.
                 Met::Unseen if look + 1 < LOOKS_AT_UNSEEN => continue,
                 Met::Unseen => return Ok(held_by_another(&request.key, 1)),
                 Met::LeftOut => {
@@ -339,14 +345,14 @@ impl Shared {
         Err(looked_in_vain(StoreErrorKind::Unavailable))
     }
 
-    /// The record of `key`, unless it has expired.
+    /// Returns the record of `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
         let here = self.here()?;
         let found = here.server.sql.look_at(&*here.server, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
     }
 
-    /// Waits until attempt `attempt` of `key` may have ended: until it is notified, or for a while.
+    /// Waits until attempt `attempt` of `key` may have ended: until a notification, or for a while.
     async fn wait_for_a_sign(&self, key: &Key, attempt: u32, at_most: Duration) -> Result<(), StoreError> {
         let here = self.here()?;
         let mark = async {
@@ -365,8 +371,8 @@ impl Shared {
         Box::pin(here.wakeups.wait(key.as_str(), at_most, mark)).await
     }
 
-    /// Turns a pending record into `state`, by compare-and-set on the attempt, or for a release on its owner token. An
-    /// earlier copy of the same write is recognised.
+    /// Turns a pending record into `state`, by compare-and-set on the attempt; for a release, only on the owner token.
+    /// Recognises an earlier copy of the same write.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
@@ -377,7 +383,7 @@ impl Shared {
             }
             let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
             match found {
-                // Locked by another session, or made after the statement found it missing.
+                // Another session had locked the record, or made it after the statement found none.
                 Some(found)
                     if found.is_pending()
                         && found.owner == lease.owner
@@ -391,7 +397,7 @@ impl Shared {
     }
 
     /// Renews the `leases` at `places` and answers each. A lease that is not renewed is refused, unless only a lock of
-    /// another session was in the way. Returns the places of these.
+    /// another session prevented the renewal. Returns the places of these locked leases.
     async fn renew_some(
         &self,
         leases: &[Lease],
@@ -403,7 +409,7 @@ impl Shared {
         let asked = Asked::new(leases, places);
         let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
             Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
-            // A row was locked while the statement was under way; the next statement leaves it alone.
+            // A row was locked while the statement was under way. The next statement leaves it alone.
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
             renewed => renewed?,
         };
@@ -443,11 +449,11 @@ impl Shared {
         Err(StoreError::new(StoreErrorKind::Unavailable, message))
     }
 
-    /// How many records were removed, and how many put off: `batch` together, unless no more are due.
+    /// Purges `batch` records, or all that are due. Returns the numbers of removed and of postponed records.
     async fn purge_batch(&self, batch: u32) -> Result<(u64, u64), StoreError> {
         let from = Micros(self.common.purged_to.load(Ordering::Relaxed));
         let (mut gone, mut kept) = self.purge_from(from, batch).await?;
-        // Those that were locked before, or are listed for an earlier time since, come last.
+        // Records that were locked before, or got an earlier `listed_at` since, come last.
         let rest = u64::from(batch).saturating_sub(gone + kept);
         if rest > 0 && from != Micros::FIRST {
             let more = self.purge_from(Micros::FIRST, u32::try_from(rest).unwrap_or(batch)).await?;
@@ -456,8 +462,8 @@ impl Shared {
         Ok((gone, kept))
     }
 
-    /// The same, of records that were listed for `from` or later. The next purge goes on behind them: the index keeps
-    /// entries of removed rows until the next vacuum, and each purge that began with these would read all of them.
+    /// Purges records whose `listed_at` is `from` or later. The next purge goes on after them: the index keeps entries
+    /// of removed rows until the next vacuum, and a purge that starts at the beginning would read all of these entries.
     async fn purge_from(&self, from: Micros, batch: u32) -> Result<(u64, u64), StoreError> {
         let here = self.here()?;
         let rows = here.server.rows(&here.server.sql.purge, &[&i64::from(batch), &from], Effect::Writes).await?;
@@ -472,8 +478,8 @@ impl Shared {
         Ok((gone, kept))
     }
 
-    /// Purges every `interval` until the returned sender is dropped. It uses the connections for upkeep, as the caller's
-    /// runtime may stand still.
+    /// Purges every `interval` until the returned sender is dropped. Uses the connections for upkeep, because the
+    /// caller's runtime may be blocked.
     fn start_purger(&self, interval: Duration) -> oneshot::Sender<()> {
         let (upkeep, clock) = (Arc::downgrade(self.upkeep_of()), Arc::clone(&self.common.clock));
         let (sender, mut over) = oneshot::channel();
@@ -495,7 +501,7 @@ impl Shared {
         sender
     }
 
-    /// The handle that renews leases and writes late.
+    /// Returns the handle that makes renewals and late writes.
     fn upkeep_of(&self) -> &Arc<Shared> {
         self.upkeep.get_or_init(|| Self::new(Arc::clone(&self.common), UPKEEP_CONNECTIONS, true))
     }
@@ -518,7 +524,7 @@ impl<'a> Asked<'a> {
         }
     }
 
-    /// Of each, whether the statement returns its place.
+    /// Returns for each lease whether the statement returns its index.
     async fn of(&self, database: &Database, statement: &Statement, effect: Effect) -> Result<Vec<bool>, Failure> {
         let params: [&(dyn ToSql + Sync); 3] = [&self.keys, &self.owners, &self.attempts];
         let mut answered = vec![false; self.keys.len()];
@@ -571,14 +577,14 @@ impl Store for Shared {
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
-            // Two at a time keep the server busy, and leave connections to attempts that start and finish.
+            // Two chunks in flight keep the server busy, and leave connections to attempts that start and finish.
             let chunks: Vec<_> = order.chunks(RENEWED_AT_ONCE).collect();
             let mut halves = [0, 1].map(|half| {
                 let chunks = chunks.iter().skip(half).step_by(2);
                 Box::pin(async move {
                     let (mut locked, mut renewed) = (Vec::new(), Ok(()));
                     for places in chunks {
-                        // A failure of some leases must not keep the others waiting.
+                        // A failure of some leases must not delay the others.
                         match self.renew_some(leases, places, answer).await {
                             Ok(some) => locked.extend(some),
                             Err(error) => renewed = Err(error),
@@ -641,13 +647,14 @@ impl Store for Shared {
         })
     }
 
-    /// One statement, which walks along an index of times from where the last one stopped; at its end once more from the
-    /// beginning. Rows that another session is writing are left for later, and records that were renewed since are put off.
+    /// Runs one statement, which walks along an index of times from the end of the last purge; at the end of the index
+    /// a second one starts from the beginning. Rows that another session is writing are left for later, and records
+    /// that were renewed since are postponed.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         StoreFuture::new(async move { Ok(self.purge_batch(batch).await?.0) })
     }
 
-    /// One statement, which walks along the primary key.
+    /// Runs one statement, which walks along the primary key.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
         StoreFuture::new(async move {
             let here = self.here()?;

@@ -1,4 +1,4 @@
-//! Settings, opening a store, and what the server must be.
+//! Settings, opening a store, and the requirements on the server.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
@@ -19,12 +19,13 @@ use crate::clock::SystemClock;
 use crate::store::{Heartbeats, StoreError};
 use crate::sync::Process;
 
-/// The oldest server that knows all statements used here.
+/// Oldest server that supports all statements used here.
 const OLDEST: i64 = 120_000;
-/// How long a statement waits for one key. Only a transaction of the user's holds a key for longer than a commit takes. All
-/// other operations in the statement wait with it.
+/// Longest time that a statement waits for one key, in milliseconds. Only a transaction of the user's holds a key for
+/// longer than a commit takes. All other operations of the statement wait with it.
 const LOCK_TIMEOUT_MS: u32 = 1000;
-/// The same for renewals and late writes: a row that is locked while such a statement is under way must not cost a lease.
+/// Longest time that a renewal or a late write waits for one key, in milliseconds: a row that is locked while such a
+/// statement is under way must not cost a lease.
 const UPKEEP_LOCK_TIMEOUT_MS: u32 = 100;
 
 /// Settings of a [`PostgresStore`].
@@ -71,49 +72,52 @@ impl Default for PostgresOptions {
 }
 
 impl PostgresOptions {
-    /// The schema that holds the table (default: `idem`). Applications that share a database but must not share operations
+    /// Schema that holds the table (default: `idem`). Applications that share a database but must not share operations
     /// need different schemas. At most 58 bytes.
     #[must_use]
     pub fn schema(self, schema: impl Into<String>) -> Self {
         Self { schema: schema.into(), ..self }
     }
 
-    /// The name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key); default: none).
-    /// Two applications with tables of their own may have the same scope and key: with different names they never pass the
-    /// same child key to a third party. Nothing else depends on it. Don't change it once child keys are in use: another
-    /// name gives other child keys, even to an operation that is retried. [`Within::namespace`](crate::within::Within::namespace)
-    /// is the same inside of a transaction.
+    /// Name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key); default: none).
+    /// Two applications with their own tables may have the same scope and key. With different names they never pass the
+    /// same child key to a third party. Nothing else depends on the name. Don't change it once child keys are in use:
+    /// another name gives other child keys, even to an operation that is retried.
+    /// [`Within::namespace`](crate::within::Within::namespace) is the same for a transaction.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
     /// [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }
     }
 
-    /// Creates the schema and the table if they are missing; any number of processes may do so at once. The login then
-    /// needs the right to create a schema. Without this option they must exist: see [`PostgresStore::schema_sql`].
+    /// Creates the schema and the table if they are missing; any number of processes may do so simultaneously. The
+    /// login then needs the right to create a schema. Without this option they must exist: see
+    /// [`PostgresStore::schema_sql`].
     #[must_use]
     pub fn ensure_schema(self) -> Self {
         Self { ensure_schema: true, ..self }
     }
 
-    /// The number of hash partitions of the table that [`ensure_schema`](PostgresOptions::ensure_schema) creates, up to 128
-    /// (default: 0, a plain table). From some ten million records on, 16 of them keep each index small, and let the server
-    /// clean up several at once; below, they only cost. docs/operations.md has the figures.
+    /// Number of hash partitions of the table that [`ensure_schema`](PostgresOptions::ensure_schema) creates, up to 128
+    /// (default: 0, a plain table). From about ten million records on, 16 partitions keep each index small, and let the
+    /// server clean up several of them in parallel. With fewer records they only cost. docs/operations.md has the
+    /// figures.
     ///
-    /// Only the creation takes it: a store opens a table of any number of partitions, whatever is said here. A table that is
-    /// there is never changed.
+    /// Only the creation of the table uses this number: a store opens a table with any number of partitions. An
+    /// existing table is never changed.
     #[must_use]
     pub fn partitions(self, partitions: u16) -> Self {
         Self { partitions, ..self }
     }
 
-    /// The statements that create the table with these settings, for your own migrations. They may be run repeatedly.
+    /// Returns the statements that create the table with these settings, for your own migrations. The statements may be
+    /// run repeatedly.
     ///
     /// ```
     /// # use idem_runtime::PostgresStore;
@@ -124,15 +128,15 @@ impl PostgresOptions {
         sql::ddl(&self.schema, self.partitions)
     }
 
-    /// The most connections for calls, in each runtime (default: 6); up to two for renewals and late writes and one that
-    /// listens are extra. Operations of any number of tasks share them; those with results over 8 KB use half of them at a
-    /// time.
+    /// Largest number of connections for calls, in each runtime (default: 6). Up to two for renewals and late writes
+    /// and one that listens are extra. Operations of any number of tasks share the connections. Operations with results
+    /// over 8 KB use at most half of them.
     #[must_use]
     pub fn pool_size(self, pool_size: usize) -> Self {
         Self { pool_size: pool_size.max(1), ..self }
     }
 
-    /// The time limit of one exchange with the server (default: 5 s). Keep it well below the shortest beat (a third of the
+    /// Time limit of one exchange with the server (default: 5 s). Keep it well below the shortest beat (a third of the
     /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token. The
     /// `statement_timeout` of connections that the store opens is twelve times as long, except behind PgBouncer.
     #[must_use]
@@ -140,10 +144,10 @@ impl PostgresOptions {
         Self { response_timeout, ..self }
     }
 
-    /// The server is reached through PgBouncer, or another pooler, that gives each transaction a session of its own.
+    /// For a server behind PgBouncer, or another pooler, that gives each transaction its own session.
     ///
-    /// A session then keeps nothing: statements have no names and are planned each time, and a duplicate that waits for a
-    /// running attempt polls every 50 ms instead of being woken.
+    /// A session then keeps no state. Statements have no names and are planned each time, and a duplicate that waits
+    /// for a running attempt polls every 50 ms instead of being woken.
     #[must_use]
     pub fn behind_pgbouncer(self) -> Self {
         Self { behind_pgbouncer: true, ..self }
@@ -159,9 +163,9 @@ impl PostgresOptions {
     /// Connects to the server at `url`; see [`PostgresStore::connect`].
     ///
     /// # Errors
-    /// As [`PostgresStore::connect`].
+    /// The errors of [`PostgresStore::connect`].
     pub async fn connect(self, url: &str) -> Result<PostgresStore, StoreError> {
-        // This store's TLS checks every certificate in full, so both words mean the same.
+        // This store's TLS checks every certificate in full, so both values mean the same.
         let checked = url.replace("sslmode=verify-full", "sslmode=require");
         let mut config: Config = checked.parse().map_err(|error: tokio_postgres::Error| {
             // The parser's error may quote the URL, which may hold a password.
@@ -184,19 +188,19 @@ impl PostgresOptions {
 
     /// Uses your own pool, which may serve other work too.
     ///
-    /// The type is that of deadpool-postgres 0.14 (feature `with-deadpool-postgres-0_14`).
+    /// The type is the pool of deadpool-postgres 0.14 (feature `with-deadpool-postgres-0_14`).
     ///
-    /// Its size, its TLS and its login are the pool's own. Its connections can't listen, so a duplicate that waits for a
-    /// running attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
+    /// Size, TLS and login are the pool's own. Its connections can't listen, so a duplicate that waits for a running
+    /// attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
     ///
     /// # Errors
-    /// As [`PostgresStore::connect`].
+    /// The errors of [`PostgresStore::connect`].
     #[cfg(feature = "with-deadpool-postgres-0_14")]
     pub async fn connect_with(self, pool: Pool) -> Result<PostgresStore, StoreError> {
         self.open(Source::Pool(pool.clone()), Source::LikePool(pool), None).await
     }
 
-    /// Settings of the connections that this store opens.
+    /// Completes the settings of the connections that this store opens.
     fn complete(&self, config: &mut Config, lock_timeout: u32) {
         if config.get_connect_timeout().is_none() {
             config.connect_timeout(self.response_timeout);
@@ -212,8 +216,8 @@ impl PostgresOptions {
         if !self.behind_pgbouncer {
             // A long answer takes time to send over a slow network. An exchange that is given up earlier is cancelled.
             let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
-            // Allows one path to every row, by its key: even right after the table was empty, and always in the same order.
-            // So no call has anything to plan anew.
+            // Leaves the planner one path to every row, by its key: even right after the table was empty, and always in
+            // the same order. So no call has anything to plan anew.
             let ours = format!(
                 "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
@@ -230,6 +234,7 @@ impl PostgresOptions {
         upkeep: Source,
         listener: Option<Listener>,
     ) -> Result<PostgresStore, StoreError> {
+        // Checks the settings that need no server.
         if self.schema.is_empty() || self.schema.len() > sql::MAX_SCHEMA_BYTES || self.schema.contains('\0') {
             let limit = sql::MAX_SCHEMA_BYTES;
             return Err(misconfigured(format!("the name of the schema must have 1 to {limit} bytes, and no NUL")));
@@ -255,6 +260,7 @@ impl PostgresOptions {
         };
         let shared = Shared::new(Arc::new(common), self.pool_size, false);
         let schema = &*shared.common.schema;
+        // Scoped so that the borrow of the runtime's state ends before `shared` moves.
         {
             let here = shared.here()?;
             if here.server.check(schema, self.purge_every.is_some()).await?.is_none() {
@@ -274,7 +280,7 @@ impl PostgresOptions {
     }
 }
 
-/// How the connections of `config` are encrypted.
+/// Returns the encryption of the connections of `config`.
 fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     if config.get_ssl_mode() != SslMode::Require {
         // `prefer`, the driver's default, protects from no attacker, and fails if a certificate is not trusted.
@@ -285,7 +291,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     return Err(misconfigured("`sslmode=require` needs the feature `postgres-tls` of idem-runtime".to_owned()));
     #[cfg(feature = "postgres-tls")]
     {
-        // Keeps the cryptography provider that the application has chosen; without any, TLS would panic.
+        // Keeps the cryptography provider that the application has chosen. Without any provider, TLS would panic.
         let _ = rustls::crypto::ring::default_provider().install_default();
         match tokio_postgres_rustls::MakeRustlsConnect::with_native_certs() {
             Ok((tls, _)) => Ok(Tls::On(tls)),
@@ -295,11 +301,12 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
 }
 
 impl Server {
-    /// Whether the table exists. Anything else that is wrong is an error.
+    /// Returns `Some` if the table exists. Any other problem is an error.
     async fn check(&self, schema: &str, purges: bool) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server is not PostgreSQL: it answers otherwise".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
+        // Columns of the wrong type come from a server that is not PostgreSQL, so they are the same error.
         let read = || -> Result<_, tokio_postgres::Error> {
             let (version, number): (&str, i64) = (row.try_get(0)?, row.try_get(1)?);
             let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);
@@ -310,6 +317,7 @@ impl Server {
         };
         let (version, number, encoding, standby, read_only, durable, there, comment, (usage, mut missing)) =
             read().map_err(|_| unusable())?;
+        // The server: its version, its encoding, and its ability to write.
         if !version.starts_with("PostgreSQL ") || version.contains("-YB-") || number < OLDEST {
             let name: String = version.split(" on ").next().unwrap_or(version).chars().take(60).collect();
             return Err(misconfigured(format!("the server is {name}; PostgreSQL 12 or newer is needed")));
@@ -329,6 +337,7 @@ impl Server {
                  a forgotten operation runs again"
             );
         }
+        // The table: a foreign one is left alone, and a missing right is reported before the first call needs it.
         if there && comment.is_none_or(|comment| !is_ours(comment)) {
             return Err(misconfigured(format!(
                 "the table `records` in the schema `{schema}` is of another version, or not of this library: its \
@@ -336,7 +345,7 @@ impl Server {
                 sql::TABLE_VERSION
             )));
         }
-        // Handlers delete nothing: the right is for purges, and for operators who forget records.
+        // Handlers delete nothing: this right is for purges, and for operators who forget records.
         missing.retain(|right| *right != "DELETE" || purges);
         let missing = match (usage, missing.join(", ")) {
             (None, missing) if missing.is_empty() => return Ok(there.then_some(())),
@@ -352,7 +361,7 @@ impl Server {
     }
 }
 
-/// Whether the comment on a table names this version; the rest of the comment is the administrator's.
+/// Returns whether the comment on a table names this version. The rest of the comment is the administrator's.
 fn is_ours(comment: &str) -> bool {
     comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
 }

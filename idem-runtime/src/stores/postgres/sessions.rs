@@ -23,12 +23,12 @@ use crate::kit::metered::{Meter, Metered, Moment};
 use crate::store::StoreErrorKind;
 use crate::sync::lock;
 
-/// How often another connection is taken when the pool's turns out to be broken.
+/// Number of broken connections of a pool in a row after which taking one fails.
 const CONNECTIONS: usize = 64;
-/// The most time limits that an exchange may take, however many bytes keep arriving.
+/// Longest duration of an exchange, in time limits, even if bytes keep arriving.
 pub(super) const LONGEST: u32 = 12;
 
-/// How connections are encrypted.
+/// Encryption of connections.
 #[derive(Clone)]
 pub(super) enum Tls {
     Off,
@@ -36,18 +36,18 @@ pub(super) enum Tls {
     On(tokio_postgres_rustls::MakeRustlsConnect),
 }
 
-/// Where connections come from.
+/// Source of connections.
 #[derive(Clone)]
 pub(super) enum Source {
     /// Opened by this store.
     Config(Box<Config>, Tls),
-    /// Those of the user's own pool.
+    /// Connections of the user's own pool.
     Pool(Pool),
-    /// Opened by this store, as the user's own pool opens them.
+    /// Opened by this store, in the way of the user's own pool.
     LikePool(Pool),
 }
 
-/// When bytes were last exchanged.
+/// Time of the latest exchange of bytes.
 #[derive(Clone)]
 pub(super) struct Exchanged {
     clock: Arc<dyn Clock>,
@@ -61,7 +61,7 @@ impl Exchanged {
         Self { clock, on_connection: Arc::default(), on_any: Arc::default() }
     }
 
-    /// The same for another connection of the runtime.
+    /// Returns a copy for another connection of the runtime.
     fn another(&self) -> Self {
         Self { on_connection: Arc::default(), ..self.clone() }
     }
@@ -79,8 +79,8 @@ impl Meter for Exchanged {
     }
 }
 
-/// Runs `future`; `None` once nothing has `moved` for `limit`. So an exchange whose answer is arriving is not given up,
-/// however long the answer and slow the network.
+/// Runs `future`. Returns `None` once no byte has `moved` for `limit`. So an exchange whose answer is arriving is not
+/// given up, even if the answer is long and the network slow.
 pub(super) async fn unless_stuck<F: Future>(
     clock: &dyn Clock,
     limit: Duration,
@@ -109,7 +109,7 @@ pub(super) struct Session {
 
 enum SomeClient {
     Ours(Client, AbortHandle),
-    /// Ends its task by itself.
+    /// Ends its task when it is dropped.
     Theirs(ClientWrapper),
 }
 
@@ -126,7 +126,7 @@ impl Deref for Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // At once: anything in flight on it no longer matters.
+        // Aborted immediately: anything in flight on the connection no longer matters.
         if let SomeClient::Ours(_, task) = &self.client {
             task.abort();
         }
@@ -136,7 +136,7 @@ impl Drop for Session {
 /// The connections of one runtime.
 pub(super) struct Sessions {
     source: Source,
-    /// The latest one is used first: a lone task then uses one backend, which is awake.
+    /// The latest connection is used first: a lone task then uses one backend, which is awake.
     idle: Mutex<Vec<Session>>,
     size: usize,
     room: Semaphore,
@@ -150,7 +150,7 @@ impl Sessions {
         Self { source, idle: Mutex::default(), size, room, limit, exchanged }
     }
 
-    /// The most connections. Other work may use some of the user's own.
+    /// Returns the largest number of connections. For a pool of the user's own, other work may use some of them.
     pub(super) fn size(&self) -> usize {
         match &self.source {
             Source::Pool(pool) => pool.status().max_size,
@@ -162,12 +162,12 @@ impl Sessions {
         &*self.exchanged.clock
     }
 
-    /// When bytes were last exchanged on any of them.
+    /// Returns the time of the latest exchange of bytes on any connection.
     pub(super) fn moved(&self) -> Instant {
         self.exchanged.on_any.get()
     }
 
-    /// A connection for exclusive use.
+    /// Takes a connection for exclusive use.
     pub(super) async fn take(&self) -> Result<Taken<'_>, Failure> {
         if let Some(taken) = self.take_idle() {
             return Ok(taken);
@@ -182,7 +182,7 @@ impl Sessions {
         taken.await.unwrap_or_else(late)
     }
 
-    /// An idle connection, if it takes no waiting.
+    /// Takes an idle connection, if that needs no waiting.
     fn take_idle(&self) -> Option<Taken<'_>> {
         let room = self.room.try_acquire().ok()?;
         let session = lock(&self.idle).pop().filter(|session| !session.is_closed())?;
@@ -236,7 +236,7 @@ impl Sessions {
                 SomeClient::Ours(client, task)
             }
             Source::Pool(pool) | Source::LikePool(pool) => {
-                // The pool does not say where it connects to.
+                // The pool does not reveal its host, so the check assumes a name that must be looked up.
                 lookup::check(std::iter::once("")).map_err(no_thread)?;
                 let client = pool.manager().create().await;
                 SomeClient::Theirs(client.map_err(|error| Failure::not_connected(&error))?)
@@ -245,7 +245,7 @@ impl Sessions {
         Ok(Session { client, prepared: Mutex::default(), exchanged })
     }
 
-    /// Asks the server to end what it still does on a connection that no caller waits for.
+    /// Asks the server to stop its work on a connection for which no caller waits.
     fn cancel(&self, session: Session) {
         let Source::Config(config, tls) = &self.source else { return };
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
@@ -266,11 +266,11 @@ impl Sessions {
     }
 }
 
-/// A connection in use by one exchange; it becomes idle again afterwards.
+/// A connection in use by one exchange, which becomes idle again afterwards.
 pub(super) struct Taken<'a>(Kind<'a>);
 
 enum Kind<'a> {
-    // The permit is given back after the connection.
+    // Fields drop in order: the permit is returned after the connection.
     Ours { session: Option<Session>, sessions: &'a Sessions, _room: SemaphorePermit<'a> },
     Theirs { object: Option<Object> },
 }
@@ -288,7 +288,7 @@ impl Deref for Taken<'_> {
 }
 
 impl Taken<'_> {
-    /// The statement as prepared in this session.
+    /// Returns the statement as prepared in this session.
     pub(super) async fn prepare(&self, statement: &Statement) -> Result<tokio_postgres::Statement, Error> {
         match &self.0 {
             Kind::Ours { session: Some(session), .. } => {
@@ -307,7 +307,7 @@ impl Taken<'_> {
         }
     }
 
-    /// When bytes were last exchanged on it, as far as is known.
+    /// Returns the time of the latest exchange of bytes on the connection, as far as known.
     pub(super) fn moved(&self) -> Instant {
         match &self.0 {
             Kind::Ours { session: Some(session), .. } => session.exchanged.on_connection.get(),
@@ -338,7 +338,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// The hosts that the driver looks up.
+/// Returns the hosts that the driver looks up.
 pub(super) fn hosts(config: &Config) -> impl Iterator<Item = &str> {
     let names = config.get_hosts().iter().filter(|_| config.get_hostaddrs().is_empty());
     names.filter_map(|host| match host {
@@ -363,7 +363,7 @@ where
     Ok((client, task.abort_handle()))
 }
 
-/// Whether the bytes of unencrypted connections can be seen: all hosts must be reached by a name or an address.
+/// Returns whether the bytes of unencrypted connections can be counted: all hosts must be names or addresses.
 fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }
@@ -372,8 +372,8 @@ async fn connect_plain(config: &Config, exchanged: &Exchanged) -> Result<(Client
     if !is_metered(config) {
         return spawn(config, NoTls).await;
     }
-    // The driver gives its socket only to an encryption layer. [`Plain`] is such a layer, but sends the same bytes as
-    // without it.
+    // The driver passes its socket only to an encryption layer. [`Plain`] is such a layer, but sends the bytes
+    // unchanged.
     let mut config = config.clone();
     config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
     spawn(&config, Noting { tls: Plain, exchanged: exchanged.clone() }).await
@@ -382,7 +382,7 @@ async fn connect_plain(config: &Config, exchanged: &Exchanged) -> Result<(Client
 /// An unencrypted connection.
 type Stream = Metered<Socket, Exchanged>;
 
-/// An encryption layer that leaves the connection as it is.
+/// An encryption layer that leaves the connection unchanged.
 #[derive(Clone, Copy)]
 struct Plain;
 
@@ -412,7 +412,7 @@ impl TlsStream for Stream {
     }
 }
 
-/// Encrypts as `tls` does, and notes when bytes are exchanged.
+/// Encrypts like `tls`, and notes the time of each exchange of bytes.
 #[derive(Clone)]
 struct Noting<T> {
     tls: T,

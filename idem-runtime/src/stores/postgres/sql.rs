@@ -1,12 +1,12 @@
-//! The statements, and how their rows are read: the one place that knows the table.
+//! The statements, and how their rows are read. No other file depends on the columns of the table.
 //!
-//! Every time in a statement is the moment at which the server got it (`statement_timestamp()`), for reads and writes
-//! alike. Outside of a transaction that equals `now()`. Inside one of the user's, `now()` is when the transaction began,
-//! which may be before the lapse of the lease that it has to take over.
+//! Every time in a statement is the moment at which the server received the statement (`statement_timestamp()`), for
+//! reads and writes alike. Outside a transaction that equals `now()`. Inside a transaction of the user's, `now()` is
+//! the start of the transaction, which may be before the lapse of a lease that the transaction has to take over.
 //!
-//! An expired record counts as absent in every statement, whether or not it was purged. A row of another format is never
-//! written to. No statement waits for a row that another session has locked, nor for a record that a transaction of the user's
-//! has not committed yet: it leaves the key alone and says so.
+//! An expired record counts as absent in every statement, whether or not it was purged. No statement writes to a row of
+//! another format. No statement waits for a row that another session has locked, nor for a record that a transaction of
+//! the user's has not committed yet: it leaves the key alone, and its answer shows this.
 
 use std::error::Error;
 
@@ -24,31 +24,33 @@ use crate::record::{
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 use std::time::Duration;
 
-/// The default schema.
+/// Default schema.
 pub(super) const SCHEMA: &str = "idem";
-/// The start of the comment on the table.
+/// Start of the comment on the table.
 pub(super) const TABLE_VERSION: &str = "idem 1";
-/// The longest name of a schema: the name of a channel has 63 bytes at most.
+/// Longest name of a schema, in bytes: the name of a channel has at most 63.
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
-/// The largest result: a value of PostgreSQL is smaller than 1 GiB, and so is the message that carries it.
+/// Largest result, in bytes: a value of PostgreSQL is smaller than 1 GiB, and so is the message that carries it.
 const MAX_RESULT_BYTES: usize = 1_000_000_000;
-/// A thousand years: longer than any policy allows, and far from the end of PostgreSQL's calendar.
+/// A thousand years, in milliseconds: longer than any policy allows, and far from the end of PostgreSQL's calendar.
 const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
 
 /// The file for users that run their own migrations.
 const DDL: &str = include_str!("schema.sql");
 
-/// A name as a quoted identifier.
+/// Returns a name as a quoted identifier.
 fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// The most hash partitions. Each statement locks all of them, and the server has room for 64 locks a connection.
+/// Largest number of hash partitions. Each statement locks all of them, and the server has room for 64 locks per
+/// connection.
 pub(super) const MAX_PARTITIONS: u16 = 128;
 /// The storage parameters in [`DDL`]. A partitioned table takes none: its partitions have them.
 const STORAGE: &str = " WITH (fillfactor = 30)";
 
-/// The statements of [`DDL`] for a schema of this name, and a table of so many hash partitions (0: a plain table).
+/// Returns the statements of [`DDL`] for a schema of this name, and a table with this number of hash partitions (0: a
+/// plain table).
 pub(super) fn ddl(schema: &str, partitions: u16) -> String {
     let ddl = match partitions {
         0 => DDL.to_owned(),
@@ -60,7 +62,7 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
                 )
             };
             let created: String = (0..partitions).map(partition).collect();
-            // After the choice of a compression: a partition inherits the one that its table has by then.
+            // Created after the choice of a compression: a partition inherits the present compression of its table.
             DDL.replace(&format!("{STORAGE};\n"), " PARTITION BY HASH (key);\n")
                 .replace("CREATE INDEX", &format!("{created}\nCREATE INDEX"))
         }
@@ -69,7 +71,7 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
     let mut text = String::new();
     for (n, part) in ddl.split("\"idem\"").enumerate() {
         if n > 0 {
-            // A quote within a text that is itself in a text is written four times.
+            // A quote in a text that is itself in a text is written four times.
             let is_in_text = text.ends_with("''") || text.ends_with("''ALTER TABLE ");
             text += &if is_in_text { name.replace('\'', "''''") } else { name.clone() };
         }
@@ -78,10 +80,12 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
     text
 }
 
-/// The same, safe to run from many processes at once. It is one text, so that it is one transaction.
+/// Returns the statements of [`ddl`], safe to run from many processes simultaneously. The statements are one text, so
+/// that they run in one transaction.
 pub(super) fn ensure(schema: &str, partitions: u16) -> String {
-    // `IF NOT EXISTS` alone looks before it creates: two processes that look at once both create. Many processes that start
-    // together wait for one another, for longer than a statement about a record waits for a lock.
+    // `IF NOT EXISTS` alone looks before it creates: two processes that look at the same time both create. The lock
+    // makes processes that start together wait for each other. They wait without a time limit, unlike a statement about
+    // a record.
     format!(
         "BEGIN; SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;",
         ddl(schema, partitions)
@@ -98,7 +102,7 @@ pub(super) fn check_size(result: &StoredResult) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// The channel on which ends of attempts are published.
+/// Returns the channel on which ends of attempts are published.
 pub(super) fn channel(schema: &str) -> String {
     format!("idem:{schema}")
 }
@@ -107,12 +111,12 @@ pub(super) fn listen(channel: &str) -> String {
     format!("LISTEN {}", quoted(channel))
 }
 
-/// The seed of the locks on keys, so that two schemas share no locks.
+/// Returns the seed of the locks on keys, so that two schemas share no locks.
 fn lock_seed(schema: &str) -> i64 {
     i64::from_be_bytes(*Sha256::digest(schema).first_chunk().expect("a digest is longer"))
 }
 
-/// Milliseconds as a parameter.
+/// Returns milliseconds as a parameter.
 pub(super) fn millis(duration: Duration) -> i64 {
     signed_millis(duration).min(MAX_MILLIS)
 }
@@ -120,104 +124,106 @@ pub(super) fn millis(duration: Duration) -> i64 {
 /// A statement and the types of its parameters.
 #[derive(Debug)]
 pub struct Statement {
-    /// Its index among all statements.
+    /// Index among all statements.
     pub(super) place: usize,
     pub(super) text: String,
     pub(super) types: &'static [Type],
 }
 
-/// All statements about records.
+/// All statements about records. The comments name the parameters first.
 #[derive(Debug)]
 pub(super) struct Statements {
-    /// `key`: its record, if there is one.
+    /// `key`: returns its record, if there is one.
     pub(super) look: Statement,
-    /// `key`: what its reservation is answered from, if it has a record.
+    /// `key`: returns the columns that answer a reservation, if there is a record.
     pub(super) answer: Statement,
-    /// `keys`: their records, without results of more than [`IN_A_BATCH`] bytes.
+    /// `keys`: returns their records, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) look_many: Statement,
-    /// The columns of [`RESERVE`]: makes a record, or finds the existing one.
+    /// The columns of [`RESERVE`]: makes a record, or returns the existing one.
     pub(super) reserve: Statement,
-    /// The same for arrays of them, without results of more than [`IN_A_BATCH`] bytes.
+    /// Arrays of the columns of [`RESERVE`]: like `reserve`, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
-    /// The columns of [`RESERVE`]: the same inside the user's transaction, unless another transaction holds the key. Always
-    /// one row; see [`Within`].
+    /// The columns of [`RESERVE`]: like `reserve` inside the user's transaction, unless another transaction holds the
+    /// key. Always returns one row; see [`Within`].
     pub(super) reserve_within: Statement,
-    /// Replaces a record by that of a new attempt, if it is still the one that was met.
+    /// Replaces a record by the record of a new attempt, if it is still the one that was read.
     pub(super) replace: Statement,
     /// The columns of [`END`]: ends an attempt.
     pub(super) end: Statement,
-    /// The same for arrays of them.
+    /// Arrays of the columns of [`END`]: ends many attempts.
     pub(super) end_many: Statement,
-    /// `keys, owners, attempts`: renews leases. Answers the places of those that it has renewed, counted from 1.
+    /// `keys, owners, attempts`: renews leases. Returns the indexes of the renewed leases, counted from 1.
     pub(super) renew: Statement,
-    /// The same: marks that the bodies of attempts begin, and renews their leases.
+    /// Like `renew`, and marks that the bodies of the attempts begin.
     pub(super) begin: Statement,
-    /// The same: the places of leases whose renewal was prevented only by a lock on their row.
+    /// The parameters of `renew`: returns the indexes of leases that were not renewed only because their row was
+    /// locked.
     pub(super) held: Statement,
-    /// `key, attempt`: marks the row, so that the end of the attempt is published. Answers whether it is pending, and
-    /// whether it is marked.
+    /// `key, attempt`: marks the row, so that the end of the attempt is published. Returns whether the attempt is
+    /// pending, and whether the row is marked.
     pub(super) mark: Statement,
-    /// `key, attempt`: whether the attempt is pending.
+    /// `key, attempt`: returns whether the attempt is pending.
     pub(super) is_pending: Statement,
-    /// The columns of [`DECIDE`]: replaces a record as an operator has decided, if it is still the one that was met.
+    /// The columns of [`DECIDE`]: replaces a record by an operator's decision, if it is still the one that was read.
     pub(super) decide: Statement,
-    /// The columns of [`FORGET`]: removes it.
+    /// The columns of [`FORGET`]: removes a record, if it is still the one that was read.
     pub(super) forget: Statement,
-    /// `key`: its row, and a digest of all its columns.
+    /// `key`: returns its row, and a digest of all columns.
     pub(super) examine: Statement,
-    /// `key, digest`: removes the row if it is still the one that has this digest.
+    /// `key, digest`: removes the row if it still has this digest.
     pub(super) forget_damaged: Statement,
-    /// `how many, from when`: deletes expired rows that were listed for then or later, and lists renewed ones for later.
-    /// Answers how many of each, and for when the last of them was listed.
+    /// `limit, from`: deletes expired rows whose `listed_at` is `from` or later, and moves the `listed_at` of renewed
+    /// ones. Returns the number of both, and the last `listed_at` that was reached.
     pub(super) purge: Statement,
-    /// The columns of [`LIST`]: the records under some keys, and a last row with the last key and the number of rows looked at.
+    /// The columns of [`LIST`]: returns the records in a range of keys, and a last row with the last key and the number
+    /// of rows that were read.
     pub(super) list: Statement,
-    /// Whether the server only reads.
+    /// Returns whether the server is read-only.
     pub(super) ping: Statement,
-    /// The lock timeout of this session.
+    /// Returns the lock timeout of this session.
     pub(super) lock_timeout: Statement,
-    /// `key`: waits until no other transaction of a user holds it, and holds it until this one ends.
+    /// `key`: waits until no other transaction of a user holds the key, and holds it until this one ends.
     pub(super) hold: Statement,
-    /// The name of the schema: what the server is, and what the table is.
+    /// Name of the schema: returns properties of the server and of the table.
     pub(super) check: Statement,
 }
 
-/// A statement that reads many records leaves out results of more bytes than this, so that its answer has a bound. Each
-/// result left out is read alone.
+/// Size of a result, in bytes, above which a statement that reads many records leaves it out, so that the answer has a
+/// bound. Each result that is left out is read alone.
 const IN_A_BATCH: usize = 4096;
-/// The columns that a reservation is answered from, in this order.
+/// Columns that answer a reservation, in this order.
 const ANSWER: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
                       r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp(), \
                       r.began_at, r.traceparent, r.decided_by, r.decided_reason, r.begun";
-/// The same for a record that was just made.
+/// The same columns for a record that was just made.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
                     NULL::timestamptz, NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text, NULL::boolean";
-/// The columns that follow [`ANSWER`] where a person may look at the record: many replays would carry them in vain.
+/// Columns after [`ANSWER`] where an operator may see the record. Most replays don't need them.
 const REST: &str = "r.holder, r.first_seen_at";
-/// Which columns a row has.
+/// The columns of a row.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Columns {
-    /// Those of [`ANSWER`].
+    /// The columns of [`ANSWER`].
     Answer,
-    /// Those of [`ANSWER`] and [`REST`].
+    /// The columns of [`ANSWER`] and [`REST`].
     All,
 }
 
-/// The index of the first column of [`REST`].
+/// Index of the first column of [`REST`].
 const REST_AT: usize = 20;
-/// The index of the key, where it follows [`ANSWER`].
+/// Index of the key, where it follows [`ANSWER`].
 const KEY_OF_MANY_AT: usize = 20;
-/// In a statement that reads many records, the index of whether the result was left out.
+/// Index of the flag for a result that was left out, in a statement that reads many records.
 const LEFT_OUT_AT: usize = 21;
-/// The index of the key, where it follows [`ANSWER`] and [`REST`].
+/// Index of the key, where it follows [`ANSWER`] and [`REST`].
 const KEY_AT: usize = 22;
-/// The index of the digest of a row, where it follows [`ANSWER`] and [`REST`].
+/// Index of the digest of a row, where it follows [`ANSWER`] and [`REST`].
 const DIGEST_AT: usize = 22;
-/// In a list, the index of the size of a result; in its last row, of how many rows were looked at.
+/// In a list, index of the size of a result; in its last row, of the number of rows that were read.
 const SIZE_AT: usize = 23;
 
-/// The parameters of a reservation.
+/// Parameters of a reservation.
 const RESERVE: [Type; 8] =
     [Type::TEXT, Type::BYTEA, Type::BYTEA, Type::BOOL, Type::INT8, Type::INT8, Type::TEXT, Type::TEXT];
 const RESERVE_MANY: [Type; 8] = [
@@ -230,7 +236,7 @@ const RESERVE_MANY: [Type; 8] = [
     Type::TEXT_ARRAY,
     Type::TEXT_ARRAY,
 ];
-/// The parameters of the end of an attempt.
+/// Parameters of the end of an attempt.
 const END: [Type; 9] =
     [Type::TEXT, Type::BYTEA, Type::TEXT, Type::INT8, Type::TEXT, Type::BYTEA, Type::INT8, Type::INT8, Type::INT8];
 const END_MANY: [Type; 9] = [
@@ -264,8 +270,8 @@ const REPLACE: [Type; 17] = [
     Type::BOOL,
 ];
 
-/// The parameters of a decision: key, new owner, state, attempts, codec, result and its size, then those of [`FORGET`] from the
-/// second on, and who decided and why; last, whether the body had begun.
+/// Parameters of a decision: key, new owner, state, attempts used, codec, result and its size, then the parameters of
+/// [`FORGET`] from the second on, the operator and their reason; last, whether the body had begun.
 const DECIDE: [Type; 15] = [
     Type::TEXT,
     Type::BYTEA,
@@ -283,30 +289,30 @@ const DECIDE: [Type; 15] = [
     Type::TEXT,
     Type::BOOL,
 ];
-/// The parameters of a removal: key, then owner, attempt, state and attempts that were met, whether the lease may be live, and
-/// whether the body had begun.
+/// Parameters of a removal: key, then owner, attempt, state and attempts used of the record that was read, whether the
+/// lease may be live, and whether the body had begun.
 const FORGET: [Type; 7] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::TEXT, Type::INT8, Type::BOOL, Type::BOOL];
 
-/// The parameters of a list: after which key, before which key, how many rows to look at, states (null: any).
+/// Parameters of a list: keys after this one, keys before this one, number of rows to read, states (null: any).
 const LIST: [Type; 4] = [Type::TEXT, Type::TEXT, Type::INT8, Type::TEXT_ARRAY];
-/// How many rows a page of a list is made from at most.
+/// Largest number of rows that one page of a list reads.
 const LOOKED_AT: usize = 2000;
 
 impl Statements {
-    /// The statements for the table in `schema`.
+    /// Makes the statements for the table in `schema`.
     #[expect(clippy::too_many_lines, reason = "one list, to be read together")]
     pub(super) fn new(schema: &str) -> Self {
         let table = format!("{}.records", quoted(schema));
         let channel = channel(schema).replace('\'', "''");
         let ms = |ms: &str| format!("({ms}) * interval '1 millisecond'");
         let now = "statement_timestamp()";
-        // The lock, and not the row, says whether a transaction of the user's has the key: its row is invisible, and can't be
-        // waited for with a time limit. The lock ends with its transaction. Another key with the same hash only causes a
-        // wait.
+        // The lock, and not the row, shows whether a transaction of the user's holds the key: its row is invisible, and
+        // a statement can't wait for it with a time limit. The lock ends with its transaction. Another key with the
+        // same hash only causes a wait.
         let lock_number = |key: &str| format!("hashtextextended({key} COLLATE \"C\", '{}'::bigint)", lock_seed(schema));
-        // An insert would wait for that transaction, and all other keys of the statement with it. The lock is given back at
-        // once: one lock for each key of a batch could exhaust the server's memory for locks. A transaction that takes the key
-        // between this look and the insert is waited for under the `lock_timeout`.
+        // An insert would wait for that transaction, and all other keys of the statement with it. The lock is released
+        // immediately: one lock for each key of a batch could exhaust the server's memory for locks. A transaction that
+        // takes the key between this look and the insert makes the insert wait, up to the `lock_timeout`.
         let is_free = format!(
             "CASE WHEN pg_try_advisory_lock_shared({0}) THEN pg_advisory_unlock_shared({0}) ELSE false END",
             lock_number("u.key")
@@ -327,10 +333,10 @@ impl Statements {
         // A waiter has marked the row, so that an end without waiters takes no lock at its commit.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
         let there = format!("r.format = {VERSION} AND r.expires_at > {now}");
-        // A row that another session has locked, for a moment or in a forgotten `psql`, must not hold up the others in the
-        // statement, nor the connection. A row whose `xmax` is zero was never locked since it was written. Any other row is
-        // locked for this statement first, unless another session holds it.
-        // By key, as rows of two partitions may have the same `ctid`.
+        // A row that another session has locked, for a moment or in a forgotten `psql`, must not block the other rows
+        // of the statement, nor the connection. A row whose `xmax` is zero was never locked since it was written. The
+        // statement first tries to lock any other row, and skips the rows that another session holds.
+        // Selects by key, because rows of two partitions may have the same `ctid`.
         let free = |asked: &str| {
             format!(
                 "(r.xmax = '0'::xid OR r.key = ANY (ARRAY(SELECT f.key FROM {asked} JOIN {table} AS f ON f.key = a.key \
@@ -355,7 +361,7 @@ impl Statements {
         let answer = format!("SELECT {ANSWER} FROM {table} AS r WHERE r.key = $1");
         let is_large = format!("octet_length(r.result) > {IN_A_BATCH}");
         let bounded = ANSWER.replace("r.result,", &format!("CASE WHEN {is_large} THEN NULL ELSE r.result END,"));
-        // By a join, as `key = ANY($1)` would look for every key in every partition.
+        // A join, because `key = ANY($1)` would look for every key in every partition.
         let many =
             format!("{bounded}, r.key, {is_large} FROM unnest($1) AS a (key) JOIN {table} AS r ON r.key = a.key");
         let look_many = format!("SELECT {many}");
@@ -375,6 +381,7 @@ impl Statements {
             lock_number("$1"),
             make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))", "(SELECT is_held FROM held)"),
         );
+        // A new attempt replaces an expired record, or a lapsed or ended one that is unchanged since it was read.
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
              attempt = $7, attempts_used = $8, state = 'pending', begun = false, codec = NULL, result = NULL, result_bytes = NULL, \
@@ -392,14 +399,14 @@ impl Statements {
             "r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'pending' AND {there}"
         );
         let asked = "unnest($1, $2, $3) WITH ORDINALITY AS u (key, owner, attempt, place)";
-        // A renewal that a later one has overtaken must not shorten the lease.
+        // A late renewal must not shorten a lease that a later one has extended.
         let renew = format!(
             "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} WHERE {held} AND {free_many} RETURNING u.place",
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
-        // A request that arrives after the lease marks nothing.
+        // A request that arrives after the lease has lapsed marks nothing.
         let begin = format!(
             "UPDATE {table} AS r SET begun = true, lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} \
@@ -416,7 +423,7 @@ impl Statements {
              OR EXISTS (SELECT FROM {table} AS r WHERE {pending} AND r.waited)"
         );
         let is_pending = format!("SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending})");
-        // The last parameter says whether its lease may be live.
+        // The last parameter: the lease may be live.
         let met = |first: u32, begun: u32| {
             format!(
                 "r.key = $1 AND r.owner = ${first} AND r.attempt = ${} AND r.state = ${} AND r.attempts_used = ${} \
@@ -434,12 +441,12 @@ impl Statements {
             met(8, 15),
         );
         let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
-        // The binary form depends on no setting of the session, as the text of a time or of bytes does.
+        // The binary form depends on no setting of the session, unlike the text of a time or of bytes.
         let digest = "sha256(record_send(r))";
         let examine = format!("SELECT {ANSWER}, {REST}, {digest} FROM {table} AS r WHERE r.key = $1");
         let forget_damaged =
             format!("DELETE FROM {table} AS r WHERE r.key = $1 AND {digest} = $2 AND {free_one} RETURNING {wake}");
-        // Rows that another session is writing are left for the next time, so that a purge never waits.
+        // Skips rows that another session is writing, so that a purge never waits. The next purge takes them.
         let purge = format!(
             "WITH due AS MATERIALIZED (SELECT r.key, r.listed_at, r.expires_at <= {now} AS is_over FROM {table} AS r \
              WHERE r.listed_at >= $2 AND r.listed_at <= {now} AND r.format = {VERSION} ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
@@ -448,7 +455,7 @@ impl Statements {
              WHERE r.key = due.key AND NOT due.is_over RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept), (SELECT max(listed_at) FROM due)"
         );
-        // Bounded by the rows that it looks at. The last row tells how far it came.
+        // Limited by the number of rows that it reads. The last row of the answer returns how far it came.
         let unread = format!("{}, {REST}", ANSWER.replace("r.result,", "NULL::bytea,"));
         let none = "NULL::text, NULL::timestamptz";
         let list = format!(
@@ -460,7 +467,8 @@ impl Statements {
              OR (r.expires_at > {now} AND ($4 IS NULL OR r.state = ANY($4))) UNION ALL SELECT {MADE}, {none}, max(key), count(*) FROM looked"
         );
         let ping = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'";
-        // By joins, under one snapshot: `to_regclass` sees a table committed since, whose comment would be missing.
+        // Joins, under one snapshot: `to_regclass` also sees a table that was committed since, whose comment would be
+        // missing.
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
                      current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
@@ -509,12 +517,12 @@ impl Statements {
 
 const VERSION: i64 = Parts::VERSION;
 
-/// Where statements run: over the pool, each by itself, or inside the user's transaction.
+/// Executor of statements: the pool, with a transaction for each statement, or the user's transaction.
 pub(super) trait Ask {
     type Row: Cells;
     type Error;
 
-    /// The rows that `statement` returns.
+    /// Returns the rows of `statement`.
     fn rows(
         &self,
         statement: &Statement,
@@ -524,7 +532,7 @@ pub(super) trait Ask {
 }
 
 impl Statements {
-    /// The record of `key`, expired or not.
+    /// Returns the record of `key`, expired or not.
     pub(super) async fn look_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Found>, StoreError>
     where
         StoreError: From<A::Error>,
@@ -536,7 +544,7 @@ impl Statements {
         }
     }
 
-    /// The record of `key` as an operator sees it, unless it has expired.
+    /// Returns the record of `key` as an operator sees it, unless it has expired.
     pub(super) async fn inspect_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Inspection>, StoreError>
     where
         StoreError: From<A::Error>,
@@ -549,7 +557,7 @@ impl Statements {
         }
     }
 
-    /// The record of a row that could not be read a moment ago, as an operator sees it, and the digest of all its columns.
+    /// Returns a row that could not be read a moment ago, as an operator sees it, and the digest of all its columns.
     async fn examine_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<(Inspection, Vec<u8>)>, StoreError>
     where
         StoreError: From<A::Error>,
@@ -566,7 +574,8 @@ impl Statements {
         Ok(Some((inspection, digest)))
     }
 
-    /// Does what an operator has decided with a row that can't be read. `None` if that has changed meanwhile, or is locked.
+    /// Applies an operator's decision to a row that can't be read. `None` if the row has changed meanwhile, or is
+    /// locked.
     async fn decide_damaged<A: Ask>(&self, at: &A, decision: &Decision) -> Result<Option<Decided>, StoreError>
     where
         StoreError: From<A::Error>,
@@ -614,12 +623,14 @@ impl Statements {
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
 
-    /// Does what an operator has decided with the record of its key. `None` if that has changed meanwhile, or is locked.
+    /// Applies an operator's decision to the record of its key. `None` if the record has changed meanwhile, or is
+    /// locked.
     pub(super) async fn try_decide<A: Ask>(&self, at: &A, decision: &Decision) -> Result<Option<Decided>, StoreError>
     where
         StoreError: From<A::Error>,
     {
         let key = decision.key.as_str();
+        // An unreadable row can only be forgotten; an expired record counts as absent.
         let found = match self.look_at(at, key).await {
             Err(error) if error.kind() == StoreErrorKind::Corrupt => return self.decide_damaged(at, decision).await,
             found => found?.filter(|found| !found.is_expired()),
@@ -630,6 +641,7 @@ impl Statements {
             Ruling::Replace(with) => Some(with),
             Ruling::Remove => None,
         };
+        // Writes only if the record is still the one that was read: its revision is among the parameters.
         let seen = Parts::of(&found.record);
         let may_live = decision.ends_live_lease();
         let rows = match &with {
@@ -697,22 +709,22 @@ impl Statements {
     }
 }
 
-/// The attempt number to compare; `None` for a release, which may not know it.
+/// Returns the attempt number to compare; `None` for a release, which may not have it.
 pub(super) fn number_of(record: &Record) -> Option<i64> {
     record.is_finished().then_some(record.attempt.into())
 }
 
-/// The error for a row that is no record.
+/// Returns the error for a row that is no record.
 pub(super) fn corrupt(error: FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
 
-/// A point on the server's clock, in microseconds.
+/// A time on the server's clock, in microseconds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Micros(pub(super) i64);
 
 impl Micros {
-    /// Before all other times: `-infinity`.
+    /// The time before all others: `-infinity`.
     pub(super) const FIRST: Self = Self(i64::MIN);
 
     fn since(self, earlier: Self) -> Duration {
@@ -743,15 +755,15 @@ impl ToSql for Micros {
     to_sql_checked!();
 }
 
-/// A record as a statement found it, expired or not.
+/// A record as a statement read it, expired or not.
 #[derive(Clone, Debug)]
 pub(super) struct Found {
     pub(super) record: Record,
     pub(super) lapses_at: Micros,
     pub(super) expires_at: Micros,
-    /// The server's clock when it was found.
+    /// Time of the server's clock at which the statement read the record.
     pub(super) now: Micros,
-    /// Known of a row with all columns.
+    /// `None` if the statement did not read this column.
     pub(super) first_seen_at: Option<Micros>,
     pub(super) began_at: Micros,
 }
@@ -765,7 +777,7 @@ impl Found {
         self.expires_at.since(self.now)
     }
 
-    /// Zero if it has lapsed, or is not pending.
+    /// Returns the rest of the lease. Zero if the lease has lapsed, or the record is not pending.
     pub(super) fn lapses_in(&self) -> Duration {
         match self.record.state {
             State::Pending { .. } => self.lapses_at.since(self.now),
@@ -773,7 +785,7 @@ impl Found {
         }
     }
 
-    /// What a reservation does with it. By value, as that copies no result.
+    /// Decides a reservation that found this record. Takes it by value, because that copies no result.
     pub(super) fn meet(self, request: &ReserveRequest) -> Meeting {
         if self.is_expired() {
             return Meeting::Replace { met: self, with: Record::first(request), takeover: false };
@@ -793,7 +805,7 @@ impl Found {
         Inspection::new(self.record, expires_in, lapses_in).since(first_seen, Some(began))
     }
 
-    /// The record of a reservation that was just made, as the other requests for the key meet it.
+    /// Returns the record of a reservation that was just made, for the other requests for the key.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
         let now = Micros(0);
@@ -801,7 +813,7 @@ impl Found {
     }
 }
 
-/// What a reservation does with the record that it met.
+/// Outcome of a reservation that found a record.
 pub(super) enum Meeting {
     Answer(Reservation),
     /// Replaces the record `met`, if it is still unchanged.
@@ -812,10 +824,10 @@ pub(super) enum Meeting {
     },
 }
 
-/// The answer of a statement that reserves or looks, about one key.
+/// Answer of a statement that reserves or looks, for one key.
 #[derive(Clone, Debug)]
 pub(super) enum Met {
-    /// The record was made by this statement.
+    /// This statement made the record.
     Made,
     /// There is a record, or a row that is no record.
     Found(Result<Box<Found>, FormatError>),
@@ -825,7 +837,7 @@ pub(super) enum Met {
     LeftOut,
 }
 
-/// The key in a row of a statement that reads many records.
+/// Returns the key in a row of a statement that reads many records.
 pub(super) fn key(row: &Row) -> Option<&str> {
     row.try_get(KEY_OF_MANY_AT).ok()
 }
@@ -845,7 +857,7 @@ fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
 /// Reads a row with these columns.
 pub(super) fn met(row: &impl Cells, columns: Columns) -> Met {
     match row.cell::<Option<i16>>(0) {
-        // A row of a record that was just made is all nulls. A row that lacks only the format is damaged.
+        // The row of a record that was just made is all nulls. A row without only its format is damaged.
         Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => Met::Made,
         Ok(Some(format)) => Met::Found(found(row, format, Reading::Whole, columns).map(Box::new)),
         _ => Met::Found(Err(FormatError::Damaged)),
@@ -854,7 +866,7 @@ pub(super) fn met(row: &impl Cells, columns: Columns) -> Met {
 
 /// The values in a row, of any driver.
 pub trait Cells {
-    /// The value in the column `at`.
+    /// Returns the value in the column `at`.
     ///
     /// # Errors
     /// If there is no value, or one of another type.
@@ -867,9 +879,9 @@ impl Cells for Row {
     }
 }
 
-/// The answer of [`Statements::reserve_within`].
+/// Answer of [`Statements::reserve_within`].
 pub(super) struct Within {
-    /// Whether this transaction holds the key.
+    /// True if this transaction holds the key.
     pub(super) is_held: bool,
     pub(super) met: Met,
 }
@@ -923,11 +935,11 @@ pub(super) fn page(rows: &[Row], filter: &Filter, looked_at: i64) -> Result<Page
     Ok(page)
 }
 
-/// The parameters of [`Statements::list`] for `filter`: after which key, before which key, how many rows, which states.
-/// A damaged row may have any state.
+/// Returns the parameters of [`Statements::list`] for `filter`: keys after this one, keys before this one, number of
+/// rows, states. A damaged row may have any state.
 pub(super) fn list(filter: &Filter) -> (String, String, i64, Option<Vec<&'static str>>) {
     let prefix = filter.prefix();
-    // What sorts right behind everything with this prefix, which ends with a `/`.
+    // First string that sorts after every key with this prefix: the prefix ends with `/`, and `0` follows `/`.
     let end = format!("{}0", &prefix[..prefix.len() - 1]);
     let after = filter.after.as_ref().map_or("", Cursor::as_str).max(&prefix).to_owned();
     let is_selective = !filter.standings.is_empty() || filter.older_than.is_some();

@@ -1,7 +1,7 @@
 //! Wakes the duplicates that wait for an attempt in another process.
 //!
-//! A waiter marks the row; whatever ends the attempt finds the mark and notifies. An attempt without waiters notifies
-//! nobody, and so takes no lock at its commit.
+//! A waiter marks the row. The statement that ends the attempt finds the mark and notifies. An attempt without waiters
+//! sends no notification, and so takes no lock at its commit.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -23,11 +23,11 @@ use crate::kit::lookup;
 use crate::kit::waiting::Waiting;
 use crate::store::StoreError;
 
-/// The polling interval of a waiter that can't listen.
+/// Polling interval of a waiter that can't listen.
 const POLL: Duration = Duration::from_millis(50);
-/// The polling interval of a waiter that listens: a notification can get lost with its connection.
+/// Polling interval of a waiter that listens: a notification can get lost with its connection.
 const SAFETY_POLL: Duration = Duration::from_secs(2);
-/// The pause before a broken connection is opened again.
+/// Pause before a broken connection is opened again.
 const RECONNECT: Duration = Duration::from_millis(100);
 
 /// The settings of a connection that listens.
@@ -37,14 +37,15 @@ pub(super) struct Listener {
     pub(super) tls: Tls,
 }
 
-/// The result of marking the row of a running attempt.
+/// Result of marking the row of a running attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mark {
     /// The attempt has ended: there is nothing to wait for.
     Over,
-    /// Its end will be notified.
+    /// The end of the attempt will be notified.
     Made,
-    /// It is running, but its end will not be notified: another session has locked the row, or there is no listener.
+    /// The attempt is running, but its end will not be notified: another session has locked the row, or there is no
+    /// listener.
     Refused,
 }
 
@@ -59,7 +60,7 @@ pub(super) struct Wakeups {
 }
 
 struct Listening {
-    /// Whether notifications arrive.
+    /// True if notifications arrive.
     live: watch::Receiver<bool>,
     task: AbortHandle,
 }
@@ -71,7 +72,7 @@ impl Drop for Listening {
 }
 
 impl Wakeups {
-    /// Without a listener, waiters poll.
+    /// Makes the state of a runtime. Without a listener, waiters poll.
     pub(super) fn new(listener: Option<Listener>, channel: String, clock: Arc<dyn Clock>) -> Self {
         Self {
             listener: listener.map(Arc::new),
@@ -83,13 +84,13 @@ impl Wakeups {
         }
     }
 
-    /// Whether a row must be marked for its end to be notified.
+    /// Returns whether a row must be marked for its end to be notified.
     pub(super) fn listens(&self) -> bool {
         self.listener.is_some()
     }
 
-    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row; it runs once notifications arrive, so that
-    /// none can be missed.
+    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row; `mark` runs once notifications arrive,
+    /// so that none can be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -109,7 +110,7 @@ impl Wakeups {
         Ok(())
     }
 
-    /// Starts to listen at first use; returns whether notifications arrive.
+    /// Starts to listen at first use. Returns whether notifications arrive.
     async fn listen(&self) -> bool {
         let Some(listener) = &self.listener else { return false };
         let listening = self.listening.get_or_init(|| {
@@ -124,7 +125,7 @@ impl Wakeups {
     }
 }
 
-/// Passes notifications on to the waiters, over a connection of its own that is reopened when it breaks.
+/// Passes notifications on to the waiters, over its own connection, which is reopened when it breaks.
 async fn listen(
     listener: Arc<Listener>,
     channel: String,
@@ -139,7 +140,7 @@ async fn listen(
             Tls::On(tls) => hear(&listener.config, tls.clone(), &channel, &waiting, &live).await,
         }
         if live.send_replace(false) {
-            // Notifications in between are lost: every waiter asks again.
+            // Notifications in between are lost: every waiter looks again.
             waiting.wake_all();
         }
         clock.sleep(RECONNECT).await;
@@ -165,7 +166,7 @@ where
     let text = sql::listen(channel);
     let (mut carry, mut listened) = (pin!(carry), pin!(client.batch_execute(&text)));
     let mut is_live = false;
-    // The connection makes progress only while it is polled, so the statement needs both.
+    // The connection makes progress only while it is polled, so the statement needs both polls.
     poll_fn(|cx| {
         if !is_live && let Poll::Ready(done) = listened.as_mut().poll(cx) {
             if done.is_err() {

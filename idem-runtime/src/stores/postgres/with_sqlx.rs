@@ -25,7 +25,8 @@ use crate::store::StoreError;
 use crate::within::sealed::Sealed;
 use crate::within::{self, Failed, Journal, TRIES, Within, journaled};
 
-/// How long to wait for the connection: a body that holds it while it calls a handler that needs it waits for itself.
+/// Longest wait for the connection: a body that holds the lock while it calls a handler that needs the connection waits
+/// for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// A transaction of `sqlx`; see [`PostgresStore::within`].
@@ -87,7 +88,7 @@ impl Session for InSqlx<'_, '_> {
         std::ptr::from_ref(self.0).addr()
     }
 
-    // The savepoints are the driver's, which alone can undo one in a drop.
+    // Uses the driver's savepoints: only the driver can undo a savepoint in a drop.
 
     async fn save(&self) -> Result<(), Refused> {
         let mut connection = self.lock().await?;
@@ -105,7 +106,7 @@ impl Session for InSqlx<'_, '_> {
 
     async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
         let mut connection = self.lock().await?;
-        // Nothing is under way on the connection, so the first poll queues the statement.
+        // No statement is under way on the connection, so the first poll queues this one.
         begun();
         Manager::commit(&mut connection).await?;
         Ok(())
@@ -118,7 +119,7 @@ impl Session for InSqlx<'_, '_> {
     }
 
     fn undo_at_once(&self) {
-        // The body is gone; if the lock is taken, the user is using the transaction beside the call.
+        // The body is gone. If the lock is taken, the user is using the transaction next to the call.
         if let Ok(mut connection) = self.0.try_lock() {
             Manager::start_rollback(&mut connection);
         }
@@ -127,8 +128,9 @@ impl Session for InSqlx<'_, '_> {
 
 type Manager = <Postgres as Database>::TransactionManager;
 
-/// A savepoint that is being made. If the driver's own future were dropped halfway, it would undo the whole transaction,
-/// and the commit would later report success. So the future is forgotten instead, which may leave an unused savepoint.
+/// A savepoint that is being made. If the driver's own future were dropped halfway, it would undo the whole
+/// transaction, and the commit would later report success. So the future is forgotten instead, which may leave an
+/// unused savepoint.
 struct Undropped<'a>(Option<Making<'a>>);
 
 type Making<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;
@@ -151,7 +153,7 @@ impl Drop for Undropped<'_> {
 }
 
 impl PostgresStore {
-    /// Does what [`transact`](PostgresStore::transact) does, with `sqlx`.
+    /// Does the same as [`transact`](PostgresStore::transact), with `sqlx`.
     ///
     /// ```no_run
     /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
@@ -222,7 +224,8 @@ async fn commit(mut tx: sqlx::Transaction<'static, Postgres>) -> Result<(), sqlx
     tx.commit().await
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are recorded.
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
+/// recorded.
 async fn count(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
     if journal.attempts.is_empty() {
         return Ok(false);

@@ -79,11 +79,11 @@ impl Session for &Transaction<'_> {
     }
 }
 
-/// Queues `text` on the connection, before every later statement, and does not wait for it. If it fails, the transaction
-/// can't go on, which the next statement reports.
+/// Queues `text` on the connection, before every later statement, and does not wait for it. If `text` fails, the
+/// transaction can't go on, which the next statement reports.
 fn send(tx: &Transaction<'_>, text: &str) {
     let sent = pin!(tx.batch_execute(text));
-    // The first poll hands it over.
+    // The first poll queues it.
     drop(sent.poll(&mut Context::from_waker(Waker::noop())));
 }
 
@@ -97,25 +97,26 @@ impl From<tokio_postgres::Error> for Refused {
 }
 
 impl PostgresStore {
-    /// Begins a transaction, does `work` in it and commits it. Returns how the delivery ended and what to do with its
-    /// message.
+    /// Begins a transaction, does `work` in it and commits it. Returns the outcome of the delivery, with the
+    /// disposition of its message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) say
-    /// [`Ack`](crate::Disposition::Ack). If it returns an error or panics, or the commit is refused, everything is rolled back
-    /// and the message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded,
-    /// alone. The attempts that began are written after the rollback, so that `max_attempts` counts them, and pauses grow. If
-    /// the connection breaks and the commit is uncertain, the message is delivered again, and replayed if it was committed.
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) be
+    /// [`Ack`](crate::Disposition::Ack). If `work` returns an error or panics, or if the commit is refused, the
+    /// transaction is rolled back and the message is to be delivered again. An error that a handler recorded (`on_error
+    /// = record`) is still recorded, alone. The attempts that began are written after the rollback, so that
+    /// `max_attempts` counts them, and pauses grow. If the connection breaks and the commit is uncertain, the message
+    /// is delivered again, and replayed if the transaction was committed.
     ///
-    /// It is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`, `on_beat`, `catch_panics`,
-    /// `message`. It may stand inside of another one.
+    /// The returned future is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`,
+    /// `on_beat`, `catch_panics`, `message`. One delivery may contain another.
     ///
-    /// `client` may be one of a pool. A connection that has died makes `transact` return the driver's error, and the message
-    /// is delivered again after a pause that grows with the outage: let the pool check connections that it hands out, and put
-    /// `transact` where the connection is taken anew for each delivery.
+    /// `client` may come from a pool. A connection that has died makes `transact` return the driver's error, and the
+    /// message is delivered again after a pause that grows with the outage. So let the pool check connections that it
+    /// hands out, and take a new connection from the pool for each delivery.
     ///
-    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the commit
-    /// or in a statement of the library's), a clone of `work` is tried again, up to five times in all: nothing of it has
-    /// happened in the database. The isolation level is the session's default.
+    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the
+    /// commit or in a statement of the library), a clone of `work` is tried again, up to five times in all: none of its
+    /// writes has taken effect in the database. The isolation level is the session's default.
     ///
     /// ```no_run
     /// # async fn deliver(client: &mut tokio_postgres::Client, order: i64) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -182,7 +183,8 @@ async fn commit(tx: Transaction<'_>) -> Result<(), tokio_postgres::Error> {
     tx.commit().await
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are recorded.
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
+/// recorded.
 async fn count(client: &mut Client, journal: &Journal) -> Result<bool, StoreError> {
     if journal.attempts.is_empty() {
         return Ok(false);

@@ -21,7 +21,7 @@ use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 use crate::within::{self, Within};
 
-/// How many tables keep their statements. With a schema for each tenant, each call may need another one.
+/// Number of tables whose statements are kept. With a schema for each tenant, each call may need another one.
 const TABLES: usize = 16;
 
 /// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
@@ -34,11 +34,12 @@ pub struct InPostgres<S> {
 }
 
 impl PostgresStore {
-    /// Records inside your open transaction: they are committed with its other writes, or not at all. See [`Within`].
+    /// Puts records inside your open transaction: they are committed with its other writes, or not at all. See
+    /// [`Within`].
     ///
     /// The table is in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
-    /// `SERIALIZABLE`, a duplicate that meets a record committed after this transaction began ends the transaction with an
-    /// error, like any other conflict at these levels. Times count from each statement, not from the start of the
+    /// `SERIALIZABLE`, a duplicate that finds a record committed after this transaction began ends the transaction with
+    /// an error, like any other conflict at these levels. Times count from each statement, not from the start of the
     /// transaction.
     ///
     /// ```no_run
@@ -58,8 +59,8 @@ impl PostgresStore {
     /// # Ok(()) }
     /// ```
     ///
-    /// A transaction of sqlx is shared by the body and the record through a lock, which the body must not hold while it calls
-    /// another handler in the same transaction.
+    /// In a transaction of sqlx, body and record share the connection through a lock. The body must not hold the lock
+    /// while it calls another handler in the same transaction.
     ///
     /// ```no_run
     /// # #[cfg(feature = "with-sqlx-0_8")]
@@ -85,8 +86,9 @@ impl PostgresStore {
     }
 }
 
-/// An open transaction of a driver, for [`PostgresStore::within`]: a reference to the `Transaction` of tokio-postgres 0.7 or of
-/// deadpool-postgres 0.14, or to a `tokio::sync::Mutex` with the one of sqlx 0.8. Each has a feature of its name.
+/// An open transaction of a driver, for [`PostgresStore::within`]: a reference to the `Transaction` of tokio-postgres
+/// 0.7 or of deadpool-postgres 0.14, or to a `tokio::sync::Mutex` around the `Transaction` of sqlx 0.8. Each has a
+/// feature of its name.
 pub trait Transaction: within::sealed::Sealed {
     #[doc(hidden)]
     type Session: Session;
@@ -95,12 +97,13 @@ pub trait Transaction: within::sealed::Sealed {
     fn session(self) -> Self::Session;
 }
 
-/// The connection of a transaction: what a driver has to provide.
+/// The connection of a transaction: the operations that a driver has to provide.
 pub trait Session: within::sealed::Sealed + Clone {
     #[doc(hidden)]
     type Row: Cells;
 
-    /// Runs a statement and returns its rows. Not prepared: that would take an exchange of its own, and poolers forget it.
+    /// Runs a statement and returns its rows. Does not prepare the statement: that would take its own exchange, and
+    /// poolers forget prepared statements.
     #[doc(hidden)]
     fn rows(
         &self,
@@ -112,7 +115,7 @@ pub trait Session: within::sealed::Sealed + Clone {
     #[doc(hidden)]
     fn execute(&self, text: &str) -> impl Future<Output = Result<(), Refused>>;
 
-    /// Identifies this transaction among all that are open.
+    /// Identifies this transaction among all open ones.
     #[doc(hidden)]
     fn identity(&self) -> usize;
 
@@ -142,14 +145,14 @@ pub struct Refused {
 }
 
 impl Refused {
-    /// Whether a time limit ended the statement, or the server found a deadlock.
+    /// Returns whether a time limit ended the statement, or the server found a deadlock.
     fn ended_a_wait(&self) -> bool {
         let ends = [&SqlState::LOCK_NOT_AVAILABLE, &SqlState::QUERY_CANCELED, &SqlState::T_R_DEADLOCK_DETECTED];
         ends.iter().any(|end| self.code.as_deref() == Some(end.code()))
     }
 }
 
-/// Whether the server undid a transaction in favour of another one: it may be retried as a whole.
+/// Returns whether the server undid a transaction in favour of another one: it may be retried as a whole.
 pub(super) fn is_conflict(code: &str) -> bool {
     [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED].iter().any(|it| it.code() == code)
 }
@@ -183,11 +186,11 @@ struct Table {
 static LATEST: PerProcess<Mutex<Vec<Arc<Table>>>> = PerProcess::empty();
 
 impl Table {
-    /// The table in `schema`. A handler asks for it at each call, so its statements are built once.
+    /// Returns the table in `schema`. A handler asks for it at each call, so its statements are built only once.
     fn of(schema: &str) -> Arc<Self> {
         let mut latest = lock(LATEST.here());
         if let Some(at) = latest.iter().position(|table| table.schema == schema) {
-            // Most programs have one: nothing moves.
+            // Most programs have one table, so nothing moves.
             let table = Arc::clone(&latest[at]);
             latest[..=at].rotate_right(1);
             return table;
@@ -206,14 +209,14 @@ impl<S> InPostgres<S> {
 }
 
 impl<S> Within<InPostgres<S>> {
-    /// The schema that holds the table (default: `idem`).
+    /// Schema that holds the table (default: `idem`).
     #[must_use]
     pub fn schema(mut self, schema: &str) -> Self {
         self.0.table = Table::of(schema);
         self
     }
 
-    /// The name of this application, for its child keys; see
+    /// Name of this application, for its child keys; see
     /// [`PostgresOptions::namespace`](super::PostgresOptions::namespace).
     #[must_use]
     pub fn namespace(mut self, namespace: &str) -> Self {
@@ -221,9 +224,9 @@ impl<S> Within<InPostgres<S>> {
         self
     }
 
-    /// The name of this program in its records, beside host and process (default: none); see
-    /// [`PostgresOptions::holder`](super::PostgresOptions::holder). Each name is kept for the life of the process: it is not for
-    /// what differs from call to call.
+    /// Name of this program in its records, next to host and process (default: none); see
+    /// [`PostgresOptions::holder`](super::PostgresOptions::holder). The process keeps each name forever, so don't use a
+    /// name per call.
     #[must_use]
     pub fn holder(mut self, name: &str) -> Self {
         self.0.holder = name.into();
@@ -252,7 +255,7 @@ impl<S: Session> Ask for InPostgres<S> {
 }
 
 impl<S: Session> InPostgres<S> {
-    /// The record of `key`, unless it has expired.
+    /// Returns the record of `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
         let found = self.table.statements.look_at(self, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
@@ -330,6 +333,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 return Err(StoreError::new(StoreErrorKind::Aborted, "the server returned no row for a reservation"));
             };
             let said = said.map_err(corrupt)?;
+            // The key is free for this transaction, so the count of duplicates that ran into another one starts anew.
             if said.is_held {
                 MEETINGS.forget(request.key.seed());
             }
@@ -344,6 +348,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 Meeting::Answer(answer) => return Ok(answer),
                 Meeting::Replace { met, with, takeover } => (met, with, takeover),
             };
+            // Another transaction holds the key: it may be about to replace the same record.
             if !said.is_held {
                 return Ok(held_by_another(&request.key, with.attempt));
             }

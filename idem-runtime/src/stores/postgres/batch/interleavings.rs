@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::sync::{TestClock, explore};
 
 /// A server that answers each operation with its key. An operation on the key `locked` waits for another session's
-/// transaction, and fails the batch it is in. One on a key that starts with `large` has a large result.
+/// transaction, and fails its batch. An operation on a key that starts with `large` has a large result.
 struct Echo<const OUTLIVES: bool> {
     database: Database,
     turn: Option<Semaphore>,
@@ -22,7 +22,7 @@ struct Echo<const OUTLIVES: bool> {
 }
 
 struct Server {
-    /// Holds each exchange that has arrived.
+    /// Blocks each exchange that has arrived.
     gate: Semaphore,
     // A plain mutex: no thread switch happens while it is held.
     log: std::sync::Mutex<Log>,
@@ -32,7 +32,7 @@ struct Server {
 struct Log {
     exchanges: usize,
     arrived: Vec<String>,
-    /// Large operations that are being done.
+    /// Number of large operations that are being done.
     large: usize,
 }
 
@@ -53,7 +53,7 @@ impl Server {
     }
 
     async fn exchange(&self, keys: &[&String]) {
-        // On its way: a caller that gives up before its next poll has sent nothing.
+        // The exchange is on its way: a caller that gives up before its next poll has sent nothing.
         yield_now().await;
         let large = keys.iter().filter(|key| is_large(key)).count();
         {
@@ -131,10 +131,10 @@ fn is_locked() -> Failure {
 }
 
 const CONNECTIONS: usize = 6;
-/// How many of them large operations may take besides the lone one: with that, half.
+/// Number of connections that large operations may take in addition to the lone one: with it, half of all.
 const ROOM_FOR_LARGE: usize = 2;
 
-/// Lanes to a server whose gate is shut.
+/// Makes lanes to a server whose gate is shut.
 fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<Lanes<Echo<OUTLIVES>>>, Arc<Server>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let limit = Duration::from_secs(1);
@@ -157,7 +157,7 @@ async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
     poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
 }
 
-/// Once the lanes have ended nothing is left, and each has given its place back.
+/// Checks that after the end of all lanes no operation is left, and that no lane is still counted.
 async fn all_is_over<const OUTLIVES: bool>(lanes: &Lanes<Echo<OUTLIVES>>) {
     let shared = &lanes.0;
     shared.runtime.0.idle().await;
@@ -188,19 +188,19 @@ fn each_gets_its_own_answer(turn: Option<Semaphore>) {
     block_on(all_is_over(&lanes));
 }
 
-/// Whatever gathers while lanes end, each operation gets its own answer.
+/// Each operation gets its own answer, even if it gathers while lanes end.
 #[test]
 fn each_operation_gets_its_own_answer() {
     explore(|| each_gets_its_own_answer(None));
 }
 
-/// The same with one batch in flight at a time.
+/// Each operation gets its own answer if only one batch may be in flight.
 #[test]
 fn each_operation_gets_its_own_answer_in_turn() {
     explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));
 }
 
-/// An operation on a row that another session has locked fails by itself: the others of its batch are done.
+/// An operation on a row that another session has locked fails alone: the others of its batch are done.
 #[test]
 fn one_that_is_locked_spoils_no_other() {
     explore(|| {
@@ -227,7 +227,7 @@ fn one_that_is_locked_spoils_no_other() {
     });
 }
 
-/// Large operations share no statement, take half of the connections, and hold up nobody.
+/// Large operations share no statement, take half of the connections, and block no other operation.
 #[test]
 fn large_ones_leave_connections_to_others() {
     explore(|| {
@@ -238,7 +238,7 @@ fn large_ones_leave_connections_to_others() {
                 thread::spawn(move || block_on(call(&lanes, &format!("large-{of}"))))
             })
             .collect();
-        // The server holds those that were sent; it checks how many these are.
+        // The server blocks the operations that were sent, and checks their number.
         block_on(server.exchanges(ROOM_FOR_LARGE + 1));
         let small = Arc::clone(&lanes);
         let small = thread::spawn(move || block_on(call(&small, "small")));
@@ -253,11 +253,11 @@ fn large_ones_leave_connections_to_others() {
     });
 }
 
-/// Two callers go away while their operations wait for a lane, or for the room of large ones (`kind`): how many of these
-/// are sent.
+/// Two callers go away while their operations wait for a lane, or for a permit for large operations (`kind`). Returns
+/// the number of these operations that are sent.
 fn sent_for_nobody<const OUTLIVES: bool>(kind: &'static str) -> usize {
     let (lanes, server) = open::<OUTLIVES>(None);
-    // One operation that its caller drives, and one for each lane, or as many large ones; the server holds them all.
+    // One operation that its caller drives, and one for each lane, or as many large ones. The server blocks them all.
     let mut threads = Vec::new();
     for of in 0..=Echo::<OUTLIVES>::LANES {
         let held = Arc::clone(&lanes);
@@ -334,7 +334,7 @@ fn what_outlives_its_caller_is_done() {
     });
 }
 
-/// The runtime of the lanes shuts down: no caller waits for an answer that can't come.
+/// When the runtime of the lanes shuts down, no caller waits for an answer that can't come.
 #[test]
 fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
     explore(|| {

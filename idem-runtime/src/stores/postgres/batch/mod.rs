@@ -1,13 +1,16 @@
 //! Sends the operations of many tasks in few statements.
 //!
-//! - A lone operation never waits: while no other of its kind is in flight, its caller drives it, as one plain statement.
-//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send everything that has gathered as one statement
-//!   of many rows: one commit for all. A lane takes what is there; it never waits for more.
-//! - An operation whose caller goes away is dropped before it is sent, unless it must be done anyway ([`Work::OUTLIVES`]).
-//!   Once sent, it belongs to the lane.
-//! - An operation that fails because of another session's transaction is sent alone from then on: it holds up no others.
-//! - An operation with a large result is sent alone, too, beside others of its kind: within one statement, one process of
-//!   the server would compress one result after the other. About half of the connections stay free of them.
+//! - A lone operation never waits: while no other of its kind is in flight, its caller drives it, as one plain
+//!   statement.
+//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send all gathered operations as one statement
+//!   of many rows: one commit for all. A lane takes the operations that are there; it never waits for more.
+//! - An operation whose caller goes away is dropped before it is sent, unless it must be done anyway
+//!   ([`Work::OUTLIVES`]). Once sent, it belongs to the lane.
+//! - An operation that fails because of another session's transaction is sent alone from then on, so that it blocks no
+//!   others.
+//! - An operation with a large result is sent alone, too, in parallel with others of its kind: within one statement,
+//!   one process of the server would compress one result after the other. About half of the connections stay free of
+//!   large results.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -27,16 +30,17 @@ use crate::sync::{Handle, Mutex, lock};
 mod interleavings;
 pub(super) mod operations;
 
-/// The most operations in one batch.
+/// Largest number of operations in one batch.
 const BATCH: usize = 128;
-/// Bytes above which a batch takes no more operations.
+/// Size in bytes above which a batch takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
-/// How many operations on locked records may be sent alone at a time: each may have to wait, with a connection.
+/// Number of operations on locked records that may be sent alone simultaneously. Each may have to wait, with a
+/// connection.
 const ALONE: usize = 2;
-/// An operation of more bytes is sent alone. The server compresses what does not fit into a page, which takes longer than
-/// everything else about its row.
+/// Size in bytes above which an operation is sent alone. The server compresses a result that does not fit into a page,
+/// which takes longer than everything else about its row.
 const LARGE: usize = 8 * 1024;
-/// For how long the operations of a key are sent alone after one of them was locked.
+/// Time for which the operations of a key are sent alone after one of them was locked.
 const REMEMBERED: Duration = Duration::from_secs(10);
 
 /// A kind of operation, and how one or many of them are done.
@@ -44,26 +48,27 @@ pub(super) trait Work: Send + Sync + Sized + 'static {
     type Operation: Send + Sync + 'static;
     type Answer: Send + 'static;
 
-    /// How many batches are in flight at a time.
+    /// Number of batches that may be in flight simultaneously.
     const LANES: usize;
-    /// Whether an operation is done even if its caller is gone.
+    /// True if an operation is done even if its caller is gone.
     const OUTLIVES: bool;
 
     fn database(&self) -> &Database;
 
-    /// A permit that a batch holds while it is in flight, if only one at a time may be.
+    /// Returns the semaphore from which a batch holds a permit while it is in flight, if only one batch may be in
+    /// flight.
     fn turn(&self) -> Option<&Semaphore>;
 
-    /// The key of an operation.
+    /// Returns the key of an operation.
     fn key(operation: &Self::Operation) -> &str;
 
-    /// About how many bytes it sends.
+    /// Returns the approximate number of bytes that the operation sends.
     fn bytes(operation: &Self::Operation) -> usize;
 
     fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
 
-    /// An answer for each, in order, or one failure for all. The answer of an operation that is not
-    /// [wanted](Waiting::is_wanted) any more right before it is sent does not matter.
+    /// Returns an answer for each operation, in order, or one failure for all. If an operation is no longer
+    /// [wanted](Waiting::is_wanted) right before it is sent, its answer does not matter.
     fn many(&self, operations: &[Waiting<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
 }
 
@@ -77,7 +82,7 @@ pub(super) struct Waiting<W: Work> {
 }
 
 impl<W: Work> Waiting<W> {
-    /// Whether to send it, if it was not sent yet.
+    /// Returns whether to send the operation, if it was not sent yet.
     pub(super) fn is_wanted(&self) -> bool {
         W::OUTLIVES || !self.answer.is_closed()
     }
@@ -89,24 +94,25 @@ pub(super) struct Lanes<W: Work>(Arc<Shared<W>>);
 struct Shared<W: Work> {
     work: W,
     runtime: Handle,
-    /// Whether a lone operation is in flight, driven by its caller.
+    /// True while a lone operation is in flight, driven by its caller.
     lone: AtomicBool,
-    /// Whether the latest batch had more than one operation: then others are about to follow.
+    /// True if the latest batch had more than one operation: then others are about to follow.
     is_busy: AtomicBool,
-    /// The running lanes; written under `queue`, read without it as a hint.
+    /// Number of running lanes. Written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
     queue: Mutex<VecDeque<Waiting<W>>>,
-    /// Room for operations on locked records.
+    /// Permits for operations on locked records.
     alone: Semaphore,
-    /// Room for large operations. `None`: there are too few connections, and they gather like all others.
+    /// Permits for large operations. `None`: there are too few connections, and large operations gather like all
+    /// others.
     large: Option<Semaphore>,
-    /// Keys that were locked, and until when they count as locked.
+    /// Keys that were locked, and the time until which they count as locked.
     locked: Mutex<HashMap<String, Instant>>,
-    /// Whether there are any; mostly there are none.
+    /// True if `locked` has any keys, which is rare.
     any_locked: AtomicBool,
 }
 
-/// Why an operation shares no statement with others.
+/// Reason why an operation shares no statement with others.
 #[derive(Clone, Copy)]
 enum Alone {
     /// Another session had locked its record.
@@ -124,7 +130,7 @@ struct Lone<'a, W: Work> {
 impl<W: Work> Drop for Lone<'_, W> {
     fn drop(&mut self) {
         self.shared.lone.store(false, Ordering::Relaxed);
-        // It may have been sent already; doing it twice has the effect of once.
+        // The operation may have been sent already. Doing it twice has the same effect as once.
         if W::OUTLIVES
             && let Some(operation) = self.operation.take()
         {
@@ -134,7 +140,7 @@ impl<W: Work> Drop for Lone<'_, W> {
 }
 
 impl<W: Work> Lanes<W> {
-    /// Lanes are tasks of the current runtime.
+    /// Makes the lanes, which are tasks of the current runtime.
     pub(super) fn new(work: W) -> Self {
         let large = work.database().for_large();
         Self(Arc::new(Shared {
@@ -160,13 +166,14 @@ impl<W: Work> Lanes<W> {
             lone.operation = None;
             return answer;
         }
-        // No answer: the runtime of the lane is gone, and how far the operation got is unknown.
+        // Without an answer: the runtime of the lane is gone, and the operation may have been done or not.
         Shared::gather(&self.0, operation).await.unwrap_or_else(|_| Err(Failure::lost()))
     }
 }
 
 impl<W: Work> Shared<W> {
-    /// Whether an operation may be sent by itself, as nothing else is in flight.
+    /// Returns whether an operation may be sent alone, because nothing else is in flight. If so, marks a lone
+    /// operation.
     fn enter(&self) -> bool {
         // A caller outside any runtime has neither timers nor sockets; a lane has.
         self.lanes.load(Ordering::Relaxed) == 0
@@ -196,7 +203,7 @@ impl<W: Work> Shared<W> {
         receiver
     }
 
-    /// Whether an operation shares no statement with others, and why.
+    /// Returns the reason why an operation shares no statement with others, if there is one.
     fn why_alone(&self, operation: &W::Operation) -> Option<Alone> {
         if self.was_locked(W::key(operation)) {
             return Some(Alone::Locked);
@@ -204,7 +211,7 @@ impl<W: Work> Shared<W> {
         (self.large.is_some() && W::bytes(operation) > LARGE).then_some(Alone::Large)
     }
 
-    /// Whether another session had `key` locked recently.
+    /// Returns whether another session had `key` locked recently.
     fn was_locked(&self, key: &str) -> bool {
         if !self.any_locked.load(Ordering::Relaxed) {
             return false;
@@ -226,7 +233,7 @@ impl<W: Work> Shared<W> {
         answer
     }
 
-    /// Sends an operation by itself once there is room, unless its caller is gone by then.
+    /// Sends an operation alone once a permit is free, unless its caller is gone by then.
     async fn ask_alone(self: Arc<Self>, waiting: Waiting<W>, why: Alone) {
         let database = self.work.database();
         let (room, full) = match (why, &self.large) {
@@ -242,8 +249,8 @@ impl<W: Work> Shared<W> {
         waiting.answer.send(answer).ok();
     }
 
-    /// The batch a lane sends next; an empty one gives the lane's place back. Both under one lock, or an operation that
-    /// gathers in between would be stranded.
+    /// Returns the batch that a lane sends next. If the batch is empty, also ends the lane's entry in `lanes`. Both
+    /// happen under one lock, or an operation that gathers in between would be stranded.
     fn next(&self) -> Vec<Waiting<W>> {
         let mut queue = lock(&self.queue);
         let mut bytes = 0;
@@ -271,7 +278,8 @@ impl<W: Work> Shared<W> {
         let database = self.work.database();
         let now = database.clock().now();
         let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
-            // The server stalls. An operation that waited this long is not sent: its caller knows that nothing was written.
+            // The server stalls. An operation that waited this long is not sent: its caller knows that nothing was
+            // written.
             now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
         });
         for waiting in late.drain(..) {
@@ -289,7 +297,7 @@ impl<W: Work> Shared<W> {
                         waiting.answer.send(Ok(one)).ok();
                     }
                 }
-                // Nothing was written. The operation to blame must not fail the others, nor hold them up.
+                // Nothing was written. The operation that caused the failure must not fail the others, nor delay them.
                 Err(failure) if failure.blames_one => {
                     for waiting in batch {
                         self.runtime.spawn(Arc::clone(self).ask_alone(waiting, Alone::Locked));
@@ -307,7 +315,7 @@ impl<W: Work> Shared<W> {
     }
 }
 
-/// A task that sends batches until nothing gathers any more.
+/// A task that sends batches until no more operations gather.
 struct Lane<W: Work> {
     shared: Arc<Shared<W>>,
     running: bool,
@@ -317,7 +325,7 @@ impl<W: Work> Lane<W> {
     async fn run(mut self) {
         loop {
             let _turn = match self.shared.work.turn() {
-                // It is never closed.
+                // The semaphore is never closed.
                 Some(turn) => turn.acquire().await.ok(),
                 None => None,
             };
@@ -335,8 +343,9 @@ impl<W: Work> Lane<W> {
 }
 
 impl<W: Work> Drop for Lane<W> {
-    /// Only a lane that panicked or whose runtime is gone is still running here. It gives its place back and fails the
-    /// waiting operations, since no other lane may come. The callers of operations in flight learn that the answer is lost.
+    /// Only a lane that panicked or whose runtime is gone is still running here. The lane ends its entry in `lanes` and
+    /// fails the waiting operations, because no other lane may come. The callers of operations in flight get the error
+    /// that the answer is lost.
     fn drop(&mut self) {
         if self.running {
             let mut queue = lock(&self.shared.queue);

@@ -1,4 +1,4 @@
-//! The operations that are sent together: reservations, and ends of attempts.
+//! The operations that are sent together: reservations, begins of bodies, and ends of attempts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ pub(in super::super) struct Reserves {
     replays: Replays,
 }
 
-/// The order of a batch by key. Every process locks rows in the same order, so that none waits in a circle.
+/// Returns the order of a batch by key. Every process locks rows in the same order, so that no two wait for each other.
 pub(in super::super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
-    // With the keys at hand, a comparison need not look for them in the operations.
+    // With the keys in the sorted vector, a comparison need not look them up in the operations.
     let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
     order.sort_unstable();
     order.into_iter().map(|(_, place)| place).collect()
@@ -175,7 +175,7 @@ impl Work for Reserves {
         for OfKey { places, asked, met } in keys {
             for place in places {
                 answers[*place] = match (&met, asked) {
-                    // One request made the record; the others meet it.
+                    // One request made the record; the others find it.
                     (Met::Made, Some(asked)) if asked != *place => {
                         let first = &batch[asked].operation;
                         Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
@@ -196,7 +196,8 @@ impl Begins {
         Self(server)
     }
 
-    /// Of each lease, whether its record is marked. No key occurs twice with one attempt: an attempt has one caller.
+    /// Returns for each lease whether its record is marked. No key occurs twice with one attempt: an attempt has one
+    /// caller.
     async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, Failure> {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = || order.iter().map(|place| leases[*place]);
@@ -217,7 +218,7 @@ impl Begins {
 
 impl Work for Begins {
     type Operation = Lease;
-    /// Whether the record is marked.
+    /// True if the record is marked.
     type Answer = bool;
 
     const LANES: usize = 1;
@@ -248,7 +249,7 @@ impl Work for Begins {
     }
 }
 
-/// The ends of attempts.
+/// Ends of attempts.
 pub(in super::super) struct Ends(Arc<Server>);
 
 /// The end of one attempt.
@@ -291,7 +292,7 @@ impl Ends {
 
 impl Work for Ends {
     type Operation = End;
-    /// Whether it ended a pending record.
+    /// True if it ended a pending record.
     type Answer = bool;
 
     const LANES: usize = 1;
@@ -323,8 +324,7 @@ impl Work for Ends {
         let ends: Vec<&End> = ends.iter().map(|it| &it.operation).collect();
         let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
-        // Of several ends of one key, each has a statement of its own: within one, it would be undefined which of them
-        // counts.
+        // If a key has several ends, each gets its own statement: within one statement, any of them could win.
         let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
         let mut turn = 0;
         loop {
