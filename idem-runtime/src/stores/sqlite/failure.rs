@@ -1,4 +1,4 @@
-//! What SQLite's errors mean.
+//! The meaning of SQLite's errors.
 
 use rusqlite::ffi::{self, ErrorCode};
 
@@ -13,7 +13,7 @@ fn extended(error: &rusqlite::Error) -> Option<i32> {
     error.sqlite_error().map(|error| error.extended_code)
 }
 
-/// SQLite's error while another connection holds the lock.
+/// Returns SQLite's error for a lock that another connection holds.
 pub(super) fn busy() -> rusqlite::Error {
     rusqlite::Error::SqliteFailure(ffi::Error::new(ffi::SQLITE_BUSY), None)
 }
@@ -22,7 +22,7 @@ pub(super) fn is_busy(error: &rusqlite::Error) -> bool {
     matches!(code(error), Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked))
 }
 
-/// Whether the connection must be reopened after `error`.
+/// Returns whether the connection must be reopened after `error`.
 pub(super) fn breaks_connection(error: &rusqlite::Error) -> bool {
     !matches!(
         code(error),
@@ -36,7 +36,7 @@ pub(super) fn breaks_connection(error: &rusqlite::Error) -> bool {
     )
 }
 
-/// The meaning of `error` if its transaction has not been committed.
+/// Converts `error`, whose transaction has not been committed.
 pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
     use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable};
     let (kind, what) = match code(error) {
@@ -44,7 +44,7 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
             (Unavailable, "another process holds the lock on the file")
         }
         Some(ErrorCode::DiskFull) => (Full, "the disk is full, or the file has reached `max_bytes`"),
-        // The file was removed or replaced; the next call checks what is there.
+        // The file was removed or replaced. The next call checks the file at the path.
         Some(ErrorCode::ReadOnly) if extended(error) == Some(ffi::SQLITE_READONLY_DBMOVED) => {
             (Unavailable, "the file was moved away")
         }
@@ -53,7 +53,7 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
         }
         Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (Corrupt, "the file is damaged"),
         Some(ErrorCode::TooBig) => (TooLarge, "SQLite can't hold a row of that size"),
-        // For example a table that was removed or altered, or a trigger that refuses.
+        // For example: the table was removed or altered, or a trigger refuses the write.
         Some(ErrorCode::Unknown | ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch) => {
             (Misconfigured, "the table can't be used")
         }
@@ -62,10 +62,11 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
     StoreError::new(kind, format!("nothing was written: {what}: {error}"))
 }
 
-/// The meaning of `error` as the answer to a commit.
+/// Converts `error`, the answer to a commit.
 pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
-        // Without the lock, or without room for the frame that makes the others valid, there is no commit.
+        // No commit takes place without the lock, or without room for the last frame of the transaction, which makes
+        // the other frames valid.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
         _ => StoreError::new(
             StoreErrorKind::Unconfirmed,
@@ -74,12 +75,12 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     }
 }
 
-/// The error of a commit that other processes may not see.
+/// Returns the error of a commit that other processes may not see.
 pub(super) fn unconfirmed(error: &StoreError) -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, format!("other processes may not see the commit: {error}"))
 }
 
-/// The error of one operation.
+/// Converts the error of one operation.
 pub(super) fn failed(trouble: &Trouble) -> StoreError {
     match trouble {
         Trouble::Sqlite(error) => not_written(error),
@@ -107,7 +108,7 @@ mod tests {
     #[test]
     fn every_failure_of_sqlite_has_its_kind() {
         use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
-        // Its meaning before a commit, its meaning as the answer to one, and whether the connection must be reopened.
+        // Meaning before a commit; meaning as the answer to a commit; true if the connection must be reopened.
         let codes = [
             (SQLITE_BUSY, Unavailable, Unavailable, false),
             (SQLITE_BUSY_RECOVERY, Unavailable, Unavailable, false),
@@ -131,7 +132,7 @@ mod tests {
             (SQLITE_CORRUPT_INDEX, Corrupt, Unconfirmed, true),
             (SQLITE_NOTADB, Corrupt, Unconfirmed, true),
             (SQLITE_TOOBIG, TooLarge, Unconfirmed, false),
-            // No such table, another table, a trigger that refuses.
+            // No such table, a table with other columns, a trigger that refuses.
             (SQLITE_ERROR, Misconfigured, Unconfirmed, true),
             (SQLITE_CONSTRAINT_TRIGGER, Misconfigured, Unconfirmed, false),
         ];

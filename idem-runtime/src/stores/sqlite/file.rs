@@ -1,4 +1,4 @@
-//! A file, and the connections to it.
+//! A database file, and the connections to it.
 
 use std::cell::Cell;
 use std::io;
@@ -17,21 +17,21 @@ use crate::clock::{Clock, Instant};
 use crate::record::Finish;
 use crate::store::StoreError;
 
-/// The pauses between two tries to get a lock that another process holds: about as long as a transaction, and shorter than
-/// the time for which a beat of many leases lets go of the lock now and then (`TURN`).
+/// Pauses between two tries to get a lock that another process holds. About as long as a transaction, and shorter than
+/// the time for which a beat of many leases releases the lock between its transactions (`TURN`).
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
-/// The size of a file without records: the pages of the schema, of the table and of its indexes.
+/// Size of a file without records, in bytes: the pages of the schema, of the table and of its indexes.
 const EMPTY_FILE: u64 = 4 * 4096;
-/// Pages of a bounded file that are reserved for clean-up.
+/// Pages of a file with a size limit that are reserved for clean-up.
 const RESERVED_PAGES: i64 = 8;
-/// Pages in the WAL from which on a renewal or a late write copies them into the file. Other writes do so from 1000 on, so
-/// a renewal takes that long only if nobody else writes.
+/// Number of pages in the WAL from which a renewal or a late write copies them into the file. Other writes do so from
+/// 1000 pages on, so a renewal pays for the copy only if there are no other writes.
 const UPKEEP_CHECKPOINT: u32 = 4000;
-/// The prepared statements that a connection keeps.
+/// Number of prepared statements that a connection keeps.
 const STATEMENTS: usize = 32;
 
-/// A file and how it is to be used.
+/// A database file and its settings.
 #[derive(Debug)]
 pub(super) struct Database {
     pub(super) path: PathBuf,
@@ -40,7 +40,7 @@ pub(super) struct Database {
     pub(super) texts: Texts,
 }
 
-/// A connection, and which files it is connected to.
+/// A connection, and the identity of the files that it uses.
 pub(super) struct Connected {
     pub(super) connection: Connection,
     pub(super) files: Files,
@@ -48,7 +48,7 @@ pub(super) struct Connected {
 }
 
 impl Connected {
-    /// Closes the connection, the way that suits its files.
+    /// Closes the connection. Leaves the WAL alone if the files were removed or replaced.
     pub(super) fn close(self) {
         match self.files.check() {
             Ok(()) => drop(self.connection),
@@ -56,7 +56,7 @@ impl Connected {
         }
     }
 
-    /// Chooses what the next commits wait for.
+    /// Sets whether the next commits wait for the disk.
     pub(super) fn wait_for_disk(&self, synchronous: Synchronous) -> rusqlite::Result<()> {
         if self.synchronous.get() != synchronous {
             self.connection.execute_batch(synchronous.pragma())?;
@@ -68,7 +68,7 @@ impl Connected {
 
 #[cfg(test)]
 impl Connected {
-    /// What SQLite reports that it waits for.
+    /// Returns SQLite's own value of `PRAGMA synchronous`.
     pub(super) fn synchronous(&self) -> i64 {
         self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0)).unwrap()
     }
@@ -82,14 +82,15 @@ impl Database {
                 "an in-memory database holds no records; give a file, or use `MemoryStore`".to_owned(),
             ));
         }
-        // Absolute, so that a later change of the working directory has no effect, and `file:` is no URI.
+        // An absolute path, so that a later change of the working directory has no effect, and a path that starts with
+        // `file:` is not read as a URI.
         let path = std::path::absolute(path)
             .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
         let texts = Texts::of(&options.table);
         Ok(Self { path, options, clock, texts })
     }
 
-    /// Connects, and creates the file and the table if they are missing.
+    /// Connects. Creates the file and the table if they are missing.
     pub(super) fn create(&self) -> Result<Connected, StoreError> {
         self.connect(OpenFlags::SQLITE_OPEN_CREATE, true).map_err(|failure| match failure {
             Failure::Refused(error) => error,
@@ -97,7 +98,7 @@ impl Database {
         })
     }
 
-    /// Connects again. A missing file is not created: that would forget every record.
+    /// Connects again. Does not create a missing file: a new file would forget every record.
     pub(super) fn reconnect(&self) -> Result<Connected, StoreError> {
         self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
             Failure::Refused(error) => error,
@@ -105,7 +106,7 @@ impl Database {
         })
     }
 
-    /// Whether a file of the largest size could hold the result, if nothing else were in it.
+    /// Returns whether a file of the largest size could hold the result, if the file held nothing else.
     pub(super) fn holds(&self, finish: &Finish) -> bool {
         let bytes = u64::try_from(finish.result().stored_bytes()).unwrap_or(u64::MAX);
         self.options.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
@@ -122,9 +123,9 @@ impl Database {
     fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<Connected, Failure> {
         let flags = flags | OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(&self.path, flags)?;
-        // This store waits for locks itself, with shorter pauses than SQLite's.
+        // This store waits for locks itself, with shorter pauses than SQLite.
         connection.busy_timeout(Duration::ZERO)?;
-        // If the file can't be opened for writing, SQLite opens it for reading.
+        // If SQLite can't open the file for writing, it opens it for reading.
         if connection.is_readonly("main")? {
             let message = format!("`{}` is read-only: records can't be written", self.path.display());
             return Err(Failure::Refused(misconfigured(message)));
@@ -141,7 +142,7 @@ impl Database {
         connection.set_prepared_statement_cache_capacity(STATEMENTS);
         self.patiently(|| self.limit_size(&connection, false))?;
         self.check_table(&connection, may_create)?;
-        // The connection has read, so it holds a lock under which SQLite removes neither the log nor the index.
+        // The connection has read, so it holds a lock under which SQLite removes neither the WAL nor its index.
         match Files::of(&self.path) {
             Ok(files) => Ok(Connected { connection, files, synchronous: Cell::new(synchronous) }),
             Err(error) => {
@@ -151,13 +152,14 @@ impl Database {
         }
     }
 
-    /// Bounds the file. The last pages are reserved for clean-up: the removal of a row may take one before others are free.
+    /// Limits the size of the file. The last pages are reserved for clean-up: removing a row may take one page before
+    /// it frees others.
     pub(super) fn limit_size(&self, connection: &Connection, cleans_up: bool) -> rusqlite::Result<()> {
         let Some(max_bytes) = self.options.max_bytes else { return Ok(()) };
         let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
         let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
         let pages = if cleans_up { pages } else { pages - RESERVED_PAGES };
-        // SQLite bounds the value by the present size of the file, and by its own limit.
+        // SQLite raises the value to the present size of the file, and limits it to its own maximum.
         connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
     }
 
@@ -199,7 +201,7 @@ impl Database {
         }
     }
 
-    /// The error for a failure to open the file.
+    /// Converts a failure to open the file.
     fn unusable(&self, error: &rusqlite::Error) -> StoreError {
         let path = self.path.display();
         match code(error) {
@@ -217,7 +219,8 @@ impl Database {
     }
 }
 
-/// Whether this process, or the system, can't open all files that a connection needs: the file, its WAL and its index.
+/// Returns whether this process, or the system, has too few file descriptors left for the files of a connection: the
+/// database, its WAL and its index.
 #[cfg(unix)]
 fn no_descriptors() -> bool {
     let opened: Vec<_> = (0..4).map(|_| std::fs::File::open("/dev/null")).collect();
@@ -230,7 +233,7 @@ fn no_descriptors() -> bool {
     false
 }
 
-/// Why there is no connection.
+/// Reason why a connection could not be made.
 enum Failure {
     Refused(StoreError),
     Sqlite(rusqlite::Error),
@@ -242,17 +245,17 @@ impl From<rusqlite::Error> for Failure {
     }
 }
 
-/// The database file, its log (`-wal`) and its index (`-shm`), as a connection met them.
+/// Identity of the database file, its log (`-wal`) and its index (`-shm`), as a connection found them.
 ///
-/// Processes meet each other in the index, which holds their locks, and in the log. A process that keeps a file that is no longer
-/// at its path works alone, with records that no other process sees.
+/// The index holds the locks of all processes, and the log their commits. A process that keeps using a file that is no
+/// longer at its path works alone, with records that no other process sees.
 #[derive(Clone)]
 pub(super) struct Files([(PathBuf, FileId); 3]);
 
 impl Files {
     fn of(path: &Path) -> Result<Self, StoreError> {
         let named = |end: &str| {
-            // SQLite follows links, and names log and index after the file that it finds.
+            // SQLite follows symbolic links, and names log and index after the target.
             let mut name = std::fs::canonicalize(path).map_err(|error| gone(path, &error))?.into_os_string();
             name.push(end);
             let name = PathBuf::from(name);
@@ -271,7 +274,7 @@ impl Files {
         Ok(files)
     }
 
-    /// Fails if one of the files is not at its path.
+    /// Returns an error if one of the files is not at its path.
     pub(super) fn check(&self) -> Result<(), StoreError> {
         self.0.iter().try_for_each(|(path, id)| match FileId::of(path) {
             Ok(found) if found == *id => Ok(()),
@@ -280,8 +283,8 @@ impl Files {
         })
     }
 
-    /// Fails if a connection of the same process to the same file uses another index: SQLite shares one index among all
-    /// connections of a process, so it is that of the connection that was made first.
+    /// Returns an error if a connection of the same process to the same file uses another index. SQLite shares one
+    /// index among all connections of a process: the index of the first connection.
     pub(super) fn check_against(&self, other: &Self) -> Result<(), StoreError> {
         let [ours, theirs] = [&self.0, &other.0];
         match ours[0].1 == theirs[0].1 && ours[2].1 != theirs[2].1 {
@@ -291,8 +294,9 @@ impl Files {
     }
 }
 
-/// Closes a connection whose files may have been removed or replaced. The last connection to a file copies its log into the file, and
-/// removes log and index; this one must not, as the files at the path may belong to other processes.
+/// Closes a connection whose files may have been removed or replaced. Normally the last connection to a file copies the
+/// log into the file, and removes log and index. This connection must not: the files at the path may belong to other
+/// processes.
 pub(super) fn abandon(connection: Connection) {
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).ok();
     drop(connection);
@@ -302,15 +306,15 @@ fn gone(path: &Path, error: &io::Error) -> StoreError {
     unavailable(format!("`{}` is gone: {error}", path.display()))
 }
 
-/// Whether this process has a removed file of this name in its memory, as far as the system tells. SQLite maps the index of a
-/// file into memory, also for connections that are not this store's.
+/// Returns whether this process has mapped a removed file of this name, as far as the system shows. SQLite maps the
+/// index of a file into memory, also for connections that this store did not open.
 fn uses_removed(index: &Path) -> bool {
     let removed = format!("{} (deleted)", index.display()).replace('\n', "\\012");
     let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
     String::from_utf8_lossy(&maps).lines().any(|line| line.find('/').is_some_and(|at| line[at..] == removed))
 }
 
-/// Distinguishes a file from another one at the same path.
+/// Distinguishes a file from another file at the same path.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct FileId(u64, u64);
 

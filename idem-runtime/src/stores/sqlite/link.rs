@@ -1,10 +1,10 @@
-//! The connections of this process, and what a child does with those that it inherits.
+//! The connections of this process, and how a forked child treats the connections that it inherits.
 //!
-//! SQLite keeps a list of the files that this process has open and of the locks it holds on them. A forked child inherits
-//! the list and the connections, but not the locks. A connection that it opened beside them would rely on locks that nobody
-//! holds: the process that closes the file last would then remove its WAL, and with it the child's commits. So a child
-//! closes what it has inherited before it opens anything. That is safe if no thread was using an inherited connection at
-//! the fork. The lock of its [`Link`] tells: a thread holds it for as long as it is inside SQLite.
+//! SQLite keeps a list of the files that this process has open and of the locks it holds on them. A forked child
+//! inherits the list and the connections, but not the locks. A new connection of the child would rely on locks that are
+//! not held: the process that closes the file last would then remove its WAL, and with it the child's commits. So a
+//! child closes its inherited connections before it opens any. That is safe if no thread was using an inherited
+//! connection at the fork. The lock of its [`Link`] shows this: a thread holds the lock while it is inside SQLite.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
@@ -20,8 +20,8 @@ use crate::sync::{PerProcess, Process, lock};
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
 /// Held while a connection is closed, until its `files` are forgotten.
 static CLOSING: PerProcess<Mutex<()>> = PerProcess::empty();
-/// How often a child looks whether the list is free, and the pause in between: its own threads hold the list for a moment,
-/// a thread of its parent for ever.
+/// Number of tries to lock the list, and the pause in between. A thread of this process holds the list for a moment
+/// only; a lock that a parent's thread held at the fork is never released.
 const LOOKS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -29,7 +29,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 pub(super) struct Link {
     process: Process,
     connected: Mutex<Option<Connected>>,
-    /// The files of the connection. No lock is taken and SQLite is not asked while this lock is held.
+    /// Files of the connection. No thread takes another lock or calls SQLite while it holds this lock.
     files: Mutex<Option<Files>>,
 }
 
@@ -38,12 +38,12 @@ impl Link {
         Arc::new(Self { process: Process::this(), connected: Mutex::default(), files: Mutex::default() })
     }
 
-    /// The connection, if there is one. This lock is held to use the connection or to close it.
+    /// Locks the connection, if there is one. The lock is held to use the connection or to close it.
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<Connected>> {
         lock(&self.connected)
     }
 
-    /// The same, unless another thread holds the lock.
+    /// Like [`lock`](Self::lock), but returns `None` if another thread holds the lock.
     pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Option<Connected>>> {
         match self.connected.try_lock() {
             Ok(connected) => Some(connected),
@@ -55,9 +55,9 @@ impl Link {
     /// Connects, unless there is a connection.
     ///
     /// # Errors
-    /// Those of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited a
-    /// connection that it can't close; [`StoreErrorKind::Unavailable`](crate::StoreErrorKind) while another connection of this
-    /// process uses an index of the file that was removed or replaced.
+    /// The errors of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited
+    /// a connection that it can't close; [`StoreErrorKind::Unavailable`](crate::StoreErrorKind) while another
+    /// connection of this process uses an index of the file that was removed or replaced.
     pub(super) fn open(
         self: &Arc<Self>,
         connect: impl FnOnce() -> Result<Connected, StoreError>,
@@ -72,8 +72,8 @@ impl Link {
                 }
             }
             let made = connect()?;
-            // A connection that is being closed is closed by now, and its files are forgotten: if it was the last one, it has
-            // removed the log and the index that `made` does not share.
+            // A connection that was being closed is closed by now, and its files are forgotten. If it was the last
+            // connection, it has removed log and index, and `made` uses new ones.
             let _one_at_a_time = closing();
             let checked = others.iter().try_for_each(|other| match &*lock(&other.files) {
                 Some(files) => made.files.check_against(files),
@@ -89,12 +89,13 @@ impl Link {
         Ok(())
     }
 
-    /// Enters this link into the list. Returns the other links of this process.
+    /// Adds this link to the list. Returns the other links of this process.
     fn enlist(self: &Arc<Self>) -> Result<Vec<Arc<Self>>, StoreError> {
         let mut links = list()?;
         let mut others: Vec<_> = links.iter().filter_map(Weak::upgrade).filter(|it| !Arc::ptr_eq(it, self)).collect();
         let inherited: Vec<_> = others.extract_if(.., |link| !link.process.is_this()).collect();
-        // All of them before the first is closed: a thread of the parent that was inside SQLite may have held a lock there.
+        // Checks all of them before it closes the first: a thread of the parent that was inside SQLite may have held a
+        // lock there.
         let unused = inherited.iter().map(|link| link.try_lock().ok_or_else(forked_at_work));
         for connected in unused.collect::<Result<Vec<_>, _>>()? {
             let_go(connected)?;
@@ -106,7 +107,8 @@ impl Link {
         Ok(others)
     }
 
-    /// Closes a connection whose files were removed or replaced, unless a thread is using it. That thread finds out itself.
+    /// Closes a connection whose files were removed or replaced, unless a thread is using it. That thread finds out on
+    /// its own.
     fn close_if_outdated(&self) {
         let Some(mut connected) = self.try_lock() else { return };
         if let Some(outdated) = connected.take_if(|it| it.files.check().is_err()) {
@@ -115,8 +117,8 @@ impl Link {
         }
     }
 
-    /// Closes the connection. One at a time: the last one of a process tidies the file up, and of two that close at the
-    /// same moment each would take the other for one that stays.
+    /// Closes the connection. Only one connection closes at a time: the last connection of a process cleans up the
+    /// file, and of two that close at the same moment each would take the other for one that stays.
     pub(super) fn close(&self) {
         let _one_at_a_time = closing();
         if let Some(connected) = self.lock().take() {
@@ -126,7 +128,7 @@ impl Link {
     }
 }
 
-/// Keeps every other connection of this process from being closed.
+/// Locks out the closing of any other connection of this process.
 fn closing() -> MutexGuard<'static, ()> {
     lock(CLOSING.here())
 }
@@ -134,14 +136,14 @@ fn closing() -> MutexGuard<'static, ()> {
 /// Closes an inherited connection.
 fn let_go(mut connected: MutexGuard<'_, Option<Connected>>) -> Result<(), StoreError> {
     let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
-    // Otherwise the close would look whether it is the last one, and remove the WAL of the connections that remain.
+    // Otherwise closing checks whether this is the last connection, and removes the WAL of the remaining connections.
     let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
     let closed = match quiet {
         Ok(_) => connection.close().map_err(|(connection, _)| connection),
         Err(_) => Err(connection),
     };
     closed.map_err(|connection| {
-        // Its `drop` must not try again either.
+        // Dropping the connection must not try to close it again.
         std::mem::forget(connection);
         forked_at_work()
     })

@@ -1,7 +1,7 @@
 //! Records in a SQLite file.
 //!
-//! A record is a row, and each operation is a statement or two on it ([`sql`]). Concurrent calls share transactions, and
-//! with them the wait for the disk ([`batch`]).
+//! A record is a row, and each operation is one or two statements on it ([`sql`]). Concurrent calls share transactions,
+//! and so the wait for the disk ([`batch`]).
 
 mod batch;
 mod failure;
@@ -36,43 +36,42 @@ use crate::sync::{PerProcess, SharedOnce};
 
 /// A store in a SQLite file, which the processes of one host share.
 ///
-/// - *Atomicity*: SQLite's transactions; a reservation decides under the lock of the file.
-/// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward ends leases and
-///   retentions earlier by the step, a step back later: let the clock be slewed, not stepped. No renewal shortens what an
-///   earlier one has confirmed.
-/// - *Durability*: what is confirmed survives the death of every process. Under [`Synchronous::Full`] (the default) it
-///   survives a loss of power, too; under [`Synchronous::Normal`] a loss of power takes back what came after the last
+/// - *Atomicity*: SQLite's transactions. A reservation decides under the lock of the file.
+/// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward ends leases
+///   and retentions earlier by the step, a step back ends them later: let the clock be slewed, not stepped. A renewal
+///   never shortens a confirmed lease.
+/// - *Durability*: a confirmed write survives the death of every process. Under [`Synchronous::Full`] (the default) it
+///   survives a loss of power, too. Under [`Synchronous::Normal`] a loss of power undoes the commits since the last
 ///   checkpoint. Renewals of leases never wait for the disk.
 /// - *Limits*: processes of one host, on a local disk: SQLite's locks don't hold over a network. Keys up to
-///   [`Key::MAX_BYTES`], results up to `max_result_bytes`, in any case up to 1 GB; a larger result is
-///   [`StoreErrorKind::TooLarge`]. A full disk, or [`max_bytes`](SqliteOptions::max_bytes), is [`StoreErrorKind::Full`].
-///   Expired records are cleaned up as new ones arrive, and by [`purge`](SqliteStore::purge); their room is used again, the
-///   file never shrinks.
-/// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay; one transaction for a
-///   heartbeat of up to some thousand leases, and more of them for more: each ends after some 8 ms and lets other writers
-///   through. A duplicate that waits is woken at once by its own store, and within some
-///   5 ms by others.
+///   [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB; a larger result is
+///   [`StoreErrorKind::TooLarge`]. A full disk, or [`max_bytes`](SqliteOptions::max_bytes), is
+///   [`StoreErrorKind::Full`]. Expired records are removed as new ones arrive, and by [`purge`](SqliteStore::purge).
+///   Their room is used again, but the file never shrinks.
+/// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay. A heartbeat of up to
+///   about a thousand leases is one transaction. A larger one is several: each ends after about 8 ms and lets other
+///   writers through. A duplicate that waits is woken immediately by its own store, and within about 5 ms by others.
 ///
-/// The records are in one table, `idem_records`, which may lie beside tables of the application's own. The file is put in
-/// WAL mode and stays in it. Removing or replacing it while it is open makes every call fail; copy it with SQLite's own
-/// means. Clones share up to three threads, which work on the file: one writes, one reads, and one renews leases and makes
-/// late writes. Only a replay for which nobody else has to wait is read on the thread of its caller, if its result is not
-/// longer than 16 KB and reads take some microseconds, as they do while the file is in memory. From a slow disk few are: it
-/// may hold up callers for a twentieth of the time.
+/// The records are in one table, `idem_records`, which may stand next to tables of the application. The file is put in
+/// WAL mode and stays in it. Removing or replacing the file while it is open makes every call fail; copy it with
+/// SQLite's own means. Clones share up to three threads, which work on the file: one writes, one reads, and one renews
+/// leases and makes late writes. A replay runs on the thread of its caller only if no other call has to wait for it, if
+/// its result is not longer than 16 KB, and if reads take some microseconds, as they do while the file is in memory.
+/// With a slow disk few replays do: slow reads may block callers for at most a twentieth of the time.
 ///
-/// **Tables of your own in the same file.** Only one transaction writes at a time. While one of yours is open, no key is
-/// reserved, no result recorded and no lease renewed; replays go on. So a lease must be longer than your longest write
-/// transaction. If a transaction takes longer anyway, leases lapse, but are rarely lost: the owner tries every half
-/// millisecond to renew them, before all its other writes, and a call that has waited for the lock waits 250 ms more before
-/// it takes over a lease that lapsed meanwhile. Only a process that comes at just that moment, without having waited, can
-/// be faster. Keep write transactions short, and never hold one open while a handler waits for something else; to commit
-/// records together with rows of your own, use [`within`](SqliteStore::within).
+/// **Your own tables in the same file.** Only one transaction writes at a time. While one of yours is open, the store
+/// reserves no key, records no result and renews no lease; replays go on. So a lease must be longer than your longest
+/// write transaction. If a transaction takes longer anyway, leases lapse, but are rarely lost: the owner tries every
+/// half millisecond to renew them, before all its other writes, and a call that has waited for the lock waits 250 ms
+/// more before it takes over a lease that lapsed meanwhile. Only a process that arrives at exactly that moment, without
+/// having waited, can be faster. Keep write transactions short, and never hold one open while a handler waits for
+/// something else. To commit records together with your own rows, use [`within`](SqliteStore::within).
 ///
-/// **`fork`.** A child starts threads and connections of its own when it first uses a store, and its parent goes on. The
-/// child first closes the connections of the stores that it has inherited. It can do so only if no call, no renewal and no
-/// late write was under way at the fork ([`flush`](crate::StoreExt::flush) first). Otherwise every call in the child is
-/// [`StoreErrorKind::Misconfigured`]: SQLite's record of its locks is wrong there and would lose writes. The same holds for
-/// your own connections to the file, which a store does not know: close them before you fork.
+/// **`fork`.** A child starts its own threads and connections when it first uses a store, and its parent goes on. The
+/// child first closes the connections of the stores that it has inherited. The child can do so only if no call, no
+/// renewal and no late write was under way at the fork ([`flush`](crate::StoreExt::flush) first). Otherwise every call
+/// in the child is [`StoreErrorKind::Misconfigured`]: SQLite's record of its locks is wrong in the child and would lose
+/// writes. The same holds for your own connections to the file, which a store can't see: close them before you fork.
 ///
 /// ```
 /// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {
@@ -88,24 +87,26 @@ use crate::sync::{PerProcess, SharedOnce};
 pub struct SqliteStore(Arc<Shared>);
 
 impl SqliteStore {
-    /// Opens the file at `path`, and creates it and its table if they are missing. [`SqliteOptions`] has settings.
+    /// Opens the file at `path`. Creates the file and its table if they are missing. For settings see
+    /// [`SqliteOptions`].
     ///
-    /// Any number of handles and processes of this host may have it open.
+    /// Any number of handles and processes of this host may have the file open.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] if the file or its folder can't be read and written, is not a SQLite database, or
-    /// holds a table `idem_records` that is not this library's or of a later release; [`StoreErrorKind::Unavailable`] if
-    /// another process keeps the file locked.
+    /// [`StoreErrorKind::Misconfigured`] if the file or its folder can't be read and written, if the file is not a
+    /// SQLite database, or if it holds a table `idem_records` of another application or of a later release;
+    /// [`StoreErrorKind::Unavailable`] if another process keeps the file locked.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
         Self::options().open(path).await
     }
 
-    /// Settings for a store.
+    /// Returns the default settings, to be changed before opening a store.
     pub fn options() -> SqliteOptions {
         SqliteOptions::default()
     }
 
-    /// The statements that create the table of this name, for your own migrations. [`open`](SqliteStore::open) runs the same.
+    /// Returns the statements that create the table of this name, for your own migrations. [`open`](SqliteStore::open)
+    /// runs the same statements.
     ///
     /// ```
     /// # use idem_runtime::SqliteStore;
@@ -142,7 +143,7 @@ struct Shared {
 struct Open(PerProcess<Arc<Core>>);
 
 impl Open {
-    /// The file, which is the same for all processes.
+    /// Returns the file, which is the same for all processes.
     fn database(&self) -> &Database {
         &self.0.first().database
     }
@@ -171,7 +172,7 @@ impl Shared {
         Arc::new_cyclic(|this| Self { this: Weak::clone(this), heartbeats, open, lane, upkeep: SharedOnce::new() })
     }
 
-    /// The threads of this process.
+    /// Returns the threads of this process.
     fn core(&self) -> &Arc<Core> {
         self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.database))))
     }
@@ -180,12 +181,12 @@ impl Shared {
         self.core().ask(self.lane, ask)
     }
 
-    /// The record of `key`, if it can be read.
+    /// Returns the record of `key`, if it can be read.
     async fn look(&self, core: &Arc<Core>, key: &Key) -> Result<Option<Inspection>, StoreError> {
         readable(self.examine(core, key).await?)
     }
 
-    /// The record of `key` as an operator sees it.
+    /// Returns the record of `key` as an operator sees it.
     async fn examine(&self, core: &Arc<Core>, key: &Key) -> Result<Option<Inspection>, StoreError> {
         match core.ask(self.lane, Ask::Inspect(key.clone())).await? {
             Answer::Inspection(inspection) => Ok(inspection),
@@ -193,7 +194,7 @@ impl Shared {
         }
     }
 
-    /// Asks for a compare-and-set.
+    /// Runs a compare-and-set.
     async fn write(&self, ask: Ask) -> Result<Verdict, StoreError> {
         match self.ask(ask).await? {
             Answer::Write(write) => Ok(write),
@@ -202,13 +203,13 @@ impl Shared {
     }
 }
 
-/// Turns a damaged record into an error.
+/// Converts a damaged record into an error.
 fn readable(found: Option<Inspection>) -> Result<Option<Inspection>, StoreError> {
     let readable = found.map(Inspection::readable).transpose();
     readable.map_err(|why| StoreError::new(StoreErrorKind::Corrupt, why))
 }
 
-/// The error for an answer to another question. The answer may hold a payload and is not shown.
+/// Returns the error for an answer of the wrong kind. The answer may hold a payload and is not shown.
 fn nonsense(_: &Answer) -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another request")
 }
@@ -270,7 +271,7 @@ impl Store for Shared {
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let core = self.core();
-            // Counted before the first look: from now on the reader looks for commits of others.
+            // Counted before the first look: from now on the reader looks for commits of other handles.
             let _counted = core.count_waiter();
             let waiter = core.waiting.join(key.as_str());
             let ended = async {
@@ -303,7 +304,7 @@ impl Store for Shared {
         })
     }
 
-    /// Every reservation that is written does the same for two records, so this is for a store that is no longer used.
+    /// Every reservation that writes also cleans up two rows, so `purge` is for a store that is no longer used.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         StoreFuture::new(async move {
             match self.core().ask(self.lane, Ask::Purge(batch)).await? {
@@ -332,8 +333,7 @@ impl Store for Shared {
     }
 }
 
-/// What a look at `request.key` and a reservation of it answer at `now`, if the row on `connection` is untrusted: for
-/// tests.
+/// Inspects and reserves `request.key` at `now`, for tests with an untrusted row on `connection`.
 #[cfg(feature = "conformance")]
 pub fn meet_row(
     connection: &rusqlite::Connection,

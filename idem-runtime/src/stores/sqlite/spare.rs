@@ -1,12 +1,13 @@
-//! A spare connection, on which a lone caller reads the record that it replays: the way to the reader thread and back
-//! takes several times as long as the read.
+//! A spare connection, on which a lone caller reads the record that it replays. Handing the read to the reader thread
+//! and back takes several times as long as the read.
 //!
-//! - Only a finished record with a small result is taken from it. Whatever else is found, fails or is locked, the reader
-//!   looks again, as if nothing had been tried.
-//! - Only one caller uses it, and only while no other reservation is with the reader, which serves many better.
-//! - It waits for no lock, and writes nothing. What it can't avoid is to wait for a disk, and with it the thread of the
-//!   caller's runtime: [`Pace`] bounds the share of time that this may take.
-//! - The reader thread opens it, before it serves a lone replay, and closes it.
+//! - The spare connection answers only with a finished record that has a small result. In every other case (another
+//!   record, an error, a lock) the reader looks again, as if the spare connection had not been used.
+//! - Only one caller uses the connection, and only while no other reservation is with the reader, which serves many
+//!   callers better.
+//! - The connection waits for no lock, and writes nothing. A read may wait for the disk and so block the thread of the
+//!   caller's runtime: [`Pace`] limits the share of time that such reads take.
+//! - The reader thread opens the connection, before it serves a lone replay, and closes it.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,28 +21,28 @@ use crate::clock::{Instant, wall_millis};
 use crate::record::{Reservation, ReserveRequest};
 use crate::sync::lock;
 
-/// A read that takes longer has probably waited for the disk.
+/// Duration from which a read counts as slow: it has probably waited for the disk.
 const SLOW: Duration = Duration::from_micros(200);
-/// Such reads may take one part in so many of the time,
+/// Slow reads may take one part in this many of the time.
 const SHARE: u32 = 20;
-/// and this much at once.
+/// Time that slow reads may take in a row.
 const GRACE: Duration = Duration::from_millis(5);
-/// A slow read counts as no more than this, unless the one before it took as long: a thread that loses its processor looks
+/// A slow read counts as at most this, unless the read before it was as slow: a thread that loses its processor looks
 /// like a slow disk.
 const ALONE: Duration = Duration::from_micros(500);
-/// What a failure to open the connection counts as, so that it is not tried with every read.
+/// Time that a failure to open the connection counts as, so that not every read tries to open it.
 const NOT_OPENED: Duration = Duration::from_millis(55);
 
 pub(super) struct Spare {
     link: Arc<Link>,
-    /// Whether the connection is open, and no read has found it unusable.
+    /// True if the connection is open, and no read has found it unusable.
     usable: AtomicBool,
-    /// How many reservations are with the reader.
+    /// Number of reservations that are with the reader.
     others: AtomicUsize,
     pace: Mutex<Pace>,
 }
 
-/// A reservation is with the reader until this is dropped.
+/// Guard of a reservation that is with the reader.
 pub(super) struct Other<'a>(&'a AtomicUsize);
 
 impl Drop for Other<'_> {
@@ -55,20 +56,20 @@ impl Spare {
         Self { link: Link::new(), usable: AtomicBool::new(false), others: AtomicUsize::new(0), pace: Mutex::default() }
     }
 
-    /// Counts a reservation that the reader is asked for.
+    /// Counts a reservation that is handed to the reader.
     pub(super) fn count_other(&self) -> Other<'_> {
         self.others.fetch_add(1, Ordering::Relaxed);
         Other(&self.others)
     }
 
-    /// The finished record that answers `request`, if it can be read here and now.
+    /// Returns the finished record that answers `request`, if the spare connection can read it now.
     pub(super) fn replay(&self, database: &Database, request: &ReserveRequest) -> Option<Reservation> {
         if !self.usable.load(Ordering::Acquire) || self.others.load(Ordering::Relaxed) > 0 {
             return None;
         }
         let slot = self.link.try_lock()?;
         let Some(connected) = slot.as_ref() else {
-            // Closed as outdated by another connection.
+            // Another connection has closed this one, because its files are outdated.
             self.usable.store(false, Ordering::Release);
             return None;
         };
@@ -81,14 +82,14 @@ impl Spare {
         match found {
             Ok(found) => found,
             Err(Unusable) => {
-                // Its closing is for the reader.
+                // The reader closes the connection.
                 self.usable.store(false, Ordering::Release);
                 None
             }
         }
     }
 
-    /// Opens the connection, unless it is open and usable. For the reader.
+    /// Opens the connection, unless it is open and usable. Called by the reader.
     pub(super) fn open(&self, database: &Database) {
         if self.usable.load(Ordering::Acquire) || !lock(&self.pace).allows(database.clock.now()) {
             return;
@@ -103,14 +104,14 @@ impl Spare {
         }
     }
 
-    /// Closes the connection. For the reader, at its end.
+    /// Closes the connection. Called by the reader at its end.
     pub(super) fn close(&self) {
         self.usable.store(false, Ordering::Release);
         self.link.close();
     }
 }
 
-/// The connection is not to be used again.
+/// The connection must not be used again.
 struct Unusable;
 
 fn read(database: &Database, connected: &Connected, request: &ReserveRequest) -> Result<Option<Reservation>, Unusable> {
@@ -119,31 +120,32 @@ fn read(database: &Database, connected: &Connected, request: &ReserveRequest) ->
     match table.replay(request, wall_millis(&*database.clock)) {
         Ok(found) => Ok(found),
         Err(Trouble::Sqlite(error)) if breaks_connection(&error) => Err(Unusable),
-        // Locked, or not a record: the reader says so.
+        // A lock or a damaged record: the reader reports it.
         Err(_) => Ok(None),
     }
 }
 
-/// Bounds the time that slow reads take: each is a debt, which is paid off as time passes. So reads stop when the cache is
-/// cold or the disk slow, and are tried again after a while, the later the slower they were.
+/// Limits the time that slow reads take. Each slow read adds to a debt, which is paid off as time passes. So reads stop
+/// when the cache is cold or the disk is slow. Reads are tried again after a while; the slower the reads were, the
+/// later.
 #[derive(Default, Debug)]
 struct Pace {
     debt: Duration,
-    /// When `debt` was looked at last.
+    /// Time of the latest update of `debt`.
     at: Option<Instant>,
-    /// How long the latest read took.
+    /// Duration of the latest read.
     latest: Duration,
 }
 
 impl Pace {
-    /// Whether a read may begin at `now`.
+    /// Returns whether a read may begin at `now`.
     fn allows(&mut self, now: Instant) -> bool {
         let passed = now.saturating_since(self.at.replace(now).unwrap_or(now));
         self.debt = self.debt.saturating_sub(passed / SHARE);
         self.debt <= GRACE
     }
 
-    /// Notes how long a read took.
+    /// Notes the duration of a read.
     fn took(&mut self, time: Duration) {
         if time > SLOW {
             self.debt = self.debt.saturating_add(time.min(self.latest.max(ALONE)));
@@ -183,7 +185,7 @@ mod tests {
         let (mut pace, mut now) = (Pace::default(), 0);
         for n in 0..100_000 {
             assert!(pace.allows(at(now)), "read {n}");
-            // As on a machine that has too much to do: 5 ms without a processor after 7 ms with one.
+            // Models an overloaded machine: 5 ms without a processor after 7 ms with one.
             let took = if n % 1_000 == 0 { 5_000 } else { 7 };
             pace.took(Duration::from_micros(took));
             now += took;

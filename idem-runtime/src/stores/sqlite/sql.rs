@@ -1,8 +1,8 @@
-//! The table of records: its form, and what each operation does with a row.
+//! The table of records: its columns, and the statements of each operation.
 //!
-//! Everything here runs on a connection that is inside a transaction, whoever began it. A reservation, a renewal and the
-//! end of an attempt begin with a write, so that even a transaction that was not begun as `IMMEDIATE` holds the write lock
-//! before it looks. `now` is [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
+//! Every function here runs on a connection that is inside a transaction of its caller. A reservation, a renewal and
+//! the end of an attempt start with a write. So even a transaction that was not begun as `IMMEDIATE` holds the write
+//! lock before it reads. `now` is [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
 
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -19,14 +19,15 @@ use crate::record::{
 };
 use crate::store::{Cursor, Filter, Page};
 
-/// The default name of the table.
+/// Default name of the table.
 pub(super) const NAME: &str = "idem_records";
-/// The limit of SQLite for a row (`SQLITE_MAX_LENGTH`), less what the other columns can take.
+/// Largest result in bytes: SQLite's limit for a row (`SQLITE_MAX_LENGTH`), less the largest size of the other columns.
 const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
-/// How long clean-up leaves a row alone that it may not judge.
+/// Time until clean-up looks again at a row of another version, in milliseconds.
 const NOT_OURS: i64 = 24 * 3600 * 1000;
 
-/// The columns of version 1, in their order. A later version adds at least one, by which this release refuses it.
+/// The columns of version 1, in their order. A later version adds at least one column, by which this release refuses
+/// it.
 const COLUMNS: [&str; 23] = [
     "key",
     "format",
@@ -53,22 +54,22 @@ const COLUMNS: [&str; 23] = [
     "result",
 ];
 
-/// What a replay is read from, in this order, before its result.
+/// Columns of a replay, in this order, before the result.
 const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
                       lapses_at, traceparent, began_at, begun, codec, result_bytes";
-/// What follows the result in every other row.
+/// Columns after the result, for the other look-ups.
 const REST: &str = "holder, decided_by, decided_reason, first_seen_at";
-/// The index of the result, of the rest, of the size of the result where it is left out, and of the key in a list.
+/// Index of the result, of the [`REST`], of the size of a result that is left out, and of the key in a list.
 const RESULT_AT: usize = 16;
 const REST_AT: usize = 17;
 const SIZE_AT: usize = 21;
 const KEY_AT: usize = 22;
-/// The longest result that a lone caller reads itself: a few pages.
+/// Largest result that a lone caller reads itself, in bytes: a few pages.
 pub(super) const SMALL_RESULT: usize = 16 * 1024;
-/// How many rows a page of a list is made from at most.
+/// Largest number of rows that one page of a list reads.
 const LOOKED_AT: usize = 2_000;
 
-/// Why an operation has no answer.
+/// Reason why an operation has no answer.
 #[derive(Debug)]
 pub(crate) enum Trouble {
     /// SQLite refused or failed.
@@ -97,18 +98,18 @@ impl From<FromSqlError> for Trouble {
     }
 }
 
-/// The form of a table that has the name of the records.
+/// The form of the table with the configured name.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Form {
     Absent,
     Ours,
-    /// All columns of this version, and these.
+    /// The table has all columns of this version, and these.
     Later(Vec<String>),
     Foreign,
 }
 
 impl Form {
-    /// Why a table of this form can't be used.
+    /// Returns why a table of this form can't be used.
     pub(super) fn problem(&self) -> Option<String> {
         match self {
             Self::Ours => None,
@@ -121,7 +122,7 @@ impl Form {
     }
 }
 
-/// Refuses a name that a table can't have.
+/// Refuses an invalid name of a table.
 pub(super) fn check_name(table: &str) -> Result<(), String> {
     let is_name = table.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !table.is_empty();
     if !is_name || table.to_ascii_lowercase().starts_with("sqlite_") {
@@ -130,7 +131,7 @@ pub(super) fn check_name(table: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// The form of the table `name`.
+/// Returns the form of the table `name`.
 pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<Form> {
     let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
     let columns = columns.query_map([name], |row| row.get::<_, String>(0))?;
@@ -148,12 +149,12 @@ pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()
     connection.execute_batch(&ddl(name))
 }
 
-/// The statements that do so.
+/// Returns the statements that create the table `name` and its index.
 pub(super) fn ddl(name: &str) -> String {
     let name = name.replace('"', "\"\"");
     // Times are milliseconds since 1970. The columns that waiting duplicates and clean-up read come before the result,
-    // which may be long. Completions change no indexed column: `listed_at` is when clean-up looks at the row next. No decision
-    // depends on the columns from `first_seen_at` to `decided_reason`.
+    // which may be long. A completion changes no indexed column: `listed_at` is the time at which clean-up looks at the
+    // row next. No decision depends on the columns from `first_seen_at` to `decided_reason`.
     format!(
         r#"CREATE TABLE IF NOT EXISTS "{name}" (
     key           TEXT    NOT NULL PRIMARY KEY,
@@ -228,7 +229,7 @@ impl Sql {
     const COUNT: usize = Self::ALL.len();
 
     fn text(self, table: &str) -> String {
-        // The rows that an owner may write to, and those that one attempt may.
+        // Conditions for the rows that an owner may write to, and for the rows that one attempt may write to.
         let owned = "key = ?1 AND owner = ?2 AND state = 'pending' AND format = 1 AND expires_at > ?3";
         let held = format!("{owned} AND attempt = ?4");
         match self {
@@ -247,11 +248,11 @@ impl Sql {
             Self::Select => format!(r#"SELECT {ANSWER}, result, {REST} FROM "{table}" WHERE key = ?1"#),
             Self::Stored => format!(r#"SELECT {} FROM "{table}" WHERE key = ?1"#, COLUMNS.join(", ")),
             Self::Answer => format!(r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1"#),
-            // The size of a result is known without reading it.
+            // SQLite returns the size of a result without reading it.
             Self::AnswerSmall => format!(
                 r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1 AND ifnull(length(result), 0) <= {SMALL_RESULT}"#
             ),
-            // Without `LIMIT`, as below.
+            // Without `LIMIT`, as for `Due`.
             Self::List => format!(
                 r#"SELECT {ANSWER}, NULL, {REST}, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
             ),
@@ -264,12 +265,12 @@ impl Sql {
                 r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, begun = 0,
                 lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            // A request that arrives after the lease marks nothing.
+            // A request that arrives after the lease has lapsed marks nothing.
             Self::Begin => format!(
                 r#"UPDATE "{table}" SET begun = 1, lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6)
                 WHERE {held} AND (begun OR lapses_at > ?3)"#
             ),
-            // A renewal never shortens what was confirmed, whatever the clock does.
+            // A renewal never shortens a confirmed lease, even if the clock steps back.
             Self::Renew => format!(
                 r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
             ),
@@ -296,7 +297,7 @@ struct Found {
     record: Record,
     lapses_at: Option<i64>,
     expires_at: i64,
-    /// Known of a row that tells everything.
+    /// `None` if the statement did not read this column.
     first_seen_at: Option<i64>,
     began_at: i64,
 }
@@ -316,8 +317,8 @@ impl Found {
         Inspection::new(self.record, until(self.expires_at, now), lapses_in).since(first_seen, Some(began))
     }
 
-    /// What is left of the lease; `None` unless it is pending. Never more than the whole lease: a look-up may have read the
-    /// clock a moment before the row was written.
+    /// Returns the rest of the lease; `None` unless the record is pending. Never more than the whole lease: a look-up
+    /// may have read the clock a moment before the row was written.
     fn lapses_in(&self, now: i64) -> Option<Duration> {
         match self.record.state {
             State::Pending { lease, .. } => Some(until(self.lapses_at?, now).min(lease)),
@@ -344,7 +345,7 @@ impl Texts {
     }
 }
 
-/// Where the statements come from: prepared for one use of the table, or kept by the connection.
+/// Source of the statements: prepared for one use of the table, or kept by the connection.
 enum Source<'c> {
     Name(&'c str),
     Kept(&'c Texts),
@@ -383,12 +384,12 @@ pub(crate) struct Table<'c> {
 }
 
 impl<'c> Table<'c> {
-    /// Statements that live as long as this table.
+    /// Makes a table whose statements live as long as the table.
     pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
         Self { connection, source: Source::Name(name), statements: [const { None }; Sql::COUNT] }
     }
 
-    /// Statements that the connection keeps for later.
+    /// Makes a table whose statements the connection keeps for later.
     pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
         Self { connection, source: Source::Kept(texts), statements: [const { None }; Sql::COUNT] }
     }
@@ -404,7 +405,7 @@ impl<'c> Table<'c> {
         Ok(slot.as_mut().expect("was just filled"))
     }
 
-    /// Whether another owner's lease holds the key, which has lapsed, but held at `since`.
+    /// Returns whether another owner's lease on the key has lapsed by now, but held at `since`.
     pub(super) fn is_spared(&mut self, request: &ReserveRequest, since: i64, now: i64) -> Result<bool, Trouble> {
         let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
         Ok(found.is_some_and(|found| {
@@ -413,7 +414,7 @@ impl<'c> Table<'c> {
         }))
     }
 
-    /// Reserves, or answers from the existing record.
+    /// Reserves the key, or answers from the existing record.
     pub(crate) fn reserve(&mut self, request: &ReserveRequest, now: i64) -> Result<Reservation, Trouble> {
         let first = Record::first(request);
         if self.put(Sql::Insert, &request.key, &first, true, Some(request.ttl), now)? {
@@ -431,7 +432,7 @@ impl<'c> Table<'c> {
         Ok(Reservation::Granted { lease: record.lease(request), takeover })
     }
 
-    /// The answer to a reservation that changes nothing; `None` if it has to write.
+    /// Returns the answer to a reservation that changes nothing; `None` if the reservation has to write.
     pub(crate) fn answer(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
         let found = self.find_by(Sql::Answer, &request.key, now)?;
         let meeting = found.map(|found| found.meet(request, now));
@@ -441,7 +442,7 @@ impl<'c> Table<'c> {
         })
     }
 
-    /// The answer to a reservation from a finished record whose result is small.
+    /// Returns the answer to a reservation if the record is finished and its result is small.
     pub(super) fn replay(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
         let found = self.find_by(Sql::AnswerSmall, &request.key, now)?;
         Ok(match found.map(|found| found.meet(request, now)) {
@@ -450,7 +451,7 @@ impl<'c> Table<'c> {
         })
     }
 
-    /// Writes a pending record. Returns false if an insert meets an existing row.
+    /// Writes a pending record. Returns false if an insert finds an existing row.
     fn put(
         &mut self,
         sql: Sql,
@@ -476,11 +477,14 @@ impl<'c> Table<'c> {
             decided_reason,
             ..
         } = Parts::of(record);
+        // The record's times: an `Insert` also sets `listed_at`, a `Replace` leaves it alone.
         let first_seen_at = is_first.then_some(now);
         let lapses_at = lease_ms.map(|ms| now.saturating_add(ms));
         let expires_at = after(now, record.retention(Duration::ZERO));
-        // A finish is never due earlier, so it needs no other entry in the index.
+        // If the attempt finishes normally, the record expires no earlier than this, so the completion changes no
+        // index.
         let listed_at = listed_in.map(|ttl| after(now, ttl));
+        // In the order of the parameters of `Insert` and `Replace`, which takes all but the last.
         let columns: [&dyn ToSql; 19] = [
             &key.as_str(),
             &owner,
@@ -533,7 +537,7 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// The answer to a write that found no pending record of its own.
+    /// Returns the answer to a write that found no pending record of its attempt.
     fn ended(&mut self, lease: &Lease, with_result: bool, now: i64) -> Result<Verdict, Trouble> {
         let found = self.find(&lease.key, now)?;
         Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, with_result)))
@@ -556,7 +560,7 @@ impl<'c> Table<'c> {
         Ok(if kept == 1 { Verdict::Applied } else { Verdict::Refused })
     }
 
-    /// Does what an operator has decided.
+    /// Applies the decision of an operator.
     pub(crate) fn decide(&mut self, decision: &Decision, now: i64) -> Result<Decided, Trouble> {
         let bytes = decision.result().map_or(0, StoredResult::stored_bytes);
         if bytes > MAX_RESULT_BYTES {
@@ -581,7 +585,7 @@ impl<'c> Table<'c> {
         Ok(Decided::Applied)
     }
 
-    /// The record as an operator sees it.
+    /// Returns the record as an operator sees it.
     pub(crate) fn inspect(&mut self, key: &Key, now: i64) -> Result<Option<Inspection>, Trouble> {
         match self.find(key, now) {
             Err(Trouble::Format(why)) => self.damaged(key, why).map(Some),
@@ -589,7 +593,7 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// The row of `key`, which can't be read, with a digest of all its columns.
+    /// Returns the unreadable row of `key`, with a digest of all its columns.
     fn damaged(&mut self, key: &Key, why: FormatError) -> Result<Inspection, Trouble> {
         let mut rows = self.sql(Sql::Stored)?.query([key.as_str()])?;
         let mut stored = Vec::with_capacity(COLUMNS.len());
@@ -601,11 +605,11 @@ impl<'c> Table<'c> {
         Ok(Inspection::damaged(why.to_string(), stored))
     }
 
-    /// Walks along the keys, from the cursor on. A cursor is a key.
+    /// Walks along the keys, starting after the cursor. A cursor is a key.
     pub(super) fn list(&mut self, filter: &Filter, now: i64) -> Result<Page, Trouble> {
         let prefix = filter.prefix();
         let after = filter.after.as_ref().map_or("", Cursor::as_str).max(&prefix);
-        // What sorts right behind everything with this prefix, which ends with a `/`.
+        // First string that sorts after every key with this prefix: the prefix ends with `/`, and `0` follows `/`.
         let end = format!("{}0", &prefix[..prefix.len() - 1]);
         let mut page = Page::default();
         let mut rows = self.sql(Sql::List)?.query([after, &end])?;
@@ -633,13 +637,13 @@ impl<'c> Table<'c> {
         Ok(page)
     }
 
-    /// Whether the table can be read.
+    /// Checks that the table can be read.
     pub(super) fn ping(&mut self) -> Result<(), Trouble> {
         self.sql(Sql::Ping)?.exists([])?;
         Ok(())
     }
 
-    /// The record of `key`, unless its retention has ended.
+    /// Returns the record of `key`, unless its retention has ended.
     fn find(&mut self, key: &Key, now: i64) -> Result<Option<Found>, Trouble> {
         self.find_by(Sql::Select, key, now)
     }
@@ -652,8 +656,8 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// Looks at up to `limit` rows that are listed by now and removes those whose retention has ended. Returns how many.
-    /// The others are listed anew: most were renewed or finished since.
+    /// Looks at up to `limit` rows whose `listed_at` has passed, and removes those whose retention has ended. Returns
+    /// the number of removed rows. Gives the other rows a new `listed_at`: most were renewed or finished since.
     pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
         let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
         let due = due.take(usize::try_from(limit).unwrap_or(usize::MAX)).collect::<rusqlite::Result<Vec<_>>>()?;
@@ -670,7 +674,7 @@ impl<'c> Table<'c> {
     }
 }
 
-/// The type and the bytes of a value.
+/// Returns the type and the bytes of a value.
 fn raw(value: ValueRef<'_>) -> Vec<u8> {
     let (kind, bytes): (u8, &[u8]) = match value {
         ValueRef::Null => (0, &[]),
@@ -690,7 +694,7 @@ fn flag(value: ValueRef<'_>) -> Result<bool, Trouble> {
     }
 }
 
-/// The record in a row; `None` if its retention has ended. A row of another version is not judged by its times.
+/// Decodes the record in a row; `None` if its retention has ended. A row of another version never counts as expired.
 fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     let column = |index| row.get_ref(index);
     let format = column(0)?.as_i64()?;
@@ -698,6 +702,7 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     if format == Parts::VERSION && expires_at <= now {
         return Ok(None);
     }
+    // The columns that `Parts` does not hold as they are. Only a full look-up has those from `REST_AT` on.
     let on_crash_fail = flag(column(7)?)?;
     let begun = flag(column(13)?)?;
     let lapses_at = column(10)?.as_i64_or_null()?;
@@ -734,6 +739,7 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     };
     let began_at = column(12)?.as_i64()?;
     let record = parts.record()?;
+    // Exactly the pending records have a time at which their lease lapses.
     if record.is_pending() != lapses_at.is_some() {
         return Err(FormatError::Damaged.into());
     }

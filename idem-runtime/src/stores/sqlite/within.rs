@@ -15,7 +15,7 @@ use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reser
 use crate::store::{StoreError, StoreErrorKind};
 use crate::within::{self, Failed, Journal, Within, journaled};
 
-/// The interval at which a call looks whether another one in the same transaction has ended.
+/// Interval at which a call looks whether another call in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
 
 /// An open transaction of `rusqlite`; see [`SqliteStore::within`](super::SqliteStore::within).
@@ -34,12 +34,14 @@ impl<'a> InSqlite<'a> {
 }
 
 impl SqliteStore {
-    /// Records inside your open transaction: they are committed with its other writes, or not at all. See [`Within`].
+    /// Puts records inside your open transaction: they are committed with its other writes, or not at all. See
+    /// [`Within`].
     ///
-    /// The table is `idem_records`, or [`another`](Within::table), and is created if it is missing. Begin the transaction
-    /// as `IMMEDIATE`: only one writing transaction is open at a time, so a duplicate waits where it begins, for as long as
-    /// the `busy_timeout` of its connection allows. In a transaction begun otherwise, a duplicate gets [`Error::Store`] of
-    /// kind [`StoreErrorKind::Aborted`] if another transaction writes. `rusqlite` works on the thread that calls it.
+    /// The table is `idem_records`, or [`another`](Within::table), and is created if it is missing. Begin the
+    /// transaction as `IMMEDIATE`. Only one writing transaction is open at a time, so a duplicate then waits at its
+    /// `BEGIN`, for as long as the `busy_timeout` of its connection allows. In any other transaction, a duplicate gets
+    /// [`Error::Store`] of kind [`StoreErrorKind::Aborted`] if another transaction writes. `rusqlite` works on the
+    /// thread that calls it.
     ///
     /// [`Error::Store`]: crate::Error::Store
     ///
@@ -70,24 +72,23 @@ impl SqliteStore {
 }
 
 impl Within<InSqlite<'_>> {
-    /// The table that holds the records (default: `idem_records`). Letters, digits and `_`.
+    /// Table that holds the records (default: `idem_records`). Letters, digits and `_`.
     #[must_use]
     pub fn table(mut self, table: &str) -> Self {
         table.clone_into(&mut self.0.table);
         self
     }
 
-    /// The name of this application, for its child keys; see
-    /// [`SqliteOptions::namespace`](super::SqliteOptions::namespace).
+    /// Name of this application, for its child keys; see [`SqliteOptions::namespace`](super::SqliteOptions::namespace).
     #[must_use]
     pub fn namespace(mut self, namespace: &str) -> Self {
         namespace.clone_into(&mut self.0.namespace);
         self
     }
 
-    /// The name of this program in its records, beside host and process (default: none); see
-    /// [`SqliteOptions::holder`](super::SqliteOptions::holder). Each name is kept for the life of the process: it is not for
-    /// what differs from call to call.
+    /// Name of this program in its records, next to host and process (default: none); see
+    /// [`SqliteOptions::holder`](super::SqliteOptions::holder). The process keeps each name forever, so don't use a
+    /// name per call.
     #[must_use]
     pub fn holder(mut self, name: &str) -> Self {
         name.clone_into(&mut self.0.holder);
@@ -101,7 +102,8 @@ impl fmt::Debug for InSqlite<'_> {
     }
 }
 
-/// The error for a transaction: even one that SQLite did not end can only be rolled back, as a part of it is missing.
+/// Converts an error inside the transaction. Even if SQLite did not end the transaction, it can only be rolled back,
+/// because a part of it is missing.
 fn aborted(trouble: &Trouble) -> StoreError {
     let error = failed(trouble);
     match error.kind() {
@@ -210,7 +212,7 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.release(lease, release, now))
     }
 
-    /// Only one transaction writes at a time, so the running attempt belongs to this very transaction.
+    /// Only one transaction writes at a time, so the running attempt belongs to this transaction.
     async fn wait(&self, _: &Key, at_most: Duration) -> Result<bool, StoreError> {
         SystemClock::default().sleep(at_most.min(POLL)).await;
         Ok(true)
@@ -226,16 +228,17 @@ impl within::Transaction for InSqlite<'_> {
 }
 
 impl SqliteStore {
-    /// Begins a transaction that may write, does `work` in it and commits it. Returns how the delivery ended and what to do
-    /// with its message.
+    /// Begins a transaction that may write, does `work` in it and commits it. Returns the outcome of the delivery, with
+    /// the disposition of its message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) say
-    /// [`Ack`](crate::Disposition::Ack). If it returns an error or panics, or the commit fails, everything is rolled back and the
-    /// message is to be delivered again; an error that a handler recorded (`on_error = record`) is still recorded, alone.
-    /// The attempts that began are written after the rollback, so that `max_attempts` counts them, and pauses grow.
+    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) be
+    /// [`Ack`](crate::Disposition::Ack). If `work` returns an error or panics, or if the commit fails, the transaction
+    /// is rolled back and the message is to be delivered again. An error that a handler recorded (`on_error = record`)
+    /// is still recorded, alone. The attempts that began are written after the rollback, so that `max_attempts` counts
+    /// them, and pauses grow.
     ///
-    /// It is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`, `on_beat`, `catch_panics`,
-    /// `message`. It may stand inside of another one.
+    /// The returned future is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`,
+    /// `on_beat`, `catch_panics`, `message`. One delivery may contain another.
     ///
     /// ```
     /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
@@ -292,7 +295,8 @@ impl SqliteStore {
     }
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are recorded.
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
+/// recorded.
 async fn count(connection: &mut Connection, journal: &Journal) -> Result<bool, StoreError> {
     if journal.attempts.is_empty() {
         return Ok(false);

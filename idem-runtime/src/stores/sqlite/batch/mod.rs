@@ -1,19 +1,20 @@
-//! The threads of a store handle, which work on the file: no task of the runtime waits for a disk, but for the lone replays
-//! in [`spare`](super::spare). Each thread is started at first use, and has a connection of its own.
+//! The threads of a store handle, which work on the file. No task of the runtime waits for a disk, except for the lone
+//! replays in [`spare`](super::spare). Each thread starts at first use, and has its own connection.
 //!
-//! - The *writer* makes one transaction of everything that waits: one lock, one commit, one wait for the disk. Before a
-//!   commit that waits for the disk, the transaction takes along the next steps of the callers it has just answered, and
-//!   waits for them for a moment; a lone call is not delayed.
-//! - The *reader* answers operations that change nothing. It waits for no lock and no disk: in WAL mode it sees what is
-//!   committed. Reservations go through it while most turn out to be replays; those that have to write are handed on to the
-//!   writer, which decides anew. While duplicates wait, the reader also looks for commits of others, and then has the
-//!   duplicates look again.
-//! - The *upkeep* thread renews leases and makes late writes. It waits for no queue of calls; while another connection
-//!   holds the lock, it tries again and again, and the writer of the same handle lets it go first. A beat of many leases is
-//!   cut into short transactions, and after each of them the others have their turn.
+//! - The *writer* puts all waiting operations into one transaction: one lock, one commit, one wait for the disk. Before
+//!   a commit that waits for the disk, the transaction also takes the next steps of the callers that it has just
+//!   answered, and waits a moment for them. A lone call is not delayed.
+//! - The *reader* answers operations that change nothing. This thread waits for no lock and no disk: in WAL mode it
+//!   sees the committed data. Reservations go through the reader while most turn out to be replays. The reader hands
+//!   those that have to write on to the writer, which decides anew. While duplicates wait, the reader also looks for
+//!   commits of other handles; it then makes the duplicates look again.
+//! - The *upkeep* thread renews leases and makes late writes. Its operations do not wait in the queue of calls. While
+//!   another connection holds the lock, the upkeep thread tries again and again, and the writer of the same handle lets
+//!   it go first. A beat of many leases is cut into short transactions; after each of them the other writers have their
+//!   turn.
 //!
-//! An operation whose caller is gone is dropped before it is executed, unless it ends an attempt. A transaction ends after
-//! some time, and after some bytes of questions or answers; the rest is left for the next one.
+//! An operation whose caller is gone is dropped before it is executed, unless it ends an attempt. A transaction ends
+//! after some time, or after some bytes of requests or answers; the next one takes the rest.
 
 pub(super) mod queue;
 mod session;
@@ -41,30 +42,32 @@ use crate::record::{Lease, Reservation, ReserveRequest};
 use crate::store::{Answers, StoreError, StoreErrorKind};
 use crate::sync::lock;
 
-/// The most renewals and late writes that the upkeep thread takes at once: they are small. Time ends its transactions.
+/// Largest number of renewals and late writes that the upkeep thread takes together: they are small. A time limit ends
+/// its transactions.
 const UPKEEP_BATCH: usize = 8192;
-/// How long the upkeep thread leaves the lock alone between two transactions. Other handles look for the lock more often
-/// ([`file`](super::file)), so that those that wait find it free.
+/// Time for which the upkeep thread leaves the lock alone between two transactions. Other handles try the lock more
+/// often ([`file`](super::file)), so that a waiting one finds it free.
 const TURN: Duration = Duration::from_micros(1500);
-/// The most turns in a row, for a writer of the same handle that still waits.
+/// Most pauses of [`TURN`] in a row, for a writer of the same handle that still waits.
 const TURNS: u32 = 4;
-/// How long a reservation waits before it takes over a lease that lapsed while the lock was held. The owner of the lease
-/// asks for that lock every half millisecond.
+/// Time that a reservation waits before it takes over a lease that lapsed while the lock was held. The owner of the
+/// lease asks for that lock every half millisecond.
 pub(super) const SPARED: Duration = Duration::from_millis(250);
-/// The least number of answered callers that the writer waits for.
+/// Fewest answered callers for which the writer waits.
 const COMPANY: usize = 4;
 /// Clean-up is due after this many reservations: a lone call need not pay for it each time.
 const CLEAN_UP_AFTER: u32 = 8;
-/// The most batches for which the writer does not wait, after it has waited in vain.
+/// Most batches without a wait after the writer has waited in vain.
 const LONGEST_SKIP: u32 = 64;
-/// The interval at which the reader looks for commits of other handles while duplicates wait, and what each waiter adds.
+/// Interval at which the reader looks for commits of other handles while duplicates wait, and the extra time for each
+/// waiter.
 const POLL: Duration = Duration::from_millis(5);
 const POLL_FOR_EACH: Duration = Duration::from_micros(100);
-/// The pauses of the upkeep thread between two tries to get the lock. Short: others may release it only for a moment.
+/// Pauses of the upkeep thread between two tries to get the lock. Short: others may release the lock only for a moment.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
-/// Which thread a call goes to.
+/// The threads that a call goes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lane {
     /// The writer, or the reader.
@@ -72,31 +75,31 @@ pub(super) enum Lane {
     Upkeep,
 }
 
-/// What the handle and its threads share, in one process.
+/// State that the handle and its threads share, in one process.
 pub(super) struct Core {
     pub(super) database: Arc<Database>,
     pub(super) waiting: Waiting,
-    /// The number of waiting duplicates.
+    /// Number of waiting duplicates.
     waiters: AtomicUsize,
     writes: Queue,
     reads: Queue,
     upkeep: Queue,
-    /// Whether the upkeep thread waits for the lock: the writer lets it go first.
+    /// True if the upkeep thread waits for the lock: the writer lets it go first.
     upkeep_waits: AtomicBool,
-    /// Whether the writer does: after a transaction, the upkeep thread lets it go first.
+    /// True if the writer waits for the lock: the upkeep thread lets it go first after a transaction.
     writer_waits: AtomicBool,
-    /// Since when the lock was held, by others and then by the writer, in milliseconds of the wall clock; and until when
-    /// leases that lapsed meanwhile are spared.
+    /// Start of the time for which the lock was held, by others and then by the writer, in milliseconds of the wall
+    /// clock; and the end of the time for which leases that lapsed meanwhile are spared.
     locked: Mutex<Option<(i64, Instant)>>,
     numbers: AtomicU64,
-    /// Reservations since the last clean-up.
+    /// Number of reservations since the last clean-up.
     reservations: AtomicU32,
-    /// With other answers that change nothing.
+    /// Share of replays among recent reservations. Every answer that changes nothing counts as a replay.
     replays: Replays,
     spare: Spare,
 }
 
-/// Opens the file, and creates it and its table if they are missing.
+/// Opens the file. Creates the file and its table if they are missing.
 pub(super) async fn start(database: Database) -> Result<Arc<Core>, StoreError> {
     let core = Arc::new(Core::new(Arc::new(database)));
     let (reply, opened) = oneshot::channel();
@@ -112,7 +115,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreEr
     spawned.map(drop).map_err(|error| unavailable(format!("no thread can be started: {error}")))
 }
 
-/// Ends the queue with its thread, so that no caller waits for it.
+/// Ends the queue when its thread ends, so that no caller waits for it.
 struct Ending<'a>(&'a Queue);
 
 impl Drop for Ending<'_> {
@@ -121,7 +124,7 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// A waiting duplicate is counted until this is dropped.
+/// Guard that counts a waiting duplicate.
 pub(super) struct Counted<'a>(&'a AtomicUsize);
 
 impl Drop for Counted<'_> {
@@ -130,7 +133,7 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// A thread waits for the lock until this is dropped.
+/// Guard that marks a thread as waiting for the lock.
 pub(super) struct Waits<'a>(&'a AtomicBool);
 
 impl<'a> Waits<'a> {
@@ -173,43 +176,44 @@ impl Core {
         }
     }
 
-    /// Lets the threads end once they have done all requests.
+    /// Makes the threads end once they have done all requests.
     pub(super) fn close(&self) {
         [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
     }
 
-    /// Milliseconds since 1970 by the wall clock of this host.
+    /// Returns milliseconds since 1970 by the wall clock of this host.
     pub(super) fn wall_millis(&self) -> i64 {
         wall_millis(&*self.database.clock)
     }
 
-    /// Counts a duplicate that waits.
+    /// Counts a waiting duplicate.
     pub(super) fn count_waiter(&self) -> Counted<'_> {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         Counted(&self.waiters)
     }
 
-    /// Whether the upkeep thread is to get the lock first.
+    /// Returns whether the upkeep thread is to get the lock first.
     pub(super) fn upkeep_waits(&self) -> bool {
         self.upkeep_waits.load(Ordering::SeqCst)
     }
 
-    /// Notes that the upkeep thread has the lock, so that the writer asks for it as soon as it is free again.
+    /// Notes that the upkeep thread has the lock, so that the writer asks for the lock as soon as it is free again.
     pub(super) fn upkeep_has_lock(&self) {
         self.upkeep_waits.store(false, Ordering::SeqCst);
     }
 
-    /// Notes that no lease could be renewed from `since` on, by the wall clock, until just now.
+    /// Notes that no lease could be renewed from `since`, by the wall clock, until now. Spares the leases that lapsed
+    /// meanwhile for `spared`.
     pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
         *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
     }
 
-    /// Since when no lease could be renewed, if that was so just now.
+    /// Returns the time from which no lease could be renewed, if leases are spared at `now`.
     pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
         lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
     }
 
-    /// Counts `more` reservations. If a clean-up is due, returns how many there were since the last one.
+    /// Counts `more` reservations. If a clean-up is due, returns the number of reservations since the last one.
     pub(super) fn reserved(&self, more: u32) -> Option<u32> {
         let reservations = self.reservations.fetch_add(more, Ordering::Relaxed) + more;
         let is_due = more > 0 && reservations >= CLEAN_UP_AFTER;
@@ -221,11 +225,11 @@ impl Core {
     }
 
     pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: &ReserveRequest) -> Answered {
-        // While most are replays, the reader, or a lone caller itself, can answer most of them.
+        // While most reservations are replays, the reader, or a lone caller itself, can answer most of them.
         let reads = lane == Lane::Calls && self.replays.are_expected();
         if reads && let Some(answer) = self.spare.replay(&self.database, request) {
             self.replays.note(1, 1);
-            // A task that does nothing but replay must yield now and then.
+            // A task that only replays must yield now and then.
             tokio::task::coop::consume_budget().await;
             return Ok(Answer::Reservation(answer));
         }
@@ -240,7 +244,7 @@ impl Core {
         if matches!(answer, Answer::Spared) {
             self.database.clock.sleep(SPARED).await;
             let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
-            // Boxed: most calls don't get here, but would carry its size inline.
+            // Boxed: most calls don't get here, but each would carry its size inline.
             answer = Box::pin(self.ask_one(queue, Ask::Reserve(request.clone(), false), left)).await?;
         }
         if lane == Lane::Calls {
@@ -250,7 +254,7 @@ impl Core {
         Ok(answer)
     }
 
-    /// How long a call may take.
+    /// Returns the longest time that a call may take.
     fn limit(&self) -> Duration {
         self.database.options.response_timeout
     }
@@ -264,7 +268,7 @@ impl Core {
         self.ask_one(queue, ask, self.limit())
     }
 
-    /// Not an `async fn`: that stores its argument twice, which enlarges every enclosing future.
+    /// Not an `async fn`: an `async fn` stores its argument twice, which enlarges every enclosing future.
     #[expect(clippy::manual_async_fn, reason = "see above")]
     fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> impl Future<Output = Answered> {
         async move {
@@ -272,7 +276,7 @@ impl Core {
             let op = self.op(queue, ask, Reply::One(reply));
             let number = op.number;
             self.push(queue, std::iter::once(op))?;
-            // Outside of a runtime the future is not polled again: it is enough that the operation was handed over.
+            // Outside a runtime the future is polled only once: it is enough that the operation was handed over.
             let answered = match Handle::try_current() {
                 Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
                 Err(_) => Some(answer.await),
@@ -288,7 +292,7 @@ impl Core {
         }
     }
 
-    /// Renews `leases`, each as an operation of its own: one that fails does not affect the others.
+    /// Renews `leases`, each as its own operation: a failure does not affect the others.
     pub(super) async fn renew(
         self: &Arc<Self>,
         lane: Lane,
@@ -343,7 +347,7 @@ impl Core {
         started.inspect_err(|_| queue.set_started(false))
     }
 
-    /// The writer. `opened` hears whether the file could be opened; it is created if it is missing.
+    /// Runs the writer. `opened` receives the result of opening the file, which is created if it is missing.
     fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
         let _ending = Ending(&self.writes);
         let link = Link::new();
@@ -358,7 +362,7 @@ impl Core {
         let mut batch = Vec::with_capacity(BATCH);
         let mut company = Company::of(&self.writes);
         while self.writes.take(&mut batch, None) {
-            // A commit that waits for no disk is cheap, and the tasks had better work meanwhile.
+            // A commit that does not wait for the disk is cheap, so the writer does not wait for more operations.
             let waits = self.database.options.synchronous == Synchronous::Full;
             while !batch.is_empty() {
                 self.on(&link, Database::reconnect, &mut batch, |session, batch| {
@@ -381,7 +385,7 @@ impl Core {
         link.close();
     }
 
-    /// The reader.
+    /// Runs the reader.
     fn read(self: &Arc<Self>) {
         let _ending = Ending(&self.reads);
         let link = Link::new();
@@ -389,14 +393,14 @@ impl Core {
         let mut version = None;
         while self.reads.take(&mut batch, self.poll()) {
             if batch.len() == 1 && self.replays.are_expected() {
-                // Before the answer: a caller that has it may fork.
+                // Opened before the answer: a caller that has its answer may fork.
                 self.spare.open(&self.database);
             }
             loop {
                 let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.read(batch, &mut version);
                 if !self.on(&link, Database::reconnect, &mut batch, read) {
                     version = None;
-                    // The waiters ask, and get the error.
+                    // Woken waiters ask the store, and get the error.
                     self.waiting.wake_all();
                 }
                 if batch.is_empty() {
@@ -408,7 +412,7 @@ impl Core {
         link.close();
     }
 
-    /// The upkeep thread.
+    /// Runs the upkeep thread.
     fn keep_up(self: &Arc<Self>) {
         let _ending = Ending(&self.upkeep);
         let link = Link::new();
@@ -427,7 +431,8 @@ impl Core {
                 }
                 if batch.len() < asked {
                     (waits, pause) = (None, FIRST_PAUSE);
-                    // What this transaction has added to the WAL would have to be copied by the next writer.
+                    // Otherwise the next writer would have to copy the pages that this transaction has added to the
+                    // WAL.
                     self.on(&link, connect, &mut Vec::new(), |session, _| session.checkpoint());
                     self.let_others_write();
                 } else {
@@ -442,8 +447,8 @@ impl Core {
         link.close();
     }
 
-    /// Leaves the lock to the others for a moment: those that wait for it ask again meanwhile. The writer of this handle, if
-    /// it waits, gets it for sure, unless yet another connection keeps it for long.
+    /// Leaves the lock to the others for a moment, in which those that wait for the lock ask again. If the writer of
+    /// this handle waits, it gets the lock, unless yet another connection keeps it for long.
     fn let_others_write(&self) {
         for _ in 0..TURNS {
             thread::park_timeout(TURN);
@@ -462,8 +467,8 @@ impl Core {
         }
     }
 
-    /// Works the batch off on the connection of `link`: opens it if there is none, and closes it if it has become unusable.
-    /// Returns whether it is usable.
+    /// Runs `work` on the batch and the connection of `link`. Opens the connection if there is none, and closes it if
+    /// it has become unusable. Returns whether it is usable.
     fn on(
         self: &Arc<Self>,
         link: &Arc<Link>,
@@ -488,12 +493,13 @@ impl Core {
         healthy
     }
 
-    /// Hands an operation from the reader to the writer. If the writer has ended, the caller learns that no answer comes.
+    /// Hands an operation from the reader to the writer. If the writer has ended, dropping the operation gives the
+    /// caller an error.
     fn hand_on(self: &Arc<Self>, op: Op) {
         let _ = self.push(&self.writes, std::iter::once(op));
     }
 
-    /// How soon the reader looks for commits of others; `None` while no duplicate waits.
+    /// Returns the interval at which the reader looks for commits of other handles; `None` while no duplicate waits.
     fn poll(&self) -> Option<Duration> {
         match self.waiters() {
             0 => None,
@@ -502,14 +508,15 @@ impl Core {
     }
 }
 
-/// The callers that were just answered. Most come back at once, one by one, with their next step, and a commit that does
-/// not wait for them is made for a few. What has come is done meanwhile. A lone call is not delayed.
+/// The callers that were just answered. Most return immediately, one by one, with their next step. A commit that does
+/// not wait for them would serve only a few. The batch does the operations that have arrived meanwhile. A lone call is
+/// not delayed.
 struct Company<'a> {
     queue: &'a Queue,
-    /// How many operations were answered last, and how many waited then.
+    /// Number of operations that were answered last, and number that waited then.
     answered: usize,
     waited: usize,
-    /// How many batches are not waited for, because the answered callers did not come back.
+    /// Number of batches without a wait, because the answered callers did not return.
     skip: u32,
     next_skip: u32,
 }
@@ -519,7 +526,7 @@ impl<'a> Company<'a> {
         Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
     }
 
-    /// Adds the operations that have come to a batch that is done; waits up to `at_most` for the expected ones.
+    /// Adds waiting operations to a batch that is done. Waits up to `at_most` for the expected ones.
     fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
         if self.answered >= COMPANY && self.skip == 0 {
             self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);
@@ -542,7 +549,7 @@ impl<'a> Company<'a> {
     }
 }
 
-/// A copy of an error, for one more operation.
+/// Returns a copy of an error, for one more operation.
 pub(super) fn same(error: &StoreError) -> StoreError {
     StoreError::new(error.kind(), error.to_string())
 }

@@ -14,15 +14,15 @@ use crate::record::{
 use crate::store::{Filter, Page, StoreError};
 use crate::sync::lock;
 
-/// The most operations in one transaction.
+/// Largest number of operations in one transaction.
 pub(super) const BATCH: usize = 256;
-/// A transaction with this many bytes of results, in questions or answers, takes no more operations.
+/// A transaction with this many bytes of results, in requests or answers, takes no more operations.
 pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 
 /// An operation for a thread.
 #[derive(Debug)]
 pub(in super::super) enum Ask {
-    /// With whether to spare a lease that lapsed while the lock was held.
+    /// The flag: spare a lease that lapsed while the lock was held.
     Reserve(ReserveRequest, bool),
     Begin(Lease),
     Renew(Lease),
@@ -44,12 +44,12 @@ impl Ask {
         }
     }
 
-    /// Whether it only reads.
+    /// Returns whether the operation only reads.
     pub(super) fn reads(&self) -> bool {
         matches!(self, Self::Inspect(_) | Self::List(_) | Self::Ping)
     }
 
-    /// The key whose waiters must look again after this answer.
+    /// Returns the key whose waiters must look again after this answer.
     pub(super) fn wakes(&self, answered: &Answered) -> Option<&Key> {
         match (self, answered) {
             (Self::Reserve(ReserveRequest { key, .. }, _), Ok(Answer::Reservation(Reservation::Granted { .. })))
@@ -67,7 +67,7 @@ impl Ask {
 pub(in super::super) enum Answer {
     Reservation(Reservation),
     Decided(Decided),
-    /// A lease lapsed while the lock was held: its owner gets a moment to renew it.
+    /// Another owner's lease lapsed while the lock was held: its owner gets a moment to renew it.
     Spared,
     Write(Verdict),
     Removed(u64),
@@ -89,16 +89,16 @@ impl Answer {
 
 pub(super) type Answered = Result<Answer, StoreError>;
 
-/// Where the answer goes.
+/// Destination of an answer.
 pub(super) enum Reply {
     One(oneshot::Sender<Answered>),
-    /// One of several leases: its place among them.
+    /// One of several leases, with its index.
     Lease(usize, mpsc::UnboundedSender<(usize, Answered)>),
 }
 
 pub(super) struct Op {
     pub(super) number: u64,
-    /// When it was asked for. Only the upkeep thread has it, which gives up by it.
+    /// Time of the request. Only operations of the upkeep thread have it: that thread gives up on old ones.
     pub(super) asked_at: Option<Instant>,
     pub(super) ask: Ask,
     pub(super) reply: Reply,
@@ -119,7 +119,7 @@ impl Op {
         self.reply.say(answer);
     }
 
-    /// Whether it need not be done any more: its caller is gone, and it ends no attempt.
+    /// Returns whether the operation can be skipped: its caller is gone, and the operation ends no attempt.
     pub(super) fn is_abandoned(&self) -> bool {
         let is_gone = || match &self.reply {
             Reply::One(reply) => reply.is_closed(),
@@ -139,9 +139,9 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct Gathered {
     ops: VecDeque<Op>,
-    /// How many operations wake the thread; 0 while it is awake.
+    /// Number of operations that wakes the thread; 0 while the thread is awake.
     wakes_at: usize,
-    /// Whether there is a thread.
+    /// True if there is a thread.
     started: bool,
     closed: bool,
 }
@@ -175,8 +175,8 @@ impl Queue {
         Ok(starts)
     }
 
-    /// Waits for operations, for `at_most` if that is given, and takes those that are there. Returns false once no more
-    /// will come.
+    /// Waits for operations, at most for `at_most` if given, and takes them. Returns false once the queue is closed and
+    /// empty.
     pub(super) fn take(&self, batch: &mut Vec<Op>, at_most: Option<Duration>) -> bool {
         let mut gathered = lock(&self.gathered);
         while gathered.ops.is_empty() {
@@ -200,13 +200,13 @@ impl Queue {
         true
     }
 
-    /// Takes the operations that are there, until the batch has `at_most`.
+    /// Takes waiting operations until the batch has `at_most`.
     pub(super) fn take_more(&self, batch: &mut Vec<Op>, at_most: usize) {
         lock(&self.gathered).fill(batch, at_most);
     }
 
-    /// Takes the operations that are there. If there are none and fewer than `expected` have come, waits up to `at_most`
-    /// for them.
+    /// Takes the waiting operations. If none waits and the batch has fewer than `expected`, first waits up to `at_most`
+    /// for the missing ones.
     pub(super) fn gather(&self, batch: &mut Vec<Op>, expected: usize, at_most: Duration) {
         let mut gathered = lock(&self.gathered);
         let missing = expected.saturating_sub(batch.len());
@@ -219,19 +219,19 @@ impl Queue {
         gathered.fill(batch, BATCH);
     }
 
-    /// How many operations wait.
+    /// Returns the number of waiting operations.
     pub(super) fn len(&self) -> usize {
         lock(&self.gathered).ops.len()
     }
 
-    /// Removes an operation that no thread has taken up. Returns whether it did.
+    /// Removes an operation that no thread has taken. Returns whether it was there.
     pub(super) fn forget(&self, number: u64) -> bool {
         let mut gathered = lock(&self.gathered);
         let at = gathered.ops.iter().position(|op| op.number == number);
         at.and_then(|at| gathered.ops.remove(at)).is_some()
     }
 
-    /// Notes that a thread is being started, or could not be; then the waiting operations are dropped.
+    /// Notes that a thread is being started, or that none could be started; in that case drops the waiting operations.
     pub(super) fn set_started(&self, started: bool) {
         let mut gathered = lock(&self.gathered);
         gathered.started = started;
@@ -240,7 +240,7 @@ impl Queue {
         }
     }
 
-    /// Closes the queue, and drops what is in it.
+    /// Closes the queue, and drops its operations.
     pub(super) fn end(&self) {
         self.close();
         lock(&self.gathered).ops.clear();

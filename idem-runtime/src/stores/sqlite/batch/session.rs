@@ -15,32 +15,32 @@ use super::{Company, Core, SPARED, Waits, same};
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// How long a transaction may take until its commit: all others wait for the lock meanwhile.
+/// Longest duration of a transaction before its commit: all others wait for the lock meanwhile.
 const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
-/// The same for renewals and late writes, which thousands of handlers may need at once. Their commit comes on top: SQLite
-/// has written all but some 2 MB of its pages by then.
+/// Longest duration of a transaction of renewals and late writes, which thousands of handlers may need together. The
+/// commit comes on top: SQLite has written all but about 2 MB of its pages by then.
 const LONGEST_UPKEEP: Duration = Duration::from_millis(8);
-/// Operations between two looks at the time.
+/// Number of operations between two looks at the clock.
 const TIMED: usize = 8;
 /// A lock that was held for this many milliseconds counts as the reason why leases were not renewed.
 const LONG_LOCK: i64 = 50;
-/// How long a transaction that has done its batch waits for the callers that were answered last.
+/// Time that a transaction whose batch is done waits for the callers that were answered last.
 const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
-/// Rows that clean-up looks at for each reservation: more than one, so that they can't pile up.
+/// Number of rows that clean-up looks at for each reservation. More than one, so that expired rows can't pile up.
 const CLEANED_UP: u32 = 2;
-/// Rows that clean-up looks at before an operation that found the file full is retried.
+/// Number of rows that clean-up looks at before an operation that found the file full is retried.
 const CLEANED_UP_FOR_ROOM: u32 = 64;
-/// How often such an operation is tried.
+/// Number of tries of such an operation.
 const ROUNDS_FOR_ROOM: u32 = 16;
 
-/// Why a transaction failed.
+/// Reason why a transaction failed.
 struct Failure {
     error: StoreError,
-    /// Whether the connection is unusable.
+    /// True if the connection is unusable.
     broken: bool,
-    /// Whether the operations may succeed one by one.
+    /// True if the operations may succeed one by one.
     alone: bool,
-    /// Whether another connection holds the lock, so that nothing was tried.
+    /// True if another connection holds the lock, so that nothing was tried.
     busy: bool,
 }
 
@@ -49,32 +49,34 @@ impl Failure {
         Self { error, broken, alone: false, busy: false }
     }
 
-    /// Nothing of the transaction was written.
+    /// Returns a failure that wrote nothing of the transaction.
     fn nothing_written(error: &rusqlite::Error) -> Self {
         Self { busy: is_busy(error), ..Self::new(not_written(error), breaks_connection(error)) }
     }
 }
 
-/// When the lock was first asked for, by the wall clock and by that of the handle.
+/// Time of the first request for the lock, by the wall clock and by the monotonic clock of the handle.
 #[derive(Clone, Copy)]
 struct Asked {
     wall: i64,
     at: Instant,
 }
 
-/// Answers, and where they go.
+/// Answers that are not sent yet, with their destinations.
 pub(super) type Told = Vec<(Reply, Answered)>;
 
-/// Work on a connection. Nothing of it outlives the work: a forked child must be able to close the connection.
+/// A thread's use of a connection. Nothing in it outlives that use: a forked child must be able to close the
+/// connection.
 pub(super) struct Session<'c> {
     core: &'c Arc<Core>,
     connected: &'c Connected,
     table: Table<'c>,
-    /// The answers of the transaction that is open.
+    /// Answers of the open transaction.
     answers: Vec<Answered>,
-    /// The answers of done operations. They are sent once the connection is at rest: a caller that has its answer may fork.
+    /// Answers of done operations. The answers are sent once the connection is at rest: a caller that has its answer
+    /// may fork.
     told: &'c mut Told,
-    /// Whether it waits for the lock, for as long as the settings say.
+    /// True if the session waits for the lock, up to the busy timeout.
     patient: bool,
 }
 
@@ -96,8 +98,9 @@ impl<'c> Session<'c> {
         self.connection().prepare_cached(sql)?.execute([]).map(drop)
     }
 
-    /// Renewals first: they are urgent, and need not survive a loss of power, which no attempt does. Operations that can't
-    /// begin now, as another connection holds the lock, stay in the batch. Returns false if the connection is unusable.
+    /// Makes renewals, then late writes. Renewals come first: they are urgent, and need not survive a loss of power,
+    /// which ends every attempt. Operations that can't begin because another connection holds the lock stay in the
+    /// batch. Returns false if the connection is unusable.
     pub(super) fn keep_up(&mut self, batch: &mut Vec<Op>) -> bool {
         self.patient = false;
         let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, Ask::Renew(_))).collect();
@@ -107,7 +110,7 @@ impl<'c> Session<'c> {
         healthy
     }
 
-    /// Copies what is in the WAL into the file. No write waits for it. Returns false if the connection is unusable.
+    /// Copies the WAL into the file. No write waits for the copy. Returns false if the connection is unusable.
     pub(super) fn checkpoint(&self) -> bool {
         if self.connected.files.check().is_err() {
             return false;
@@ -129,15 +132,15 @@ impl<'c> Session<'c> {
         }
     }
 
-    /// Makes one transaction of the batch and of what `company` adds to it, or of as much as one takes. Returns false if
-    /// the connection is unusable.
+    /// Makes one transaction of the batch and the operations that `company` adds, or of as many as fit. Returns false
+    /// if the connection is unusable.
     pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&Company>) -> bool {
         self.answers.clear();
         self.answers.reserve(batch.len());
         match self.transact(batch, true, company) {
             Ok(()) => self.tell(batch),
             Err(Failure { busy: true, .. }) if !self.patient => {}
-            // An operation that fails must not fail the others; nor must clean-up.
+            // An operation that fails must not fail the others. Neither must a failed clean-up.
             Err(Failure { alone: true, broken: false, .. }) => {
                 let mut alone = batch.drain(..).collect::<VecDeque<_>>();
                 while let Some(op) = alone.pop_front() {
@@ -155,7 +158,7 @@ impl<'c> Session<'c> {
         true
     }
 
-    /// Answers the operations that were done.
+    /// Queues the answers of the operations that were done, and wakes the waiters of their keys.
     fn tell(&mut self, batch: &mut Vec<Op>) {
         if self.core.waiters() > 0 {
             let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
@@ -165,7 +168,7 @@ impl<'c> Session<'c> {
         self.told.extend(done.map(|op| op.reply).zip(self.answers.drain(..)));
     }
 
-    /// How many answers wait to be sent.
+    /// Returns the number of answers that are not sent yet.
     pub(super) fn done(&self) -> usize {
         self.told.len()
     }
@@ -177,7 +180,7 @@ impl<'c> Session<'c> {
         }
     }
 
-    /// One operation in a transaction of its own. If the file is full, retries after removing expired records.
+    /// Runs one operation in its own transaction. If the file is full, retries after removing expired records.
     fn write_alone(&mut self, op: Op) -> bool {
         let mut batch = vec![op];
         for rounds in (0..ROUNDS_FOR_ROOM).rev() {
@@ -216,8 +219,8 @@ impl<'c> Session<'c> {
         database.limit_size(self.connection(), false).is_ok() && cleaned.is_ok_and(|removed| removed > 0)
     }
 
-    /// Gets the lock, and returns when it was first asked for. Replays need no lock: if it takes a while, they are answered
-    /// at once. Then drops the operations whose callers are gone.
+    /// Gets the lock. Returns the time of the first request for it. If others hold the lock, first answers the replays,
+    /// which need no lock. Drops the operations whose callers are gone.
     fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
         let Core { database, .. } = &**self.core;
         let asked = Asked { wall: self.core.wall_millis(), at: database.clock.now() };
@@ -243,12 +246,13 @@ impl<'c> Session<'c> {
         }
         batch.retain(|op| !op.is_abandoned());
         begun.map_err(|error| Failure::nothing_written(&error))?;
-        // Under the lock: a transaction that waited for it may have got that of an index which was removed meanwhile.
+        // Checked under the lock: a transaction that waited may have got the lock of an index that was removed
+        // meanwhile.
         self.connected.files.check().map_err(|error| Failure::new(error, true))?;
         Ok(asked)
     }
 
-    /// Since when no lease could be renewed, as far as this handle knows.
+    /// Returns the time from which no lease could be renewed, by the state of this handle.
     fn locked_since(&self, asked: Asked) -> i64 {
         self.core.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
@@ -271,17 +275,17 @@ impl<'c> Session<'c> {
             let alone = failure.kind() == StoreErrorKind::Full;
             Failure { alone, ..Failure::new(failure, breaks_connection(&error) || !rolled_back) }
         })?;
-        // Another process that makes a new index finds in the log all that was committed by then. It misses this commit if the
-        // files changed during the transaction.
+        // Another process that makes a new index finds all earlier commits in the log. If the files changed during the
+        // transaction, it misses this commit.
         self.connected.files.check().map_err(|error| Failure::new(unconfirmed(&error), true))
     }
 
-    /// Ends the transaction, if there is one.
+    /// Ends the transaction, if there is one. Returns whether none is open any more.
     fn roll_back(&self) -> bool {
         self.connection().is_autocommit() || self.connection().execute_batch("ROLLBACK").is_ok()
     }
 
-    /// Does as much of the batch as one transaction takes, and keeps its answers.
+    /// Runs as much of the batch as fits into one transaction, and keeps its answers.
     fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool, company: Option<&Company>) -> Result<(), Failure> {
         let asked = self.begin(batch)?;
         let connection = self.connection();
@@ -291,6 +295,7 @@ impl<'c> Session<'c> {
         let (mut reservations, mut bytes) = (0, 0);
         let mut patience = WAIT_FOR_COMPANY;
         let longest = if self.patient { LONGEST_TRANSACTION } else { LONGEST_UPKEEP };
+        // Runs operations until the batch and its late joiners are done, or the transaction is too long or too large.
         loop {
             let n = self.answers.len();
             if n == batch.len()
@@ -301,7 +306,7 @@ impl<'c> Session<'c> {
             }
             let Some(op) = batch.get(n) else { break };
             let answer = match self.perform(op, now, since) {
-                // A full disk and similar errors roll the whole transaction back.
+                // A full disk and similar errors roll back the whole transaction.
                 Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
                     return Err(Failure { alone: true, busy: false, ..Failure::nothing_written(&error) });
                 }
@@ -315,6 +320,8 @@ impl<'c> Session<'c> {
                 break;
             }
         }
+        // Cleaning up in the same transaction costs no further commit. Its failure matters only if it has ended the
+        // transaction.
         if clean_up
             && let Some(reservations) = self.core.reserved(reservations)
             && let Err(error) = self.table.clean_up(now, CLEANED_UP * reservations)
@@ -332,7 +339,7 @@ impl<'c> Session<'c> {
         Ok(())
     }
 
-    /// Performs `op` at `now`; no lease could be renewed since `since`.
+    /// Performs `op` at `now`. No lease could be renewed since `since`.
     fn perform(&mut self, op: &Op, now: i64, since: i64) -> Result<Answer, Trouble> {
         let table = &mut self.table;
         Ok(match &op.ask {
@@ -355,8 +362,8 @@ impl<'c> Session<'c> {
         })
     }
 
-    /// Answers the operations that change nothing, and hands the rest on to the writer. Returns false if the connection is
-    /// unusable. `version` is that of the file when waiting duplicates were last told to look.
+    /// Answers the operations that change nothing, and hands the rest on to the writer. Returns false if the connection
+    /// is unusable. `version` is the file's version at the last wake-up of waiting duplicates.
     pub(super) fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> bool {
         let looked = self.look(batch, version);
         let Err(failure) = looked else { return true };
@@ -365,12 +372,13 @@ impl<'c> Session<'c> {
         !failure.broken
     }
 
-    /// Reads as much from one snapshot as a transaction may: meanwhile the WAL can't start anew.
+    /// Reads from one snapshot, for at most as long as a transaction may take: meanwhile the WAL can't start anew.
     fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), Failure> {
         let core = self.core;
         let database = &core.database;
         self.connected.files.check().map_err(|error| Failure::new(error, true))?;
         let failed_to_read = |error: rusqlite::Error| Failure::nothing_written(&error);
+        // Several reads share one snapshot; a lone read needs no explicit transaction.
         let polls = core.waiters() > 0;
         let transaction = batch.len() + usize::from(polls) > 1;
         let began = database.clock.now();
@@ -381,12 +389,13 @@ impl<'c> Session<'c> {
             let found = database
                 .patiently(|| self.connection().prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0)));
             let found = found.map_err(failed_to_read)?;
-            // Before the look-ups of this batch, so that the next poll finds a commit made after them.
+            // Checked before the look-ups of this batch, so that the next poll finds a commit made after them.
             if version.replace(found) != Some(found) {
                 core.waiting.wake_all();
             }
         }
         let (now, mut bytes) = (self.core.wall_millis(), 0);
+        // Popped from the end, so reversed to keep the order. The rest stays in the batch.
         batch.reverse();
         for n in 0_usize.. {
             let Some(op) = batch.pop() else { break };
@@ -420,7 +429,7 @@ impl<'c> Session<'c> {
     }
 }
 
-/// Separates the errors of SQLite, which `patiently` is to judge.
+/// Separates the errors of SQLite, so that `patiently` can judge them.
 fn quietly<T>(answer: Result<T, Trouble>) -> rusqlite::Result<Result<T, Trouble>> {
     match answer {
         Err(Trouble::Sqlite(error)) => Err(error),
@@ -444,7 +453,7 @@ mod tests {
     use crate::record::{Finish, OwnerToken, Reservation, ReserveRequest, StoredResult, Verdict};
     use crate::stores::sqlite::SqliteStore;
 
-    /// A file in a folder that is removed on drop, without any threads.
+    /// A store without any threads, on a file in a folder that is removed on drop.
     struct Quiet {
         folder: PathBuf,
         core: Arc<Core>,
@@ -463,7 +472,7 @@ mod tests {
             Self { folder, core, connected }
         }
 
-        /// Does `work` on `asks`. Returns how many it leaves over, and its answers.
+        /// Does `work` on `asks`. Returns the number of operations that are left over, and the answers.
         fn work(&self, asks: Vec<Ask>, work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>)) -> (usize, Vec<Answered>) {
             let mut callers = Vec::new();
             let op = |ask| {
@@ -510,7 +519,7 @@ mod tests {
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
         }
-        // By a write and by a read, every result is found, but not all at once.
+        // A write and a read find every result, but not all of them in one transaction.
         let asks = || requests.iter().cloned().map(|request| Ask::Reserve(request, true)).collect::<Vec<_>>();
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
@@ -584,13 +593,13 @@ mod tests {
         // The owner gets its own reservation.
         let (_, answers) = quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
         assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Granted { takeover: false, .. }))]));
-        // The moment is over: the lease is taken over.
+        // The pause is over: the lease is taken over.
         let taken_over = |answers: &[Answered]| {
             matches!(answers, [Ok(Answer::Reservation(Reservation::Granted { takeover: true, .. }))])
         };
         let (_, answers) = quiet.work(ask(false), write);
         assert!(taken_over(&answers), "{answers:?}");
-        // The lock was held for long, but only after the lapse: it was not the reason.
+        // The lock was held for long, but only after the lapse, so it was not the reason for the lapse.
         let pass = |millis| {
             let until = quiet.core.wall_millis() + millis;
             while quiet.core.wall_millis() <= until {
