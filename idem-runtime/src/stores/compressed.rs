@@ -1,4 +1,4 @@
-//! Large results, compressed.
+//! Compresses large results.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -16,21 +16,21 @@ use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
 use crate::sync::SharedOnce;
 
-/// The codec name in a record with a compressed result.
+/// Codec name in a record with a compressed result.
 const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 
-/// A store that compresses large results with zstd, around any other store.
+/// A wrapper around any store that compresses large results with zstd.
 ///
-/// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and kept so if that made it smaller. A
-/// record that can't be decompressed, or only to more than [`max_bytes`](CompressedOptions::max_bytes), is a finished
-/// operation whose result is unavailable ([`StoredResult::Unreadable`]), never a second run. All consumers of one store need the
-/// wrapper: one without it is told that codec `idem:zstd` wrote the result. Results that are not compressed are written
-/// unchanged, so the wrapper can be added at any time.
+/// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and stored compressed if that is
+/// smaller. A record that can't be decompressed, or only to more than [`max_bytes`](CompressedOptions::max_bytes), is a
+/// finished operation whose result is unavailable ([`StoredResult::Unreadable`]). The operation never runs again. All
+/// consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the codec
+/// `idem:zstd`. Results that are not compressed are written unchanged, so the wrapper can be added at any time.
 ///
-/// - *Atomicity*, *Clock*, *Durability*: those of the store it is around.
-/// - *Limits*: those of the store, for the compressed result.
-/// - *Cost*: no further call. Some 1 ms of processor time per 1 MB written, in the task of the handler, and less per 1 MB
-///   read; about 1 MB of memory for each thread that compresses.
+/// - *Atomicity*, *Clock*, *Durability*: as in the inner store.
+/// - *Limits*: as in the inner store, for the compressed result.
+/// - *Cost*: no further call. About 1 ms of processor time per 1 MB written, in the task of the handler, and less per 1
+///   MB read; about 1 MB of memory for each thread that compresses.
 ///
 /// ```
 /// use idem_runtime::{Compressed, MemoryStore};
@@ -41,12 +41,12 @@ const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 pub struct Compressed(Arc<Shared>);
 
 impl Compressed {
-    /// Compresses what goes into `store`, with the default settings of [`CompressedOptions`].
+    /// Wraps `store` with the default settings of [`CompressedOptions`].
     pub fn new(store: impl Store) -> Self {
         Self::options().wrap(store)
     }
 
-    /// Settings for a store.
+    /// Returns the default settings, to be changed before wrapping a store.
     pub fn options() -> CompressedOptions {
         CompressedOptions::default()
     }
@@ -70,24 +70,25 @@ impl Default for CompressedOptions {
 }
 
 impl CompressedOptions {
-    /// The level of zstd, up to 22 (default: 1). Higher levels give smaller results and are slower; negative ones are
-    /// faster and give larger results.
+    /// Compression level of zstd, up to 22 (default: 1). Higher levels give smaller results and are slower. Negative
+    /// levels are faster and give larger results.
     pub fn level(self, level: i32) -> Self {
         Self { level, ..self }
     }
 
-    /// Results of more than this many bytes are compressed (default: 1 KiB).
+    /// Size above which results are compressed, in bytes (default: 1 KiB).
     pub fn above(self, bytes: usize) -> Self {
         Self { above: bytes, ..self }
     }
 
-    /// The largest result (default: 64 MiB). No result is decompressed to more than this, whatever its record claims, and
-    /// larger ones are not compressed. Lowering it makes larger results unavailable.
+    /// Largest result that is compressed or decompressed, in bytes (default: 64 MiB). A result is never decompressed to
+    /// more bytes, even if its record claims a larger size. Larger results are written uncompressed. A lower limit
+    /// makes larger results unavailable.
     pub fn max_bytes(self, bytes: usize) -> Self {
         Self { max_bytes: bytes, ..self }
     }
 
-    /// Compresses what goes into `store`.
+    /// Wraps `store` with these settings.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn wrap(self, store: impl Store) -> Compressed {
         Compressed(self.open(store.handle()))
@@ -107,12 +108,12 @@ struct Shared {
 }
 
 thread_local! {
-    // A fresh context costs many times what the compression of a small result does.
+    // Kept per thread: creating a context costs many times as much as compressing a small result.
     static COMPRESSOR: RefCell<Option<(i32, Compressor<'static>)>> = const { RefCell::new(None) };
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// One frame of `bytes`, always the same; `None` if zstd fails.
+/// Compresses `bytes` into one frame. Equal `bytes` always give equal frames. Returns `None` if zstd fails.
 fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
     COMPRESSOR.with_borrow_mut(|compressor| {
         if compressor.as_ref().is_none_or(|(its, _)| *its != level) {
@@ -125,13 +126,14 @@ fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// The most bytes that a frame of `len` bytes can hold: a block has 4 bytes at least, and holds 128 KiB at most. Room for
-/// more is never made, whatever the frame claims.
+/// Returns an upper bound for the content of a frame of `len` bytes: a block has at least 4 bytes and holds at most 128
+/// KiB. No larger buffer is ever allocated, even if the frame claims more.
 const fn most_in(len: usize) -> usize {
     (len / 4).saturating_mul(128 * 1024)
 }
 
-/// The `size` bytes in `frame`; `None` if there are fewer or more, or others than were put in.
+/// Decompresses `frame` into `size` bytes. Returns `None` if the frame holds fewer or more bytes, or if its checksum
+/// does not match.
 fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
     if get_frame_content_size(frame).ok()?? != size as u64 || size > most_in(frame.len()) {
         return None;
@@ -141,14 +143,14 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
             *decompressor = Some(Decompressor::new().ok()?);
         }
         let mut out = Vec::with_capacity(size);
-        // Never writes beyond the capacity it is given.
+        // zstd never writes beyond the capacity of the buffer.
         decompressor.as_mut()?.decompress_to_buffer(frame, &mut out).ok()?;
         (out.len() == size).then_some(out)
     })
 }
 
 impl Shared {
-    /// The payload in its stored form; `None` if it is stored unchanged.
+    /// Returns the payload in an envelope. `None` if the payload is stored unchanged.
     fn pack(&self, payload: &StoredResult) -> Option<StoredResult> {
         let StoredResult::Encoded { codec, bytes } = payload else { return None };
         let compressed = (bytes.len() > self.options.above && bytes.len() <= self.options.max_bytes)
@@ -172,7 +174,7 @@ impl Shared {
         }
     }
 
-    /// What is in the store, with its result unpacked.
+    /// Returns `inspection` with its result unpacked.
     fn seen(&self, mut inspection: Option<Inspection>) -> Option<Inspection> {
         if let Some(Inspection { record, .. }) = &mut inspection
             && let Some(payload) = envelope::payload_of(record)
@@ -192,7 +194,7 @@ impl Shared {
             _ if size > max as u64 => {
                 return Err(format!("it has {size} bytes, more than the {max} that may be decompressed"));
             }
-            // At most `max_bytes`, which is a `usize`.
+            // `size` is at most `max_bytes`, which is a `usize`.
             _ => decompress(&rest, usize::try_from(size).unwrap_or(max)).ok_or(DAMAGED)?.into(),
         };
         match bytes.len() as u64 == size {

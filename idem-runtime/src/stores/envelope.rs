@@ -1,8 +1,8 @@
-//! Results in another form than their codec's: what [`Compressed`](crate::Compressed) and [`Offloaded`](crate::Offloaded)
-//! write into records in place of a result.
+//! The envelope: the form in which [`Compressed`](crate::Compressed) and [`Offloaded`](crate::Offloaded) write a result
+//! that they changed.
 //!
 //! A record with an envelope names a codec that no handler has. So a consumer without the wrapper gets
-//! `ResultProblem::OtherCodec` instead of reading something else. Version 1, integers big-endian:
+//! `ResultProblem::OtherCodec` instead of decoding other bytes. Version 1, integers big-endian:
 //!
 //! | bytes | content |
 //! |---|---|
@@ -24,7 +24,8 @@ const VERSION: u8 = 1;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum Form {
-    /// The result as it was: the name of its codec, such as another wrapper's, would be taken for an envelope's.
+    /// The unchanged result. The name of its codec (of a nested wrapper, for example) is the envelope's own, so that a
+    /// reader would take the bare result for an envelope.
     AsItWas = 0,
     #[cfg(feature = "compressed")]
     Zstd = 1,
@@ -32,10 +33,10 @@ pub(crate) enum Form {
     Object = 2,
 }
 
-/// A result in another form.
+/// A decoded envelope.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Envelope {
-    /// The [`Form`]; a number that this release or this wrapper doesn't know is damage.
+    /// The [`Form`]. A number without a meaning in this release or this wrapper is damage.
     pub(crate) form: u8,
     /// The codec that wrote the result.
     pub(crate) codec: CodecName,
@@ -44,7 +45,7 @@ pub(crate) struct Envelope {
     pub(crate) rest: Bytes,
 }
 
-/// The size of an envelope without its rest.
+/// Returns the size of an envelope without its rest.
 pub(crate) fn header_bytes(codec: &CodecName) -> usize {
     3 + codec.as_str().len() + 8
 }
@@ -63,7 +64,7 @@ pub(crate) fn seal(form: Form, codec: &CodecName, size: usize, rest: &[&[u8]]) -
     out.into()
 }
 
-/// Reads an envelope, or returns why it can't be read.
+/// Decodes an envelope. The error is the reason why the envelope can't be read.
 pub(crate) fn open(bytes: &Bytes) -> Result<Envelope, String> {
     if let Some(later @ VERSION..) = bytes.first()
         && *later != VERSION
@@ -82,7 +83,7 @@ fn read(bytes: &Bytes) -> Option<Envelope> {
     Some(Envelope { form, codec, size, rest })
 }
 
-/// Whether `finish` may have to be written in another form: its result has more than `above` bytes, or its codec has the
+/// Returns whether `finish` may need an envelope: its result has more than `above` bytes, or its codec has the
 /// envelope's own name.
 pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bool {
     match finish.result() {
@@ -91,7 +92,7 @@ pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bo
     }
 }
 
-/// `finish` with another payload.
+/// Returns `finish` with another payload.
 pub(crate) fn replaced(finish: &Finish, payload: StoredResult) -> Finish {
     match finish {
         Finish::Completed(_) => Finish::Completed(payload),
@@ -99,7 +100,7 @@ pub(crate) fn replaced(finish: &Finish, payload: StoredResult) -> Finish {
     }
 }
 
-/// The payload of a finished record.
+/// Returns the payload of a finished record.
 pub(crate) fn payload_of(record: &mut Record) -> Option<&mut StoredResult> {
     match &mut record.state {
         State::Completed(payload) | State::Failed(payload) => Some(payload),
@@ -107,7 +108,7 @@ pub(crate) fn payload_of(record: &mut Record) -> Option<&mut StoredResult> {
     }
 }
 
-/// The payload in place of one that can't be read.
+/// Returns the payload that replaces an unreadable one.
 pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> StoredResult {
     StoredResult::Unreadable { reason: reason.into() }
 }

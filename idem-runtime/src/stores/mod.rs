@@ -1,4 +1,5 @@
-//! The stores, one folder each, and the wrappers around any store. A store knows the contract and the kit, and no other store.
+//! The stores, one folder each, and the wrappers around any store. A store depends on the contract and the kit, and on
+//! no other store.
 
 #[cfg(feature = "cached")]
 pub(crate) mod cached;

@@ -1,4 +1,4 @@
-//! Large results, in an object store.
+//! Keeps large results in an object store.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -20,39 +20,41 @@ use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
 use crate::sync::SharedOnce;
 
-/// The codec name in a record whose result is in an object.
+/// Codec name in a record whose result is in an object.
 const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");
 const DIGEST_BYTES: usize = 32;
-/// The first pause between two tries of a call of the object store; it doubles up to [`LONGEST_PAUSE`].
+/// First pause between two tries of a call to the object store. The pause doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A store that keeps large results in an object store (S3, GCS, Azure, a folder, …), and their records in any other
-/// store.
+/// A wrapper around any store that keeps large results in an object store (S3, GCS, Azure, a folder, …). The records
+/// stay in the inner store.
 ///
-/// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished; the
-/// record keeps its path, size and SHA-256. So records stay small, and a store with a limit, such as `DynamoDB`, takes
-/// results of any size (raise `max_result_bytes` of the policy as well; default: 256 KiB).
+/// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished. The
+/// record holds the object's path, size and SHA-256. So records stay small, and a store with a size limit, such as
+/// `DynamoDB`, takes results of any size. Raise `max_result_bytes` of the policy as well (default: 256 KiB).
 ///
-/// - *Atomicity*, *Clock*: those of the store it is around. A record never names an object that is not completely uploaded.
-/// - *Durability*: the record's is that of the store; the result lasts while its object does. A result whose object is
-///   missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
-///   ([`StoredResult::Unreadable`], an error for the caller): the operation is still finished, and never runs again.
-/// - *Limits*: those of the object store for one `PUT`.
-/// - *Cost*: for a large result, one `PUT` more at the first run and one `GET` more at each replay; for others, nothing.
+/// - *Atomicity*, *Clock*: as in the inner store. A record never names an object that is not completely uploaded.
+/// - *Durability*: as in the inner store for the record. The result lasts while its object does. A result whose
+///   object is missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
+///   ([`StoredResult::Unreadable`], an error for the caller). The operation is still finished, and never runs again.
+/// - *Limits*: the object store's limit for one `PUT`.
+/// - *Cost*: for a large result, one more `PUT` at the first run and one more `GET` at each replay. Other results cost
+///   nothing more.
 ///
-/// **If the object store fails while a result is recorded,** the upload is retried for [`timeout`] (at most a third of the
-/// lease); then the result goes into the record itself. If the store finds it too large, the completion is recorded without
-/// its result. The effect has happened, so no failure of the object store lets it happen again.
+/// **If the object store fails while a result is recorded,** the upload is retried for [`timeout`] (at most a third of
+/// the lease). Then the result goes into the record. If the inner store finds the record too large, the completion is
+/// recorded without its result. The effect has happened, so no failure of the object store lets the operation run
+/// again.
 ///
 /// **The object store removes the objects.** Give the prefix a lifecycle rule that removes objects some time after the
-/// longest `ttl`, never sooner: an object is as old as its record, give or take the upload. This store itself removes only
-/// the object of an attempt that lost its lease. An attempt that dies between object and record, or whose result an
-/// operator gives up, leaves its object to that rule.
+/// longest `ttl`, never sooner: an object is as old as its record, give or take the upload. This wrapper removes only
+/// the object of an attempt that lost its lease. The lifecycle rule also removes the object of an attempt that dies
+/// between object and record, and the object of a result that an operator discards.
 ///
-/// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a prefix.
-/// All consumers of one store need the wrapper: one without it is told that codec `idem:object` wrote the result. Small
-/// results are written unchanged, so the wrapper can be added at any time.
+/// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
+/// prefix. All consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the
+/// codec `idem:object`. Small results are written unchanged, so the wrapper can be added at any time.
 ///
 /// [`timeout`]: OffloadedOptions::timeout
 ///
@@ -67,12 +69,13 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub struct Offloaded(Arc<Shared>);
 
 impl Offloaded {
-    /// Keeps large results in `objects` and everything else in `store`, with the default settings of [`OffloadedOptions`].
+    /// Wraps `store` with the default settings of [`OffloadedOptions`]: large results go to `objects`, everything else
+    /// to `store`.
     pub fn new(store: impl Store, objects: Arc<dyn ObjectStore>) -> Self {
         Self::options().wrap(store, objects)
     }
 
-    /// Settings for a store.
+    /// Returns the default settings, to be changed before wrapping a store.
     pub fn options() -> OffloadedOptions {
         OffloadedOptions::default()
     }
@@ -90,7 +93,7 @@ pub struct OffloadedOptions {
     upkeep_objects: Option<Arc<dyn ObjectStore>>,
 }
 
-/// Without the object store, whose `Debug` form may hold credentials.
+/// Omits the object store, whose `Debug` form may hold credentials.
 impl fmt::Debug for OffloadedOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("OffloadedOptions");
@@ -106,34 +109,34 @@ impl Default for OffloadedOptions {
 }
 
 impl OffloadedOptions {
-    /// The folder in the object store (default: `idem`). Results in another folder are still found.
+    /// Folder in the object store (default: `idem`). Results that were written to another folder are still found.
     pub fn prefix(self, prefix: &str) -> Self {
         Self { prefix: Path::from(prefix), ..self }
     }
 
-    /// Results of more than this many bytes become objects (default: 64 KiB).
+    /// Size above which results become objects, in bytes (default: 64 KiB).
     pub fn above(self, bytes: usize) -> Self {
         Self { above: bytes, ..self }
     }
 
-    /// How long a call of this store waits for the object store, with all its tries (default: 10 s). An upload takes no
-    /// more than a third of the lease.
+    /// Longest time that a call of this store waits for the object store, with all retries (default: 10 s). An upload
+    /// takes at most a third of the lease.
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// The object store for results that a thread of the library records late, because their call was cancelled (default:
-    /// the one of all other calls).
+    /// Object store for results that a thread of the library records late, because their call was cancelled (default:
+    /// the object store of all other calls).
     ///
-    /// Most object stores of the network keep connections that belong to the runtime that opened them: if a handler blocks
-    /// that runtime, an upload over one of them waits. The upload is given up after a third of the lease, and the result
-    /// goes into the record itself; a store with a limit then records the completion without it. A second client of the
-    /// same bucket avoids that.
+    /// Most clients of a remote object store keep connections that belong to the runtime that opened them. If a handler
+    /// blocks that runtime, an upload over such a connection waits. The upload is given up after a third of the lease,
+    /// and the result goes into the record; a store with a size limit then records the completion without a result. A
+    /// second client of the same bucket avoids this.
     pub fn upkeep_objects(self, objects: Arc<dyn ObjectStore>) -> Self {
         Self { upkeep_objects: Some(objects), ..self }
     }
 
-    /// Keeps large results in `objects` and everything else in `store`.
+    /// Wraps `store` with these settings: large results go to `objects`, everything else to `store`.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn wrap(self, store: impl Store, objects: Arc<dyn ObjectStore>) -> Offloaded {
         Offloaded(self.open(store.handle(), objects))
@@ -158,7 +161,7 @@ struct Shared {
     upkeep: SharedOnce<Arc<Shared>>,
 }
 
-/// Without the object store, whose `Debug` form may hold credentials.
+/// Omits the object store, whose `Debug` form may hold credentials.
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Offloaded");
@@ -166,11 +169,12 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// Why an object can't be retrieved. The words are this library's: those of an object store may quote requests.
+/// Reason why an object can't be retrieved. The texts are this library's: an error text of an object store may quote
+/// requests.
 enum Failure {
-    /// It will not be there later either.
+    /// The object will not be available later either.
     Gone(&'static str),
-    /// It may be there, but this request is refused.
+    /// The object may exist, but the object store refuses this request.
     Refused(&'static str),
     /// The same call may succeed if it is repeated.
     Passing(&'static str),
@@ -191,7 +195,8 @@ impl From<Error> for Failure {
             Error::PermissionDenied { .. } => Self::Refused("the object store denies access to its object"),
             Error::Unauthenticated { .. } => Self::Refused("the object store refuses the credentials"),
             Error::Generic { .. } => Self::Passing("the object store failed"),
-            // The variant for a task that could not be joined exists only with another feature of the object store.
+            // One more variant, for a task that could not be joined, exists only under another feature of
+            // `object_store`.
             _ => Self::Refused("the object store can't do what is asked for"),
         }
     }
@@ -203,16 +208,16 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Shared {
-    /// The path of this result of this attempt. Another result of the same attempt has another path, so that a repeated
-    /// `finish` that changes nothing does not change the object either. The owner token is hashed: it must not show in a
-    /// name.
+    /// Returns the path of this result of this attempt. Another result of the same attempt has another path, so that a
+    /// repeated `finish` that changes no record changes no object either. The owner token is hashed: it must not show
+    /// in a name.
     fn path(&self, key: &Key, attempt: &[u8], digest: &[u8]) -> Path {
         let key = Sha256::digest(key.as_str());
         let attempt = Sha256::new().chain_update(attempt).chain_update(digest).finalize();
         self.options.prefix.clone().join(hex(&key)).join(hex(&attempt[..16]))
     }
 
-    /// Repeats a call of the object store until it succeeds, fails for good, or `limit` is over.
+    /// Repeats a call to the object store until the call succeeds or fails permanently, or until `limit` is over.
     async fn try_for<T, F>(&self, limit: Duration, call: impl Fn() -> F) -> Result<T, Failure>
     where
         F: Future<Output = Result<T, Failure>>,
@@ -241,7 +246,7 @@ impl Shared {
         .await
     }
 
-    /// Tries once to remove an object; what can't be removed is left to the lifecycle rule.
+    /// Tries once to remove an object. The lifecycle rule removes what is left.
     async fn remove(&self, path: &Path) {
         let clock = self.inner.heartbeats().clock();
         if !matches!(race(self.objects.delete(path), clock.sleep(self.options.timeout)).await, Some(Ok(()))) {
@@ -249,7 +254,7 @@ impl Shared {
         }
     }
 
-    /// Writes a finish whose result is not part of the record, or not in its original form.
+    /// Writes a finish whose result goes into an object, or into an envelope.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         let StoredResult::Encoded { codec, bytes } = finish.result() else {
             return self.inner.finish(lease, finish).await;
@@ -257,14 +262,14 @@ impl Shared {
         if bytes.len() > self.options.above {
             let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
             let path = self.path(&lease.key, lease.owner.as_bytes(), &digest);
-            // The lease of a handler that was ready at once is not renewed during the upload.
+            // If the handler was ready immediately, nothing renews its lease during the upload.
             let limit = self.options.timeout.min(lease.duration / 3);
             match self.upload(limit, &path, bytes).await {
                 Ok(()) => {
                     let offloaded = in_object(finish, *codec, bytes.len(), &digest, &path);
                     let written = self.inner.finish(lease, &offloaded).await;
-                    // Only if no write of this attempt can have taken effect, or still will: a record must not lose its
-                    // object.
+                    // Remove the object only if no write of this attempt has taken effect or still can: a record must
+                    // not lose its object.
                     match &written {
                         Ok(Verdict::Refused) => self.remove(&path).await,
                         Err(error) if error.kind() == StoreErrorKind::TooLarge => self.remove(&path).await,
@@ -284,8 +289,8 @@ impl Shared {
         }
     }
 
-    /// A decision whose result is not part of the record, or not in its original form. Unlike an attempt, which must end, an
-    /// operator can repeat it: an object that can't be written is an error.
+    /// Applies a decision whose result goes into an object, or into an envelope. An object that can't be written is an
+    /// error: an operator can repeat the decision, while an attempt must end.
     async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<Decided, StoreError> {
         let with = |finish| Decision { action: decision.action.with_finish(finish), ..decision.clone() };
         let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };
@@ -296,8 +301,8 @@ impl Shared {
             };
         }
         let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-        // The same path at each repetition, so that it is the same result. An object whose decision is refused is left to
-        // the lifecycle rule: an earlier copy of the decision may refer to it.
+        // Each repetition of the decision uses the same path, so that it writes the same result. After a refusal, the
+        // object is left to the lifecycle rule: an earlier copy of the decision may refer to it.
         let path = self.path(&decision.key, &decision.seen.attempt().to_be_bytes(), &digest);
         self.upload(self.options.timeout, &path, bytes).await.map_err(|failure| {
             let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());
@@ -309,18 +314,18 @@ impl Shared {
             && found.record.attempt == decision.seen.attempt()
             && found.record.state == finish.state()
         {
-            // The attempt has recorded the same result, in an object of its own.
+            // The attempt has recorded the same result, in its own object.
             return Ok(Decided::Applied);
         }
         Ok(decided)
     }
 
-    /// Gives a record that is about to be replayed its result.
+    /// Replaces the envelope in a record that is about to be replayed by its result.
     async fn open_replay(&self, key: &Key, record: &mut Record) {
         if let Some(payload) = envelope::payload_of(record)
             && let StoredResult::Encoded { codec: CODEC, bytes } = payload
         {
-            // Never an error: under `on_store_error = run` that would run a finished operation again.
+            // Never an error: under `on_store_error = run` an error would run a finished operation again.
             *payload = self.open(bytes).await.unwrap_or_else(|failure| {
                 tracing::warn!(%key, "a result can't be read: {}", failure.reason());
                 unreadable(failure.reason())
@@ -328,7 +333,7 @@ impl Shared {
         }
     }
 
-    /// The payload that the envelope in `bytes` stands for.
+    /// Returns the payload behind the envelope in `bytes`.
     async fn open(&self, bytes: &Bytes) -> Result<StoredResult, Failure> {
         const DAMAGED: Failure = Failure::Gone("the reference to its object is damaged");
         let Envelope { form, codec, size, mut rest } = match envelope::open(bytes) {
@@ -346,7 +351,7 @@ impl Shared {
         let bytes = self
             .try_for(self.options.timeout, || async {
                 let object = self.objects.get(&path).await?;
-                // Checked before the object is read, so that no more is read than was written.
+                // Checked before the object is read: a larger object is never loaded into memory.
                 if object.meta.size != size {
                     return Err(Failure::Gone("its object has another size"));
                 }
@@ -360,13 +365,13 @@ impl Shared {
     }
 }
 
-/// `finish` with a reference to the object that has its result.
+/// Returns `finish` with a reference to the object that holds its result.
 fn in_object(finish: &Finish, codec: CodecName, size: usize, digest: &[u8], path: &Path) -> Finish {
     let bytes = envelope::seal(Form::Object, &codec, size, &[digest, path.as_ref().as_bytes()]);
     envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes })
 }
 
-/// `finish` in an envelope, if its result would be taken for one.
+/// Returns `finish` in an envelope, if a reader would take its bare result for an envelope.
 fn as_it_was(finish: &Finish) -> Option<Finish> {
     let StoredResult::Encoded { codec: CODEC, bytes } = finish.result() else { return None };
     let bytes = envelope::seal(Form::AsItWas, &CODEC, bytes.len(), &[bytes]);

@@ -1,12 +1,12 @@
-//! What wrappers share: they are stores around another one, and pass most calls on.
+//! Code shared by the wrappers: stores around another store that pass most calls on.
 
 use std::sync::{Arc, Weak};
 
 use crate::store::Store;
 use crate::sync::SharedOnce;
 
-/// The upkeep handle of a wrapper around a store: the same wrapper around the store's upkeep handle, made once. If the
-/// store has no separate upkeep handle, neither has the wrapper.
+/// Returns the upkeep handle of a wrapper: the same wrapper around the upkeep handle of the inner store, made once. If
+/// the inner store has no separate upkeep handle, the wrapper has none either.
 pub(crate) fn upkeep<W: Store>(
     this: &Weak<W>,
     inner: &Arc<dyn Store>,
@@ -18,7 +18,7 @@ pub(crate) fn upkeep<W: Store>(
     }
     let its = inner.upkeep();
     match Arc::ptr_eq(&its, inner) {
-        // Not kept: it would keep itself alive.
+        // Not stored in `made`: the wrapper would hold a reference to itself and never be dropped.
         true => this.upgrade().expect("alive while it is borrowed"),
         false => Arc::clone(made.get_or_init(|| around(its))) as _,
     }

@@ -1,4 +1,4 @@
-//! Duplicates of one key that ask at once, give up, and meet a `reopen`, in every order.
+//! Concurrent duplicates of one key that ask, give up, and run into a `reopen`, in every order.
 
 use shuttle::future::block_on;
 use shuttle::thread;
@@ -17,8 +17,8 @@ fn finish(store: &impl Store, lease: &Lease) {
     assert_eq!(written.expect("answered"), Verdict::Applied);
 }
 
-/// A store in which attempt 1 is finished, and a cache in front of it that does not know. Time stands still: a duplicate
-/// that is not woken waits for ever.
+/// Returns a store in which attempt 1 is finished, and an empty cache in front of it. The clock stands still: a
+/// duplicate that is not woken waits forever.
 fn finished() -> (MemoryStore, Cached) {
     let store = MemoryStore::options().clock(TestClock::default()).build();
     match reserve(&store) {
@@ -28,7 +28,7 @@ fn finished() -> (MemoryStore, Cached) {
     (store.clone(), Cached::new(store))
 }
 
-/// Returns the attempt that is replayed; finishes a new attempt if it gets one.
+/// Reserves until the key is finished and returns the attempt of the replay. Finishes a new attempt if one is granted.
 fn take_part(store: &Cached) -> u32 {
     loop {
         match reserve(store) {
@@ -48,7 +48,7 @@ fn assert_nothing_is_left(store: &Cached) {
     }
 }
 
-/// A duplicate that has joined another's question gets an answer, even if that one gives up.
+/// A duplicate that has joined another reservation gets an answer, even if the other one is dropped.
 #[test]
 fn whoever_joins_is_answered() {
     explore(|| {
@@ -73,7 +73,7 @@ fn whoever_joins_is_answered() {
     });
 }
 
-/// After a `reopen` no duplicate gets the reopened result, whatever was being asked meanwhile.
+/// After a `reopen` no duplicate gets the reopened result, even if its reservation began before.
 #[test]
 fn what_was_reopened_is_not_replayed() {
     explore(|| {

@@ -1,4 +1,4 @@
-//! Finished records in the memory of this process, in front of a store.
+//! A cache of finished records in the memory of this process, in front of a store.
 
 #[cfg(all(test, shuttle))]
 mod interleavings;
@@ -24,44 +24,47 @@ use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
 use crate::sync::{Mutex, MutexGuard, PerProcess, SharedOnce, lock};
 
-/// A power of two: enough that the threads of a machine rarely meet at one lock, and few enough that each shard of a
-/// default cache holds results of megabytes.
+/// Largest number of shards, a power of two. Large enough that the threads of a machine rarely wait for the same lock;
+/// small enough that each shard of a default cache holds results of megabytes.
 const MOST_SHARDS: usize = 16;
-/// A shard with less room than this is not worth having.
+/// Fewest entries for which a further shard is made. [`LEAST_BYTES`] is the same for bytes.
 const LEAST_ENTRIES: usize = 64;
 const LEAST_BYTES: usize = 1024 * 1024;
-/// What an entry takes besides its key and its result, about.
+/// Approximate size of an entry without its key and its result, in bytes.
 const ENTRY_BYTES: usize = 384;
-/// How many owners of writes a shard remembers.
+/// Number of owner tokens of recent writes that a shard remembers.
 const WRITERS: usize = 256;
-/// How long a duplicate waits for the answer to another one of its key. That one may not be polled any more, and must not
-/// delay others for long.
+/// Longest time that a duplicate waits for the answer to another duplicate of its key. That other call may not be
+/// polled any more, and must not delay others for long.
 const LONGEST_JOIN: Duration = Duration::from_millis(100);
-/// Later than every point in time.
+/// A time after every other.
 const NEVER: Instant = Instant::new(Duration::MAX);
 
-/// A bounded cache of finished records in this process, in front of any other store: a replay that hits costs no call.
+/// A bounded cache of finished records in this process, in front of any other store. A replay from the cache costs no
+/// call.
 ///
-/// Only what can't change is kept: completed and failed records, never pending, released or interrupted ones.
-/// [`Record::admit`] decides on a hit, so the fingerprint is checked as everywhere. An entry lives no longer than the
-/// retention of its record, by the process's monotonic clock. A record that this process finished is kept at once. A record
-/// that another process finished is kept from its second replay on, which reads it together with the rest of its retention;
-/// the first two replays cost one call each, as they would without the cache.
+/// The cache keeps only records that can't change: completed and failed ones, never pending, released or interrupted
+/// ones. [`Record::admit`] decides on a hit, so the fingerprint is checked as everywhere. An entry lives no longer than
+/// the retention of its record, by the process's monotonic clock. A record that this process finished is cached
+/// immediately. A record that another process finished is cached from its second replay on, which reads the record
+/// together with the rest of its retention. The first two replays cost one call each, as they would without the cache.
 ///
-/// Duplicates that arrive while another one of their key is asking, through the same handle, wait for its answer, and have
-/// it without a call if it is a finished record. Any other answer is not shared: each duplicate then asks for itself.
+/// While a call for a key asks the store, other duplicates of the key that arrive through the same handle wait for its
+/// answer. If the answer is a finished record, they return it without a call. Any other answer is not shared: each
+/// duplicate then asks for itself.
 ///
-/// - *Atomicity*, *Clock*, *Durability*: those of the store. The cache never answers that a key is free.
-/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes); beyond them,
-///   records that were not asked for recently are dropped, and cost a call again. Results of more than 1 MiB are kept only
-///   if they are less than a sixteenth of the bytes.
-/// - *Cost*: none for a hit; otherwise that of the store, and the memory.
+/// - *Atomicity*, *Clock*, *Durability*: as in the inner store. The cache never answers that a key is free.
+/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes). Beyond them the
+///   cache drops records that were not used recently; their next replay costs a call again. Results of more than 1 MiB
+///   are cached only if they are smaller than a sixteenth of `max_bytes`.
+/// - *Cost*: none for a hit. Otherwise the cost of the inner store, and the memory.
 ///
-/// **Operators.** A [decision](Store::decide) through this cache, or through a [`peer`](Cached::peer), takes effect at
-/// once. One in another process is noticed within [`max_age`](CachedOptions::max_age); until then duplicates get the old
-/// result here. The same holds for records that the server itself has lost.
+/// **Operators.** A [decision](Store::decide) through this cache, or through a [`peer`](Cached::peer), takes effect
+/// immediately. A decision in another process takes effect here within [`max_age`](CachedOptions::max_age); until then
+/// duplicates get the old result. The same holds for records that the server has lost.
 ///
-/// In front of a store inside the user's own transaction it keeps nothing: a rollback would make its answers wrong.
+/// In front of a store inside the user's own transaction nothing is cached: a rollback would make the cached answers
+/// wrong.
 ///
 /// Clones share the cache.
 ///
@@ -74,36 +77,36 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 pub struct Cached(Arc<Shared>);
 
 impl Cached {
-    /// Caches finished records of `store`, with the default settings of [`CachedOptions`].
+    /// Wraps `store` with the default settings of [`CachedOptions`].
     pub fn new(store: impl Store) -> Self {
         Self::options().wrap(store)
     }
 
-    /// Settings for a cache.
+    /// Returns the default settings, to be changed before wrapping a store.
     pub fn options() -> CachedOptions {
         CachedOptions::default()
     }
 
-    /// The same cache in front of `store`, another handle to the same records, for a process that has several: one per
-    /// runtime, for example. With caches of their own, each would notice a `reopen` through the other only after
-    /// [`max_age`](CachedOptions::max_age).
+    /// Returns the same cache in front of `store`, another handle to the same records. For a process with several
+    /// handles: one per runtime, for example. With separate caches, each handle would notice a `reopen` through the
+    /// other only after [`max_age`](CachedOptions::max_age).
     #[must_use]
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn peer(&self, store: impl Store) -> Self {
         Self::open(store.handle(), Arc::clone(&self.0.cache))
     }
 
-    /// How many finished records are held, including expired ones that were not asked for since.
+    /// Number of cached records. Includes expired records that were not asked for since.
     pub fn len(&self) -> usize {
         self.0.cache.shards().iter().map(|shard| lock(shard).ring.len()).sum()
     }
 
-    /// Whether nothing is held.
+    /// Returns whether the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many bytes the records take, about.
+    /// Approximate number of bytes that the records take.
     pub fn bytes(&self) -> usize {
         self.0.cache.shards().iter().map(|shard| lock(shard).bytes).sum()
     }
@@ -133,23 +136,23 @@ impl Default for CachedOptions {
 }
 
 impl CachedOptions {
-    /// The most records that are held (default: 100 000).
+    /// Largest number of cached records (default: 100 000).
     pub fn max_entries(self, max_entries: usize) -> Self {
         Self { max_entries, ..self }
     }
 
-    /// The most bytes that the records take, with their keys and what the cache needs for each (default: 64 MiB).
+    /// Largest number of bytes of all records, with their keys and the overhead of each entry (default: 64 MiB).
     pub fn max_bytes(self, max_bytes: usize) -> Self {
         Self { max_bytes, ..self }
     }
 
-    /// After what time a record is read again (default: 60 s). A longer time saves calls (one per record and `max_age`); a
-    /// shorter one notices a `reopen` of another process sooner.
+    /// Time after which a record is read again (default: 60 s). A longer time saves calls (one per record and
+    /// `max_age`). A shorter time notices a `reopen` of another process sooner.
     pub fn max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
     }
 
-    /// Caches finished records of `store`.
+    /// Wraps `store` with these settings.
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn wrap(self, store: impl Store) -> Cached {
         let worthwhile = (self.max_entries / LEAST_ENTRIES).min(self.max_bytes / LEAST_BYTES).clamp(1, MOST_SHARDS);
@@ -170,7 +173,7 @@ struct Shared {
     this: Weak<Shared>,
     inner: Arc<dyn Store>,
     cache: Arc<Cache>,
-    /// Whether the answers of the store are there to stay: inside a transaction they may be rolled back.
+    /// True if the answers of the store are permanent. Inside a transaction they may be rolled back.
     keeps: bool,
     upkeep: SharedOnce<Arc<Shared>>,
 }
@@ -182,42 +185,44 @@ impl fmt::Debug for Shared {
 }
 
 struct Cache {
-    /// The child of a `fork()` begins with an empty cache.
+    /// The child of a `fork()` starts with an empty cache.
     shards: PerProcess<Box<[Mutex<Shard>]>>,
-    /// Per shard, like the bytes.
+    /// Limits for each shard.
     max_entries: usize,
     max_bytes: usize,
     max_age: Duration,
-    /// The clock of the first handle dates all entries: the times of two clocks can't be compared.
+    /// Clock of the first handle. All entries use it: the times of two clocks can't be compared.
     clock: Arc<dyn Clock>,
 }
 
 #[derive(Default)]
 struct Shard {
     entries: HashMap<Key, Entry, BuildHasherDefault<KeyHasher>>,
-    /// The keys of all entries, in a ring: its hand drops entries that were not touched since it last came by.
+    /// Keys of all entries, in a ring. The hand moves along the ring and drops entries that were not used since its
+    /// last pass.
     ring: Vec<Key>,
     hand: usize,
     bytes: usize,
-    /// Entries that are being made while the store is asked, each with a number of its own.
+    /// Entries that wait for an answer of the store, each with its own number.
     making: Vec<Making>,
     made: u64,
-    /// The owners of the latest writes, whose results may have taken effect: under way, done, or never answered.
+    /// Owners of the latest writes whose result may have taken effect: writes under way, done, or without an answer.
     writers: VecDeque<OwnerToken>,
-    /// The reservations under way that others of their key may join.
+    /// Running reservations that other calls for the same key may join.
     flights: HashMap<Key, Arc<Flight>, BuildHasherDefault<KeyHasher>>,
 }
 
-/// A reservation under way.
+/// A running reservation.
 struct Flight {
-    /// The handle that made it: another handle may be of another runtime, which may stand still.
+    /// The handle that started the reservation. Calls through another handle do not join: the first handle's runtime
+    /// may be blocked.
     of: Weak<Shared>,
     landed: Arc<Notify>,
-    /// The answer, if it is a final record, and how old that is.
+    /// The answer and its age, if the answer is a final record.
     record: OnceLock<(Record, Option<Duration>)>,
 }
 
-/// The reservation that others may join; however it ends, they are woken.
+/// Guard of a reservation that others may join. Wakes them, however the reservation ends.
 struct Leading<'a> {
     cache: &'a Cache,
     key: &'a Key,
@@ -227,7 +232,7 @@ struct Leading<'a> {
 impl Drop for Leading<'_> {
     fn drop(&mut self) {
         let mut shard = self.cache.shard(self.key);
-        // The flight there may be the next one: after a `reopen` no duplicate joins this outdated one.
+        // The map may already hold the next flight: after a `reopen` duplicates don't join this outdated one.
         if shard.flights.get(self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
             shard.flights.remove(self.key);
         }
@@ -236,25 +241,25 @@ impl Drop for Leading<'_> {
     }
 }
 
-/// A key that is known to be finished.
+/// The cached state of a finished key.
 struct Entry {
-    /// The record, once it was read or written here.
+    /// The record, once this process has read or written it.
     record: Option<Record>,
-    /// How old the record is when its retention ends; `None` if that is unknown.
+    /// Age of the record at the end of its retention; `None` if unknown.
     last_age: Option<Duration>,
-    /// When it must be read again.
+    /// Time at which the record must be read again.
     fresh_until: Instant,
-    /// When its retention ends, at the latest.
+    /// Latest time at which the retention ends.
     ends_at: Instant,
     bytes: usize,
     touched: bool,
-    /// Its place in the ring.
+    /// Index in the ring.
     at: usize,
 }
 
 enum Known {
     Nothing,
-    /// It is finished; the record must be read.
+    /// The key is finished, but its record must be read.
     Finished,
     Answer(Reservation),
 }
@@ -262,11 +267,12 @@ enum Known {
 struct Making {
     number: u64,
     key: Key,
-    /// The first attempt that is not known to be outdated.
+    /// Earliest attempt that may still be current.
     from: u32,
 }
 
-/// An entry that is being made. It is not entered if anything shows meanwhile that the record isn't final any more.
+/// An entry that waits for an answer of the store. The entry is dropped if another call shows meanwhile that the record
+/// is no longer final.
 struct Ticket<'a> {
     cache: &'a Cache,
     key: &'a Key,
@@ -293,7 +299,7 @@ impl Shard {
         }
     }
 
-    /// What is known about the key of `request`.
+    /// Returns what the cache holds for the key of `request`.
     fn look_up(&mut self, request: &ReserveRequest, now: Instant) -> Known {
         match self.entries.get_mut(&request.key) {
             None => Known::Nothing,
@@ -317,7 +323,7 @@ impl Shard {
         }
     }
 
-    /// Drops one entry: one that has expired, or that was not touched since the hand last came by.
+    /// Drops one entry: an expired one, or one that was not used since the hand's last pass.
     fn evict(&mut self, now: Instant) {
         while !self.ring.is_empty() {
             if self.hand >= self.ring.len() {
@@ -328,7 +334,7 @@ impl Shard {
                 Some(entry) if entry.touched && entry.ends_at > now => entry.touched = false,
                 _ => {
                     self.remove(&key);
-                    // The last entry has moved here, and it is the newest.
+                    // The last entry of the ring, which is the newest, has moved here, so the hand passes it.
                     self.hand += 1;
                     return;
                 }
@@ -352,7 +358,7 @@ impl Cache {
         lock(&shards[key.shard(shards.len())])
     }
 
-    /// Takes a ticket, which must happen before the store is asked for the record.
+    /// Takes a ticket. Must happen before the store is asked for the record.
     fn ticket<'a>(&'a self, key: &'a Key) -> Ticket<'a> {
         let asked_at = self.now();
         let mut shard = self.shard(key);
@@ -362,19 +368,19 @@ impl Cache {
         Ticket { cache: self, key, number, asked_at }
     }
 
-    /// Enters a record that was read with `left` of its retention.
+    /// Caches a record that was read with `left` of its retention.
     fn enter_read(&self, ticket: &Ticket<'_>, record: &Record, left: Duration, age: Option<Duration>) {
         self.enter(ticket, record, left, age, |_| true);
     }
 
-    /// Enters a record that was just written, with its full retention.
+    /// Caches a record that was just written, with its full retention.
     fn enter_written(&self, ticket: &Ticket<'_>, record: &Record, ttl: Duration) {
-        // An existing record was written or read before: a repeated write changes and prolongs nothing.
-        // When its attempt began is not known here: its age counts from its end.
+        // An existing record was written or read before: a repeated write neither changes it nor extends its retention.
+        // The begin of its attempt is unknown here, so its age counts from its end.
         self.enter(ticket, record, ttl, Some(Duration::ZERO), |entry| entry.record.is_none());
     }
 
-    /// Enters a final record whose retention ends `left` after the ticket was taken, or later.
+    /// Caches a final record whose retention ends `left` after the ticket was taken, or later.
     fn enter(
         &self,
         ticket: &Ticket<'_>,
@@ -388,7 +394,7 @@ impl Cache {
         if !is_final(record) || Self::bytes_of(ticket.key, Some(record)) > self.max_bytes {
             return;
         }
-        // A copy of the bytes: those of a store may be a part of something much larger.
+        // Copies the bytes: a store's bytes may be a slice of a much larger buffer.
         let record = with_own_bytes(record);
         let mut shard = self.shard(ticket.key);
         let mut making = shard.making.iter();
@@ -399,7 +405,7 @@ impl Cache {
         }
     }
 
-    /// Notes that `key` is finished; until when is unknown.
+    /// Notes that `key` is finished. The end of its retention is unknown.
     fn note_finished(&self, key: &Key) {
         let mut shard = self.shard(key);
         if !shard.entries.contains_key(key) {
@@ -413,7 +419,7 @@ impl Cache {
             + record.and_then(|record| record.state.result()).map_or(0, StoredResult::stored_bytes)
     }
 
-    /// Enters what is known: until the first of the two times of the record, until the second that it is finished.
+    /// Inserts an entry. The record may be replayed until `fresh_until`; the key counts as finished until `ends_at`.
     fn put(
         &self,
         shard: &mut Shard,
@@ -437,7 +443,7 @@ impl Cache {
         shard.entries.insert(key.clone(), Entry { record, last_age, fresh_until, ends_at, bytes, touched: false, at });
     }
 
-    /// Forgets what is known about `key` before attempt `from`, the earliest that may be finished now.
+    /// Forgets attempts of `key` before `from`, the earliest attempt that may be finished now.
     fn outdate(&self, key: &Key, from: u32) {
         let mut shard = self.shard(key);
         let outdated = |entry: &Entry| entry.record.as_ref().is_none_or(|record| record.attempt < from);
@@ -450,7 +456,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Forgets everything that is known about `key`.
+    /// Forgets `key`.
     fn forget(&self, key: &Key) {
         let mut shard = self.shard(key);
         shard.remove(key);
@@ -458,7 +464,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Notes a write of `owner`. Returns whether it is the only one that may have taken effect.
+    /// Notes a write of `owner`. Returns whether no other write of this owner may have taken effect.
     fn note_writer(&self, key: &Key, owner: OwnerToken) -> bool {
         let mut shard = self.shard(key);
         if shard.writers.contains(&owner) {
@@ -476,9 +482,9 @@ impl Cache {
     }
 }
 
-/// Whether neither the record nor what is read of it changes within its retention.
+/// Returns whether neither the record nor the result read from it can change within its retention.
 fn is_final(record: &Record) -> bool {
-    // A result that can't be read now may be readable later.
+    // An unreadable result may be readable later.
     let is_whole = |payload| !matches!(payload, &(StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. }));
     record.state.result().is_some_and(is_whole)
 }
@@ -493,7 +499,7 @@ fn with_own_bytes(record: &Record) -> Record {
     record
 }
 
-/// Forgets a key, however the call that holds it ends.
+/// Guard that forgets a key when it is dropped, however the call that holds the guard ends.
 struct Forgotten<'a>(&'a Cache, &'a Key);
 
 impl Drop for Forgotten<'_> {
@@ -508,7 +514,7 @@ impl Shared {
         match &answer {
             Reservation::Finished { record, .. } if is_final(record) => self.cache.note_finished(&request.key),
             Reservation::InProgress { attempt, .. } => self.cache.outdate(&request.key, *attempt),
-            // An unreadable result may be readable later; a mismatch is answered for a record in any state.
+            // An unreadable result may be readable later. A fingerprint mismatch may come from a record in any state.
             Reservation::Finished { .. } | Reservation::FingerprintMismatch { .. } => {}
             _ => self.cache.forget(&request.key),
         }
@@ -519,7 +525,7 @@ impl Shared {
         if is_finished { self.read(request).await } else { self.reserve_in_store(request).await }
     }
 
-    /// Asks for all duplicates that join meanwhile.
+    /// Asks the store on behalf of all duplicates that join meanwhile.
     async fn lead(
         &self,
         request: &ReserveRequest,
@@ -530,14 +536,14 @@ impl Shared {
         if let Ok(Reservation::Finished { record, age }) = &answer
             && is_final(record)
         {
-            // Only the leader sets it.
+            // Only the leader sets the record, so it is empty here.
             let _ = leading.flight.record.set((record.clone(), *age));
         }
         answer
     }
 
-    /// Waits for the answer to another duplicate, and asks as well unless that is a finished record: a pending attempt and
-    /// a failure are answered to each duplicate by the store itself.
+    /// Waits for the answer to another duplicate. Asks the store as well unless that answer is a finished record: the
+    /// store itself answers each duplicate about a pending attempt or a failure.
     async fn join(
         &self,
         request: &ReserveRequest,
@@ -557,10 +563,10 @@ impl Shared {
         }
     }
 
-    /// Reserves a key that is known to be finished, by reading its record together with the rest of its retention.
+    /// Answers a reservation for a finished key by reading the record together with the rest of its retention.
     async fn read(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
-        // An error decides nothing here: a caller that may not read may still reserve.
+        // An error decides nothing here: a caller without the right to read may still reserve.
         if let Ok(Some(Inspection { record, expires_in, began, .. })) = self.inner.inspect(&request.key).await
             && record.is_finished()
             && !expires_in.is_zero()
@@ -607,7 +613,7 @@ impl Store for Shared {
             return StoreFuture::new(self.ask(request, is_finished));
         }
         let flight = Arc::clone(flight);
-        // Created while the lock is held, so that the landing notifies it.
+        // Created while the lock is held, so that the end of the flight notifies it.
         let landed = Arc::clone(&flight.landed).notified_owned();
         drop(shard);
         StoreFuture::new(self.join(request, flight, landed))
@@ -620,7 +626,7 @@ impl Store for Shared {
         StoreFuture::new(async move {
             let (key, owner) = (&lease.key, lease.owner);
             let ticket = self.cache.ticket(key);
-            // Of several writes that may have taken effect, it is unknown which one is recorded, and since when.
+            // If several writes of this owner may have taken effect, the recorded one and its time are unknown.
             let only = self.cache.note_writer(key, owner);
             let written = self.inner.finish(lease, finish).await;
             match &written {
@@ -640,7 +646,7 @@ impl Store for Shared {
         }
         StoreFuture::new(async move {
             let told = self.inner.wait(key, attempt, at_most).await?;
-            // A first replay, as it were.
+            // Counts as a first replay.
             if told.as_ref().is_some_and(|found| is_final(&found.record)) {
                 self.cache.note_finished(key);
             }
@@ -650,7 +656,7 @@ impl Store for Shared {
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
         StoreFuture::new(async move {
-            // Forgotten afterwards: a record that was entered meanwhile may have been read before.
+            // Forgets the key after the decision: a record that was cached meanwhile may have been read before it.
             let _forgotten = Forgotten(&self.cache, &decision.key);
             self.inner.decide(decision).await
         })

@@ -1,4 +1,4 @@
-//! DynamoDB's answers: whether it gave them, and whether an unconfirmed write may have taken effect.
+//! DynamoDB's answers: whether DynamoDB gave them, and whether an unconfirmed write may have taken effect.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -22,32 +22,32 @@ use super::failure::{failed, refused};
 use super::item::Attributes;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// The tries that the SDK makes of one call. It repeats by itself what the user's client tells it to, so a call that ends
-/// with a refusal may have taken effect before.
+/// The tries that the SDK makes of one call. The SDK repeats a call on its own, as configured in the user's client, so
+/// a call that ends with a refusal may have taken effect before.
 #[derive(Clone, Default, Debug)]
 pub(super) struct Tries(Arc<Counts>);
 
 #[derive(Default, Debug)]
 struct Counts {
     sent: AtomicUsize,
-    /// The tries among them that DynamoDB has not refused.
+    /// Number of sent tries that DynamoDB has not refused.
     open: AtomicUsize,
     /// The `Date` of the first answer, in seconds since 1970.
     date: OnceLock<i64>,
 }
 
 impl Tries {
-    /// Whether nothing has left this process.
+    /// Returns whether no try has left this process.
     pub(super) fn none_sent(&self) -> bool {
         self.0.sent.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether every sent try was refused, so that nothing was written.
+    /// Returns whether every sent try was refused, so that nothing was written.
     pub(super) fn none_open(&self) -> bool {
         self.open() == 0
     }
 
-    /// When DynamoDB first answered, by its own clock, in seconds since 1970.
+    /// Returns the time of DynamoDB's first answer, by its own clock, in seconds since 1970.
     pub(super) fn date(&self) -> Option<i64> {
         self.0.date.get().copied()
     }
@@ -91,8 +91,9 @@ impl Intercept for Tries {
     }
 }
 
-/// An answer that shows whether DynamoDB gave it. Every request asks for the consumed capacity. Anything else that answers
-/// with status 200 (a portal, a proxy, nothing at all) would otherwise read as "written" or as "no such item".
+/// An answer that shows whether it comes from DynamoDB. Every request asks for the consumed capacity, which only
+/// DynamoDB returns. Any other answer with status 200 (from a portal or a proxy, or an empty one) would otherwise read
+/// as "written" or as "no such item".
 pub(super) trait Genuine {
     fn is_genuine(&self) -> bool;
 }
@@ -111,7 +112,7 @@ genuine!(DeleteItemOutput, GetItemOutput, PutItemOutput, ScanOutput, UpdateItemO
 
 /// An error that may be the refusal of a conditional write.
 pub(super) trait Conditional: ProvideErrorMetadata + Error + Send + Sync + 'static {
-    /// The item that the condition met, if there was one.
+    /// Returns the item that refused the write, if there was one.
     fn met(self) -> Result<Option<Attributes>, Self>
     where
         Self: Sized;
@@ -132,15 +133,15 @@ macro_rules! conditional {
 
 conditional!(DeleteItemError, PutItemError, UpdateItemError);
 
-/// The outcome of a conditional write.
+/// Outcome of a conditional write.
 #[derive(Debug)]
 pub(super) enum Written {
     Done,
-    /// The condition did not hold; with the item that it met, if any.
+    /// The condition did not hold. Holds the item that refused the write, if there was one.
     Refused(Option<Attributes>),
 }
 
-/// The outcome of a write with this `answer`.
+/// Returns the outcome of a write with this `answer`.
 pub(super) fn written<T: Genuine, E: Conditional>(
     answer: Result<T, SdkError<E, HttpResponse>>,
     tries: &Tries,
@@ -158,7 +159,7 @@ pub(super) fn written<T: Genuine, E: Conditional>(
     }
 }
 
-/// `output`, if DynamoDB gave it.
+/// Returns `output`, if it comes from DynamoDB.
 pub(super) fn genuine<T: Genuine>(output: T) -> Result<T, StoreError> {
     if output.is_genuine() {
         return Ok(output);

@@ -1,4 +1,4 @@
-//! What DynamoDB's errors mean.
+//! The meaning of DynamoDB's errors.
 
 use std::error::Error;
 use std::io;
@@ -9,9 +9,9 @@ use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
 use super::answer::Tries;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// The error of the store for `error`.
+/// Returns the error of the store for `error`.
 ///
-/// The error itself is not kept as a source: it holds the answer with its headers, and the answer may hold a payload.
+/// `error` does not become the source: it holds the answer with its headers, and the answer may hold a payload.
 pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     error: &SdkError<E, HttpResponse>,
     tries: &Tries,
@@ -22,7 +22,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
         SdkError::ConstructionFailure(_) => (Misconfigured, format!("the request can't be made: {}", causes(error))),
         _ if tries.none_sent() => (Unavailable, format!("the request could not be sent: {}", causes(error))),
         SdkError::DispatchFailure(failure) => {
-            // A refused connection has carried nothing, but an earlier try may have.
+            // A refused connection has carried no request, but an earlier try may have.
             let refused = failure.as_connector_error().is_some_and(|error| is_refused(error)) && tries.open() == 1;
             let kind = if refused { Unavailable } else { Unconfirmed };
             (kind, format!("DynamoDB can't be reached, or did not answer: {}", causes(error)))
@@ -36,7 +36,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     StoreError::new(kind, message)
 }
 
-/// What DynamoDB's refusal with `error` means.
+/// Returns the meaning of DynamoDB's refusal with `error`.
 pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> StoreError {
     use StoreErrorKind::{Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let code = error.code().unwrap_or("no code");
@@ -71,8 +71,8 @@ pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tr
         | "ValidationException" => Misconfigured,
         _ => Unconfirmed,
     };
-    // A try that was answered with a failure of the server stays open. Whatever this try was refused for, an earlier one
-    // may have taken effect.
+    // A try that was answered with a failure of the server stays open. Even if this try was refused, an open earlier
+    // one may have taken effect.
     let kind = if tries.none_open() { kind } else { Unconfirmed };
     // Other messages may quote the request or its signature.
     let told = match code {
@@ -82,7 +82,7 @@ pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tr
     StoreError::new(kind, format!("DynamoDB refused with status {status}, {code}{told}"))
 }
 
-/// Why something could not be sent. It holds no part of the request.
+/// Returns the reason why a request could not be sent. The text holds no part of the request.
 fn causes(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

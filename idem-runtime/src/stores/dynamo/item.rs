@@ -12,7 +12,7 @@ use crate::record::{Inspection, Parts, Reading, Record, State, signed_millis};
 /// The attributes of an item by name.
 pub(super) type Attributes = HashMap<String, AttributeValue>;
 
-/// The largest item that DynamoDB holds, names of attributes included.
+/// Largest item that DynamoDB holds, in bytes, including the names of attributes.
 pub(super) const MAX_BYTES: usize = 400 * 1024;
 
 pub(super) const KEY: &str = "key";
@@ -23,32 +23,33 @@ pub(super) const ATTEMPT: &str = "attempt";
 pub(super) const ATTEMPTS_USED: &str = "attempts_used";
 pub(super) const FINGERPRINT: &str = "fingerprint";
 pub(super) const ON_CRASH_FAIL: &str = "on_crash_fail";
-/// Whether the body has begun; present while the record is pending.
+/// True if the body has begun. Present while the record is pending.
 pub(super) const BEGUN: &str = "begun";
 pub(super) const LEASE_MS: &str = "lease_ms";
 pub(super) const TTL_MS: &str = "ttl_ms";
 pub(super) const CODEC: &str = "codec";
 pub(super) const RESULT: &str = "result";
 pub(super) const RESULT_BYTES: &str = "result_bytes";
-/// Who made the latest attempt: `<host>/<process>/<name>`.
+/// Holder of the latest attempt: `<host>/<process>/<name>`.
 pub(super) const HOLDER: &str = "holder";
-/// The trace of the latest attempt.
+/// Trace of the latest attempt.
 pub(super) const TRACEPARENT: &str = "traceparent";
-/// The operator who decided about the record last, and why.
+/// The operator who decided about the record last, and their reason.
 pub(super) const DECIDED_BY: &str = "decided_by";
 pub(super) const DECIDED_REASON: &str = "decided_reason";
-/// When the key was first seen, in milliseconds since 1970 by the clock of who saw it.
+/// Time at which the key was first seen, in milliseconds since 1970 by the clock of the machine that reserved it.
 pub(super) const FIRST_SEEN_AT: &str = "first_seen_at";
-/// When the latest attempt began, in milliseconds since 1970 by the clock of its owner.
+/// Time at which the latest attempt began, in milliseconds since 1970 by the clock of its owner.
 pub(super) const BEGAN_AT: &str = "began_at";
-/// When the lease lapses, in milliseconds since 1970 by the clock of its owner; present while the record is pending.
+/// Time at which the lease lapses, in milliseconds since 1970 by the clock of its owner. Present while the record is
+/// pending.
 pub(super) const LAPSES_AT: &str = "lapses_at";
-/// When the retention ends, in milliseconds since 1970 by the clock of the last writer.
+/// End of the retention, in milliseconds since 1970 by the clock of the last writer.
 pub(super) const EXPIRES_AT: &str = "expires_at";
-/// From when DynamoDB may delete the item, in seconds since 1970: the TTL attribute of the table.
+/// Time from which DynamoDB may delete the item, in seconds since 1970: the TTL attribute of the table.
 pub(super) const PURGE_AT: &str = "purge_at";
 
-/// All attributes of a record but its result and [`PURGE_AT`]: what a list shows.
+/// All attributes of a record except its result and [`PURGE_AT`]: the attributes that a list reads.
 pub(super) const LISTED: [&str; 21] = [
     KEY,
     FORMAT,
@@ -86,7 +87,7 @@ pub(super) struct Times {
 }
 
 impl Times {
-    /// The times of the record of a key's first attempt, or of another one if it is written at `now`.
+    /// Returns the times of a record that is written at `now`, with its key first seen and its attempt begun at `now`.
     pub(super) fn of(record: &Record, ttl: std::time::Duration, now: i64, skew: i64) -> Self {
         let lapses_at = match record.state {
             State::Pending { lease, .. } => now.saturating_add(signed_millis(lease)),
@@ -96,13 +97,13 @@ impl Times {
         Self { lapses_at, first_seen_at: now, began_at: now, ..Self::until(expires_at, skew) }
     }
 
-    /// The times of a record that is not pending and whose retention ends at `expires_at`.
+    /// Returns the times of a record that is not pending and whose retention ends at `expires_at`.
     pub(super) fn until(expires_at: i64, skew: i64) -> Self {
         let purge_at = expires_at.saturating_add(skew).saturating_add(999) / 1000;
         Self { lapses_at: expires_at, expires_at, purge_at, first_seen_at: 0, began_at: 0 }
     }
 
-    /// The same, of a key that was first seen then, and whose latest attempt began then.
+    /// Sets the times at which the key was first seen and at which the latest attempt began.
     pub(super) fn since(self, first_seen_at: i64, began_at: i64) -> Self {
         Self { first_seen_at, began_at, ..self }
     }
@@ -120,7 +121,7 @@ pub(super) fn binary(bytes: impl Into<Vec<u8>>) -> AttributeValue {
     AttributeValue::B(Blob::new(bytes))
 }
 
-/// The item of `record` under the key `name`.
+/// Returns the item of `record` under the key `name`.
 pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
     let parts = Parts::of(record);
     let pending = matches!(record.state, State::Pending { .. });
@@ -152,18 +153,18 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
     attributes.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-/// A record and its times, as found.
+/// A record and its times, as read.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) record: Record,
-    /// Meaningful while the record is pending.
+    /// Meaningful only while the record is pending.
     pub(super) lapses_at: i64,
     pub(super) expires_at: i64,
     pub(super) first_seen_at: i64,
     pub(super) began_at: i64,
 }
 
-/// Reads what [`write`] wrote.
+/// Reads an item that [`write`] wrote.
 pub(super) fn read(item: Attributes) -> Result<Found, FormatError> {
     read_as(item, Reading::Whole)
 }
@@ -174,7 +175,7 @@ pub(super) fn read_without_result(item: Attributes) -> Result<Found, FormatError
 }
 
 fn read_as(mut item: Attributes, reading: Reading) -> Result<Found, FormatError> {
-    // Foreign items may have none of these attributes; a record has all that its state needs.
+    // Foreign items may have none of these attributes. A record has all that its state needs.
     let format = match item.get(FORMAT) {
         None => return Err(FormatError::Foreign),
         Some(format) => integer(format).ok_or(FormatError::Foreign)?,
@@ -213,7 +214,7 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         None => Some(false),
         Some(flag) => flag.as_bool().ok().copied(),
     };
-    // A later version may keep anything under these names: only its format number is looked at.
+    // A later version may use these names in any way: only its format number is read.
     let ours = format == Parts::VERSION;
     let (empty, nothing): (&[u8], _) = (&[], 0);
     Some(Parts {
@@ -241,14 +242,14 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
     })
 }
 
-/// An item that can't be read as a record, as an operator sees it.
+/// Returns an unreadable item, as an operator sees it.
 pub(super) fn damaged(item: &Attributes, why: FormatError) -> Inspection {
     let sorted: BTreeMap<_, _> = item.iter().collect();
     let stored = sorted.into_iter().flat_map(|(name, value)| [name.clone().into_bytes(), raw(value)]);
     Inspection::damaged(why.to_string(), stored)
 }
 
-/// The type and the bytes of a value; its parts in one order, whatever the order of the answer.
+/// Returns the type and the bytes of a value. Its parts have a fixed order, because the order of an answer varies.
 fn raw(value: &AttributeValue) -> Vec<u8> {
     let sized = |part: Vec<u8>| [part.len().to_be_bytes().to_vec(), part].concat();
     let many = |kind: &[u8], parts: Vec<Vec<u8>>| [kind.to_vec(), parts.into_iter().flat_map(sized).collect()].concat();
@@ -279,7 +280,7 @@ pub(super) fn integer(value: &AttributeValue) -> Option<i64> {
     value.as_n().ok()?.parse().ok()
 }
 
-/// How large an item is by DynamoDB's own rules: the names of the attributes and their values.
+/// Returns the size of an item by DynamoDB's own rules: the names of the attributes and their values.
 pub(super) fn size(item: &Attributes) -> usize {
     let value = |value: &AttributeValue| match value {
         AttributeValue::S(text) => text.len(),

@@ -1,9 +1,9 @@
 //! Records in a DynamoDB table.
 //!
-//! A record is one item, with an attribute for each of its parts. Every write is conditional, and a refused write answers
-//! with the item that it met, so a replay is one call: the refused reservation. DynamoDB has no clock that a condition
-//! could read. Times are written by the clock of the writer, and no machine acts on a time before `max_clock_skew` more has
-//! passed by its own clock.
+//! A record is one item, with an attribute for each of its parts. Every write is conditional, and the answer to a
+//! refused write contains the present item, so a replay is one call: the refused reservation. DynamoDB has no clock
+//! that a condition could read. Times are written by the clock of the writer, and no machine acts on a time before
+//! `max_clock_skew` more has passed by its own clock.
 
 mod answer;
 mod failure;
@@ -45,57 +45,59 @@ use crate::store::{
 };
 use crate::sync::PerProcess;
 
-/// How often a reservation or an operator's decision looks again at a record that has changed meanwhile, and the pauses in
-/// between. Each retry means that another attempt won, so the loop ends by itself; the limit guards against bugs, of others
-/// too.
+/// Number of looks of a reservation or an operator's decision at a record that keeps changing, and the pauses in
+/// between. Each retry means that another attempt won, so the loop ends on its own; the limit guards against bugs, also
+/// of other programs.
 const LOOKS: usize = 20;
 const FIRST_LOOK_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_LOOK_PAUSE: Duration = Duration::from_millis(50);
-/// The most renewals under way at a time.
+/// Largest number of renewals under way.
 const RENEWED_AT_ONCE: usize = 32;
-/// After this long, a renewal no longer counts among those: it holds up no other.
+/// Time after which a renewal no longer counts among those, so that it delays no other.
 const SLOW: Duration = Duration::from_millis(250);
-/// The pauses of a waiting duplicate between two looks: the first, and the longest.
+/// First and longest pause of a waiting duplicate between two looks.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A store in a DynamoDB table.
 ///
-/// - *Atomicity*: one conditional write for each step; DynamoDB decides which one wins. No call scans, no read that may be stale.
-///   Use one region for a table: replicas of a global table with eventual consistency would each let an attempt run.
-/// - *Clock*: those of the machines that use the table, which may differ by
+/// - *Atomicity*: one conditional write for each step; DynamoDB decides which one wins. No call of a handler scans, and
+///   no read may be stale. Use one region for a table: replicas of a global table with eventual consistency would each
+///   let an attempt run.
+/// - *Clock*: the clocks of the machines that use the table, which may differ by
 ///   [`max_clock_skew`](DynamoOptions::max_clock_skew) (default: 1 s). A takeover waits for that much longer than the
-///   lease; if clocks differ by more, an attempt may be taken over while its lease still holds.
+///   lease. If clocks differ by more, an attempt may be taken over while its lease still holds.
 /// - *Durability*: DynamoDB's own: a confirmed write is on several disks, and none is lost.
 /// - *Limits*: items of 400 KB, everything included. A result that does not fit is refused before it is sent
-///   ([`StoreErrorKind::TooLarge`]), and the operation is recorded without it. The TTL of the table deletes records some
-///   days after their retention; until then they count as absent.
+///   ([`StoreErrorKind::TooLarge`]), and the operation is recorded without it. The TTL of the table deletes records
+///   some days after their retention; until then they count as absent.
 /// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and
-///   beat; three for a takeover and for another attempt after a release. A refused write costs capacity by the size of the
-///   item it meets, as a write of that item would. A duplicate that waits for another process looks after 50 ms and then
-///   less and less often, down to once a second.
+///   beat; three for a takeover and for another attempt after a release. A refused write costs as much capacity as a
+///   write of the present item. A duplicate that waits for another process looks after 50 ms and then less and less
+///   often, down to once a second.
 ///
-/// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key` (a
-/// string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates it. The
-/// store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`, an operator who
-/// forgets records `dynamodb:DeleteItem`, and one who lists them `dynamodb:Scan`. DynamoDB tells permissions only to a request
-/// that uses them, and opening a store sends none: `idem doctor` tries each operation on a key of its own.
+/// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key`
+/// (a string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates
+/// it. The store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`. An operator
+/// needs `dynamodb:DeleteItem` to forget records, and `dynamodb:Scan` to list them. DynamoDB reveals a missing
+/// permission only to a request that uses it, and opening a store sends no request: `idem doctor` tries each operation
+/// on a key of its own.
 ///
-/// A list is a `Scan` with consistent reads, page by page: it reads, and is billed for, every item of the table with its result,
-/// whatever the filter asks for (a read unit for each 4 KB), and so do counts.
+/// A list is a `Scan` with consistent reads, page by page. The scan reads, and is billed for, every item of the table
+/// with its result, even those that the filter leaves out (a read unit for each 4 KB). So do counts.
 ///
 /// Clones share the client, heartbeats and waiting duplicates.
 ///
-/// **Connections of its own for leases.** Renewals and late writes run on a thread of the library, so that a handler that
-/// blocks its runtime keeps its lease. They must not use connections that were opened on that runtime: requests over those
-/// wait for it. A client that was given no HTTP client has one of its own; for this work the store then makes another
-/// client with the same settings, with connections and cached credentials apart. A client that was given an HTTP client
-/// (`http_client`) shares it with the store's other client: then pass [`upkeep_client`](DynamoOptions::upkeep_client) a
-/// second one.
+/// **Separate connections for leases.** Renewals and late writes run on a thread of the library, so that a handler that
+/// blocks its runtime keeps its lease. Their connections must not be opened on that runtime: a request over such a
+/// connection would wait for the blocked runtime. A client to which no HTTP client was given makes its own. The store
+/// then makes a second client for renewals and late writes, with the same settings but separate connections and cached
+/// credentials. If an HTTP client was given (`http_client`), the second client would share it. In that case, pass a
+/// client with another HTTP client to [`upkeep_client`](DynamoOptions::upkeep_client).
 ///
-/// **`fork`.** A child makes a client of its own in the same way. With an HTTP client that was given, its calls may be put
-/// on connections of the parent, where nobody answers them, and take [`response_timeout`](DynamoOptions::response_timeout) until
-/// those connections are used up: make client and store in the child.
+/// **`fork`.** A child makes its own client in the same way. If an HTTP client was given, calls of the child may use
+/// connections of the parent, where no answer arrives, and take [`response_timeout`](DynamoOptions::response_timeout)
+/// until those connections are used up. In that case, make client and store in the child.
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -115,25 +117,26 @@ impl DynamoStore {
     /// ```
     pub const CLOUDFORMATION: &'static str = include_str!("table.json");
 
-    /// A store in `table`. Nothing is sent: the first call reports a wrong table, wrong credentials or no network.
+    /// Makes a store in `table`. Sends nothing: the first call reports a wrong table, wrong credentials or no network.
     pub fn new(client: Client, table: impl Into<String>) -> Self {
         Self::options().build(client, table)
     }
 
-    /// Settings for a store.
+    /// Returns the default settings, to be changed before building a store.
     pub fn options() -> DynamoOptions {
         DynamoOptions::default()
     }
 
-    /// Creates the table, billed by request, unless it exists, and waits until it can be used; for tests and first steps.
-    /// In production, create it with [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a similar template.
+    /// Creates the table, billed by request, unless it exists, and waits until it can be used. For tests and first
+    /// steps. In production, create the table with [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a similar
+    /// template.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the client
-    /// may not create tables; otherwise as any call.
+    /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the
+    /// client may not create tables; otherwise the errors of any call.
     ///
     /// # Cancel safety
-    /// May be repeated.
+    /// The call may be repeated.
     pub async fn ensure_table(&self) -> Result<(), StoreError> {
         self.0.ensure_table().await
     }
@@ -151,19 +154,19 @@ struct Shared {
     this: Weak<Shared>,
     heartbeats: Arc<Heartbeats>,
     client: Connections,
-    /// The handle for upkeep, with connections of its own; `None` in that one.
+    /// The handle for upkeep, with separate connections; `None` in that handle.
     upkeep: Option<Arc<Shared>>,
     table: String,
     namespace: String,
-    /// Milliseconds.
+    /// Largest clock skew, in milliseconds.
     skew: i64,
     response_timeout: Duration,
     waiting: Arc<Waiting>,
-    /// Whether the clock here was too far off when it was last compared.
+    /// True if the clock of this machine was too far off at the latest comparison.
     warned: Arc<AtomicBool>,
 }
 
-/// A client for each process: the connections of a parent are the parent's.
+/// A client for each process: a forked child must not use its parent's connections.
 struct Connections(PerProcess<Client>);
 
 impl Connections {
@@ -176,12 +179,13 @@ impl Connections {
     }
 }
 
-/// A client that shares no connection with `client`, unless that was given an HTTP client: what that shares is unknown.
+/// Returns a client that shares no connection with `client`, unless `client` was given an HTTP client, whose
+/// connections are unknown.
 fn apart_from(client: &Client) -> Client {
     match client.config().http_client() {
         Some(_) => client.clone(),
-        // The default HTTP client is made with each client. The cache of credentials is separate, too: if another runtime
-        // is filling a shared one, this client would wait for as long as that runtime is blocked.
+        // The default HTTP client is made with each client. The cache of credentials is separate, too: if another
+        // runtime were filling a shared cache, this client would wait for as long as that runtime is blocked.
         None => Client::from_conf(client.config().to_builder().identity_cache(IdentityCache::lazy().build()).build()),
     }
 }
@@ -214,7 +218,7 @@ impl Terms {
     }
 }
 
-/// Adds the terms to a request. Every name goes by `#name`: some of them are reserved words of DynamoDB's.
+/// Adds the terms to a request. Every attribute is named by `#name`, because some names are reserved words of DynamoDB.
 macro_rules! with_terms {
     ($request:expr, $terms:expr) => {{
         let Terms { names, values } = $terms;
@@ -236,13 +240,14 @@ impl Shared {
         wall_millis(self.heartbeats.clock())
     }
 
-    /// The latest time that has passed by every clock.
+    /// Returns the latest time that has passed by every clock.
     fn passed(&self, now: i64) -> i64 {
-        // One millisecond less: the written time left out the fraction of a millisecond that its writer's clock had passed.
+        // One millisecond less: the written time leaves out the fraction of a millisecond that its writer's clock had
+        // passed.
         now.saturating_sub(self.skew).saturating_sub(1)
     }
 
-    /// How long it is until `time` has passed by every clock; zero only if it has.
+    /// Returns the duration until `time` has passed by every clock; zero only if it has.
     fn until(&self, time: i64, now: i64) -> Duration {
         Duration::from_millis(u64::try_from(time.saturating_sub(self.passed(now))).unwrap_or_default())
     }
@@ -251,8 +256,9 @@ impl Shared {
         found.expires_at <= self.passed(now)
     }
 
-    /// Warns once if the clock here is farther off DynamoDB's than it may be off that of another machine, as far as the
-    /// `Date` of an answer shows. The call began at `began`, by the clock here. Nothing is decided by it.
+    /// Warns once if the clock of this machine differs more from DynamoDB's than two machines may differ, as far as the
+    /// `Date` of an answer shows. `began` is the begin of the call, by the clock of this machine. No decision depends
+    /// on the comparison.
     fn compare_clocks(&self, began: i64, tries: &Tries) {
         let Some(date) = tries.date() else { return };
         let earliest = date.saturating_mul(1000);
@@ -272,12 +278,12 @@ impl Shared {
         }
     }
 
-    /// When a call of the store that begins now must end.
+    /// Returns the time at which a call of the store that begins now must end.
     fn deadline(&self) -> Instant {
         self.heartbeats.clock().now().saturating_add(self.response_timeout)
     }
 
-    /// The answer of `call`, if it comes before `until`.
+    /// Returns the answer of `call`, if it arrives before `until`.
     async fn bounded<T>(&self, until: Instant, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
         let (began, clock) = (self.now(), self.heartbeats.clock());
         let answer = race(call, clock.sleep(until.saturating_since(clock.now()))).await;
@@ -336,7 +342,7 @@ impl Shared {
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
-    /// The item `name`, or only these attributes of it.
+    /// Returns the item `name`, or only these attributes of it.
     async fn get(
         &self,
         until: Instant,
@@ -362,7 +368,7 @@ impl Shared {
         Ok(answer::genuine(answer)?.item)
     }
 
-    /// The item that a refused write has met. If the answer holds none, a look-up makes sure that there is none.
+    /// Returns the item that refused a write. If the answer holds none, a look-up makes sure that there is none.
     async fn met(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
         match met {
             Some(met) => Ok(Some(met)),
@@ -373,6 +379,7 @@ impl Shared {
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let (name, until) = (self.name_of(&request.key), self.deadline());
         let mut changed = None;
+        // Each round either answers from the record it found, or tries to replace it.
         for look in 0..LOOKS {
             self.pause_before(look).await;
             let met = match changed.take() {
@@ -412,7 +419,8 @@ impl Shared {
         Err(changes_too_often())
     }
 
-    /// No pause between the first two looks: a record that has expired, or has just changed, is no bad sign.
+    /// Pauses before a look. The first two looks follow immediately: a record that has expired, or has just changed, is
+    /// no bad sign.
     async fn pause_before(&self, look: usize) {
         if let Some(times) = look.checked_sub(2) {
             let pause = FIRST_LOOK_PAUSE.saturating_mul(1 << times.min(16)).min(LONGEST_LOOK_PAUSE);
@@ -420,12 +428,12 @@ impl Shared {
         }
     }
 
-    /// Writes the record of a first attempt, unless there is one whose retention still runs.
+    /// Writes the record of a first attempt, unless there is a record within its retention.
     async fn put_first(&self, until: Instant, name: &str, request: &ReserveRequest) -> Result<Written, StoreError> {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
-        // Only another version knows what its times mean.
+        // Only a release with the same version can judge the times of a record.
         let terms = Terms::default()
             .names(&[KEY, FORMAT, EXPIRES_AT])
             .value("format", number(Parts::VERSION))
@@ -434,7 +442,7 @@ impl Shared {
             .await
     }
 
-    /// Puts `item` in place of the record `met`, if that is unchanged.
+    /// Puts `item` in place of the record `met`, if that record is unchanged.
     async fn replace(&self, until: Instant, met: &Found, item: Attributes) -> Result<Written, StoreError> {
         let (condition, terms) = Self::unchanged(met);
         self.put(until, item, condition, terms).await
@@ -446,7 +454,8 @@ impl Shared {
         self.delete(until, with_terms!(self.deletion(name).condition_expression(condition), terms)).await
     }
 
-    /// Removes the item `met`, which can't be read, if each of its attributes is unchanged and none of a record's was added.
+    /// Removes the unreadable item `met`, if each of its attributes is unchanged and no attribute of a record was
+    /// added.
     async fn remove_damaged(&self, until: Instant, name: &str, met: &Attributes) -> Result<Written, StoreError> {
         let (mut request, mut conditions) = (self.deletion(name), Vec::new());
         for (n, (attribute, value)) in met.iter().enumerate() {
@@ -475,7 +484,7 @@ impl Shared {
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
-    /// The condition that the record is still `met`.
+    /// Returns the condition that the record is still `met`.
     fn unchanged(met: &Found) -> (&'static str, Terms) {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
@@ -501,7 +510,7 @@ impl Shared {
         }
     }
 
-    /// The terms of [`OWNED`].
+    /// Returns the terms of [`OWNED`].
     fn owned_terms(&self, lease: &Lease, now: i64) -> Terms {
         Terms::default()
             .names(&[OWNER, STATE, EXPIRES_AT])
@@ -510,20 +519,20 @@ impl Shared {
             .value("passed", number(self.passed(now)))
     }
 
-    /// The terms of [`held`].
+    /// Returns the terms of [`held`].
     fn held_terms(&self, lease: &Lease, now: i64) -> Terms {
         self.owned_terms(lease, now).names(&[ATTEMPT]).value("attempt", number(lease.attempt.into()))
     }
 
-    /// The record that refused a write, unless its retention has ended: an earlier write of the same attempt may have made
-    /// it.
+    /// Returns the record that refused a write, unless its retention has ended: an earlier write of the same attempt
+    /// may have made it.
     async fn refusing(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
         // An item that can't be read is not this attempt's.
         let found = self.met(until, name, met).await?.and_then(|met| item::read(met).ok());
         Ok(found.filter(|found| !self.is_expired(found, self.now())))
     }
 
-    /// The answer to a write that should end an attempt and was refused.
+    /// Returns the answer to a refused end of an attempt.
     async fn ended(
         &self,
         until: Instant,
@@ -536,7 +545,7 @@ impl Shared {
         Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, finished)))
     }
 
-    /// The terms and the times of a write that keeps the lease.
+    /// Returns the terms and the times of a write that keeps the lease.
     fn keeping(&self, lease: &Lease, now: i64) -> (Terms, Times) {
         let Lease { duration, ttl, on_crash, .. } = *lease;
         let state = State::Pending { lease: duration, ttl, on_crash, begun: false };
@@ -550,14 +559,15 @@ impl Shared {
         (terms, times)
     }
 
-    /// Marks that the body of the attempt begins. The sender's clock says whether the lease holds: the service has none.
+    /// Marks that the body of the attempt begins. The sender's clock decides whether the lease holds, because DynamoDB
+    /// offers none.
     async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let (terms, times) = self.keeping(lease, now);
         let terms = terms.names(&[BEGUN]).value("true", AttributeValue::Bool(true)).value("now", number(now));
         let update = "SET #begun = :true, #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
-        // A mark that arrives late must not shorten what a renewal has confirmed.
+        // A mark that arrives late must not shorten a lease that a renewal has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at AND (#begun = :true OR #lapses_at > :now)", held());
         let met = match self.update(until, &name, update, &condition, terms).await? {
             Written::Done => return Ok(Verdict::Applied),
@@ -578,7 +588,7 @@ impl Shared {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let (terms, times) = self.keeping(lease, self.now());
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
-        // A renewal that arrives late must not shorten what a later one has confirmed.
+        // A renewal that arrives late must not shorten a lease that a later one has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
         match self.update(until, &name, update, &condition, terms).await? {
             Written::Done => Ok(Verdict::Applied),
@@ -591,7 +601,7 @@ impl Shared {
         }
     }
 
-    /// Renews `leases`, some at a time. A slow one holds up no other.
+    /// Renews `leases`, a limited number at a time. A slow renewal delays no other.
     async fn renew_each(&self, leases: &[Lease], answer: &Answers<'_>) -> Result<(), StoreError> {
         let clock = self.heartbeats.clock();
         let mut waiting = leases.iter().enumerate();
@@ -599,6 +609,7 @@ impl Shared {
         let mut outcome = Ok(());
         poll_fn(|cx| {
             loop {
+                // Polls the calls under way. A call that is no longer quick frees its place, but goes on.
                 under_way.retain_mut(|renewal| match renewal.call.as_mut().poll(cx) {
                     Poll::Ready(Ok(write)) => {
                         answer(renewal.at, write);
@@ -617,6 +628,7 @@ impl Shared {
                         true
                     }
                 });
+                // Starts further calls in the free places.
                 let quick = under_way.iter().filter(|renewal| renewal.quick.is_some()).count();
                 let before = under_way.len();
                 let more = waiting.by_ref().take(RENEWED_AT_ONCE.saturating_sub(quick));
@@ -642,7 +654,7 @@ impl Shared {
         Inspection::new(found.record, expires_in, lapses_in).since(first_seen, began)
     }
 
-    /// One page of a scan. Billed by the size of the items that it reads, results included.
+    /// Reads one page of a scan. Billed by the size of the items that it reads, results included.
     async fn scan(&self, filter: &Filter) -> Result<Page, StoreError> {
         let tries = Tries::default();
         let prefix = [&self.namespace, &*filter.prefix()].concat();
@@ -669,7 +681,7 @@ impl Shared {
         let (now, mut page) = (self.now(), Page::default());
         for item in answer.items.unwrap_or_default() {
             if page.records.len() == filter.most() {
-                // Any key can be where the next page begins.
+                // The next page can begin at any key.
                 page.next = page.records.last().map(|(key, _)| Cursor::new(self.name_of(key)));
                 return self.examined(filter, page).await;
             }
@@ -684,7 +696,7 @@ impl Shared {
         self.examined(filter, page).await
     }
 
-    /// Completes `page`: reads all that is stored of each record that can't be read.
+    /// Completes `page`: reads the whole item of each record that can't be read.
     async fn examined(&self, filter: &Filter, mut page: Page) -> Result<Page, StoreError> {
         for key in page.damaged() {
             let found = self.examine(self.deadline(), &self.name_of(&key)).await?;
@@ -693,8 +705,8 @@ impl Shared {
         Ok(page)
     }
 
-    /// Ends an attempt with the result in `record`, by an update: the item knows what the lease does not, since when there is a
-    /// record.
+    /// Ends an attempt with the result in `record`, by an update: only the item, and not the lease, holds the time at
+    /// which the key was first seen.
     async fn finish_in_place(
         &self,
         until: Instant,
@@ -728,8 +740,9 @@ impl Shared {
         self.update(until, name, &update, &held(), terms).await
     }
 
-    /// The same for a record that is nearly as large as an item can be. DynamoDB counts some more bytes for an update than the
-    /// item has then: so the whole item is written, with its times, which have to be read.
+    /// Like [`finish_in_place`](Self::finish_in_place), for a record that is nearly as large as an item can be.
+    /// DynamoDB counts some more bytes for an update than the size of the resulting item. So this writes the whole
+    /// item, with its times, which it has to read first.
     async fn finish_anew(
         &self,
         until: Instant,
@@ -771,7 +784,8 @@ impl Shared {
         let now = self.now();
         let state = release.state();
         let state_name = text(state.name());
-        // The attempt number is the record's own: a caller that never got the answer to its reservation does not know it.
+        // The attempt number stays the record's own: a caller that never got the answer to its reservation does not
+        // have it.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
@@ -823,7 +837,7 @@ impl Shared {
         Err(changes_too_often())
     }
 
-    /// Does what an operator has decided with an item that can't be read.
+    /// Applies an operator's decision to an item that can't be read.
     async fn decide_damaged(&self, decision: &Decision) -> Result<Decided, StoreError> {
         let (name, until) = (self.name_of(&decision.key), self.deadline());
         for look in 0..LOOKS {
@@ -844,11 +858,11 @@ impl Shared {
         Err(changes_too_often())
     }
 
-    /// The record of `key` as an operator sees it, unless it has expired, and its item.
+    /// Returns the record of `key` as an operator sees it, unless it has expired, and its item.
     async fn examine(&self, until: Instant, name: &str) -> Result<Option<(Inspection, Attributes)>, StoreError> {
         let Some(item) = self.get(until, name, &[]).await? else { return Ok(None) };
         let now = self.now();
-        // A copy, as reading takes the result out.
+        // Reads a copy, because reading takes the result out.
         let found = match item::read(item.clone()) {
             Ok(found) if self.is_expired(&found, now) => return Ok(None),
             Ok(found) => self.inspection(found, now),
@@ -857,7 +871,7 @@ impl Shared {
         Ok(Some((found, item)))
     }
 
-    /// The record of `key`, unless it has expired.
+    /// Returns the record of `key`, unless it has expired.
     async fn look(&self, name: &str) -> Result<Option<Inspection>, StoreError> {
         let Some(item) = self.get(self.deadline(), name, &[]).await? else { return Ok(None) };
         let found = item::read(item).map_err(corrupt)?;
@@ -865,7 +879,7 @@ impl Shared {
         Ok((!self.is_expired(&found, now)).then(|| self.inspection(found, now)))
     }
 
-    /// Looks until attempt `attempt` is no longer pending. Returns what is there then.
+    /// Looks until attempt `attempt` is no longer pending. Returns the record at that time.
     async fn watch(&self, name: &str, attempt: u32) -> Result<Option<Inspection>, StoreError> {
         let waiter = self.waiting.join(name);
         let mut pause = FIRST_PAUSE;
@@ -889,23 +903,23 @@ impl Shared {
 struct Renewal<'a> {
     at: usize,
     call: Pin<Box<dyn Future<Output = Result<Verdict, StoreError>> + Send + 'a>>,
-    /// Until this is ready, the renewal counts among those under way.
+    /// While this is pending, the renewal counts among those under way.
     quick: Option<Sleep>,
 }
 
-/// How many bytes DynamoDB may count for an update besides those of the item.
+/// Number of bytes that DynamoDB may count for an update in addition to the size of the item.
 const BESIDE: usize = 4 * 1024;
-/// How many items a page of a list is made from, if not all of them are shown.
+/// Number of items that one page of a list reads, if the filter may leave some out.
 const READ_AT_ONCE: i32 = 1000;
 
-/// The time from `at` to `now`, both in milliseconds since 1970; zero if `at` is later.
+/// Returns the time from `at` to `now`, both in milliseconds since 1970; zero if `at` is later.
 fn ago(now: i64, at: i64) -> Duration {
     Duration::from_millis(u64::try_from(now.saturating_sub(at)).unwrap_or_default())
 }
 
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
 
-/// The condition of a renewal and of a finish: the pending record is of this very attempt.
+/// Returns the condition of a renewal and of a finish: the pending record belongs to this attempt.
 fn held() -> String {
     format!("{OWNED} AND #attempt = :attempt")
 }
@@ -981,7 +995,7 @@ impl Store for Shared {
         StoreFuture::new(self.try_decide(decision))
     }
 
-    /// The service removes what has expired, by the time-to-live of the table.
+    /// Does nothing: DynamoDB removes expired records, by the time-to-live of the table.
     fn purge(&self, _: u32) -> StoreFuture<'_, u64> {
         StoreFuture::ready(Ok(0))
     }
@@ -990,7 +1004,7 @@ impl Store for Shared {
         StoreFuture::new(self.scan(filter))
     }
 
-    /// A look at a key that no record has.
+    /// Looks at a key that no record has.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
             self.get(self.deadline(), &[&self.namespace, "ping"].concat(), &[KEY]).await?;
@@ -999,7 +1013,7 @@ impl Store for Shared {
     }
 }
 
-/// Refuses an item that the service does not hold.
+/// Refuses an item that is too large for DynamoDB.
 fn check_size(item: &Attributes) -> Result<(), StoreError> {
     let size = item::size(item);
     if size > item::MAX_BYTES {
@@ -1017,7 +1031,7 @@ fn corrupt(error: FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
 
-/// The record in an untrusted item, when its lease lapses and when its retention ends: for tests.
+/// Returns the record in an untrusted item, the time at which its lease lapses and the end of its retention. For tests.
 ///
 /// # Errors
 /// If the item is no record.

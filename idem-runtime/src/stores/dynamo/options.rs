@@ -1,4 +1,4 @@
-//! Settings, and opening a store.
+//! Settings of the store, and how they become a store.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::kit::waiting::Waiting;
 use crate::record::signed_millis;
 use crate::store::Heartbeats;
 
-/// Settings for a [`DynamoStore`].
+/// Settings of a [`DynamoStore`].
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -59,34 +59,34 @@ impl fmt::Debug for DynamoOptions {
 }
 
 impl DynamoOptions {
-    /// The name of this application, in front of every key in the table (default: none). Applications that share a table but
-    /// must not share operations need different names.
+    /// Name of this application, in front of every key in the table (default: none). Applications that share a table
+    /// but must not share operations need different names.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
     /// [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }
     }
 
-    /// How far apart the clocks of two machines that use the table may be (default: 1 s). Machines that follow a time
-    /// server stay far below that. Use the same value on all of them.
+    /// Largest difference between the clocks of two machines that use the table (default: 1 s). Machines that follow a
+    /// time server stay far below that. Use the same value on all of them.
     ///
-    /// DynamoDB has no clock that a condition could read, so a record says when its lease lapses by the clock of its owner.
-    /// Others take over only once that time *and this skew* have passed by their own clocks: a lease that is not renewed
-    /// blocks its key for its own length and up to twice the skew. If two clocks are farther apart, an attempt can be taken
-    /// over while its lease still holds. The store logs a warning if the clock here is seen to be farther off DynamoDB's
-    /// own.
+    /// DynamoDB has no clock that a condition could read, so a record contains the time at which its lease lapses by
+    /// the clock of its owner. Other machines take over only once that time *and this skew* have passed by their own
+    /// clocks: a lease that is not renewed blocks its key for its own length and up to twice the skew. If two clocks
+    /// are farther apart, an attempt can be taken over while its lease still holds. The store logs a warning if it sees
+    /// that the clock of this machine differs more from DynamoDB's own.
     #[must_use]
     pub fn max_clock_skew(self, max_clock_skew: Duration) -> Self {
         Self { max_clock_skew, ..self }
     }
 
-    /// The time limit of one call of the store, all requests and tries of the client included (default: 3 s). Keep it well
+    /// Time limit of one call of the store, including all requests and tries of the client (default: 3 s). Keep it well
     /// below the shortest beat (a third of the lease). After a time-out the write may have taken effect; it is repeated
     /// with the same owner token.
     #[must_use]
@@ -94,24 +94,25 @@ impl DynamoOptions {
         Self { response_timeout, ..self }
     }
 
-    /// What measures time (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates records: for tests of leases,
+    /// Clock of the store (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates records. For tests of leases,
     /// retentions and clocks that differ.
     #[must_use]
     pub fn clock(self, clock: impl Clock) -> Self {
         Self { clock: Some(Arc::new(clock)), ..self }
     }
 
-    /// The client that renews leases and makes late writes, on a thread of the library (default: one with the settings of
-    /// the store's own client, which shares no connection with it unless that was given an HTTP client).
+    /// Client that renews leases and makes late writes, on a thread of the library. The default is a client with the
+    /// settings of the store's own client. The two share no connection, unless the store's own client was given an HTTP
+    /// client.
     ///
-    /// If it was, pass a client with an HTTP client of its own. Requests over a connection wait for the runtime that opened
-    /// it, and leases would be lost if a handler blocks that runtime.
+    /// In that case, pass a client with another HTTP client. Requests over a connection wait for the runtime that
+    /// opened it, and leases would be lost if a handler blocks that runtime.
     #[must_use]
     pub fn upkeep_client(self, upkeep_client: Client) -> Self {
         Self { upkeep_client: Some(upkeep_client), ..self }
     }
 
-    /// A store in `table`. Nothing is sent: the first call reports a wrong table, wrong credentials or no network.
+    /// Makes a store in `table`. Sends nothing: the first call reports a wrong table, wrong credentials or no network.
     pub fn build(self, client: Client, table: impl Into<String>) -> DynamoStore {
         let Self { namespace, holder, max_clock_skew, response_timeout, clock, upkeep_client } = self;
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));

@@ -14,7 +14,7 @@ use super::{Shared, failure, item};
 use crate::combine::race;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// How long a new table may take to become usable.
+/// Longest time that a new table may take to become usable.
 const LONGEST_CREATION: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -43,7 +43,7 @@ impl Shared {
             .key_schema(hash.build().map_err(unmade)?);
         match request.send().await {
             Ok(_) => Ok(()),
-            // It exists, or another process is creating it now.
+            // The table exists, or another process is creating it now.
             Err(error) if error.code() == Some("ResourceInUseException") => Ok(()),
             Err(error) => Err(failed(&error)),
         }
@@ -90,7 +90,7 @@ impl Shared {
         let request = self.client.client().update_time_to_live().table_name(&self.table);
         match request.time_to_live_specification(ttl.build().map_err(unmade)?).send().await {
             Ok(_) => Ok(()),
-            // Another process has enabled it meanwhile.
+            // Another process has enabled the TTL meanwhile.
             Err(error) if error.message().is_some_and(|said| said.contains("already enabled")) => Ok(()),
             Err(error) => Err(failed(&error)),
         }

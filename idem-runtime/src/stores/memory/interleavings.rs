@@ -30,13 +30,13 @@ fn result() -> Finish {
     Finish::Completed(StoredResult::Unencodable)
 }
 
-/// The number of records and of waiters' entries, counted.
+/// Counts the records and the waiters' entries.
 fn counted(store: &MemoryStore) -> (usize, usize) {
     let shards = store.0.records.shards.iter().flat_map(SharedWithChild::lock);
     shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
 }
 
-/// Takes part until the key is finished; the first attempt for a key is released.
+/// Reserves until the key is finished. Releases the first attempt of a key and finishes the second.
 fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     loop {
         let request = request(store, key);
@@ -54,7 +54,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
             }
             Reservation::InProgress { attempt, .. } => {
                 let waiting = store.wait(&request.key, attempt, LEASE);
-                // It counts as waiting before its first poll.
+                // The wait is registered before its first poll.
                 thread::yield_now();
                 block_on(waiting).expect("answered");
             }
@@ -67,7 +67,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     }
 }
 
-/// One attempt wins at a time, and its end wakes the waiters: time stands still, so nothing else ends a wait.
+/// One attempt wins at a time, and its end wakes the waiters. The clock stands still, so nothing else ends a wait.
 #[test]
 fn one_wins_and_those_who_wait_are_woken() {
     explore(|| {
@@ -88,7 +88,8 @@ fn one_wins_and_those_who_wait_are_woken() {
     });
 }
 
-/// A lapsed attempt finishes while others try to take it over: exactly one of them succeeds. A takeover wakes waiters, too.
+/// A lapsed attempt finishes while two others try to take it over: exactly one of the three succeeds. A takeover wakes
+/// waiters, too.
 #[test]
 fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     explore(|| {
@@ -100,6 +101,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
             let (store, key) = (store.clone(), lapsing.key.clone());
             thread::spawn(move || block_on(store.wait(&key, 1, LEASE * 2)).expect("answered"))
         };
+        // The lapsed attempt tries to finish, and two others try to take it over, all at the same time.
         clock.advance(LEASE);
         let finishes = {
             let store = store.clone();
@@ -132,7 +134,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     });
 }
 
-/// Waiters that give up leave nothing behind, and those that stay are woken.
+/// Waiters that give up leave no entry behind, and the remaining waiters are woken.
 #[test]
 fn who_gives_up_leaves_nothing() {
     explore(|| {
@@ -162,7 +164,8 @@ fn who_gives_up_leaves_nothing() {
     });
 }
 
-/// A full store with expired records: as many new ones find room as there is, and no more, whichever thread cleans up.
+/// A full store with expired records takes as many new records as there is room for, and no more, whichever thread
+/// removes the expired ones.
 #[test]
 fn room_is_given_once() {
     explore(|| {

@@ -29,11 +29,11 @@ use crate::store::{
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{InheritedLock, Process, SharedWithChild};
 
-/// A power of two; enough that the threads of a large machine rarely meet at one lock.
+/// Number of shards, a power of two. Large enough that the threads of a large machine rarely wait for the same lock.
 const SHARDS: usize = 64;
-/// How many expired records a reservation cleans up: more than one, so that they can't pile up.
+/// Number of expired records that a reservation removes at most. More than one, so that they can't pile up.
 const SWEEP: usize = 2;
-/// How many slots a page of a list is made from at most.
+/// Largest number of slots that one page of a list reads.
 const LOOKED_AT: usize = 10_000;
 
 /// A store in the memory of this process, for tests and for duplicates within one process.
@@ -42,23 +42,23 @@ const LOOKED_AT: usize = 10_000;
 /// - *Clock*: the process's monotonic clock, or the one given to [`clock`](MemoryOptions::clock).
 /// - *Durability*: none. A restart forgets everything, and other processes don't see it.
 /// - *Limits*: as many records as [`max_records`](MemoryOptions::max_records) allows. A full store refuses new keys
-///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are cleaned up
-///   as new ones arrive.
-/// - *`fork`*: a child has a copy of the records. Where a thread of the parent was at work at the fork, calls in the child are
-///   [`StoreErrorKind::Misconfigured`]: make a store after the fork.
-/// - *Cost*: one look-up per step, no allocation beyond key and result.
+///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are removed as
+///   new ones arrive.
+/// - *`fork`*: a child has a copy of the records. If a thread of the parent was working on a shard at the fork, calls
+///   to that shard in the child are [`StoreErrorKind::Misconfigured`]: make a store after the fork.
+/// - *Cost*: one look-up per step, no allocation except for key and result.
 ///
 /// Clones share the records.
 #[derive(Clone, Debug)]
 pub struct MemoryStore(Arc<Shared>);
 
 impl MemoryStore {
-    /// An empty store with the default settings.
+    /// Makes an empty store with the default settings.
     pub fn new() -> Self {
         Self::options().build()
     }
 
-    /// Settings for a store of your own.
+    /// Returns the default settings, to be changed before building a store.
     pub fn options() -> MemoryOptions {
         MemoryOptions::default()
     }
@@ -67,7 +67,7 @@ impl MemoryStore {
         Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, records, namespace }))
     }
 
-    /// Another handle to the same records, with heartbeats of its own, as another process would have. For tests of
+    /// Returns another handle to the same records, with its own heartbeats, like another process. For tests of
     /// processes that die, and for one handle per runtime if a process has several.
     #[must_use]
     pub fn peer(&self) -> Self {
@@ -76,12 +76,12 @@ impl MemoryStore {
         Self::open(Arc::clone(&self.0.records), heartbeats, Arc::clone(&self.0.namespace))
     }
 
-    /// How many records are held, including expired ones that wait for their clean-up.
+    /// Number of records. Includes expired records that are not removed yet.
     pub fn len(&self) -> usize {
         self.0.records.len.load(Ordering::Relaxed)
     }
 
-    /// Whether no record is held.
+    /// Returns whether the store holds no record.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -112,9 +112,9 @@ struct Records {
 
 #[derive(Debug)]
 struct Shard {
-    /// Nothing is due before this: [`Slot::listed_at`] of the first in `order`.
+    /// Earliest time at which a record is due: [`Slot::listed_at`] of the first in `order`.
     next_due: Nanos,
-    /// The place of each key in `slots`, by its hash.
+    /// Place of each key in `slots`, by the hash of the key.
     places: HashTable<u32>,
     slots: Slots,
     order: Order,
@@ -124,7 +124,7 @@ struct Shard {
 /// The waiters of one key, and their number.
 #[derive(Debug)]
 struct Waiters {
-    /// The child of a `fork()` never touches those of its parent.
+    /// Process of the waiters. The child of a `fork()` never touches waiters of its parent.
     process: Process,
     woken: Arc<Notify>,
     count: usize,
@@ -145,13 +145,13 @@ impl From<InheritedLock> for StoreError {
 }
 
 impl Shard {
-    /// No records yet; `own` is the text of the store's own handles.
+    /// Makes an empty shard. `own` is the holder text of the store's own handles.
     fn of(own: &'static str) -> Self {
         let (order, waiters) = Default::default();
         Self { next_due: Nanos::MAX, places: HashTable::new(), slots: Slots::of(own), order, waiters }
     }
 
-    /// The record at `place` as an operator sees it.
+    /// Returns the record at `place` as an operator sees it.
     fn inspect(&self, place: u32, now: Nanos) -> Inspection {
         let slot = self.slots.get(place);
         let lapses_in = slot.is_pending().then(|| slot.lapses_in(now));
@@ -160,7 +160,7 @@ impl Shard {
         inspection.since(Some(first_seen), Some(began))
     }
 
-    /// The place of a record, which may have expired.
+    /// Returns the place of a record, which may have expired.
     fn place(&self, key: &Key) -> Option<u32> {
         let hash = key.short_hash();
         let is_it = |place: &u32| self.slots.get(*place).is_of(hash, key);
@@ -181,7 +181,7 @@ impl Shard {
         self.order.push(place, &self.slots);
     }
 
-    /// Restarts the retention of the record at `place`, which has changed.
+    /// Restarts the retention of the record at `place` after a change.
     fn date(&mut self, place: u32, ttl: Nanos, now: Nanos) {
         self.slots.get_mut(place).date(ttl, now);
         self.list(place);
@@ -193,18 +193,19 @@ impl Shard {
         self.list(place);
     }
 
-    /// Lists the record at `place` anew if it expires sooner than it is listed.
+    /// Moves the record at `place` forward in the order if it expires sooner than it is listed.
     fn list(&mut self, place: u32) {
         let slot = self.slots.get_mut(place);
         if slot.expires_at < slot.listed_at {
-            // Only if the `ttl` has become shorter, or if the attempt has run for longer than the `ttl`: worth a search.
+            // Happens only if the `ttl` has become shorter or the attempt has run for longer than the `ttl`, so a
+            // linear search is cheap enough.
             slot.listed_at = slot.expires_at;
             self.next_due = self.next_due.min(slot.listed_at);
             self.order.sooner(place, &self.slots);
         }
     }
 
-    /// Removes up to `limit` expired records. Returns how many.
+    /// Removes up to `limit` expired records. Returns the number of removed records.
     fn sweep(&mut self, now: Nanos, limit: usize) -> usize {
         let mut removed = 0;
         while self.next_due <= now && removed < limit {
@@ -237,15 +238,15 @@ impl Shard {
     }
 }
 
-/// Spreads the hash over 64 bits: a table uses those at both ends.
+/// Spreads the hash over 64 bits: a hash table uses the bits at both ends.
 fn spread(hash: u32) -> u64 {
     u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Nanoseconds since the origin of the store's clock, or a span of time: half as large as an [`Instant`].
+/// Nanoseconds since the origin of the store's clock, or a span of time. Half as large as an [`Instant`].
 type Nanos = u64;
 
-/// The longest span, 146 years: two of them and the present are still a point in time.
+/// Longest span, 146 years: the present plus two of them still fits.
 const LONGEST: Nanos = Nanos::MAX / 4;
 
 fn span(duration: Duration) -> Nanos {
@@ -273,7 +274,7 @@ impl Shared {
         removed
     }
 
-    /// Claims room for one more record.
+    /// Claims room for one more record. Returns whether there was room.
     fn claim_room(&self) -> bool {
         let grow = |len| (len < self.records.capacity).then_some(len + 1);
         self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
@@ -319,8 +320,8 @@ impl Shared {
         Ok(Reservation::Granted { lease, takeover })
     }
 
-    /// Compare-and-set on the attempt, or for a release on its owner token: applies `end` to a pending record. An earlier
-    /// copy of the same write is recognised.
+    /// Applies `end` to a pending record by compare-and-set on the attempt; for a release, only on the owner token.
+    /// Recognises an earlier copy of the same write.
     fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Result<Verdict, StoreError> {
         let now = self.now();
         let mut shard = self.shard(&lease.key).lock()?;
@@ -341,7 +342,7 @@ impl Shared {
         Ok(Verdict::Applied)
     }
 
-    /// Walks along the slots, which a record does not change while it is there. A cursor is the next shard and slot.
+    /// Walks along the slots: a record keeps its slot. A cursor is the next shard and slot.
     fn look_through(&self, filter: &Filter) -> Result<Page, StoreError> {
         let from = match &filter.after {
             None => Some((0, 0)),
@@ -392,7 +393,7 @@ impl Shared {
         }
     }
 
-    /// Registers a duplicate that waits. `None`: there is nothing to wait for.
+    /// Registers a waiting duplicate. Returns `None` if there is nothing to wait for.
     fn join<'a>(&'a self, key: &'a Key, attempt: u32) -> Result<Option<(Waiter<'a>, OwnedNotified)>, StoreError> {
         let now = self.now();
         let mut shard = self.shard(key).lock()?;
@@ -546,7 +547,7 @@ impl Store for Shared {
     }
 }
 
-/// A waiting duplicate; the last one to give up removes the entry.
+/// Guard of a waiting duplicate. The last one of a key removes the entry.
 struct Waiter<'a> {
     shard: &'a SharedWithChild<Shard>,
     key: &'a Key,
@@ -556,7 +557,7 @@ struct Waiter<'a> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let Ok(mut shard) = self.shard.lock() else { return };
-        // Woken waiters have lost their entry, and the present one may be of others.
+        // The wake-up has removed the entry of woken waiters; the present entry may belong to later waiters.
         if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
             waiters.count -= 1;
             if waiters.count == 0 {

@@ -1,4 +1,4 @@
-//! Settings, and opening a store.
+//! Settings of the store, and how they become a store.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::store::Heartbeats;
 use crate::sync::SharedWithChild;
 use crate::sync::atomic::AtomicUsize;
 
-/// Settings for a [`MemoryStore`].
+/// Settings of a [`MemoryStore`].
 ///
 /// ```
 /// # use std::time::Duration;
@@ -34,29 +34,29 @@ impl Default for MemoryOptions {
 }
 
 impl MemoryOptions {
-    /// How many records the store holds (default: 1 000 000). A full store refuses new keys.
+    /// Largest number of records (default: 1 000 000). A full store refuses new keys.
     pub fn max_records(self, max_records: usize) -> Self {
         Self { max_records, ..self }
     }
 
-    /// The name of this application, for its child keys (default: empty). It enters
+    /// Name of this application, for its child keys (default: empty). The name enters
     /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
     pub fn namespace(self, namespace: impl Into<Arc<str>>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// The name of this handle in its records, beside host and process (default: none): who holds a key. See
+    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
     /// [`Holder`](crate::store::Holder).
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }
     }
 
-    /// What measures leases and retentions (default: [`SystemClock`]).
+    /// Clock that measures leases and retentions (default: [`SystemClock`]).
     pub fn clock(self, clock: impl Clock) -> Self {
         Self { clock: Some(Arc::new(clock)), ..self }
     }
 
-    /// An empty store with these settings.
+    /// Makes an empty store with these settings.
     pub fn build(self) -> MemoryStore {
         let Self { max_records, namespace, holder, clock } = self;
         let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));

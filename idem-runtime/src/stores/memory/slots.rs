@@ -1,8 +1,9 @@
-//! The records of one shard, each in as few bytes as possible, and the order in which they expire.
+//! The records of one shard, in as few bytes as possible, and the order in which they expire.
 //!
-//! Everything here is an index into chunks of slots. A chunk never moves and is never half empty for long; a map of records
-//! would be up to twice as large as what it holds. A record has only what its state needs: a pending one shares the text of
-//! its key with its call, a finished one keeps key and result in one allocation.
+//! A place is an index into chunks of slots. A chunk never moves, and only the last chunk is partly filled by growth; a
+//! hash map of records would take up to twice the size of its records. A record stores only what its state needs: a
+//! pending record shares the text of its key with its call, and a finished record holds key and result in one
+//! allocation.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,26 +18,27 @@ use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 use crate::record::{Finish, Holder, OwnerToken, Record, Release, State, StoredResult, Trail};
 
-/// Slots in a chunk. A power of two.
+/// Number of slots in a chunk, a power of two.
 const CHUNK: usize = 32;
-/// The end of the list of vacant slots.
+/// Marks the end of the list of vacant slots.
 const NONE: u32 = u32::MAX;
 
-/// A record, when its retention ends, and when that is checked.
+/// A record, the end of its retention, and the time at which that end is checked.
 pub(super) struct Slot {
     owner: OwnerToken,
     attempt: u32,
     starts: u32,
     pub(super) expires_at: Nanos,
-    /// Its position in the [`Order`]; never later than its expiry, and often sooner: a renewed record is not listed anew.
+    /// Position in the [`Order`]. Never later than `expires_at`, and often sooner: a renewal does not move the record
+    /// in the order.
     pub(super) listed_at: Nanos,
     seen_at: Tick,
     began_at: Tick,
     body: Body,
 }
 
-/// A point in time for a person, in units of 2^24 nanoseconds (17 ms), which takes half the room of a [`Nanos`]. It comes round
-/// after two years: ages up to that are told.
+/// A point in time to show to an operator, in units of 2^24 nanoseconds (17 ms). Half the size of a [`Nanos`]. Wraps
+/// around after two years: ages up to that are right.
 #[derive(Clone, Copy)]
 struct Tick(u32);
 
@@ -64,7 +66,7 @@ enum Body {
         head: Head,
         hash: u32,
         bytes: Arc<[u8]>,
-        /// Meaningful while the record is pending.
+        /// Meaningful only while the record is pending.
         lease: Nanos,
         ttl: Nanos,
     },
@@ -89,7 +91,7 @@ enum Stage {
     Interrupted,
 }
 
-/// A pending attempt, by its `on_crash` and whether its body is marked as begun, in one byte.
+/// A pending attempt in one byte: its `on_crash`, and whether its body is marked as begun.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pending {
     Retry,
@@ -117,13 +119,14 @@ impl Pending {
     }
 }
 
-/// The start of a slot's bytes: a fingerprint, if there is one, and the stored form of the key. And where its trail is.
+/// Describes the start of a slot's bytes (a fingerprint, if there is one, and the stored form of the key), and where
+/// the trail is stored.
 #[derive(Clone, Copy)]
 struct Head(u16);
 
 impl Head {
     const FINGERPRINTED: u16 = 1 << 15;
-    /// The trail is that of the store's own handles.
+    /// The trail is the one of the store's own handles.
     const OWN_TRAIL: u16 = 1 << 14;
     /// The trail is in [`Slots::trails`].
     const OTHER_TRAIL: u16 = 1 << 13;
@@ -153,8 +156,8 @@ impl Head {
     }
 }
 
-/// What follows the head in the bytes of a finished record. The length of a codec's name: that name and the result. Any
-/// other number is one of the constants.
+/// Describes what follows the head in the bytes of a finished record. A value up to the longest codec name is the
+/// length of that name, which precedes the result. Any other value is one of the constants.
 #[derive(Clone, Copy)]
 struct Form(u8);
 
@@ -175,7 +178,7 @@ impl Form {
                 written = size.to_be_bytes();
                 (Self::TOO_LARGE, &[], &written)
             }
-            // Nobody writes the latter.
+            // `LeftOut` is never written.
             StoredResult::Unencodable | StoredResult::LeftOut { .. } => (Self::UNENCODABLE, &[], &[]),
             StoredResult::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
         };
@@ -184,7 +187,8 @@ impl Form {
         bytes.extend_from_slice(name);
         bytes.extend_from_slice(rest);
         let bytes = Bytes::from(bytes);
-        // The first clone of `Bytes` allocates what all clones share: made here, so that no replay allocates it.
+        // The first clone of a `Bytes` allocates the state that all clones share. Cloned here, so that no replay
+        // allocates.
         drop(bytes.clone());
         (Self(form), bytes)
     }
@@ -207,8 +211,8 @@ impl Form {
 }
 
 impl Slot {
-    /// A slot that is listed `ttl` from now: its expiry if it is finished at once, so that it need not be moved then. Its trail
-    /// is left out, as everywhere here but in [`Slots`].
+    /// Makes a slot that is listed `ttl` from now. If the attempt finishes immediately, the record expires at that
+    /// time, so the slot need not move then. The trail is not part of a slot: only [`Slots`] handles trails.
     pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, hash, fingerprint.as_ref(), &state);
@@ -218,7 +222,7 @@ impl Slot {
         slot
     }
 
-    /// Replaces the record, but neither its times nor, unless it is set anew, its trail.
+    /// Replaces the record, but neither its times nor, until [`Slots::set_trail`] is called, its trail.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
@@ -229,7 +233,7 @@ impl Slot {
         }
     }
 
-    /// Notes that another attempt begins now: the first one of its key if the record before has expired.
+    /// Notes that another attempt begins now. `is_first`: no unexpired record existed before.
     pub(super) fn begin(&mut self, is_first: bool, now: Nanos) {
         self.began_at = Tick::at(now);
         if is_first {
@@ -251,22 +255,22 @@ impl Slot {
         }
     }
 
-    /// The key as it is stored; `None` if the slot is vacant.
+    /// Returns the stored form of the key; `None` if the slot is vacant.
     pub(super) fn key(&self) -> Option<&str> {
         std::str::from_utf8(self.head()?.key(self.bytes())).ok()
     }
 
-    /// How long ago the key was first seen, and the latest attempt began.
+    /// Returns the time since the key was first seen, and the time since the latest attempt began.
     pub(super) fn since(&self, now: Nanos) -> [Duration; 2] {
         [self.seen_at.ago(now), self.age(now)]
     }
 
-    /// How long ago the latest attempt began.
+    /// Returns the time since the latest attempt began.
     pub(super) fn age(&self, now: Nanos) -> Duration {
         self.began_at.ago(now)
     }
 
-    /// Counts lease and retention from `now`; `ttl` is that of a record that isn't pending.
+    /// Restarts lease and retention at `now`. `ttl` applies to a record that isn't pending.
     pub(super) fn date(&mut self, ttl: Nanos, now: Nanos) {
         self.expires_at = match self.body {
             Body::Open { stage: Stage::Pending(..), lease, ttl, .. } => now + lease + ttl,
@@ -274,16 +278,16 @@ impl Slot {
         };
     }
 
-    /// Restarts lease and retention of a pending record. `now` may be an old reading of the clock: what a later one has
-    /// confirmed is never shortened.
+    /// Restarts lease and retention of a pending record. `now` may be an old reading of the clock: a renewal never
+    /// shortens what a later reading has confirmed.
     pub(super) fn renew(&mut self, now: Nanos) {
         if let Body::Open { stage: Stage::Pending(..), lease, ttl, .. } = self.body {
             self.expires_at = self.expires_at.max(now + lease + ttl);
         }
     }
 
-    /// Marks that the body of the pending attempt begins, unless the lease has lapsed at `now`, and renews the lease. Returns
-    /// whether the record is marked.
+    /// Marks that the body of the pending attempt begins, unless the lease has lapsed at `now`, and renews the lease.
+    /// Returns whether the record is marked.
     pub(super) fn mark_begun(&mut self, now: Nanos) -> bool {
         let live = !self.lapses_in(now).is_zero();
         let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };
@@ -307,7 +311,7 @@ impl Slot {
         matches!(self.body, Body::Open { stage: Stage::Pending(..), .. })
     }
 
-    /// How long until the lease of a pending record lapses: its retention is a `ttl` longer.
+    /// Returns the time until the lease of a pending record lapses. The retention ends one `ttl` later.
     pub(super) fn lapses_in(&self, now: Nanos) -> Duration {
         let ttl = match self.body {
             Body::Open { ttl, .. } => ttl,
@@ -430,16 +434,16 @@ impl Stage {
     }
 }
 
-/// Slots by their places, which are valid while they are taken.
+/// Slots by place. A place is valid until its slot is removed.
 #[derive(Debug)]
 pub(super) struct Slots {
     chunks: Vec<Vec<Slot>>,
-    /// The first vacant slot.
+    /// First vacant slot.
     vacant: u32,
     taken: usize,
-    /// The text of the store's own handles, which most trails have.
+    /// Holder text of the store's own handles. Most trails consist of it.
     own: Option<&'static str>,
-    /// The trails that tell more or other things.
+    /// Trails with other or more content.
     trails: BTreeMap<u32, Trail>,
 }
 
@@ -450,12 +454,12 @@ impl Default for Slots {
 }
 
 impl Slots {
-    /// No slots yet; `own` is the text of the store's own handles.
+    /// Makes an empty set of slots. `own` is the holder text of the store's own handles.
     pub(super) fn of(own: &'static str) -> Self {
         Self { own: Some(own), ..Self::default() }
     }
 
-    /// The record at `place`, with its trail.
+    /// Returns the record at `place`, with its trail.
     pub(super) fn record(&self, place: u32) -> Record {
         let slot = self.get(place);
         let mut record = slot.record();
@@ -490,7 +494,7 @@ impl Slots {
         }
     }
 
-    /// How many places there are, vacant ones included.
+    /// Returns the number of places, vacant ones included.
     pub(super) fn places(&self) -> u32 {
         let full = self.chunks.len().saturating_sub(1) * CHUNK;
         u32::try_from(full + self.chunks.last().map_or(0, Vec::len)).unwrap_or(NONE)
@@ -533,20 +537,20 @@ impl Slots {
         self.vacant = place;
         self.taken -= 1;
         if self.taken == 0 && self.chunks.len() > 1 {
-            // The memory of a burst is given back once it is over.
+            // Frees the memory after a burst.
             *self = Self { own: self.own, ..Self::default() };
         }
     }
 }
 
-/// Makes room by an eighth of what there is: half as much again would be room that most stores never use.
+/// Grows the capacity by an eighth. `Vec` would double it, which most stores never use.
 fn grow<T>(items: &mut Vec<T>, least: usize) {
     if items.len() == items.capacity() {
         items.reserve_exact((items.len() / 8).max(least));
     }
 }
 
-/// The places of all records, as a heap: the first one listed is in front.
+/// The places of all records, as a heap: the place with the earliest `listed_at` is in front.
 #[derive(Debug, Default)]
 pub(super) struct Order(Vec<Listed>);
 
@@ -564,7 +568,7 @@ impl Order {
         self.0.first().map(|listed| listed.0)
     }
 
-    /// When the first one is listed; the largest number if there is none.
+    /// Returns the earliest `listed_at`, or the largest number if the heap is empty.
     pub(super) fn first_due(&self, slots: &Slots) -> Nanos {
         self.0.first().map_or(Nanos::MAX, |first| first.at(slots))
     }
@@ -575,14 +579,14 @@ impl Order {
         self.up(self.0.len() - 1, slots);
     }
 
-    /// Moves a place that is listed sooner than before.
+    /// Moves a place whose `listed_at` is now earlier.
     pub(super) fn sooner(&mut self, place: u32, slots: &Slots) {
         if let Some(at) = self.0.iter().position(|listed| listed.0 == place) {
             self.up(at, slots);
         }
     }
 
-    /// Moves the first place, which is listed later than before.
+    /// Moves the first place, whose `listed_at` is now later.
     pub(super) fn first_is_later(&mut self, slots: &Slots) {
         self.down(slots);
     }
@@ -652,7 +656,7 @@ mod tests {
         }
     }
 
-    /// Whatever is listed, moved or removed: the first place is the one that is due first.
+    /// The first place is always the one with the earliest `listed_at`, after every push, move and removal.
     #[test]
     fn the_first_one_is_due_first() {
         let (mut slots, mut order) = (Slots::default(), Order::default());
@@ -669,6 +673,7 @@ mod tests {
             Slot::new(record, &key, 0, ttl, 0)
         };
         let first = |slots: &Slots, order: &Order| order.first().map(|place| slots.get(place).listed_at);
+        // Lists many records, then moves every third one forward.
         let mut places = Vec::new();
         for n in 0..1_000 {
             let place = slots.insert(slot(10_000 + n * 7_919 % 1_000));
@@ -679,6 +684,7 @@ mod tests {
             slots.get_mut(*place).listed_at = 5_000 + n * 7_919 % 1_000;
             order.sooner(*place, &slots);
         }
+        // Empties the heap; every fifth first place moves back once instead.
         let mut due = Vec::new();
         for n in 0.. {
             let Some(place) = order.first() else { break };
