@@ -1,4 +1,4 @@
-//! What a caller gets instead of a result: what happened to the operation, and what to do next.
+//! Errors that a call returns in place of a result, and the disposition of the message that follows from them.
 
 use std::fmt;
 use std::io;
@@ -19,25 +19,25 @@ pub(crate) fn deployment_pause(key: Option<&Key>) -> Duration {
     Backoff::new(DEPLOYMENT_PAUSE, DEPLOYMENT_PAUSE).after(1, key.map_or(0, Key::spread))
 }
 
-/// What to do with the message that was being handled.
+/// Action for the message that was handled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Disposition {
     /// The operation has finished: acknowledge the message.
     Ack,
     /// Deliver the message again after this time, which is never zero.
     Retry {
-        /// When a new delivery is likely to get further.
+        /// Time until a new delivery is likely to get further.
         after: Duration,
     },
-    /// No delivery of this message can succeed, or the broker delivers it no more: set it aside for a person. The delivery may
-    /// have returned `Ok` if it swallowed the error of a call.
+    /// No delivery of this message can succeed, or the broker does not deliver the message again: set the message aside
+    /// for an operator. The delivery may have returned `Ok` if it swallowed the error of a call.
     DeadLetter,
 }
 
-/// Why an idempotent function did not return a result of its body.
+/// Reason why an idempotent function did not return a result of its body.
 ///
-/// A handler's own error type implements `From<Error>`; `anyhow::Error`, `Box<dyn std::error::Error>` and
-/// [`std::io::Error`] do. [`Error::disposition`] says what to do with the message.
+/// A handler's own error type must implement `From<Error>`. `anyhow::Error`, `Box<dyn std::error::Error>` and
+/// [`std::io::Error`] already implement it. [`Error::disposition`] returns the action for the message.
 ///
 /// ```
 /// # use idem_runtime::Error;
@@ -56,7 +56,7 @@ pub enum Disposition {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// [`current`](crate::current) was called where no attempt runs. What the caller did before that stays done.
+    /// [`current`](crate::current) was called where no attempt runs. Effects before that call are not undone.
     NoAttempt,
     /// The key, or a part of it, is `None`, empty or blank. The body did not run.
     #[non_exhaustive]
@@ -64,12 +64,12 @@ pub enum Error {
         /// The scope of the handler.
         scope: String,
     },
-    /// There is no valid key. The body did not run.
+    /// The key is not valid. The body did not run.
     #[non_exhaustive]
     InvalidKey {
         /// The scope of the handler.
         scope: String,
-        /// What is wrong with the key.
+        /// The reason why the key is not valid.
         problem: KeyProblem,
     },
     /// The payload can't be hashed. The body did not run.
@@ -77,7 +77,7 @@ pub enum Error {
     InvalidFingerprint {
         /// The key of the operation.
         key: Key,
-        /// What its `Serialize` said.
+        /// The error of the payload's `Serialize` implementation.
         source: FingerprintError,
     },
     /// The policy can't be honoured. The body did not run.
@@ -85,7 +85,7 @@ pub enum Error {
     InvalidPolicy {
         /// The key of the operation.
         key: Key,
-        /// Which option is wrong, and what to write instead.
+        /// The option that is wrong, and the value to write instead.
         problem: PolicyProblem,
     },
     /// Another attempt is running. The body did not run.
@@ -93,11 +93,11 @@ pub enum Error {
     InProgress {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
         /// The number of the running attempt.
         attempt: u32,
-        /// When its lease lapses unless it is renewed: a good time for the next delivery.
+        /// Time to wait before the next delivery: the rest of the lease of that attempt, or longer.
         retry_after: Duration,
     },
     /// The key was used with another payload. The body did not run.
@@ -105,11 +105,11 @@ pub enum Error {
     FingerprintMismatch {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
         /// The attempt that the recorded payload belongs to.
         attempt: u32,
-        /// What is known of both payloads.
+        /// The fingerprints of both payloads, as far as they are known.
         payloads: Box<Mismatch>,
     },
     /// An earlier run started and did not return, and `on_crash = fail` forbids another. The body did not run now.
@@ -117,7 +117,7 @@ pub enum Error {
     Interrupted {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
         /// The attempt that was interrupted.
         attempt: u32,
@@ -127,94 +127,99 @@ pub enum Error {
     AttemptsExhausted {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
-        /// How many attempts have started.
+        /// The number of attempts that have started.
         attempts: u32,
     },
-    /// The lease lapsed while the body ran. The body was cancelled, or it ran to its end and its result was not recorded.
+    /// The lease lapsed while the body ran. The body was cancelled, or it ran to its end and its result was not
+    /// recorded.
     ///
-    /// Without a `source` another attempt took over, or the record is gone. With one, the store refused for good to renew the
-    /// lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause): whether another attempt has taken over is
-    /// not known. The key is freed if the store takes that, and can be taken over at once otherwise; under `on_crash = fail` the
-    /// operation counts as interrupted.
+    /// Without a `source` another attempt took over, or the record is gone. With a `source` the store refused
+    /// permanently to renew the lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause); it is
+    /// not known whether another attempt has taken over. The key is freed if the store accepts the release. Otherwise
+    /// another attempt can take over immediately. Under `on_crash = fail` the operation counts as interrupted.
     #[non_exhaustive]
     LeaseLost {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
         /// The attempt that lost its lease.
         attempt: u32,
-        /// A good time for the next delivery.
+        /// Suggested time until the next delivery.
         retry_after: Duration,
-        /// Why the lease could not be renewed. `None`: the record is not this attempt's any more.
+        /// The error of the renewal. `None`: the record no longer belongs to this attempt.
         source: Option<StoreError>,
     },
-    /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as interrupted under
-    /// `on_crash = fail`.
+    /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as
+    /// interrupted under `on_crash = fail`.
     #[non_exhaustive]
     TimedOut {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
         /// The attempt that was cancelled.
         attempt: u32,
-        /// For how long it was allowed to run.
+        /// The time limit of the attempt.
         timeout: Duration,
-        /// A good time for the next delivery.
+        /// Suggested time until the next delivery.
         retry_after: Duration,
     },
-    /// The delivery panicked, and [`Observe::catch_panics`](crate::future::Observe::catch_panics) caught it. A body that ran was dropped:
-    /// its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    /// The delivery panicked, and [`Observe::catch_panics`](crate::future::Observe::catch_panics) caught the panic. A
+    /// body that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash = fail`.
     #[non_exhaustive]
     Panicked {
-        /// The key of the last call, if there was one.
+        /// The key of the last call, if a call was made.
         key: Option<Key>,
-        /// Its attempt, if its body had started.
+        /// The attempt of that call, if its body had started.
         attempt: Option<u32>,
-        /// A good time for the next delivery.
+        /// Suggested time until the next delivery.
         retry_after: Duration,
     },
-    /// The broker extends the message no further, and [`OnBeatLost::Cancel`](crate::brokers::OnBeatLost) cancelled the delivery. A body
-    /// that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    /// The broker no longer extends the message, and [`OnBeatLost::Cancel`](crate::brokers::OnBeatLost) cancelled the
+    /// delivery. A body that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash =
+    /// fail`.
     MessageLost {
-        /// The key of the last call, if there was one.
+        /// The key of the last call, if a call was made.
         key: Option<Key>,
-        /// Its attempt, if its body had started.
+        /// The attempt of that call, if its body had started.
         attempt: Option<u32>,
-        /// A good time for the next delivery, where the broker still takes an answer.
+        /// Suggested time until the next delivery, if the broker still takes an answer.
         retry_after: Duration,
     },
-    /// The [deadline](crate::future::ObserveAll::deadline) of the batch passed before the delivery had ended, or before it began. A body
-    /// that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    /// The [deadline](crate::future::ObserveAll::deadline) of the batch passed before the delivery had ended, or before
+    /// it began. A body that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash =
+    /// fail`.
     #[non_exhaustive]
     DeadlinePassed {
-        /// The key of the last call, if there was one.
+        /// The key of the last call, if a call was made.
         key: Option<Key>,
-        /// Its attempt, if its body had started.
+        /// The attempt of that call, if its body had started.
         attempt: Option<u32>,
-        /// A good time for the next delivery.
+        /// Suggested time until the next delivery.
         retry_after: Duration,
     },
-    /// A message before it in its [group](crate::future::Observe::group) is not acknowledged, so the delivery did not begin.
+    /// An earlier message of the same [group](crate::future::Observe::group) is not acknowledged, so the delivery did
+    /// not begin.
     #[non_exhaustive]
     HeldBack {
-        /// A good time for the next delivery: that of the message before it, if that has one.
+        /// Suggested time until the next delivery: the time of the earlier message, if that message has one.
         retry_after: Duration,
     },
-    /// The body ran, and its result could not be recorded. The key is held until the lease lapses. Under `on_crash = fail` the
-    /// process goes on writing the result, and duplicates get [`Error::Interrupted`] until it is recorded.
+    /// The body ran, and its result could not be recorded. The key is held until the lease lapses. Under `on_crash =
+    /// fail` the process keeps trying to write the result, and duplicates get [`Error::Interrupted`] until it is
+    /// recorded.
     #[non_exhaustive]
     Unrecorded {
         /// The key of the operation.
         key: Key,
-        /// Where the record should be.
+        /// The store that should hold the record.
         store: &'static str,
         /// The attempt that ran.
         attempt: u32,
-        /// When the lease lapses, or a good time for the next delivery if that is later.
+        /// Time until the lease lapses, or the suggested time until the next delivery if that is longer.
         retry_after: Duration,
         /// The last error of the store.
         source: StoreError,
@@ -224,26 +229,26 @@ pub enum Error {
     ResultUnavailable {
         /// The key of the operation.
         key: Key,
-        /// Where the record is.
+        /// The store that holds the record.
         store: &'static str,
-        /// Why there is no result.
+        /// The reason why there is no result.
         problem: ResultProblem,
     },
-    /// The store could not reserve the key, or confirm its lease to a body that asked.
+    /// The store could not reserve the key, or could not confirm its lease to a body that asked.
     #[non_exhaustive]
     Store {
         /// The key of the operation.
         key: Key,
-        /// Which store it was.
+        /// The store that failed.
         store: &'static str,
-        /// Whether the body had started.
+        /// True if the body had started.
         started: bool,
-        /// Whether the key may be reserved for this call until its lease lapses: a try may have taken effect, or its body had
-        /// started. `false`: nothing was written.
+        /// True if the key may be reserved for this call until its lease lapses: a try may have taken effect, or the
+        /// body had started. False if nothing was written.
         may_be_reserved: bool,
-        /// A good time for the next delivery.
+        /// Suggested time until the next delivery.
         retry_after: Duration,
-        /// What the store said.
+        /// The error of the store.
         source: StoreError,
     },
 }
@@ -254,9 +259,9 @@ pub enum Error {
 pub struct Mismatch {
     /// The fingerprint of this call's payload.
     pub presented: Option<Fingerprint>,
-    /// The fingerprint in the record; `None` if the store could not be asked.
+    /// The fingerprint in the record; `None` if the store did not return it.
     pub recorded: Option<Fingerprint>,
-    /// How long ago the record was written last; `None` if that is not known.
+    /// Time since the last write of the record; `None` if unknown.
     pub age: Option<Duration>,
 }
 
@@ -279,7 +284,7 @@ impl fmt::Display for Mismatch {
 }
 
 impl Error {
-    /// The key of the operation, where there is one.
+    /// Returns the key of the operation, if there is one.
     pub fn key(&self) -> Option<&Key> {
         match self {
             Self::NoAttempt | Self::MissingKey { .. } | Self::InvalidKey { .. } | Self::HeldBack { .. } => None,
@@ -300,7 +305,8 @@ impl Error {
         }
     }
 
-    /// What to do with the message that was being handled. Never [`Disposition::Ack`]: what failed is not acknowledged.
+    /// Returns the action for the message that was handled. Never [`Disposition::Ack`]: a failed call is not
+    /// acknowledged.
     pub fn disposition(&self) -> Disposition {
         match self {
             Self::InProgress { retry_after, .. }
@@ -326,9 +332,10 @@ impl Error {
         }
     }
 
-    /// Whether this is a mistake of the deployment and not of the message: a policy that can't be honoured, two handlers with
-    /// one scope, `current()` outside of a handler, a return type that no longer reads recorded results, a store with the wrong
-    /// version, rights or settings. Messages are kept for when it is mended.
+    /// Returns whether the error is a mistake of the deployment and not of the message: a policy that can't be
+    /// honoured, two handlers with one scope, `current()` outside of a handler, a return type that no longer reads
+    /// recorded results, or a store with the wrong version, rights or settings. Such a message is delivered again until
+    /// the deployment is fixed.
     pub fn is_misconfigured(&self) -> bool {
         match self {
             Self::NoAttempt | Self::InvalidPolicy { .. } => true,
@@ -342,7 +349,7 @@ impl Error {
         }
     }
 
-    /// Whether the effect may have happened although the record does not know: what an alert should tell.
+    /// Returns whether the effect may have happened although the record does not show it. Alert on such errors.
     pub fn is_uncertain(&self) -> bool {
         self.doubt().is_some()
     }
@@ -361,7 +368,7 @@ impl Error {
         }
     }
 
-    /// What is in doubt, for the hook.
+    /// Returns the operation in doubt, for the hook `on_uncertain`.
     pub(crate) fn uncertain(&self) -> Option<Uncertain<'_>> {
         let cause = self.doubt()?;
         match self {

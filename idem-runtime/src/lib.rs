@@ -25,7 +25,7 @@
 //! | to | see |
 //! |---|---|
 //! | protect a handler | [`#[idempotent]`](macro@idempotent) with all its options; [`Operation`] without the macro |
-//! | know what to do with a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`]; of a batch [`observe_all`] |
+//! | decide about a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`]; of a batch [`observe_all`] |
 //! | keep a broker from delivering again while a handler runs | [`Observe::on_beat`](future::Observe::on_beat), [`Observe::delivery_limit`](future::Observe::delivery_limit), [`brokers`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
@@ -36,22 +36,22 @@
 //! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
 //! | protect HTTP routes | `http::IdempotencyLayer` (features `http`, `axum`) |
 //! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
-//! | look at a record, say what became of an interrupted operation, or let it run again | [`StoreExt::operator`], [`operator`] |
+//! | look at a record, resolve an interrupted operation, or let it run again | [`StoreExt::operator`], [`operator`] |
 //! | watch it: spans, counters, readiness | `tracing`, [`StoreExt::metrics`], [`StoreExt::health`], [`metrics`], [`KeyDisplay`] |
 //! | shut down | [`StoreExt::flush`] |
 //! | test your handlers: killed at each await, with duplicates in flight | `testing` (feature `testing`) |
 //! | test time | [`ManualClock`](clock::ManualClock), [`MemoryStore::options`], [`MemoryStore::peer`] |
 //! | write a store | [`Store`] with [`store`] and [`record`], `conformance` (feature `conformance`) |
 //!
-//! # What is guaranteed
+//! # Guarantees
 //!
 //! At most one attempt for a key holds a live lease; `Ok` means that the result is recorded; a recorded result never
-//! changes within its retention; a late attempt never touches the record of its successor; a failing store is never read
-//! as "no record".
+//! changes within its retention; a late attempt never touches the record of its successor; a failing store is never
+//! read as "no record".
 //!
 //! An effect of the body can still happen twice: a process may die after the effect and before its record, or be paused
-//! for longer than its lease. [`Attempt::child_key`] is the same on every attempt, for APIs with idempotency keys of their
-//! own; `on_crash = fail` allows one run at most.
+//! for longer than its lease. [`Attempt::child_key`] is the same on every attempt, for APIs that have idempotency keys;
+//! `on_crash = fail` allows one run at most.
 //!
 //! # Features
 //!
@@ -75,14 +75,15 @@
 //! | `with-tokio-postgres-0_7`, `with-sqlx-0_8`, `with-rusqlite-0_40` | `PostgresStore::within`, `SqliteStore::within`: records inside of your own transaction |
 //! | `with-redis-1`, `with-deadpool-postgres-0_14` | `connect_with`, `connect_over`: stores on clients, connections and pools of your own |
 //! | `tower` | `tower::OperationLayer`, for typed services of tower |
-//! | `metrics` | what [`StoreExt::metrics`] counts, through the facade `metrics` 0.24 |
+//! | `metrics` | exports the numbers of [`StoreExt::metrics`] through the facade `metrics` 0.24 |
 //! | `testing` | `testing::explore`, which kills your handler at each of its awaits, on simulated time |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
-//! What takes or gives a type of a driver has a feature named after the driver and its major version; the next one will stand
-//! beside it. `DynamoStore` takes the client of `aws-sdk-dynamodb` 1, and `Offloaded` an object store of `object_store` 0.14.
+//! A function that takes or returns a type of a driver has a feature named after the driver and its major version. The
+//! next major version will have an additional feature. `DynamoStore` takes the client of `aws-sdk-dynamodb` 1, and
+//! `Offloaded` an object store of `object_store` 0.14.
 //!
-//! The runtime is tokio's: leases are renewed and late writes are made by its tasks.
+//! The library runs on tokio: tokio tasks renew leases and make late writes.
 #![warn(missing_debug_implementations, missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -116,7 +117,7 @@ pub mod future {
     pub use crate::engine::{CatchPanics, NoBeat, Observe, ObserveAll, OnBeat};
 }
 
-/// What a person does about a record that needs one: inspect, resolve, reopen, break a lease, forget.
+/// Actions of an operator on a record: inspect, resolve, reopen, break a lease, forget.
 pub mod operator {
     pub use crate::store::operator::{Operator, OperatorError, Resolution};
 }
@@ -221,7 +222,7 @@ pub use sqlite::SqliteStore;
 #[doc(inline)]
 pub use store::{Store, StoreError, StoreErrorKind, StoreExt};
 
-/// How rows, items and results are read, without a server: for tests of what anybody may have written there.
+/// Readers of rows, items and results that need no server: for tests with any content that a store may hold.
 #[cfg(feature = "conformance")]
 #[doc(hidden)]
 pub mod __stored {

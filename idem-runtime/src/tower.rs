@@ -1,7 +1,7 @@
-//! A layer for services of tower: their requests run once for each key (feature `tower`).
+//! A layer for services of tower: each request runs once for its key (feature `tower`).
 //!
-//! [`OperationLayer`] does for a typed [`Service`] what `#[idempotent]` does for a function. The response is recorded by the
-//! codec and replayed; an error frees the key.
+//! [`OperationLayer`] does for a typed [`Service`] what `#[idempotent]` does for a function. The response is recorded
+//! by the codec and replayed; an error frees the key.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -27,17 +27,19 @@ use crate::sync::{Mutex, lock};
 
 /// Runs each request of a service once for its key, and replays the recorded response to every duplicate.
 ///
-/// The response implements `Serialize` and `DeserializeOwned`, and the error of the service `From<idem_runtime::Error>`, as
-/// boxed errors do. Around `call`, [`observe`](crate::observe) tells what to do with the message.
+/// The response must implement `Serialize` and `DeserializeOwned`. The error of the service must implement
+/// `From<idem_runtime::Error>`, as boxed errors do. [`observe`](crate::observe) around `call` returns the action for
+/// the message.
 ///
-/// - *Readiness* is that of the inner service. A request takes it along: it is spent when the body runs, and given back when the
-///   answer is a replay, or once the request waits for another attempt. So a concurrency limit or a buffer belongs inside of this
-///   layer if it is to count bodies, and outside if it is to count calls of the store. A request that has waited and runs the body
-///   after all waits for the readiness of the service again, with its key reserved.
-/// - *A middleware that retries* belongs outside: each try is an attempt of its own.
+/// - *Readiness* is the readiness of the inner service. A request takes the readiness along. The request uses it when
+///   the body runs, and gives it back when the answer is a replay, or once the request waits for another attempt. So
+///   put a concurrency limit or a buffer inside of this layer to count bodies, and outside of it to count calls of the
+///   store. A request that has waited and then runs the body waits for the readiness of the service again, with its key
+///   reserved.
+/// - *A middleware that retries* belongs outside: each try is a separate attempt.
 ///
 /// # Cancel safety
-/// As [`Operation::run`]: dropping the future of a response cancels the inner service and frees the key.
+/// The same as for [`Operation::run`]: dropping the future of a response cancels the inner service and frees the key.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -85,7 +87,7 @@ pub struct OperationLayer<O, C = Json> {
 }
 
 impl OperationLayer<()> {
-    /// Requests named by `key`, with records in `store`.
+    /// Creates a layer whose requests are named by `key`, with records in `store`.
     pub fn new<Req, S, K>(
         store: &S,
         policy: Policy,
@@ -101,7 +103,8 @@ impl OperationLayer<()> {
 }
 
 impl<O> OperationLayer<O> {
-    /// Requests whose operation `operation` makes: with a fingerprint, or with a store or a policy of their own.
+    /// Creates a layer whose requests get their operation from `operation`: with a fingerprint, or with a store or a
+    /// policy for each request.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -190,7 +193,7 @@ where
 
     fn call(&mut self, request: Req) -> Self::Future {
         let operation = (self.layer.operation)(&request);
-        // The one that was polled is the one that is ready; a clone of it may not be.
+        // The polled instance is ready; a clone of it may not be.
         let clone = self.inner.clone();
         let ready = mem::replace(&mut self.inner, clone);
         let waiting = Arc::new(Mutex::new(Some(Inner { service: ready, is_ready: true })));
@@ -227,14 +230,14 @@ impl<F: Future, S: Clone> Future for Call<F, S> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        // Of a call that was polled before on this thread.
+        // Clears the note of a call that was polled earlier on this thread.
         let _ = has_begun_to_wait();
         let polled = this.call.poll(cx);
         if has_begun_to_wait()
             && let Some(inner) = &mut *lock(this.waiting)
             && inner.is_ready
         {
-            // A clone has no permit of the one that was ready.
+            // A clone holds no permit of the ready instance, whose drop gives the permit back.
             let clone = inner.service.clone();
             *inner = Inner { service: clone, is_ready: false };
         }

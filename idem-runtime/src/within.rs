@@ -1,13 +1,13 @@
 //! Records inside your own open transaction.
 
-// The engine and what it hands out (attempts, late writes) need a store that lives as long as they do and may be used from
-// any thread; a borrowed transaction is neither. So the engine gets a [`Mailbox`], and the future of the call, which may
-// borrow the transaction, answers the requests in it. The mailbox ends with the call: nothing is renewed, and nothing is
-// written late.
+// The engine and the values that it hands out (attempts, late writes) need a store that lives as long as they do and
+// that any thread may use. A borrowed transaction offers neither. So the engine gets a [`Mailbox`] as its store. The
+// future of the call, which may borrow the transaction, answers the requests in that mailbox. The mailbox ends with the
+// call: no lease is renewed, and nothing is written late.
 //
-// Each call has a savepoint ([`Scene`]). A call that does not end with a completed record is rolled back to it, so that a
-// swallowed error leaves nothing of its body. Savepoints are a stack: calls in one transaction that are not nested take
-// turns ([`Turn`]), or the end of one would undo the other.
+// Each call has a savepoint ([`Scene`]). A call that ends without a completed record is rolled back to its savepoint,
+// so that a swallowed error leaves nothing of the body. Savepoints form a stack. So calls in one transaction that are
+// not nested take turns ([`Turn`]): otherwise the end of one call would undo another call.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -37,43 +37,47 @@ use crate::record::{
 use crate::store::{Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::{PerProcess, lock};
 
-/// Results of this size and above may be too large for the server, and are written with a savepoint of their own.
+/// Size in bytes from which a result may be too large for the server. Such a result is written with a savepoint of its
+/// own.
 const LARGE: usize = 1024 * 1024;
-/// How long a call waits for another one in its transaction.
+/// Longest time that a call waits for another call in its transaction.
 const TURN_LIMIT: Duration = Duration::from_secs(30);
 
 /// Records inside your open transaction; made by `PostgresStore::within` and `SqliteStore::within`, for
 /// `store = PostgresStore::within(tx)`.
 ///
-/// The record and what the body writes through the same transaction commit together or not at all, so the effect happens
-/// exactly once, whatever fails when. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and `SqliteStore::transact`
-/// begin, call, commit and say what to do with the message: use them wherever a message is handled.
+/// The record and the writes of the body through the same transaction commit together or not at all. So the effect
+/// happens exactly once, even if any step fails. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and
+/// `SqliteStore::transact` begin the transaction, call, commit and return the action for the message: use them to
+/// handle messages.
 ///
-/// - *Who commits*: you, after the call has returned `Ok`, or `transact`. The record and the result become visible to
-///   others at the commit; until then it is unknown whether they will. So the [`Outcome`](crate::Outcome) of a call that ran its body in
-///   your transaction is [pending](crate::Outcome::is_pending_commit), and its disposition is to deliver the message again, until
-///   [`Outcome::committed`](crate::Outcome::committed) says that the commit succeeded; a warning says so. The next delivery replays what is
-///   committed, and is acknowledged. A driver may answer `Ok` to the `COMMIT` of a transaction in
-///   which a statement has failed, although the server has rolled it back; `transact` notices that.
-/// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error. After a
-///   rollback `transact` writes the ends of its attempts in a transaction of their own: they have counted, and pauses grow with
-///   them. A process that dies takes its attempt with it. `max_attempts` is refused in a transaction that you begin yourself,
-///   with [`Error::Store`] of kind [`StoreErrorKind::Misconfigured`], as nothing would count there.
-/// - *A swallowed error* leaves nothing of the body: each call has a savepoint, and what its body wrote is undone when it
-///   returns an error, panics or is cancelled. So is anything else that is written through the transaction while the call
-///   runs. If you commit then, the record of a body that returned an error says that the attempt ended without a result,
-///   and the next delivery runs; under `on_error = record` it holds the error. A call that was cancelled or panicked leaves
-///   no trace, except under `on_crash = fail`: there it counts as an attempt that died, and the operation as interrupted
-///   once its lease has lapsed.
-/// - *To keep what a failing body wrote*, return a value: `Ok(Declined)` instead of an error is committed with it.
+/// - *The commit* is up to you after the call has returned `Ok`, or to `transact`. The record and the result become
+///   visible to others at the commit; until then it is unknown whether they will. So the [`Outcome`](crate::Outcome) of
+///   a call that ran its body in your transaction is [pending](crate::Outcome::is_pending_commit), and its disposition
+///   is to deliver the message again, until [`Outcome::committed`](crate::Outcome::committed) notes that the commit
+///   succeeded; the library logs a warning about a pending outcome. The next delivery replays the committed result, and
+///   is acknowledged. A driver may answer `Ok` to the `COMMIT` of a transaction in which a statement has failed,
+///   although the server has rolled it back; `transact` detects that.
+/// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
+///   After a rollback `transact` writes the ends of its attempts in a separate transaction, so that they count and the
+///   pauses grow. A process that dies leaves no trace of its attempt. `max_attempts` is refused in a transaction that
+///   you begin yourself, with [`Error::Store`] of kind [`StoreErrorKind::Misconfigured`], because no attempt would
+///   count there.
+/// - *A swallowed error* leaves nothing of the body. Each call has a savepoint, and the writes of the body are undone
+///   when the body returns an error, panics or is cancelled. All other writes through the transaction during the call
+///   are undone as well. If you commit then, the record of a body that returned an error shows that the attempt ended
+///   without a result, and the next delivery runs; under `on_error = record` the record holds the error. A call that
+///   was cancelled or panicked leaves no trace, except under `on_crash = fail`: there it counts as an attempt that
+///   died, and the operation as interrupted once its lease has lapsed.
+/// - *To keep the writes of a failing body*, return a value: `Ok(Declined)` instead of an error is committed with them.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
-/// - *A concurrent duplicate* gets [`Error::InProgress`] at once, or waits with `in_progress = wait("…")`.
-/// - *Several calls in one transaction* may be nested, or made one after the other. Concurrent ones, by a `join!`, take
-///   turns.
-/// - *A failed statement of the library's* is undone, and the transaction goes on. If that is not possible, the error is
+/// - *A concurrent duplicate* gets [`Error::InProgress`] immediately, or waits with `in_progress = wait("…")`.
+/// - *Several calls in one transaction* may be nested, or made one after the other. Concurrent calls, by a `join!`,
+///   take turns.
+/// - *A failed statement of the library* is undone, and the transaction goes on. If that is not possible, the error is
 ///   [`Error::Store`] or [`Error::Unrecorded`] of kind [`StoreErrorKind::Aborted`], and nothing takes effect.
 ///
-/// Use one scope either inside transactions or with the store itself, so that neither waits for the other.
+/// Use a scope either inside transactions or with the store itself, but not both, so that neither waits for the other.
 #[derive(Clone, Copy)]
 pub struct Within<C>(pub(crate) C);
 
@@ -84,7 +88,7 @@ impl<C> fmt::Debug for Within<C> {
 }
 
 impl<C: Transaction> Within<C> {
-    /// An operation named by `key` in this transaction.
+    /// Creates an operation named by `key` in this transaction.
     pub fn operation(
         &self,
         key: Result<Key, KeyError>,
@@ -99,7 +103,7 @@ impl<C: Transaction> Within<C> {
                 .held_by(self.0.holder()),
             asks,
         });
-        // A shadow does not change what the body does.
+        // Shadow mode does not change the effect of the body.
         let undoes = policy.current_mode() == Mode::Enforce;
         let place = InTransaction { asked, transaction: self.0.clone(), undoes };
         Operation::new(&mailbox, key, policy).at(place).0
@@ -129,17 +133,17 @@ impl<C> fmt::Debug for InTransaction<C> {
 }
 
 impl<R, C: Transaction> Operation<R, InTransaction<C>> {
-    /// Runs `body` once for the key of the operation, and replays its recorded result to every duplicate. The transaction is
-    /// left open; see [`Within`].
+    /// Runs `body` once for the key of the operation, and replays its recorded result to every duplicate. The
+    /// transaction is left open; see [`Within`].
     ///
     /// # Errors
-    /// What `body` returned, or the [`Error`] that says why it has no result.
+    /// The error of `body`, or the [`Error`] that gives the reason why there is no result.
     ///
     /// # Panics
-    /// If `body` does.
+    /// If `body` panics.
     ///
     /// # Cancel safety
-    /// Dropping the future cancels the body, and undoes what it wrote through the transaction.
+    /// Dropping the future cancels the body, and undoes its writes through the transaction.
     pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>
     where
         R: Recorder<T, E>,
@@ -162,7 +166,7 @@ impl<R, C: Transaction> Operation<R, InTransaction<C>> {
 }
 
 pin_project! {
-    /// A call, and the answers to its engine's requests to the transaction.
+    /// A call, which also answers the requests of its engine to the transaction.
     struct Call<F, A, R: Future, U> {
         // Dropped before the engine, whose late writes then find the mailbox closed.
         asked: mpsc::UnboundedReceiver<Ask>,
@@ -178,7 +182,7 @@ pin_project! {
     }
 }
 
-/// What a call does with the transaction.
+/// Next action of a call in its transaction.
 #[expect(clippy::large_enum_variant, reason = "there is one at a time, and most are answers")]
 enum Act {
     Answer(Ask),
@@ -216,7 +220,7 @@ where
                 }
                 Poll::Pending => match ready!(this.asked.poll_recv(cx)) {
                     Some(ask) => Act::Answer(ask),
-                    // The engine keeps its end of the mailbox for as long as it runs.
+                    // Does not happen: the engine keeps its end of the mailbox for as long as it runs.
                     None => return Poll::Pending,
                 },
             };
@@ -225,7 +229,7 @@ where
     }
 }
 
-/// A request to a store whose records are seen through one transaction.
+/// A request of the engine to its mailbox, answered in the transaction.
 pub(crate) enum Ask {
     Reserve(ReserveRequest, Sender<Reservation>),
     Finish(Lease, Finish, Sender<Verdict>),
@@ -249,10 +253,10 @@ impl Ask {
 
 type Sender<T> = oneshot::Sender<Result<T, StoreError>>;
 
-/// An open transaction: what a store does inside it, in one statement or a few.
+/// An open transaction, with the operations of a store inside it. Each takes one statement or a few.
 ///
-/// After a failed statement, to [undo](Transaction::undo) the last open [`save`](Transaction::save) leaves the transaction
-/// as it was before that.
+/// After a failed statement, to [undo](Transaction::undo) the last open [`save`](Transaction::save) restores the state
+/// of the transaction before that savepoint.
 pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     const NAME: &'static str;
@@ -264,11 +268,11 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn namespace(&self) -> &str;
 
-    /// The name that its records have beside host and process.
+    /// Name that its records carry in addition to host and process.
     #[doc(hidden)]
     fn holder(&self) -> &str;
 
-    /// The name of the schema that holds the table, or of the table itself.
+    /// Name of the schema that holds the table, or of the table itself.
     #[doc(hidden)]
     fn place(&self) -> &str;
 
@@ -276,20 +280,20 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn save(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Undoes the writes since the last savepoint, which stays.
+    /// Undoes the writes since the last savepoint, and keeps the savepoint.
     #[doc(hidden)]
     fn rewind(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Gives the last savepoint up, and keeps the writes since. Once `begun` is called, that happens even if the future is
-    /// dropped.
+    /// Releases the last savepoint, and keeps the writes since. Once `begun` is called, that happens even if the future
+    /// is dropped.
     #[doc(hidden)]
     fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Undoes the writes since the last savepoint, and gives it up.
+    /// Undoes the writes since the last savepoint, and releases the savepoint.
     #[doc(hidden)]
     fn undo(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// The same, where no future can wait for it.
+    /// Does the same as [`undo`](Transaction::undo) in a drop, where no future can be awaited.
     #[doc(hidden)]
     fn undo_at_once(&self);
 
@@ -306,7 +310,8 @@ pub trait Transaction: sealed::Sealed + Clone {
     #[doc(hidden)]
     fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Verdict, StoreError>>;
 
-    /// Waits until no other transaction holds `key`, at most `at_most`. Returns whether to keep what this has done.
+    /// Waits until no other transaction holds `key`, at most for `at_most`. Returns whether the caller should keep the
+    /// effects of the wait, or undo them.
     #[doc(hidden)]
     fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<bool, StoreError>>;
 
@@ -318,21 +323,21 @@ pub trait Transaction: sealed::Sealed + Clone {
 }
 
 pub(crate) mod sealed {
-    /// Implemented only here: the requirements for a transaction may grow.
+    /// Implemented only in this crate, so that the requirements for a transaction can grow.
     pub trait Sealed {}
 }
 
 /// A call and its savepoint.
 struct Scene<C> {
     transaction: C,
-    /// Whether the writes of a body that does not complete are undone.
+    /// True if the writes of a body that does not complete are undone; false in shadow mode.
     undoes: bool,
     state: Mutex<State>,
 }
 
 struct State {
     turn: Option<Turn>,
-    /// Open savepoints: of the call, and of a write in it.
+    /// Number of open savepoints: of the call, and of a write in it.
     saved: usize,
     /// The reservation of the call.
     reserved: Option<ReserveRequest>,
@@ -365,7 +370,7 @@ impl<C: Transaction> Scene<C> {
         Ok(())
     }
 
-    /// Does `work` inside a savepoint, so that it takes effect in full or not at all.
+    /// Runs `work` inside a savepoint, so that it takes effect in full or not at all.
     async fn saved<T>(&self, work: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         self.save().await?;
         match work.await {
@@ -391,6 +396,7 @@ impl<C: Transaction> Scene<C> {
 
     async fn reserve(&self, request: ReserveRequest) -> Result<Reservation, StoreError> {
         if self.undoes && request.max_attempts.is_some() && !journal(|_| ()) {
+            // Without a journal the user began the transaction, and no attempt is counted after a rollback.
             let message = "`max_attempts` can't count in a transaction that you begin yourself, as a rollback takes the \
                            attempt with it; use `transact`, which counts it after the rollback";
             return Err(StoreError::new(StoreErrorKind::Misconfigured, message));
@@ -406,7 +412,7 @@ impl<C: Transaction> Scene<C> {
         match &reserved {
             Reservation::Granted { .. } if self.undoes => {
                 if request.on_crash == OnCrash::Fail {
-                    // The record that a body has started is not undone with it.
+                    // The mark that the body has started must survive the undo of the body's writes.
                     self.keep().await?;
                     self.save().await?;
                 }
@@ -421,8 +427,8 @@ impl<C: Transaction> Scene<C> {
         Ok(reserved)
     }
 
-    /// Reserves a key. Under `on_crash = fail` the record says at the same time that the body begins: the commit decides
-    /// about both.
+    /// Reserves a key. Under `on_crash = fail` the same step marks in the record that the body begins: the commit
+    /// decides about both.
     async fn reserve_marked(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let reserved = self.transaction.reserve(request).await?;
         if let Reservation::Granted { lease, .. } = &reserved
@@ -469,7 +475,7 @@ impl<C: Transaction> Scene<C> {
         self.end_undone(lease, Ending::Release(release)).await
     }
 
-    /// Undoes the body's writes, and ends its attempt.
+    /// Undoes the writes of the body, and ends its attempt.
     async fn end_undone(&self, lease: &Lease, ending: Ending<'_>) -> Result<Verdict, StoreError> {
         let Some(request) = self.state().reserved.clone() else {
             return self.saved(ending.write(&self.transaction, lease)).await;
@@ -477,10 +483,10 @@ impl<C: Transaction> Scene<C> {
         self.transaction.rewind().await?;
         let written = match request.on_crash {
             OnCrash::Fail => ending.write(&self.transaction, lease).await?,
-            // The reservation was undone, too; the new one gets the same number.
+            // The rewind undid the reservation as well. The new reservation gets the same attempt number.
             _ => match self.transaction.reserve(&request).await? {
                 Reservation::Granted { lease, .. } => ending.write(&self.transaction, &lease).await?,
-                // Another transaction came in between, and has the key now. Nothing of this attempt is left.
+                // Another transaction has reserved the key in between. Nothing of this attempt is left.
                 _ => Verdict::Applied,
             },
         };
@@ -488,7 +494,7 @@ impl<C: Transaction> Scene<C> {
         Ok(written)
     }
 
-    /// Keeps what the call has written.
+    /// Keeps the writes of the call.
     async fn over(&self) -> Result<(), StoreError> {
         if self.state().saved > 0 {
             self.keep().await?;
@@ -496,8 +502,8 @@ impl<C: Transaction> Scene<C> {
         Ok(())
     }
 
-    /// Undoes what is left when the call is over: the call was not ended, as its lease was lost or its result could not be
-    /// recorded.
+    /// Undoes the rest once the call is over without an end of its attempt: its lease was lost, or its result could not
+    /// be recorded.
     async fn end(&self) {
         while self.state().saved > 0 {
             if let Err(error) = self.undo().await {
@@ -512,7 +518,7 @@ impl<C: Transaction> Scene<C> {
     }
 
     async fn answer(&self, ask: Ask) {
-        // The asking call may be gone; then nobody gets the answer.
+        // The asking call may be gone. Then its answer is dropped.
         let at = &self.transaction;
         match ask {
             Ask::Reserve(request, answer) => drop(answer.send(self.reserve(request).await)),
@@ -539,7 +545,7 @@ impl<C: Transaction> Scene<C> {
     }
 }
 
-/// How an attempt ends whose body is undone.
+/// End of an attempt whose body is undone.
 #[derive(Clone, Copy)]
 enum Ending<'a> {
     Finish(&'a Finish),
@@ -555,7 +561,8 @@ impl Ending<'_> {
     }
 }
 
-/// The meaning of an error for the end of an attempt: in this transaction only a smaller result can help.
+/// Converts an error at the end of an attempt: in this transaction only a smaller result can help, so errors that
+/// invite a repetition become `Aborted`.
 fn ended(error: StoreError) -> StoreError {
     match error.kind() {
         StoreErrorKind::TooLarge | StoreErrorKind::Corrupt | StoreErrorKind::Aborted => error,
@@ -577,7 +584,7 @@ async fn perform<C: Transaction>(scene: Arc<Scene<C>>, (act, node): (Act, Arc<No
     }
 }
 
-/// Undoes a call that is dropped in the middle.
+/// Undoes a call that is dropped before its end.
 struct Undo<C: Transaction>(Arc<Scene<C>>);
 
 impl<C: Transaction> Drop for Undo<C> {
@@ -593,7 +600,7 @@ impl<C: Transaction> Drop for Undo<C> {
 
 // ---- Calls in one transaction ------------------------------------------------------------------------------------------
 
-/// A call, and the one in whose body it is made.
+/// A call, and the enclosing call in whose body it is made.
 struct Node {
     id: u64,
     parent: Option<Arc<Node>>,
@@ -625,7 +632,7 @@ impl Node {
     }
 }
 
-/// Marks a call as the one that is being polled, until this is dropped.
+/// Marks a call as the one that is being polled on this thread, until this guard is dropped.
 struct Inside(Option<Arc<Node>>);
 
 impl Inside {
@@ -640,7 +647,7 @@ impl Drop for Inside {
     }
 }
 
-/// The calls under way in one transaction: each is made in the body of the one before it.
+/// Stack of the calls under way in one transaction: each call is made in the body of the call below it.
 #[derive(Default)]
 struct Calls {
     stack: Mutex<Vec<u64>>,
@@ -652,7 +659,8 @@ static CALLS: PerProcess<Mutex<KnownCalls>> = PerProcess::empty();
 
 type KnownCalls = HashMap<usize, (Arc<Calls>, usize)>;
 
-/// A user of the calls of a transaction. The last one removes them: another transaction may be at the same address later.
+/// A user of the entry of a transaction in [`CALLS`]. The last user removes the entry, because another transaction may
+/// be at the same address later.
 struct Known {
     /// Where they are among those of their process.
     all: &'static Mutex<KnownCalls>,
@@ -733,12 +741,13 @@ impl Drop for Turn {
 
 // ---- Transactions that the library begins and commits ------------------------------------------------------------------
 
-/// What must be known of a transaction after its rollback.
+/// Notes about a transaction for the time after its rollback.
 #[derive(Default)]
 pub(crate) struct Journal {
-    /// The attempts that began in it, the earliest first.
+    /// Attempts that began in the transaction, the earliest first.
     pub(crate) attempts: Vec<UndoneAttempt>,
-    /// Whether a statement of the library's met another transaction, so that the whole transaction is best tried again.
+    /// True if a statement of the library conflicted with another transaction, so that the whole transaction should be
+    /// tried again.
     #[cfg_attr(
         not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
         allow(dead_code, reason = "SQLite has no conflicts of transactions")
@@ -750,18 +759,18 @@ pub(crate) struct Journal {
 pub(crate) struct UndoneAttempt {
     pub(crate) place: String,
     request: ReserveRequest,
-    /// The error that it recorded. `None`: its key is free.
+    /// Error that the attempt recorded. `None`: the key of the attempt is free.
     failure: Option<Finish>,
 }
 
 impl UndoneAttempt {
-    /// Whether the attempt recorded an error.
+    /// Returns whether the attempt recorded an error.
     pub(crate) fn has_failure(&self) -> bool {
         self.failure.is_some()
     }
 
-    /// Writes the end of the attempt, and nothing else: it counts, and the next one has another number. Returns whether it
-    /// was written; it is not if another attempt has the key by now.
+    /// Writes only the end of the attempt, so that the attempt counts and the next attempt has another number. Returns
+    /// false if nothing is written, because another attempt has the key by now.
     pub(crate) async fn write<C: Transaction>(&self, transaction: &C) -> Result<bool, StoreError> {
         match transaction.reserve(&self.request).await? {
             Reservation::Granted { lease, .. } => {
@@ -776,23 +785,23 @@ impl UndoneAttempt {
     }
 }
 
-/// Notes something in the journal of the transaction that is being polled. Returns whether it has one: whether the library
-/// began the transaction.
+/// Adds a note to the journal of the transaction that is being polled. Returns whether there is a journal: whether the
+/// library began the transaction.
 pub(crate) fn journal(note: impl FnOnce(&mut Journal)) -> bool {
     JOURNAL.with_borrow(|journal| journal.as_ref().map(|journal| note(&mut lock(journal))).is_some())
 }
 
-/// How the work in a transaction failed.
+/// Failure of the work in a transaction.
 pub(crate) enum Failed<E> {
     Error(E),
     Panic(Box<dyn Any + Send>),
 }
 
 impl<E> Failed<E> {
-    /// The error.
+    /// Returns the error.
     ///
     /// # Panics
-    /// If the work did.
+    /// If the work panicked.
     pub(crate) fn into_error(self) -> E {
         match self {
             Self::Error(error) => error,
@@ -802,7 +811,7 @@ impl<E> Failed<E> {
 }
 
 struct Journaled<F> {
-    /// `None` once it has ended.
+    /// `None` once the work has ended.
     work: Option<Pin<Box<F>>>,
     journal: Arc<Mutex<Journal>>,
 }
@@ -820,7 +829,7 @@ impl<F: Future<Output = Result<T, E>>, T, E> Future for Journaled<F> {
         let _entered = Entered(JOURNAL.replace(Some(Arc::clone(&self.journal))));
         let Self { work, .. } = &mut *self;
         let polling = work.as_mut().expect("polled after it was ready").as_mut();
-        // A panic is not the end of the transaction: the attempt that panicked is written after the rollback.
+        // A panic does not end the transaction: the attempt that panicked is written after the rollback.
         let ended = match catch_unwind(AssertUnwindSafe(|| polling.poll(cx))) {
             Ok(Poll::Pending) => return Poll::Pending,
             Ok(Poll::Ready(result)) => result.map_err(Failed::Error),
@@ -841,13 +850,13 @@ pub(crate) async fn journaled<T, E>(work: impl Future<Output = Result<T, E>>) ->
     (ended, journal)
 }
 
-/// The transaction of the delivery is committed.
+/// Notes that the transaction of the delivery is committed.
 pub(crate) fn committed() {
     settle(Settled::Committed);
 }
 
-/// The transaction of the delivery was rolled back. `recorded`: whether the errors that its calls had recorded are recorded
-/// now.
+/// Notes that the transaction of the delivery was rolled back. `recorded`: whether the errors that its calls had
+/// recorded are recorded again.
 pub(crate) fn rolled_back(recorded: Result<bool, StoreError>) {
     let failures_recorded = recorded.unwrap_or_else(|error| {
         tracing::warn!(%error, "a transaction was rolled back, and its attempts could not be counted");
@@ -856,12 +865,12 @@ pub(crate) fn rolled_back(recorded: Result<bool, StoreError>) {
     settle(Settled::RolledBack { failures_recorded });
 }
 
-/// No transaction could be begun for the delivery: no connection, mostly.
+/// Notes that no transaction could be begun for the delivery, mostly for lack of a connection.
 pub(crate) fn not_begun() {
     settle(Settled::NotBegun { again: unreached() });
 }
 
-/// The transaction of the delivery has begun, for the first time or once more.
+/// Notes that the transaction of the delivery has begun, for the first time or again.
 pub(crate) fn begun() {
     unsettled();
 }
@@ -870,13 +879,13 @@ pub(crate) fn begun() {
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) const TRIES: u32 = 5;
 
-/// The pause before try number `next`.
+/// Pauses before try number `next`.
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) async fn pause_before(next: u32) {
     SystemClock::default().sleep(Duration::from_millis(10 << next.min(6))).await;
 }
 
-/// The store of one call: passes everything to the future of the call, which has the transaction.
+/// The store of one call: forwards every request to the future of the call, which has the transaction.
 struct Mailbox {
     this: Weak<Mailbox>,
     name: &'static str,
@@ -899,7 +908,7 @@ impl Mailbox {
         answer.await.map_err(|_| over())?
     }
 
-    /// A write. It is refused once the call is over: then the transaction alone decides what is left of its record.
+    /// Sends a write. The write is refused once the call is over: then the transaction alone decides about its record.
     async fn write(&self, ask: impl FnOnce(Sender<Verdict>) -> Ask) -> Result<Verdict, StoreError> {
         if self.asks.is_closed() { Ok(Verdict::Refused) } else { self.ask(ask).await }
     }
@@ -934,8 +943,8 @@ impl Store for Mailbox {
         StoreFuture::new(self.ask(|answer| Ask::Reserve(request.clone(), answer)))
     }
 
-    /// The transaction holds its keys for as long as it is open.
-    /// The reservation has marked it.
+    /// Sends nothing: the reservation has marked the record, and the transaction holds its keys for as long as it is
+    /// open.
     fn begin<'a>(&'a self, _: &'a Lease) -> StoreFuture<'a, Verdict> {
         StoreFuture::ready(Ok(if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied }))
     }
@@ -969,18 +978,18 @@ impl Store for Mailbox {
         StoreFuture::new(self.ask(|answer| Ask::Decide(decision.clone(), answer)))
     }
 
-    /// Expired records are no part of the user's transaction.
+    /// Does nothing: expired records are not part of the user's transaction.
     fn purge(&self, _: u32) -> StoreFuture<'_, u64> {
         StoreFuture::ready(Ok(0))
     }
 
-    /// Looking through a table takes more than the user's transaction should.
+    /// Refuses: a scan of the table takes more time than the user's transaction should.
     fn list<'a>(&'a self, _: &'a Filter) -> StoreFuture<'a, Page> {
         let message = "records are not listed inside of a transaction; ask a store of its own";
         StoreFuture::ready(Err(StoreError::new(StoreErrorKind::Unsupported, message)))
     }
 
-    /// The next statement of the transaction says it.
+    /// Sends nothing: the next statement of the transaction shows whether its connection works.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::ready(Ok(()))
     }
