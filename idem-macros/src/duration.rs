@@ -1,14 +1,14 @@
-//! `"1h 30m"` to a `Duration`.
+//! Reads `"1h 30m"` as a `Duration`.
 
 use std::time::Duration;
 
-/// Units from the largest to the smallest, which is also the order in which they are written.
+/// Units from the largest to the smallest: the order in which a duration must name them.
 const UNITS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000), ("ms", 1)];
 
-/// The runtime refuses more, and so does every store: 100 years.
+/// Longest duration that the runtime and every store accept: 100 years.
 const MAX_MILLIS: u64 = 100 * 366 * 86_400_000;
 
-/// Reads a duration. An error says what is wrong and what to write instead, and names the text.
+/// Reads a duration. The error message quotes the text, says what is wrong and what to write instead.
 pub(crate) fn parse(text: &str) -> Result<Duration, String> {
     let mut rest = text.trim();
     let mut millis: u64 = 0;
@@ -34,7 +34,7 @@ pub(crate) fn parse(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_millis(millis))
 }
 
-/// Writes a duration the way [`parse`] reads it, for messages.
+/// Writes a duration in the form that [`parse`] reads, for messages.
 pub(crate) fn show(duration: Duration) -> String {
     let mut millis = duration.as_millis();
     let mut parts = Vec::new();
@@ -58,7 +58,7 @@ fn unreadable(text: &str) -> String {
     }
 }
 
-/// What `7 days`, `1 hour 30 minutes`, `2w` or `90` (which is neither) was meant to be.
+/// Returns the text that `7 days`, `1 hour 30 minutes` or `2w` probably stands for. `None` for `90`, which has no unit.
 fn suggestion(text: &str) -> Option<String> {
     let mut rest = text.trim();
     let mut parts = Vec::new();
@@ -79,7 +79,7 @@ fn suggestion(text: &str) -> Option<String> {
         rest = after.trim_start_matches([' ', ',']);
     }
     let better = parts.join(" ");
-    // Only offer what would be accepted; an empty text has no parts.
+    // Offer only a text that `parse` accepts. An empty text has no parts.
     (!better.is_empty() && parse(&better).is_ok()).then_some(better)
 }
 

@@ -1,4 +1,4 @@
-//! A checked call to tokens.
+//! Turns a checked call into tokens.
 //!
 //! ```text
 //! Input:   #[idempotent(key = "order:{event.id}", ttl = "7d", store = app.store)]
@@ -12,21 +12,21 @@
 //!                  match &(event.id) { part => Part(part).append(&mut key, None) }
 //!                  key.build()
 //!              };
-//!              let policy = const { Policy::new(..) };        // All that is known at compile time.
-//!              let operation = app.store.operation(key, policy); // With a handle of its own: BODY may move `app`.
+//!              let policy = const { Policy::new(..) }; // A constant: all its parts are literals.
+//!              let operation = app.store.operation(key, policy); // Gets its own store handle: BODY may move `app`.
 //!              let handler = output.values(codec);
-//!              let never = never::<Result<Shipment, ShipError>>; // Out here, as BODY may have a `Shipment` of its own.
+//!              let never = never::<Result<Shipment, ShipError>>; // BODY may define another `Shipment`.
 //!              handler.on(operation).run(async move {
-//!                  let _ = &app; let _ = &event;              // Owned by the body, and so dropped before the key is freed.
+//!                  let _ = &app; let _ = &event; // Owned by the body: dropped before the key is freed.
 //!                  if false { return never(); }
 //!                  BODY
 //!              }).await
 //!          }
 //! ```
 //!
-//! Generated locals have the hygiene of this macro, so that they shadow nothing of the user's, and odd names, as a constant
-//! of the same name would turn a binding into a comparison. Items are not hygienic: a `static` stands in a block without the
-//! user's tokens, and traits are imported without a name.
+//! Generated locals have the hygiene of this macro, so they shadow no name of the user. Their names are odd, because a
+//! constant of the same name would turn a binding into a comparison. Items are not hygienic: each `static` stands in a
+//! block without tokens of the user, and traits are imported without a name.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
     let output = expansion.output();
     let operation = expansion.operation();
     let run = expansion.run(&operation);
-    // One import: a wrong path to the crate is one error then, not one for each use.
+    // A single import: a wrong path to the crate then causes one error, not one for each use.
     let body = quote_spanned! {site=>
         use #krate::__private as __idem;
         #output
@@ -57,8 +57,8 @@ pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
     function.with_body(&call.handler.frame(body))
 }
 
-/// The function of this name, on a path that is never taken. With the hygiene of a macro, so that an argument of its name is
-/// not meant.
+/// Names the function, on a path that is never taken. The name has the hygiene of a macro, so it can't resolve to an
+/// argument of the same name.
 pub(crate) fn named(function: &TokenStream) -> TokenStream {
     let site = Span::mixed_site();
     let name = function.clone().into_iter().map(|mut token| {
@@ -76,12 +76,12 @@ pub(crate) fn named(function: &TokenStream) -> TokenStream {
 struct Expansion<'a> {
     call: &'a Call,
     function: &'a Function,
-    /// The hygiene of generated names.
+    /// Hygiene of the generated names.
     site: Span,
 }
 
 impl Expansion<'_> {
-    /// `let operation = ..;`: everything that is evaluated before the body takes the arguments.
+    /// `let operation = ..;`: all code that must run before the body takes the arguments.
     fn operation(&self) -> TokenStream {
         let Self { call, site, .. } = self;
         let key = self.key();
@@ -117,7 +117,7 @@ impl Expansion<'_> {
             Part::Value(value) => self.part(value, parts.get(at + 1)),
         });
         let scope = self.scope();
-        // What is recorded has one type for each scope.
+        // Each scope has one type of recorded results.
         let recorded = match self.call.on_error {
             OnError::Release => quote_spanned!(site=> key_of_values),
             OnError::Record(_) | OnError::Decide(_) => quote_spanned!(site=> key_of_results),
@@ -141,7 +141,7 @@ impl Expansion<'_> {
             let function = &self.function.signature.ident;
             let name = function.unraw().to_string();
             return quote_spanned! {site=>
-                // A function that can be named like this stands in no `impl` and no `trait`.
+                // Only a function outside of every `impl` and `trait` can be named like this.
                 __idem::a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own!(#function);
                 static SCOPE: __idem::Scope =
                     __idem::scope(__idem::concat!(__idem::module_path!(), "::", #name), false);
@@ -161,7 +161,7 @@ impl Expansion<'_> {
         let site = self.site;
         let method = Ident::new("idem_append", blamed(value));
         let value = self.written(value);
-        // The character behind a value is escaped in it. Only text follows a value: values don't stand side by side.
+        // Inside the value, the character that follows it in the template is escaped. Only text can follow a value.
         let next = match next {
             Some(Part::Text(text)) => text.chars().next(),
             _ => None,
@@ -231,7 +231,7 @@ impl Expansion<'_> {
                 quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
             }
             Setting::Migrate(function) => {
-                // Spanned at the function: a message about its signature then points there alone.
+                // Spanned at the function, so that a message about its signature points only there.
                 let migrate = quote_spanned!(blamed(function)=> __idem::OnUndecodable::Migrate(#function));
                 quote_spanned!(site=> .on_undecodable(#migrate))
             }
@@ -253,10 +253,10 @@ impl Expansion<'_> {
         }
     }
 
-    /// `let output = ..;`: checks the types one by one, each at the token to blame.
+    /// `let output = ..;`: checks the types one after another, each at the token to blame.
     ///
-    /// Every check is a method: if one is missing, the compiler reports it once, with the message of its trait, and
-    /// checks nothing after it.
+    /// Each check is a method. If a type lacks one, the compiler reports that once, with the message of the method's
+    /// trait, and skips the checks after it.
     fn output(&self) -> TokenStream {
         let output = without_impl_trait(&self.call.output.ty);
         let [value, error] = [self.call.output.value, self.call.output.error];
@@ -271,17 +271,19 @@ impl Expansion<'_> {
         }
     }
 
-    /// Runs the body, behind `operation`.
+    /// Runs the body, after `operation`.
     fn run(&self, operation: &TokenStream) -> TokenStream {
         let Self { call, site, .. } = self;
         let output = without_impl_trait(&call.output.ty);
         let value = call.output.value;
+        // The codec: its check is spanned at the user's type.
         let codec = if let Some(codec) = &call.codec {
             let method = Ident::new("idem_codec", codec.span());
             quote_spanned!(value=> __idem::returning::<#codec>().#method())
         } else {
             quote_spanned!(value=> __idem::returning::<__idem::Json>())
         };
+        // `on_error` selects the recorder.
         let recorder = match &call.on_error {
             OnError::Release => quote_spanned!(value=> values(#codec)),
             OnError::Record(span) => {
@@ -294,13 +296,15 @@ impl Expansion<'_> {
                 quote_spanned!(value=> #method().results_if(#codec, #decide))
             }
         };
-        // The output type is fixed by a `return` that is never taken, as in `tracing`: a mismatch is then reported inside
-        // of the user's body, and `?` knows its target. The type is named out here, as the body may give its names another
-        // meaning: `use Kind::*;`, or a struct of its own. A function of no size takes it in.
+        // A `return` that is never taken fixes the output type, as in `tracing`: the compiler then reports a mismatch
+        // inside of the user's body, and `?` has its target type. The type is named outside of the body, because the
+        // body may give the names in it another meaning: `use Kind::*;`, or a struct of its own. A function item of no
+        // size carries the type into the body.
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
-        // An argument that the body does not mention would stay outside of it, and be dropped when another attempt may run.
+        // An argument that the body does not mention would stay outside of the body. It would be dropped only after the
+        // key is freed, when another attempt may already run.
         let used = quote_spanned!(*site=> #operation #recorder #body);
         let owned = call.handler.owned.iter().map(|argument| argument.moved(&used));
         let block = quote_spanned! {*site=>
@@ -312,7 +316,8 @@ impl Expansion<'_> {
                 #body
             }
         };
-        // Any other error is about the value, too: a lifetime that a replay can't have.
+        // Spanned at the value: any other error is about the value too, for example a lifetime that a replay can't
+        // have.
         let [checked, operation] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
         quote_spanned! {value=>
             let __idem_handler = {
@@ -324,12 +329,12 @@ impl Expansion<'_> {
         }
     }
 
-    /// The user's expression, with `self` named as in the body.
+    /// Returns the user's expression, with the name that `self` has in the body.
     fn written(&self, expr: &Expr) -> TokenStream {
         self.call.handler.rename_self(expr.to_token_stream())
     }
 
-    /// The place that a reference argument points to: a message is then about the type of the place.
+    /// Dereferences a reference argument, so that a message is about the type that it points to.
     fn place(&self, expr: &Expr) -> TokenStream {
         let written = self.written(expr);
         let references = match expr {
@@ -340,7 +345,7 @@ impl Expansion<'_> {
         quote_spanned!(self.site=> #(#stars)* #written)
     }
 
-    /// The place, or for a tuple a tuple of references, so that its elements aren't moved either.
+    /// Like `place`. A tuple becomes a tuple of references, so that its elements aren't moved.
     fn unmoved(&self, expr: &Expr) -> TokenStream {
         match expr {
             Expr::Tuple(tuple) => {
@@ -352,7 +357,7 @@ impl Expansion<'_> {
     }
 }
 
-/// Whether an expression consists of literals only: `64 * 1024`.
+/// Returns whether an expression consists of literals only: `64 * 1024`.
 fn is_number(expr: &Expr) -> bool {
     match expr {
         Expr::Lit(_) => true,
@@ -363,7 +368,7 @@ fn is_number(expr: &Expr) -> bool {
     }
 }
 
-/// The token at which the compiler should report that a value lacks a trait: the last name in `app.clients.store`.
+/// Token at which the compiler should report that a value lacks a trait: the last name in `app.clients.store`.
 fn blamed(expr: &Expr) -> Span {
     match expr {
         Expr::Field(field) => field.member.span(),
@@ -381,7 +386,7 @@ fn blamed(expr: &Expr) -> Span {
     }
 }
 
-/// The type with `_` for every `impl Trait`, which has no name inside of the function.
+/// Replaces every `impl Trait` in the type by `_`, because it has no name inside of the function.
 fn without_impl_trait(ty: &Type) -> Type {
     let mut ty = ty.clone();
     erase(&mut ty);

@@ -1,21 +1,21 @@
-//! The code that is emitted beside errors: the function as written, so that no errors follow from them.
+//! Code that is emitted next to errors: the function as written, so that no other error follows from its absence.
 
 use proc_macro2::TokenStream;
 use quote::quote;
 
 use crate::function::Function;
 
-/// The messages, and the function without protection.
+/// Emits the messages, and the function without protection.
 pub(crate) fn keep(function: &Function, problems: &syn::Error) -> TokenStream {
     let messages = problems.to_compile_error();
     let arguments = function.argument_names();
     let body = function.body();
-    // Arguments that only the attribute uses are not unused.
+    // Uses each argument: an argument that only the attribute uses must cause no warning.
     let function = function.with_body(&quote! { let _ = (#(&#arguments,)*); #body });
     quote! { #messages #function }
 }
 
-/// The messages, and the item below the attribute.
+/// Emits the messages, and the item below the attribute.
 pub(crate) fn keep_item(item: &TokenStream, problems: &syn::Error) -> TokenStream {
     let messages = problems.to_compile_error();
     quote! { #messages #item }

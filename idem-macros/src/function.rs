@@ -1,4 +1,4 @@
-//! The annotated function: its signature, and where its body is.
+//! The annotated function: its signature and its body.
 
 use proc_macro2::{Delimiter, Group, Ident, Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote, quote_spanned};
@@ -12,8 +12,8 @@ use syn::{
 
 /// A function with a body.
 ///
-/// The body stays a stream of tokens: it need not be understood, parsing it would take most of the time of an expansion,
-/// and syntax newer than `syn` passes through.
+/// The body stays a stream of tokens. The macro does not need its structure, parsing would take most of the time of an
+/// expansion, and syntax newer than `syn` passes through.
 pub(crate) struct Function {
     attributes: Vec<Attribute>,
     visibility: Visibility,
@@ -45,7 +45,7 @@ impl Parse for Function {
     }
 }
 
-/// The place of a word, at any depth.
+/// Finds the span of a word, at any depth.
 fn find(tokens: TokenStream, word: &str) -> Option<Span> {
     tokens.into_iter().find_map(|token| match token {
         TokenTree::Ident(found) if found == word => Some(found.span()),
@@ -55,7 +55,7 @@ fn find(tokens: TokenStream, word: &str) -> Option<Span> {
 }
 
 fn is_function(item: ParseStream<'_>) -> bool {
-    // Nothing before `fn` has braces, and only a function has `fn` before its first brace.
+    // Only a function has `fn` before its first brace: no brace can stand before `fn`.
     let tokens: TokenStream = item.fork().parse().unwrap_or_default();
     let is_braces =
         |token: &TokenTree| matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace);
@@ -66,7 +66,7 @@ fn is_function(item: ParseStream<'_>) -> bool {
 }
 
 impl Function {
-    /// The function as it was, with another body.
+    /// Returns the function with another body.
     pub(crate) fn with_body(&self, body: &TokenStream) -> TokenStream {
         let Self { attributes, visibility, signature, inner_attributes, .. } = self;
         let mut function = quote!(#(#attributes)* #visibility #signature);
@@ -78,7 +78,7 @@ impl Function {
         &self.body
     }
 
-    /// The arguments that have a name.
+    /// Names of the arguments that have one.
     pub(crate) fn argument_names(&self) -> impl Iterator<Item = &Ident> {
         self.arguments().map(|(name, _)| name)
     }
@@ -93,7 +93,7 @@ impl Function {
         })
     }
 
-    /// How many `&` the type of an argument, or of `self`, is written with.
+    /// Number of `&` at the start of the type of an argument, or of `self`.
     pub(crate) fn references(&self, name: &Ident) -> usize {
         if name == "self" {
             let kind = self.signature.receiver().map(|receiver| &receiver.kind);
@@ -108,14 +108,14 @@ impl Function {
         count
     }
 
-    /// The place of `Self` in the signature: only a function in an `impl` or a `trait` can say it.
+    /// Span of `Self` in the signature. Only a function in an `impl` or a `trait` can use it.
     pub(crate) fn mentions_self(&self) -> Option<Span> {
         let Signature { inputs, output, generics, .. } = &self.signature;
         let where_clause = &generics.where_clause;
         find(quote!(#generics #inputs #output #where_clause), "Self")
     }
 
-    /// The place of a parameter that is not a lifetime: `T`, `const N: usize`, `impl Trait`.
+    /// Span of a parameter that is not a lifetime: `T`, `const N: usize`, `impl Trait`.
     pub(crate) fn generic(&self) -> Option<Span> {
         let parameter = self.signature.generics.params.iter().find_map(|parameter| match parameter {
             GenericParam::Type(parameter) => Some(parameter.ident.span()),
@@ -125,13 +125,13 @@ impl Function {
         parameter.or_else(|| find(self.signature.inputs.to_token_stream(), "impl"))
     }
 
-    /// The place of a second use of the attribute.
+    /// Span of a second use of the attribute.
     pub(crate) fn repeated(&self) -> Option<Span> {
         let names = self.attributes.iter().filter_map(|attribute| attribute.path().segments.last());
         names.map(|last| &last.ident).find(|name| *name == "idempotent").map(Ident::span)
     }
 
-    /// The asynchronous part of the function, if it has one.
+    /// Returns the asynchronous part of the function, if it has one.
     pub(crate) fn handler(&self) -> Option<Handler> {
         if self.signature.asyncness.is_some() {
             let output = match &self.signature.output {
@@ -144,7 +144,8 @@ impl Function {
         self.boxed()
     }
 
-    /// `#[async_trait]` on the `impl` or the `trait` has run before and turned the `async fn` into
+    /// Reads the output of `#[async_trait]`. On an `impl` or a `trait`, this macro runs first and turns the `async fn`
+    /// into
     ///
     /// ```text
     /// fn ship<'async_trait>(&'async_trait self, ..) -> Pin<Box<dyn Future<Output = R> + Send + 'async_trait>> {
@@ -184,8 +185,8 @@ impl Function {
     }
 }
 
-/// Gives a name to each argument, and to each element of a tuple, that is written as `_`: what has no name can't be handed
-/// over to the body.
+/// Gives a name to each argument, and to each element of a tuple, that is written as `_`. A value without a name can't
+/// be moved into the body.
 fn name_arguments(signature: &mut Signature) {
     fn name(pattern: &mut Pat, count: &mut usize) {
         match pattern {
@@ -200,7 +201,7 @@ fn name_arguments(signature: &mut Signature) {
             _ => {}
         }
     }
-    // The caller's `async fn` alone: in the output of `#[async_trait]` arguments have names.
+    // Only an `async fn` needs it: in the output of `#[async_trait]` every argument has a name.
     if signature.asyncness.is_none() {
         return;
     }
@@ -221,21 +222,22 @@ pub(crate) struct Owned {
 }
 
 impl Owned {
-    /// A statement that moves the value into the `async move` block around it; `used` are the tokens that the user has written.
+    /// Returns a statement that moves the value into the `async move` block around it. `used`: all tokens that the user
+    /// wrote.
     pub(crate) fn moved(&self, used: &TokenStream) -> TokenStream {
         let Self { attributes, name } = self;
-        // The user has not written this use of `_name`.
+        // The user did not write this use of `_name`, so no lint may report it.
         let quiet = quote_spanned!(Span::mixed_site()=> #[allow(clippy::used_underscore_binding, clippy::no_effect_underscore_binding)]);
         if name == "self" || find(used.clone(), &name.to_string()).is_some() {
             let compiled = attributes.iter().filter(|attribute| attribute.path().is_ident("cfg"));
             return quote_spanned!(Span::mixed_site()=> #(#compiled)* #quiet let _ = &#name;);
         }
-        // Bound once more, so that the compiler still says that it is unused.
+        // Binds the name again, so that the compiler still reports an unused argument.
         quote_spanned!(Span::mixed_site()=> #(#attributes)* #quiet let #name = #name;)
     }
 }
 
-/// The names that `pattern` binds by value; `attributes` are those of the argument.
+/// Names that `pattern` binds by value. `attributes`: the attributes of the argument.
 fn owned(attributes: &[Attribute], pattern: &Pat) -> Vec<Owned> {
     let each =
         |patterns: &mut dyn Iterator<Item = &Pat>| patterns.flat_map(|pattern| owned(attributes, pattern)).collect();
@@ -263,20 +265,20 @@ fn local_pattern(stmt: &Stmt) -> Option<&Pat> {
 
 /// The asynchronous part of a function.
 pub(crate) struct Handler {
-    /// What the function returns, when it is awaited.
+    /// Type that the function returns when it is awaited.
     pub(crate) output: Option<Type>,
-    /// The statements to protect.
+    /// Statements to protect.
     pub(crate) body: TokenStream,
-    /// The names of the arguments in them.
+    /// Names of the arguments in the statements.
     pub(crate) owned: Vec<Owned>,
-    /// The name of `self` in them, if it is another one.
+    /// Name of `self` in the statements, if they use another name.
     this: Option<Ident>,
-    /// The code around them, unless that is the braces of the function.
+    /// Code around the statements; `None` if only the braces of the function surround them.
     frame: Option<Block>,
 }
 
 impl Handler {
-    /// Puts `body` where the statements were.
+    /// Puts `body` in place of the statements.
     pub(crate) fn frame(&self, body: TokenStream) -> TokenStream {
         let Some(mut frame) = self.frame.clone() else { return body };
         if let Some(block) = pinned(&mut frame) {
@@ -286,7 +288,7 @@ impl Handler {
         quote!(#(#statements)*)
     }
 
-    /// Renames `self` in the user's expressions in the attribute, as `#[async_trait]` did in the body.
+    /// Renames `self` in the user's expressions in the attribute, as `#[async_trait]` renamed it in the body.
     pub(crate) fn rename_self(&self, tokens: TokenStream) -> TokenStream {
         let Some(this) = &self.this else { return tokens };
         let rename = |token| match token {
@@ -307,7 +309,7 @@ impl Handler {
     }
 }
 
-/// `R` of `Pin<Box<dyn Future<Output = R> + ..>>`.
+/// Returns `R` of `Pin<Box<dyn Future<Output = R> + ..>>`.
 fn boxed_output(ty: &Type) -> Option<&Type> {
     let Type::TraitObject(object) = type_argument(type_argument(ty, "Pin")?, "Box")? else { return None };
     object.bounds.iter().find_map(|bound| {
@@ -334,7 +336,7 @@ fn arguments<'a>(segment: &'a PathSegment, name: &str) -> Option<impl Iterator<I
     }
 }
 
-/// The block of `Box::pin(async move { .. })` at the end of a function.
+/// Returns the block of `Box::pin(async move { .. })` at the end of a function.
 fn pinned(block: &mut Block) -> Option<&mut Block> {
     let Some(Stmt::Expr(Expr::Call(call), None)) = block.stmts.last_mut() else { return None };
     let is_pin =
@@ -345,9 +347,10 @@ fn pinned(block: &mut Block) -> Option<&mut Block> {
     }
 }
 
-/// The block of the user's statements: that of `let __ret: R = { .. };`, or all of `block`.
+/// Returns the block of the user's statements: the block in `let __ret: R = { .. };`, or all of `block` without such a
+/// statement.
 ///
-/// The arguments are destructured before the former, so the key can be read inside of it only.
+/// The arguments are destructured before `__ret`, so the key can be read only inside of its block.
 fn written(block: &mut Block) -> &mut Block {
     match block.stmts.iter_mut().position(|stmt| returned(stmt).is_some()) {
         Some(at) => returned(&mut block.stmts[at]).expect("it was found there"),
@@ -363,7 +366,7 @@ fn returned(stmt: &mut Stmt) -> Option<&mut Block> {
     }
 }
 
-/// `__self` of `let __self = self;`.
+/// Returns `__self` of `let __self = self;`.
 fn alias_of_self(stmt: &Stmt) -> Option<Ident> {
     let Stmt::Local(local) = stmt else { return None };
     match (&local.pat, &*local.init.as_ref()?.expr) {

@@ -1,5 +1,5 @@
-//! The `#[idempotent]` attribute of `idem-runtime`, which re-exports it. It reads tokens and writes tokens: *parse*,
-//! *validate*, *expand*. All code that runs is in the runtime.
+//! The `#[idempotent]` attribute of `idem-runtime`, which re-exports it. The attribute reads tokens and writes tokens:
+//! *parse*, *validate*, *expand*. All code that runs at run time is in `idem-runtime`.
 
 mod duration;
 mod expand;
@@ -20,9 +20,9 @@ use crate::validate::Call;
 
 /// Runs the body of an `async fn` once for each key, and replays its recorded result to every duplicate.
 ///
-/// The signature does not change. The function returns a `Result<T, E>`, under any alias, whose value can be recorded
-/// (`T: Serialize + DeserializeOwned`) and whose error can say why there is no result (`E: From<idem_runtime::Error>`, as
-/// `anyhow::Error`, `std::io::Error` and boxed errors have it).
+/// The signature does not change. The function returns a `Result<T, E>`, under any alias. Its value can be recorded
+/// (`T: Serialize + DeserializeOwned`), and its error can hold the reason why there is no result
+/// (`E: From<idem_runtime::Error>`, which `anyhow::Error`, `std::io::Error` and boxed errors implement).
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, idempotent};
@@ -52,75 +52,76 @@ use crate::validate::Call;
 /// # }
 /// ```
 ///
-/// It stands on free functions and methods with every form of `self`, in traits and `impl`s, under `#[async_trait]`,
-/// and above or below attributes such as `#[tracing::instrument]`. The expressions in it see the names that the body
-/// sees at its beginning: the arguments, `self`, statics. They are evaluated before the body runs and only borrow, so
-/// the body may move the arguments. The body owns all of them, whether or not it mentions them: they are dropped before the key is
-/// freed. Only what a pattern gives no name to (`..`) is dropped later.
+/// The attribute goes on free functions and methods with every form of `self`, in traits and `impl`s, under
+/// `#[async_trait]`, and above or below attributes such as `#[tracing::instrument]`. Its expressions see the names that
+/// the body sees at its beginning: the arguments, `self`, statics. They are evaluated before the body runs and only
+/// borrow, so the body may move the arguments. The body owns all arguments, even those that it does not mention: they
+/// are dropped before the key is freed. Only values that a pattern leaves unnamed (`..`) are dropped later.
 ///
 /// # Options
 ///
 /// | option | value | default |
 /// |---|---|---|
-/// | [`key`](#key) | what names the operation | required |
-/// | [`ttl`](#ttl) | how long a finished record is remembered | required without `policy` |
-/// | [`store`](#store) | where records are kept | required |
+/// | [`key`](#key) | the name of the operation | required |
+/// | [`ttl`](#ttl) | time that a finished record is kept (its retention) | required without `policy` |
+/// | [`store`](#store) | the store that keeps the records | required |
 /// | [`scope`](#scope) | `"name"`, `shared("name")`: the name of the handler inside the key space | module path and function name; required for methods and generic functions |
-/// | [`lease`](#lease) | how long a crashed attempt holds its key | `"30s"` |
-/// | [`timeout`](#timeout) | for how long the body may run | `"1h"` |
+/// | [`lease`](#lease) | time that a crashed attempt holds its key | `"30s"` |
+/// | [`timeout`](#timeout) | longest run of the body | `"1h"` |
 /// | [`in_progress`](#in_progress) | `reject`, `wait("10s")`: a duplicate of a running attempt | `reject` |
-/// | [`on_error`](#on_error) | `release`, `record`, a function: what becomes of an `Err` | `release` |
-/// | [`on_crash`](#on_crash) | `retry`, `fail`: what a lapsed lease means | `retry` |
-/// | [`max_attempts`](#max_attempts) | how often the body may start | unlimited |
-/// | [`fingerprint`](#fingerprint) | what must be the same in a duplicate | none |
+/// | [`on_error`](#on_error) | `release`, `record`, a function: whether an `Err` is a result | `release` |
+/// | [`on_crash`](#on_crash) | `retry`, `fail`: the effect of a lapsed lease | `retry` |
+/// | [`max_attempts`](#max_attempts) | largest number of starts of the body | unlimited |
+/// | [`fingerprint`](#fingerprint) | the payload, which must be the same in a duplicate | none |
 /// | [`missing_key`](#missing_key) | `reject`, `run`: a key that is `None`, empty or blank | `reject` |
 /// | [`on_store_error`](#on_store_error) | `fail`, `run`: a store that does not answer | `fail` |
-/// | [`codec`](#codec) | how results are encoded | `Json` |
-/// | [`on_undecodable`](#on_undecodable) | `error`, a function: a recorded result that can't be read any more | `error` |
-/// | [`max_result_bytes`](#max_result_bytes) | the largest result that is recorded | 262144 (256 KiB) |
+/// | [`codec`](#codec) | encoding of results | `Json` |
+/// | [`on_undecodable`](#on_undecodable) | `error`, a function: a recorded result that no longer decodes | `error` |
+/// | [`max_result_bytes`](#max_result_bytes) | size of the largest result that is recorded | 262144 (256 KiB) |
 /// | [`mode`](#mode) | `enforce`, `shadow`, `off`: whether the library acts or only watches | `enforce` |
 /// | [`policy`](#policy) | options shared between handlers, or decided at run time | none |
 /// | [`crate`](#crate) | the path to `idem_runtime` | `::idem_runtime` |
 ///
-/// Durations are written `"500ms"`, `"30s"`, `"15m"`, `"24h"`, `"7d"` or `"1h 30m"` and checked by the compiler; any
-/// expression of type `Duration` will do, too.
+/// Durations are written `"500ms"`, `"30s"`, `"15m"`, `"24h"`, `"7d"` or `"1h 30m"`, and the macro checks them at
+/// compile time. Any expression of type `Duration` is accepted too.
 ///
 /// ## `key`
 ///
-/// A template, `key = "order:{event.order_id}:{event.line()}"`. Each pair of braces holds an expression; `{{` and `}}` are
-/// braces. Text, numbers and every type with `Display` or `idem_runtime::KeyPart` can stand in a key. What separates two
-/// values is escaped in them, so that different values never make the same key.
+/// A template, `key = "order:{event.order_id}:{event.line()}"`. Each pair of braces holds an expression; `{{` and `}}`
+/// are braces. Text, numbers and every type with `Display` or `idem_runtime::KeyPart` can stand in a key. Inside each
+/// value, the separator that follows the value is escaped, so different values never make the same key.
 ///
-/// A tuple of expressions, `key = (tenant, event.order_id)`, joins its parts as the template `"{tenant}:{event.order_id}"`
-/// does. Any other expression is a key of one part: `key = message.header("Idempotency-Key")`.
+/// A tuple of expressions, `key = (tenant, event.order_id)`, is the same as the template `"{tenant}:{event.order_id}"`.
+/// Any other expression is a key of one part: `key = message.header("Idempotency-Key")`.
 ///
 /// A part that is `None`, empty or blank makes the whole key [missing](#missing_key). A value is blank if it holds
 /// nothing but white space (no-break spaces included), control characters and characters of no width.
 ///
 /// ## `ttl`
 ///
-/// How long the record of a finished operation is remembered, counted from its completion: longer than the broker may
-/// deliver the message again. `ttl = "7d"`, or `ttl = app.retention`.
+/// Retention of a finished record, counted from the completion of the operation. The `ttl` must be longer than the
+/// broker may deliver the message again. `ttl = "7d"`, or `ttl = app.retention`.
 ///
 /// ## `store`
 ///
-/// Anything that is, derefs to, or shares a `Store`: `store = app.store`, `store = self.store`, `store = STORE` for a
+/// Any value that is, derefs to, or shares a `Store`: `store = app.store`, `store = self.store`, `store = STORE` for a
 /// `static STORE: LazyLock<MemoryStore>`, a reference, an `Arc`, a `Box<dyn Store>`.
 ///
 /// ## `scope`
 ///
-/// The same key under two scopes is two operations. The default, module path and function name, changes when the function
-/// moves or is renamed, and with it the keys; `scope = "ship_order"` stays. It is a string literal, or `concat!(..)` or
-/// `stringify!(..)` of literals in a macro of yours.
+/// The same key under two scopes names two operations. The default, module path and function name, changes when the
+/// function moves or is renamed, and the keys change with it; `scope = "ship_order"` stays. The scope is a string
+/// literal, or `concat!(..)` or `stringify!(..)` of literals in a macro of yours.
 ///
-/// Only a plain function has a default. Functions of one name in one module would share it, and no record says whose result it
-/// holds: a function in an `impl` or a `trait` has to name its scope. So has a generic function (`impl Trait` arguments make it
-/// one). All its instantiations share that scope, and so do all types that use a default method of a trait: if they do different
-/// things, their difference belongs into the key.
+/// Only a plain function has a default. Functions of one name in one module would share it, and no record shows whose
+/// result it holds: a function in an `impl` or a `trait` has to name its scope. A generic function (`impl Trait`
+/// arguments make a function generic) has to name its scope too. All its instantiations share that scope, and so do all
+/// types that use a default method of a trait. If they do different things, put the difference into the key.
 ///
-/// In one process a scope belongs to one function, and a second one is refused when it is called (`Error::InvalidKey`). So is a
-/// generic function that returns another type than before, as it would replay a result of that type. Handlers that replay each
-/// other's results on purpose all say so, `scope = shared("ship_order")`:
+/// In one process a scope belongs to one function. A second function with the same scope is refused when it is called
+/// (`Error::InvalidKey`). A generic function that returns another type than before is refused in the same way, because
+/// it would replay a result of that type. If handlers replay each other's results on purpose, all of them declare
+/// `scope = shared("ship_order")`:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, idempotent};
@@ -130,7 +131,7 @@ use crate::validate::Call;
 ///     Ok(format!("parcel for order {order}"))
 /// }
 ///
-/// // The same operation, asked for in another way.
+/// // The same operation, requested in another way.
 /// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = shared("ship"))]
 /// async fn ship_express(store: &MemoryStore, order: u64, courier: &str) -> Result<String, Error> {
 ///     Ok(format!("parcel for order {order}, by {courier}"))
@@ -146,27 +147,27 @@ use crate::validate::Call;
 ///
 /// ## `lease`
 ///
-/// How long a pending record is honoured without a renewal. It is renewed every third of it while the body runs, however
-/// long that takes; it is the time for which a crashed process keeps its keys. At least `"100ms"`.
+/// Time that a pending record is honoured without a renewal. While the body runs, however long, the lease is renewed
+/// after every third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
 ///
 /// ## `timeout`
 ///
-/// For how long the body may run. Beyond it the body is cancelled, the key is freed, and the caller gets
+/// Longest run of the body. After this time the body is cancelled, the key is freed, and the caller gets
 /// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. A body that hangs holds its key no
-/// longer than this, although its lease is renewed: `timeout = "10m"`, longer than the body ever needs. A body that
-/// blocks its thread can't be cancelled; its lease is no longer renewed, and lapses.
+/// longer than this, although its lease is renewed. Choose a time that is longer than the body ever needs:
+/// `timeout = "10m"`. A body that blocks its thread can't be cancelled; its lease is no longer renewed, and lapses.
 ///
 /// ## `in_progress`
 ///
-/// What a duplicate gets while another attempt runs: `Error::InProgress` at once (`reject`), or the result of that attempt
-/// (`wait("10s")`), and `Error::InProgress` if it takes longer.
+/// The answer to a duplicate while another attempt runs. `reject`: `Error::InProgress`, immediately. `wait("10s")`: the
+/// result of that attempt, or `Error::InProgress` if the attempt takes longer.
 ///
 /// ## `on_error`
 ///
-/// `release` frees the key, and the next delivery runs the body again. `record` stores the error as a result and replays it;
-/// it needs `E: Serialize + DeserializeOwned`. An error is never recorded if the library has refused a call of the same body for
-/// the moment (`InProgress`, `Store`, `confirm_lease`, …): the body may have failed for that alone. A function decides for each
-/// other error:
+/// `release` frees the key, and the next delivery runs the body again. `record` stores the error as a result and
+/// replays it; it needs `E: Serialize + DeserializeOwned`. An error is never recorded if the library temporarily
+/// refused a call inside the same body (`InProgress`, `Store`, `confirm_lease`, …): the refusal alone may have caused
+/// the error. A function decides for each other error:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, OnError, idempotent};
@@ -185,7 +186,7 @@ use crate::validate::Call;
 ///     }
 /// }
 ///
-/// // A card that was declined is not charged again; a bank that was away is asked again.
+/// // A declined card is not charged again; a bank that was unavailable is called again.
 /// fn is_final(error: &ChargeError) -> OnError {
 ///     match error {
 ///         ChargeError::Declined => OnError::Record,
@@ -211,44 +212,47 @@ use crate::validate::Call;
 /// ## `on_crash`
 ///
 /// `retry`: when a lease has lapsed, the next delivery takes over and runs the body again (at least once). `fail`: a
-/// body that started and did not return is not started again; callers get `Error::Interrupted` until an operator
-/// decides (at most once).
+/// body that started and did not return is not started again. Callers get `Error::Interrupted` until an operator
+/// resolves the record (at most once).
 ///
 /// ## `max_attempts`
 ///
-/// Beyond so many attempts callers get `Error::AttemptsExhausted` without a run of the body. An integer or a constant.
+/// After this number of attempts callers get `Error::AttemptsExhausted` without a run of the body. An integer or a
+/// constant.
 ///
 /// ## `fingerprint`
 ///
-/// An expression that is hashed into the record: `fingerprint = event`, or `fingerprint = (event.amount,
-/// event.currency)`. The same key with another fingerprint is a misuse: `Error::FingerprintMismatch`. Needs
-/// `Serialize`. The order of an array counts; the order of a `HashMap` or a `HashSet` does not.
+/// An expression that is hashed into the record: `fingerprint = event`, or
+/// `fingerprint = (event.amount, event.currency)`. The same key with another fingerprint is a misuse:
+/// `Error::FingerprintMismatch`. The expression must implement `Serialize`. The order of an array counts; the order of
+/// a `HashMap` or a `HashSet` does not.
 ///
-/// If a digest of a large payload is there already, it stands for the payload, alone or as a part: `fingerprint =
-/// (upload.name, PayloadDigest::new(&upload.sha256))`, with `idem_runtime::key::PayloadDigest`.
+/// An existing digest of a large payload can replace the payload, alone or as a part:
+/// `fingerprint = (upload.name, PayloadDigest::new(&upload.sha256))`, with `idem_runtime::key::PayloadDigest`.
 ///
 /// ## `missing_key`
 ///
-/// `reject`: `Error::MissingKey`. `run`: the body runs without protection, and the store is not asked.
+/// `reject`: `Error::MissingKey`. `run`: the body runs without protection, and no store call is made.
 ///
 /// ## `on_store_error`
 ///
-/// `fail`: `Error::Store` when the key can't be reserved. `run`: the body runs without protection; the outcome says so.
+/// `fail`: `Error::Store` when the key can't be reserved. `run`: the body runs without protection, and the outcome says
+/// so.
 ///
 /// ## `codec`
 ///
 /// A type that implements `Codec`, which turns results into bytes and back: `Json`, `MessagePack` and `Postcard` (each
 /// with a feature of its own), or yours. A record carries the name of its codec. A handler with one of the library's
-/// codecs also reads results of the others, so the codec can be changed while there are records.
+/// codecs also reads results of the others, so you can change the codec while records exist.
 ///
-/// A result that is bytes and nothing else, a `Vec<u8>` or a `Bytes`, is recorded as it is, not as JSON.
+/// A result that consists of bytes only, a `Vec<u8>` or a `Bytes`, is recorded as these bytes, not as JSON.
 ///
 /// ## `on_undecodable`
 ///
-/// What a duplicate gets if the recorded result doesn't decode as the function's return type, or was written by a codec
-/// that is not available. The body never runs again. `error`: `Error::ResultUnavailable`. A function
-/// `fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>` makes new bytes from the recorded ones, for the codec that the
-/// handler has now, and they are replayed. The record itself stays as it is.
+/// The answer to a duplicate if the recorded result doesn't decode as the function's return type, or was written by a
+/// codec that is not available. The body never runs again. `error`: `Error::ResultUnavailable`. A function
+/// `fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>` turns the recorded bytes into bytes of the handler's current
+/// codec, and the library replays these. The record itself stays unchanged.
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Error, Json, MemoryStore, Undecodable, idempotent};
@@ -256,7 +260,7 @@ use crate::validate::Call;
 ///
 /// #[derive(Serialize, Deserialize)]
 /// struct Receipt {
-///     // It was a field `amount` in euros before.
+///     // Earlier this was a field `amount` in euros.
 ///     cents: u64,
 /// }
 ///
@@ -279,24 +283,26 @@ use crate::validate::Call;
 /// # }
 /// ```
 ///
-/// With `on_error = record` the function is asked about recorded errors as well; `Undecodable::is_error` tells them apart.
+/// With `on_error = record` the library calls the function for recorded errors as well; `Undecodable::is_error`
+/// distinguishes them.
 ///
 /// ## `max_result_bytes`
 ///
-/// The largest encoded result that is recorded, in bytes: `max_result_bytes = 64 * 1024`. A larger one is still
-/// returned to its caller, and the operation is completed without it: duplicates get `Error::ResultUnavailable`, never
-/// another run.
+/// Size of the largest encoded result that is recorded, in bytes: `max_result_bytes = 64 * 1024`. A larger result is
+/// still returned to its caller, and the operation is completed without it: duplicates get `Error::ResultUnavailable`,
+/// never another run.
 ///
 /// ## `mode`
 ///
-/// `enforce`: duplicates are suppressed. `shadow`: everything is recorded and compared, and the outcome says what would
-/// have been suppressed, but the body always runs: to try the library on live traffic. `off`: the body runs, and the
-/// store is not asked. To change the mode while the process runs, give a [`policy`](#policy) with a `ModeSwitch`.
+/// `enforce`: duplicates are suppressed. `shadow`: everything is recorded and compared, and the outcome names what
+/// `enforce` would have suppressed, but the body always runs; use it to try the library on live traffic. `off`: the
+/// body runs without a store call. To change the mode while the process runs, give a [`policy`](#policy) with a
+/// `ModeSwitch`.
 ///
 /// ## `policy`
 ///
-/// An expression that is or derefs to a `Policy`; options beside it override it. A policy also holds settings that have
-/// no option of their own, such as a mode that is switched at run time.
+/// An expression that is or derefs to a `Policy`. Options next to it override its settings. A policy also holds
+/// settings that have no option, such as a mode that is switched at run time.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -316,7 +322,7 @@ use crate::validate::Call;
 ///
 /// ## `crate`
 ///
-/// Where `idem_runtime` is, if it is renamed or re-exported: `crate = my_company::idempotency`.
+/// Path to `idem_runtime`, if it is renamed or re-exported: `crate = my_company::idempotency`.
 ///
 /// ```
 /// mod my_company {
@@ -334,16 +340,16 @@ use crate::validate::Call;
 /// # }
 /// ```
 ///
-/// # What it expands to
+/// # Expansion
 ///
-/// One call of `idem_runtime::run`, which anybody can write by hand: the store, the key, a `const` policy and the body as
-/// an `async` block.
+/// A single call of `idem_runtime::run`, which you can also write by hand: the store, the key, a `const` policy and the
+/// body as an `async` block.
 #[proc_macro_attribute]
 pub fn idempotent(args: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     attribute(args.into(), &item.into()).into()
 }
 
-/// Names the annotated function without a path. In an `impl` or a `trait` there is no such name, and the compiler's
+/// Names the annotated function without a path. In an `impl` or a `trait` no such name exists, and the compiler's
 /// message then shows the name of this macro, which says what is missing.
 #[doc(hidden)]
 #[proc_macro]
@@ -405,7 +411,7 @@ mod tests {
 
     #[test]
     fn odd_input_is_answered() {
-        // Each token left out, doubled, or the last one.
+        // Each token removed, each token doubled, and the input cut before each token.
         let all: Vec<_> = tokens(ARGS).into_iter().collect();
         for at in 0..all.len() {
             let (before, after) = (&all[..at], &all[at + 1..]);

@@ -1,15 +1,15 @@
 //! "Did you mean": the candidate closest to a misspelt word.
 
-/// The closest of `candidates`, if it is close enough to be meant.
+/// Returns the closest of `candidates`, if it is close enough to be the intended word.
 pub(crate) fn nearest<'a>(word: &str, candidates: &[&'a str]) -> Option<&'a str> {
     let word = word.to_lowercase();
     let scored = candidates.iter().map(|candidate| (distance(&word, candidate), *candidate));
     let (distance, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
-    // A third of the letters may be wrong, one always may: `tll`, `fingerprnit`, but not `abc`.
+    // At most a third of the letters may be wrong, and one always may: `tll`, `fingerprnit`, but not `abc`.
     (distance <= (candidate.len() / 3).max(1)).then_some(candidate)
 }
 
-/// How many letters to insert, remove, replace, or swap with their neighbour.
+/// Number of letters to insert, remove, replace, or swap with their neighbour.
 pub(crate) fn distance(from: &str, to: &str) -> usize {
     let (from, to): (Vec<char>, Vec<char>) = (from.chars().collect(), to.chars().collect());
     let mut table = vec![vec![0; to.len() + 1]; from.len() + 1];

@@ -30,7 +30,7 @@ const OPTIONS: [&str; 19] = [
     "crate",
 ];
 
-/// An option as it was written: `name = value`.
+/// An option as the user wrote it: `name = value`.
 pub(crate) struct Arg<T> {
     pub(crate) name: Ident,
     pub(crate) value: T,
@@ -57,9 +57,9 @@ pub(crate) struct Args {
     pub(crate) mode: Option<Arg<Expr>>,
     pub(crate) policy: Option<Arg<Expr>>,
     pub(crate) krate: Option<Arg<Path>>,
-    /// The names of all options, including those whose value can't be read.
+    /// Names of all options, including options whose value can't be read.
     given: Vec<String>,
-    /// The options that misspelt names stand for: another message that they are missing would be noise.
+    /// Options that misspelt names stand for. A second message that these options are missing would be noise.
     meant: Vec<&'static str>,
 }
 
@@ -73,7 +73,7 @@ impl Args {
     }
 }
 
-/// Reads the options. Notes each one that can't be read, and continues after it.
+/// Reads the options. Collects a problem for each option that can't be read, and continues after it.
 pub(crate) fn args(input: ParseStream<'_>, problems: &mut Problems) -> Args {
     let mut args = Args::default();
     while !input.is_empty() {
@@ -84,7 +84,7 @@ pub(crate) fn args(input: ParseStream<'_>, problems: &mut Problems) -> Args {
             problems.push(missing_comma(input, &mut args));
             skip_value(input);
         }
-        // No comma means the end: otherwise `skip_value` would have continued.
+        // A missing comma means the end of the input: otherwise `skip_value` would have continued.
         let _ = input.parse::<Token![,]>();
     }
     args
@@ -95,6 +95,7 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         args.meant.push("key");
         return Err(input.error("name the option, for example `key = \"order:{event.id}\"`"));
     }
+    // Read the name, and look it up.
     let name = Ident::parse_any(input).map_err(|error| {
         syn::Error::new(error.span(), format!("write options as `name = value`, for example `{}`", example("key")))
     })?;
@@ -105,10 +106,11 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         return Err(syn::Error::new(name.span(), unknown(&word, meant)));
     }
     if args.is_given(&word) {
-        // Noted here, so that the value is read and an error in it is reported too.
+        // Reported here and not returned, so that the value is still read and an error in it is reported too.
         problems.at(name.span(), format_args!("`{word}` is given twice; keep one of them"));
     }
     args.given.push(word.clone());
+    // Require a value. `==` belongs to an expression, not to an option.
     if !input.peek(Token![=]) || input.peek(Token![==]) {
         return Err(syn::Error::new(name.span(), format!("`{word}` has no value; write `{}`", example(&word))));
     }
@@ -145,7 +147,7 @@ fn set_once<T: Value>(slot: &mut Option<Arg<T>>, name: Ident, input: ParseStream
         if !input.is_empty() {
             return error;
         }
-        // The error of `syn` points at the whole attribute: point at the name instead.
+        // The error of `syn` points at the whole attribute; point at the name instead.
         syn::Error::new(name.span(), format!("can't read the value of `{}`: {error}", name.unraw()))
     })?;
     slot.get_or_insert(Arg { name, value });
@@ -190,7 +192,7 @@ pub(crate) fn ungroup(expr: Expr) -> Expr {
 }
 
 fn meant(word: &str) -> Option<&'static str> {
-    // Names that other libraries give to an option are further away than any misspelling.
+    // Names that other libraries give to an option are too far from ours for a comparison of letters.
     let elsewhere = match word {
         "expires" | "expires_in" | "expiry" | "retention" => Some("ttl"),
         "id" | "idempotency_key" => Some("key"),
@@ -240,7 +242,7 @@ fn skip_value(input: ParseStream<'_>) {
     }
 }
 
-/// How the option is used, for messages.
+/// Example of the option, for messages.
 pub(crate) fn example(option: &str) -> &'static str {
     match option {
         "key" => "key = \"order:{event.id}\"",

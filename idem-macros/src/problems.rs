@@ -1,4 +1,4 @@
-//! Everything that is wrong with one use of the attribute, reported together.
+//! All problems of one use of the attribute, reported together.
 
 use proc_macro2::Span;
 use std::fmt::Display;
@@ -18,12 +18,12 @@ impl Problems {
         }
     }
 
-    /// Returns the value, or notes the problem and returns `None`.
+    /// Returns the value, or collects the problem and returns `None`.
     pub(crate) fn note<T>(&mut self, result: syn::Result<T>) -> Option<T> {
         result.map_err(|problem| self.push(problem)).ok()
     }
 
-    /// The value, if no problem was noted. The problem of a missing value was noted.
+    /// Returns the value if there is no problem. If `value` is `None`, a problem must have been collected.
     pub(crate) fn check<T>(self, value: Option<T>) -> syn::Result<T> {
         match (self.0, value) {
             (None, Some(value)) => Ok(value),

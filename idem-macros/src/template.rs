@@ -1,4 +1,4 @@
-//! `"order:{event.id}"` to literal text and expressions.
+//! Splits `"order:{event.id}"` into literal text and expressions.
 
 use syn::{Expr, LitStr};
 
@@ -10,8 +10,8 @@ pub(crate) enum Part {
     Value(Expr),
 }
 
-/// Reads a key template. Every expression gets the span and the hygiene of the literal, so that it sees the same names
-/// as code beside the literal, also inside `macro_rules!`.
+/// Reads a key template. Every expression gets the span and the hygiene of the literal. So the expression sees the same
+/// names as code next to the literal, even inside `macro_rules!`.
 pub(crate) fn parse(literal: &LitStr) -> syn::Result<Vec<Part>> {
     let fail = |message| syn::Error::new(literal.span(), message);
     let pieces = split(&literal.value()).map_err(fail)?;
@@ -116,9 +116,9 @@ fn push_placeholder(pieces: &mut Vec<Piece>, source: &str) -> Result<(), String>
     Ok(())
 }
 
-/// The place of the `}` that closes a placeholder, outside of nested brackets, strings and characters.
+/// Position of the `}` that closes a placeholder, outside of nested brackets, strings and characters.
 ///
-/// The compiler's own lexer is no help: it reports its errors by itself, in its own words.
+/// The compiler's own lexer can't be used here: it reports errors directly, in its own words.
 fn end(source: &str) -> Option<usize> {
     let mut open = Vec::new();
     let mut at = 0;
@@ -139,7 +139,7 @@ fn end(source: &str) -> Option<usize> {
     None
 }
 
-/// The length of the rest of a string, with its closing quote.
+/// Length of the rest of a string, with its closing quote.
 fn string_end(rest: &str) -> Option<usize> {
     let mut escaped = false;
     let end = rest.find(|c| {
@@ -150,7 +150,7 @@ fn string_end(rest: &str) -> Option<usize> {
     end.map(|end| end + 1)
 }
 
-/// The length of the rest of a character, with its closing quote; 0 for a lifetime or a label.
+/// Length of the rest of a character, with its closing quote; 0 for a lifetime or a label.
 fn char_end(rest: &str) -> usize {
     let mut chars = rest.char_indices();
     match chars.next() {

@@ -1,4 +1,4 @@
-//! Every rule about the options of the attribute and the function below it.
+//! All rules about the options of the attribute and the function below it.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -20,7 +20,7 @@ const DEFAULT_LEASE: Duration = Duration::from_secs(30);
 const MIN_LEASE: Duration = Duration::from_millis(100);
 const MAX_SCOPE_BYTES: usize = 200;
 
-/// A use of the attribute that keeps every rule.
+/// A use of the attribute that complies with every rule.
 pub(crate) struct Call {
     pub(crate) handler: Handler,
     pub(crate) output: Output,
@@ -50,7 +50,7 @@ pub(crate) struct Scope {
 
 pub(crate) enum ScopeName {
     Literal(LitStr),
-    /// `concat!(..)` or `stringify!(..)`: checked when it is one text.
+    /// `concat!(..)` or `stringify!(..)`: the compiler checks the text after it expands the macro.
     Made(ExprMacro),
 }
 
@@ -71,7 +71,7 @@ pub(crate) enum Setting {
     Timeout(Time),
     Wait(Time),
     Attempts(Expr),
-    /// Method, and enum and variant of its argument.
+    /// The method, then the enum and the variant of its argument.
     Choice(&'static str, &'static str, &'static str),
     /// The function that migrates results.
     Migrate(Expr),
@@ -84,7 +84,7 @@ pub(crate) enum OnError {
     Decide(Expr),
 }
 
-/// Checks every rule and notes every problem; `None` only if there is one.
+/// Checks every rule and collects every problem. Returns `None` only if there is a problem.
 pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> Option<Call> {
     missing(&args, problems);
     if let Some(span) = function.repeated() {
@@ -94,11 +94,13 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
         own_scope(function, problems);
     }
     let default_lease = (args.is_missing("lease") && args.is_missing("policy")).then_some(DEFAULT_LEASE);
+    // All options are checked even after a problem, so that one compilation reports every problem.
     let handler = handler(function, problems);
     let output = handler.as_ref().and_then(|handler| output(function, handler, problems));
     let key = args.key.and_then(|arg| problems.note(key(arg)));
     let store = args.store.and_then(|arg| problems.note(place(arg)));
     let lease = args.lease.and_then(|arg| problems.note(lease(arg)));
+    // A literal `ttl` is checked against the lease, if the lease is a literal or the default.
     let known_lease = match &lease {
         Some(Time::Literal(lease)) => Some(*lease),
         _ => default_lease,
@@ -114,6 +116,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     settings.extend(args.timeout.and_then(|arg| problems.note(timeout(arg))));
     settings.extend(args.in_progress.and_then(|arg| problems.note(in_progress(arg))));
     settings.extend(args.max_attempts.and_then(|arg| problems.note(max_attempts(arg))));
+    // Options that take one of two words.
     let choices = [
         (args.on_crash, "on_crash", "OnCrash", [("retry", "Retry"), ("fail", "Fail")]),
         (args.missing_key, "missing_key", "MissingKey", [("reject", "Reject"), ("run", "Run")]),
@@ -127,6 +130,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     settings.extend(args.on_undecodable.and_then(|arg| problems.note(on_undecodable(arg, function))));
     settings.extend(args.max_result_bytes.and_then(|arg| problems.note(max_result_bytes(arg))));
     settings.extend(args.mode.and_then(|arg| problems.note(mode(&arg))));
+    // Problems are collected above, so a missing part simply ends here.
     Some(Call {
         handler: handler?,
         output: output?,
@@ -143,13 +147,13 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
 }
 
 fn missing(args: &Args, problems: &mut Problems) {
-    // A policy has a `ttl`.
+    // A policy already has a `ttl`.
     let is_missing = |name: &&str| args.is_missing(name) && (*name != "ttl" || args.is_missing("policy"));
     let names: Vec<_> = ["key", "ttl", "store"].into_iter().filter(is_missing).collect();
     if !names.is_empty() {
         let examples: Vec<_> = names.iter().map(|name| example(name)).collect();
         let (names, examples) = (names.join("`, `"), examples.join(", "));
-        // The span of the attribute, as no other token belongs to a missing option.
+        // Spanned at the whole attribute, because no token belongs to a missing option.
         problems.at(Span::call_site(), format_args!("missing `{names}`; write for example `{examples}`"));
     }
 }
@@ -170,7 +174,7 @@ fn output(function: &Function, handler: &Handler, problems: &mut Problems) -> Op
     };
     let mut types = type_arguments(&ty);
     let (value, error) = (types.next(), types.next());
-    // The value is read back from a record, so it can't borrow. The error is checked by its traits, where it is recorded.
+    // The value is decoded from a record, so it can't borrow. The traits of the error are checked where it is recorded.
     let borrowed = value.map_or_else(|| find_reference(&ty), find_reference);
     if let Some(span) = borrowed {
         problems.at(span, "a replay has nothing to borrow from; return an owned value, for example `String`");
@@ -206,7 +210,7 @@ fn find_reference(ty: &Type) -> Option<Span> {
     find(ty.to_token_stream())
 }
 
-/// The token at which the compiler should report that a type lacks a trait.
+/// Token at which the compiler should report that a type lacks a trait.
 fn blamed(ty: &Type) -> Span {
     match ty {
         Type::Path(path) => path.path.segments.last().map_or_else(|| ty.span(), |last| last.ident.span()),
@@ -300,7 +304,7 @@ fn ttl(arg: Arg<Expr>, lease: Option<Duration>) -> syn::Result<Time> {
     }
 }
 
-/// A store or a policy: any expression but a literal, which is neither.
+/// Reads a store or a policy: any expression except a literal.
 fn place(arg: Arg<Expr>) -> syn::Result<Expr> {
     let Arg { name, value } = arg;
     match value {
@@ -316,9 +320,9 @@ fn fail<T>(tokens: impl ToTokens, message: impl Display) -> syn::Result<T> {
     Err(syn::Error::new_spanned(tokens, message))
 }
 
-/// Reports a function whose default scope, module path and name, another function may have, too.
+/// Reports a function whose default scope, module path and name, may belong to another function too.
 ///
-/// A function in an `impl` or a `trait` without these marks is found when names are resolved.
+/// A function in an `impl` or a `trait` without these marks is detected later, when names are resolved.
 fn own_scope(function: &Function, problems: &mut Problems) {
     let signature = &function.signature;
     let write = format!("write for example `scope = \"orders::{}\"`", signature.ident.unraw());
@@ -437,7 +441,7 @@ fn max_result_bytes(arg: Arg<Expr>) -> syn::Result<Setting> {
     let fail = |message| fail(&arg.value, message);
     match &arg.value {
         Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) => match number.base10_parse::<u64>() {
-            // `usize` has 32 bits at least on the supported targets.
+            // `usize` has at least 32 bits on the supported targets.
             Ok(bytes) if u32::try_from(bytes).is_ok() => Ok(Setting::ResultBytes(arg.value)),
             _ => fail("`max_result_bytes` is less than 4 GiB; no store takes as much"),
         },
@@ -476,7 +480,7 @@ fn choose(option: &str, value: &Expr, words: [&'static str; 2]) -> syn::Result<&
     fail(value, format!("`{option}` is `{first}` or `{second}`"))
 }
 
-/// The one of `words` that is written here; an error if another word was meant to be one of them.
+/// Returns the word in `words` that is written here. Returns an error if another word is close to one of them.
 fn known<const N: usize>(value: &Expr, words: [&'static str; N]) -> syn::Result<Option<&'static str>> {
     if let Some(word) = word(value) {
         if let Some(found) = words.iter().find(|known| word == *known) {
@@ -564,7 +568,7 @@ fn on_undecodable(arg: Arg<Expr>, function: &Function) -> syn::Result<Setting> {
     }
 }
 
-/// The word, if the expression is nothing else.
+/// Returns the word, if the expression consists of one word only.
 fn word(expr: &Expr) -> Option<&Ident> {
     match expr {
         Expr::Path(path) if path.qself.is_none() => path.path.get_ident(),
@@ -572,7 +576,7 @@ fn word(expr: &Expr) -> Option<&Ident> {
     }
 }
 
-/// The text, if the expression is a string.
+/// Returns the text, if the expression is a string.
 fn string(expr: &Expr) -> Option<String> {
     match expr {
         Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Some(text.value()),
@@ -648,7 +652,7 @@ mod tests {
     #[test]
     fn a_policy_has_a_ttl() {
         assert!(check(r#"key = "{id}", store = store, policy = P"#).is_ok());
-        // Its lease isn't known here.
+        // The macro can't see the lease of the policy.
         assert!(check(r#"key = "{id}", store = store, policy = P, ttl = "1s""#).is_ok());
         assert!(check(r#"key = "{id}", store = store, ttl = "1s""#).is_err());
         assert!(check(r#"key = "{id}", store = store, ttl = "1s", lease = "3s""#).is_ok());
@@ -666,7 +670,7 @@ mod tests {
         refused("in_progress = a::<b, c>(), lease = \"1ms\"", &["at least `100ms`", "`in_progress` is"]);
         let Err(problems) = check("") else { panic!("nothing is required") };
         assert_eq!(problems.len(), 1, "{problems:?}");
-        // A misspelt option is not missing, too.
+        // A misspelt option is not reported as missing too.
         let Err(problems) = check(r#"key = "{id}", tll = "7d", store = store"#) else { panic!("`tll` is accepted") };
         assert_eq!(problems.len(), 1, "{problems:?}");
     }
@@ -706,7 +710,7 @@ mod tests {
             assert!(matches!(&*refused, [one] if one.contains("generic function")), "{generic}: {refused:?}");
             assert!(check_on(&format!("{args}, scope = concat!(\"f\", 1)"), generic).is_ok(), "{generic}");
         }
-        // A misspelt scope is not missing, too.
+        // A misspelt scope is not reported as missing too.
         let Err(problems) = check_on(&format!("{args}, scop = \"f\""), "async fn f<T>(a: A) -> R<(), E> {}") else {
             panic!("`scop` is accepted")
         };
