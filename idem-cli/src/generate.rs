@@ -15,7 +15,7 @@ pub(crate) struct Completions {
     shell: Shell,
 }
 
-/// Prints the manual page, or writes one page for each verb into a folder.
+/// Prints the manual page, or writes one page for each command into a folder.
 #[derive(clap::Args)]
 pub(crate) struct Man {
     /// The folder for `idem.1`, `idem-show.1` and the others

@@ -1,4 +1,4 @@
-//! `idem key`: the key of an operation, as the store has it.
+//! `idem key`: the key of an operation, in its stored form.
 
 use std::process::ExitCode;
 
@@ -9,42 +9,43 @@ use serde_json::json;
 use crate::report::{Output, STATUSES, Stop};
 use crate::store::StoreArguments;
 
-/// Prints the stored key of a handler's call or of an HTTP request, so that a support ticket finds its record.
+/// Prints the stored key of a handler's call or of an HTTP request, to find the record for a support ticket.
 ///
-/// Three forms: a key as an error shows it (`idem key pay/42`); a template of a handler and its values (`idem key --scope pay
-/// --template 'order:{}:{}' acme 42`); an HTTP request (`idem key --http --method POST --route /payments --caller alice
-/// CLIENT-KEY`). With a store it also says how the store's own client shows the record.
+/// There are three forms: a key as an error shows it (`idem key pay/42`); a template of a handler and its values
+/// (`idem key --scope pay --template 'order:{}:{}' acme 42`); an HTTP request
+/// (`idem key --http --method POST --route /payments --caller alice CLIENT-KEY`). With a store, the output also
+/// contains the command that shows the record in the store's own client.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Arguments {
     /// The key, the values of the template, or the `Idempotency-Key` of the request
     #[arg(required = true)]
     values: Vec<String>,
-    /// The scope of the handler, or of the HTTP layer (there: `http`)
+    /// Scope of the handler, or of the HTTP layer (there the default is `http`)
     #[arg(long, value_name = "NAME")]
     scope: Option<String>,
-    /// The template of the handler; what stands between braces is replaced by the values, in order
+    /// Template of the handler; each part in braces is replaced by the next value
     #[arg(long, value_name = "TEXT", requires = "scope", conflicts_with = "http")]
     template: Option<String>,
     /// The values are the parts of a tuple, as in `key = (tenant, order.id)`
     #[arg(long, requires = "scope", conflicts_with_all = ["http", "template"])]
     tuple: bool,
-    /// It is the key of an HTTP request
+    /// Treats the value as the key of an HTTP request
     #[arg(long)]
     http: bool,
-    /// The method of the request
+    /// Method of the request
     #[arg(long, value_name = "NAME", default_value = "POST", requires = "http")]
     method: String,
-    /// Its route, as the layer sees it: axum's template (`/payments/{id}`) if the layer has no scope of its own, the path
-    /// under a profile that compares JSON, otherwise none
+    /// Route of the request, as the layer sees it: axum's template (`/payments/{id}`) if the layer has no scope of its
+    /// own, the path under a profile that compares JSON, otherwise empty
     #[arg(long, value_name = "PATH", default_value = "", requires = "http")]
     route: String,
-    /// Whose request it is, as the layer's `Caller` says
+    /// Sender of the request, as the layer's `Caller` returns it
     #[arg(long, value_name = "NAME", default_value = "", requires = "http")]
     caller: String,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -81,16 +82,19 @@ fn key(arguments: &Arguments) -> Result<Key, Stop> {
         [one] => Ok(one),
         _ => Err(Stop::Usage("one key at a time; several values need `--template` or `--tuple`".to_owned())),
     };
+    // The layer builds the keys of HTTP requests in its own form.
     if *http {
         let name = unquoted(one()?);
         return idem_runtime::http::request_key(scope.as_deref(), method, route, caller, &name).map_err(wrong);
     }
+    // Without a scope, the value is a complete key.
     let Some(scope) = scope else {
         let shown = one()?;
         return shown.parse().map_err(|error: KeyError| {
             Stop::Usage(format!("`{shown}` is no key: {error}; write `<scope>/<text>`, or give `--scope`"))
         });
     };
+    // The other forms become a template: a tuple has one place per value, a plain key one place.
     let template = match (template, tuple) {
         (Some(template), _) => template.clone(),
         (None, true) => vec!["{}"; values.len()].join(":"),
@@ -104,7 +108,7 @@ fn key(arguments: &Arguments) -> Result<Key, Stop> {
         let places = parts.iter().filter(|part| part.is_none()).count();
         return Err(Stop::Usage(format!("the template has {places} places for values, {} are given", values.len())));
     }
-    // The name of a handler lives as long as its program, and this program makes one key.
+    // Leaked, because a scope lives as long as the program; this program makes one key.
     let scope = Scope::named(String::leak(scope.clone()));
     let mut builder = KeyBuilder::new(&scope);
     let mut values = values.iter();
@@ -120,7 +124,7 @@ fn key(arguments: &Arguments) -> Result<Key, Stop> {
     builder.build().map_err(wrong)
 }
 
-/// The literal texts of a template, and `None` for each place of a value.
+/// Returns the literal texts of a template, and `None` for each place of a value.
 fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
     if template.contains(|c: char| c == '%' || c.is_control()) {
         return Err("a template has no `%` and no control characters".to_owned());
@@ -130,6 +134,7 @@ fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
     let mut rest = template.chars().peekable();
     while let Some(c) = rest.next() {
         match c {
+            // A doubled brace stands for itself.
             '{' | '}' if rest.peek() == Some(&c) => {
                 rest.next();
                 text.push(c);
@@ -138,6 +143,7 @@ fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
                 if !text.is_empty() {
                     parts.push(Some(std::mem::take(&mut text)));
                 }
+                // The expression between the braces may itself contain braces.
                 let mut depth = 1;
                 while depth > 0 {
                     match rest.next() {
@@ -164,7 +170,7 @@ fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
     Ok(parts)
 }
 
-/// The key in a field value: `"k"` and `k` are one key.
+/// Reads the key in a header value: `"k"` and `k` are one key.
 fn unquoted(field: &str) -> String {
     let field = field.trim();
     match field.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')) {

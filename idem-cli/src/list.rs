@@ -14,71 +14,72 @@ use crate::records::object;
 use crate::report::{Output, STATUSES, Stop, human, printable};
 use crate::store::StoreArguments;
 
-/// Which records.
+/// Selection of records.
 #[derive(clap::Args)]
 pub(crate) struct Which {
-    /// Only records that stand like this: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or `damaged`; may be
-    /// given more than once
+    /// Only records with this standing: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or
+    /// `damaged`; may be given more than once
     #[arg(long = "state", value_name = "NAME", value_parser = standing)]
     standings: Vec<Standing>,
-    /// Only records whose effect may have happened without their knowing: lapsed, interrupted and damaged ones
+    /// Only records whose effect may have happened although the record does not show it: lapsed, interrupted and
+    /// damaged ones
     #[arg(long)]
     uncertain: bool,
     /// Only records of this scope
     #[arg(long, value_name = "NAME")]
     scope: Option<String>,
-    /// Only records whose latest attempt began this long ago or longer, as `90s`, `15m`, `24h` or `7d`
+    /// Only records whose latest attempt began at least this long ago, as `90s`, `15m`, `24h` or `7d`
     #[arg(long, value_name = "TIME")]
     older_than: Option<Age>,
-    /// Lets Redis and DynamoDB walk through everything they hold; Redis may then miss records and repeat others, DynamoDB
-    /// bills the reading of the whole table
+    /// Allows a scan of the whole store in Redis and DynamoDB; Redis may then miss records and repeat others, DynamoDB
+    /// bills the whole table as read
     #[arg(long)]
     scan: bool,
 }
 
 /// Lists records, without their results.
 ///
-/// SQLite and PostgreSQL walk along the keys; what is running, stuck or old is found by reading on.
+/// SQLite and PostgreSQL read in the order of keys, and skip records that do not match.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct List {
     #[command(flatten)]
     which: Which,
-    /// Stops after so many
+    /// Maximum number of records
     #[arg(long, value_name = "N", default_value = "100")]
     limit: u64,
-    /// Goes on where a list has stopped
+    /// Continues where an earlier list stopped
     #[arg(long, value_name = "CURSOR")]
     after: Option<String>,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// Counts records by scope and by how they stand.
+/// Counts records by scope and by standing.
 ///
-/// Reads all records that it counts, without their results.
+/// Reads all records that are counted, without their results.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct StatsOf {
     #[command(flatten)]
     which: Which,
-    /// Stops after about so many
+    /// Approximate maximum number of records
     #[arg(long, value_name = "N", default_value = "1000000")]
     limit: u64,
-    /// Goes on where counting has stopped
+    /// Continues where an earlier count stopped
     #[arg(long, value_name = "CURSOR")]
     after: Option<String>,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// How long ago something was.
+/// Time that has passed since an event.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Age(pub(crate) Duration);
 
@@ -119,7 +120,7 @@ impl Which {
     }
 }
 
-/// Refuses what costs more than its user may expect, unless they have said that they do.
+/// Refuses a scan that costs more than its user may expect, unless the user asked for it.
 pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
     let cost = match kind {
         _ if scan => return Ok(()),
@@ -132,22 +133,22 @@ pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
     Err(Stop::Refused(format!("{cost}; add --scan if that is meant")))
 }
 
-/// Where a walk has ended.
+/// End of a listing.
 #[derive(Default)]
 pub(crate) struct End {
     next: Option<Cursor>,
-    /// Entries that are no records: another program keeps them there.
+    /// Number of entries that are not records: another program stores them there.
     unreadable: u64,
 }
 
 impl End {
-    /// Whether there may be more.
+    /// Returns whether there may be more records.
     pub(crate) fn goes_on(&self) -> bool {
         self.next.is_some()
     }
 }
 
-/// Hands over each record of `filter`, until there are no more or `take` has enough.
+/// Passes each record of `filter` to `take`, until there are no more or `take` returns false.
 pub(crate) async fn each<S: Store + ?Sized>(
     operator: &Operator<'_, S>,
     mut filter: Filter,
@@ -175,7 +176,7 @@ pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
     let output = Output { json: arguments.json };
     let mut shown = 0;
     let limit = arguments.limit.max(1);
-    // A page is shown whole, so that the cursor behind it leaves nothing out.
+    // A page is always printed whole, so that the next cursor skips no record.
     let page = u32::try_from(limit).unwrap_or(u32::MAX).min(Filter::MAX_LIMIT);
     let filter = arguments.which.filter(arguments.after.as_deref()).limit(page);
     let end = each(&store.operator(), filter, |key, found| {
@@ -194,7 +195,7 @@ pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
     }
 }
 
-/// Says that there is more, and what is no record.
+/// Prints that more records follow, and the number of unreadable entries.
 fn rest(output: &Output, end: &End) -> Result<(), Stop> {
     let End { next, unreadable } = end;
     if next.is_none() && *unreadable == 0 {
@@ -229,7 +230,7 @@ pub(crate) async fn stats(arguments: &StatsOf) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The counts of a scope, or of all of them.
+/// Counts of a scope, or of all scopes, as JSON.
 pub(crate) fn counted(scope: Option<&str>, counts: &Counts) -> Value {
     let mut object = Map::new();
     object.insert("scope".to_owned(), scope.into());
@@ -238,7 +239,7 @@ pub(crate) fn counted(scope: Option<&str>, counts: &Counts) -> Value {
     Value::Object(object)
 }
 
-/// The same in words, without what is none.
+/// Counts in words, without zeros.
 pub(crate) fn summed(counts: &Counts) -> String {
     let some = Standing::ALL.into_iter().filter(|standing| counts.of(*standing) > 0);
     let some: Vec<_> = some.map(|standing| format!("{} {standing}", counts.of(standing))).collect();

@@ -1,5 +1,5 @@
-//! The command `idem`: docs/cli.md describes it.
-// What it does takes place between processes, in real time.
+//! The command `idem`, described in docs/cli.md.
+// The command works across processes, in real time.
 #![allow(clippy::disallowed_methods)]
 
 mod conformance;
@@ -23,7 +23,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use report::{Stop, hidden};
 
-/// Idempotency, from the command line: what is recorded, what is stuck, and what to do about it.
+/// Idempotency on the command line: shows what is recorded and what is stuck, and lets you decide about it.
 #[derive(Parser)]
 #[command(name = "idem", version, max_term_width = 120, after_help = report::STATUSES)]
 struct Arguments {
@@ -46,10 +46,10 @@ enum Command {
     Release(records::Release),
     Purge(records::Purge),
     Key(key::Arguments),
-    /// Prints, compares or creates what a store needs in its server.
+    /// Prints, compares or creates the schema that a store needs in its server.
     #[command(subcommand)]
     Schema(schema::Schema),
-    /// Checks that a store or a server keeps the rules.
+    /// Checks that a store or a server follows the rules.
     #[command(subcommand)]
     Conformance(Conformance),
     Completions(generate::Completions),
@@ -63,7 +63,7 @@ enum Conformance {
 }
 
 impl Command {
-    /// Whether what it prints is JSON.
+    /// Returns whether the output is JSON.
     fn json(&self) -> bool {
         match self {
             Self::Doctor(it) => it.json,
@@ -114,7 +114,7 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments.command,
         Err(error) => return misused(&error),
     };
-    // It has a runtime of its own.
+    // This command builds its own runtime.
     if let Command::Conformance(Conformance::Http(arguments)) = &command {
         return conformance::http::main(arguments);
     }
@@ -123,7 +123,7 @@ fn main() -> ExitCode {
     done.unwrap_or_else(|stop| stop.report(command.json()))
 }
 
-/// What clap says, without the passwords of URLs that stand in the wrong place.
+/// Prints clap's message without passwords: URLs may stand in the wrong place.
 fn misused(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         return match report::print(error.to_string().as_bytes()) {

@@ -1,4 +1,4 @@
-//! The verbs about one record, and `purge`.
+//! The commands for one record, and `purge`.
 
 use std::fmt::Write as _;
 use std::io::Read;
@@ -21,90 +21,91 @@ use crate::report::{Output, STATUSES, Stop, confirm, human, millis, printable};
 use crate::response;
 use crate::store::StoreArguments;
 
-/// The largest result that is read from a file: more than any policy allows by itself.
+/// Largest result that is read from a file: larger than any policy allows by default.
 const MAX_RESULT_BYTES: u64 = 256 << 20;
 
-/// Shows what is recorded for a key.
+/// Shows the record of a key.
 ///
-/// The key is as an error or a log shows it, or as the store has it.
+/// The key may be written as an error or a log shows it, or as the store holds it.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Show {
     /// The key, as `<scope>/<text>`
     key: String,
-    /// Shows the recorded result, too; it may hold what not everybody may see
+    /// Also shows the recorded result, which may hold confidential data
     #[arg(long)]
     result: bool,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// Who changes something, and whether they are sure.
+/// Author of a change, and the confirmation.
 #[derive(clap::Args)]
 struct Change {
-    /// The revision that `idem show` printed when you looked; refused if the record has changed since (default: what is shown
-    /// before it asks)
+    /// Revision that `idem show` printed when you looked; refused if the record has changed since (default: the
+    /// revision shown before the question)
     #[arg(long, value_name = "REVISION")]
     seen: Option<Revision>,
-    /// Why
+    /// Reason for the decision
     #[arg(long, value_name = "TEXT", default_value = "")]
     reason: String,
-    /// Who decides (default: the name of the user)
+    /// Person who decides (default: the name of the user)
     #[arg(long, value_name = "NAME")]
     by: Option<String>,
-    /// Does not ask; needs `--seen`
+    /// Does not ask for confirmation; needs `--seen`
     #[arg(long)]
     yes: bool,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     json: bool,
 }
 
-/// Says what became of an operation that was interrupted, has lapsed or ended without a result; duplicates are told so.
+/// Records the end of an operation that was interrupted, has lapsed or ended without a result; duplicates get this end.
 ///
-/// Refused while an attempt is running, and if a result is recorded, unless `--replace` says that it is wrong.
+/// Refused while an attempt is running. Refused if a result is recorded, unless `--replace` states that it is wrong.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
 pub(crate) struct Resolve {
     /// The key, as `<scope>/<text>`
     key: String,
-    /// It completed with the result in this file (`-`: from the input), as the handler's codec writes it
+    /// The operation completed with the result in this file (`-`: standard input), in the form of the handler's codec
     #[arg(long, value_name = "FILE", group = "end")]
     completed: Option<PathBuf>,
-    /// It completed with the HTTP response in this file (`-`: from the input), as `curl -i` prints it, for requests to the HTTP layer
+    /// The operation completed with the HTTP response in this file (`-`: standard input), as `curl -i` prints it; for
+    /// requests to the HTTP layer
     #[arg(long, value_name = "FILE", group = "end", conflicts_with = "codec")]
     http_response: Option<PathBuf>,
-    /// It failed for good with the error in this file, for handlers that record errors
+    /// The operation failed permanently with the error in this file, for handlers that record errors
     #[arg(long, value_name = "FILE", group = "end")]
     failed: Option<PathBuf>,
-    /// It completed (or `=failed` for good), and its result is unknown
+    /// The operation completed (or failed permanently, with `=failed`), and its result is unknown
     #[arg(long, value_name = "END", group = "end", num_args = 0..=1, require_equals = true, default_missing_value = "completed")]
     without_result: Option<End>,
-    /// The codec of the handler; JSON is checked, other codecs are not
+    /// Codec of the handler; JSON is checked, other codecs are not
     #[arg(long, value_name = "NAME", default_value = "json")]
     codec: String,
-    /// In place of what is recorded, which was wrong; the handler does not run in between
+    /// Replaces the recorded result, which was wrong; the handler does not run in between
     #[arg(long)]
     replace: bool,
     #[command(flatten)]
     change: Change,
 }
 
-/// How an operation ended.
+/// End of an operation.
 #[derive(Clone, Copy, ValueEnum)]
 enum End {
     Completed,
     Failed,
 }
 
-/// Lets the next delivery run again.
+/// Allows the next delivery to run again.
 ///
-/// Refused while an attempt is running, and once the operation has finished: `idem discard` gives up a recorded result.
+/// Refused while an attempt is running, and after the operation has finished: `idem discard` removes a recorded result.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Reopen {
@@ -114,7 +115,7 @@ pub(crate) struct Reopen {
     change: Change,
 }
 
-/// Gives up what a finished operation has recorded, and lets the next delivery run again.
+/// Removes the recorded result of a finished operation, and allows the next delivery to run again.
 ///
 /// Refused unless the operation has finished. `idem resolve --replace` corrects a wrong result without another run.
 #[derive(clap::Args)]
@@ -126,59 +127,60 @@ pub(crate) struct Discard {
     change: Change,
 }
 
-/// Removes a record, result included: the next delivery runs as the first one.
+/// Removes a record with its result: the next delivery runs as the first one.
 ///
-/// Refused while an attempt is running. With `--prefix` all records whose key begins so; `--dry-run` only lists them.
+/// Refused while an attempt is running. With `--prefix`, removes all records whose key starts with it; `--dry-run` only
+/// lists them.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Forget {
     /// The key, as `<scope>/<text>`
     #[arg(required_unless_present = "prefix")]
     key: Option<String>,
-    /// Prefix of the keys, as `<scope>/` or `<scope>/<text>`; keys of running attempts and of damaged records are left
+    /// Prefix of the keys, as `<scope>/` or `<scope>/<text>`; running attempts and damaged records are left alone
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["key", "seen"])]
     prefix: Option<String>,
-    /// Lists what would be removed, and removes nothing
+    /// Lists the records that would be removed, and removes none
     #[arg(long, requires = "prefix")]
     dry_run: bool,
-    /// Lets Redis and DynamoDB walk through everything they hold, to find a prefix
+    /// Allows a scan of the whole store in Redis and DynamoDB, to find the keys with a prefix
     #[arg(long, requires = "prefix")]
     scan: bool,
     #[command(flatten)]
     change: Change,
 }
 
-/// Ends the lease of a holder that is gone for sure.
+/// Ends the lease of a holder that is certainly gone.
 ///
-/// Under `on_crash = retry` the next delivery runs, under `fail` the key is interrupted. If the holder is alive after all,
-/// its body goes on until its next renewal is refused, beside the next attempt.
+/// Under `on_crash = retry` the next delivery runs; under `fail` the key becomes interrupted. If the holder is alive
+/// after all, its body runs concurrently with the next attempt until its next renewal is refused.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Release {
     /// The key, as `<scope>/<text>`
     key: String,
-    /// Says that the process is gone
+    /// Confirms that the process is gone
     #[arg(long, required = true)]
     break_lease: bool,
     #[command(flatten)]
     change: Change,
 }
 
-/// Removes records whose retention has ended; nothing else.
+/// Removes records whose retention has ended, and no others.
 ///
-/// May be interrupted and repeated. Redis and DynamoDB do this by themselves.
+/// May be interrupted and repeated. Redis and DynamoDB remove such records on their own.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Purge {
-    /// How many records one step looks at
+    /// Number of records that one step examines
     #[arg(long, value_name = "N", default_value = "1000", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     batch: u32,
-    /// Stops after so many (default: all)
+    /// Maximum number of removed records (default: no limit)
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -213,7 +215,7 @@ impl Release {
     }
 }
 
-/// The key that was typed.
+/// Parses the key that was typed.
 fn key<S: Store + ?Sized>(operator: &Operator<'_, S>, shown: &str) -> Result<Key, Stop> {
     operator.key(shown).map_err(|error| {
         Stop::Usage(format!(
@@ -248,7 +250,8 @@ pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A result as it is if it is text, otherwise as hexadecimal digits. JSON stays text: numbers are as they were written.
+/// Returns a result as text if it is text, otherwise as hexadecimal digits. JSON stays text, so its numbers keep their
+/// form.
 fn content(bytes: &Bytes) -> (&'static str, String) {
     match std::str::from_utf8(bytes) {
         Ok(text) if !text.contains(|c: char| c.is_control() && !c.is_whitespace()) => ("text", text.to_owned()),
@@ -262,7 +265,7 @@ fn nothing(key: &Key, store: &str) -> Stop {
     ))
 }
 
-/// What is recorded, without the result.
+/// Returns the record as JSON, without the result.
 pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
     let Inspection { record, expires_in, lapses_in, .. } = found;
     let mut object = json!({
@@ -285,6 +288,7 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         "decided_reason": found.decided_reason(),
         "fingerprint": record.fingerprint.map(|print| print.short().to_string()),
     });
+    // Only a pending record has a lease.
     if let State::Pending { lease, ttl, on_crash, begun } = &record.state {
         object["begun"] = (*begun).into();
         object["lapses_in_ms"] = lapses_in.map(millis).into();
@@ -293,6 +297,7 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         object["on_crash"] = format!("{on_crash:?}").to_lowercase().into();
     }
     if let Some(result) = record.state.result() {
+        // Kind and size alone: the content may be confidential.
         object["result"] = match result {
             StoredResult::Encoded { codec, bytes } => {
                 json!({ "is": "encoded", "codec": codec.as_str(), "bytes": bytes.len() })
@@ -308,7 +313,7 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
     object
 }
 
-/// The name of the state that is recorded.
+/// Returns the name of the recorded state.
 fn state(found: &Inspection) -> &'static str {
     match found.damage {
         Some(_) => Standing::Damaged.name(),
@@ -316,7 +321,7 @@ fn state(found: &Inspection) -> &'static str {
     }
 }
 
-/// The same for a person, with what can be done.
+/// Returns the record as text for a person, with the possible next steps.
 fn text(key: &Key, store: &str, found: &Inspection) -> String {
     match &found.damage {
         Some(why) => text_of_damage(key, store, found, why),
@@ -337,7 +342,7 @@ fn text_of_damage(key: &Key, store: &str, found: &Inspection, why: &str) -> Stri
     .concat()
 }
 
-/// One line of a record, for a person.
+/// Formats one line of a record.
 fn line(name: &str, value: &str) -> String {
     format!("{name:<13}{}\n", printable(value))
 }
@@ -357,6 +362,7 @@ fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
     };
     line("attempt", &format!("{}{counted}", record.attempt));
     line("revision", &found.revision().to_string());
+    // The lines below appear only if the store holds the fact.
     if let Some(holder) = found.holder() {
         let process = holder.process().map_or(String::new(), |process| format!(", process {process}"));
         let name = holder.name().map_or(String::new(), |name| format!(", {name}"));
@@ -408,7 +414,7 @@ fn described(result: &StoredResult) -> String {
     }
 }
 
-/// What the next delivery does, and what an operator can do.
+/// Returns advice: what the next delivery does, and what an operator can do.
 fn advice(record: &Record, live: bool) -> &'static str {
     match &record.state {
         State::Pending { .. } if live => "it is running; if its process is gone for sure: `idem release --break-lease`",
@@ -428,7 +434,7 @@ fn advice(record: &Record, live: bool) -> &'static str {
     }
 }
 
-/// What is to be done with a record.
+/// Decision about a record.
 enum Act {
     Resolve(Resolution, String),
     Replace(Resolution, String),
@@ -439,7 +445,7 @@ enum Act {
 }
 
 impl Act {
-    /// The question, and what is said once it is done.
+    /// Returns the question, and the message after the decision.
     fn words(&self, key: &Key, found: &Inspection, attempt: u32) -> (String, String) {
         let about = match found.damage {
             Some(_) => format!("`{key}`, which is damaged"),
@@ -492,7 +498,7 @@ impl Act {
 
 pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
     let Resolve { key, completed, http_response, failed, without_result, codec, replace, change } = arguments;
-    // Read before anything is asked: the answer of a person should be the last thing that is missing.
+    // Read before the question is asked, so that nothing but the person's answer is missing then.
     let (resolution, end) = match (completed, http_response, failed, without_result) {
         (_, Some(file), ..) => {
             let result = response::read(&bytes_of(file)?).map_err(|problem| wrong(file, &problem))?;
@@ -536,7 +542,7 @@ pub(crate) async fn release(arguments: &Release) -> Result<ExitCode, Stop> {
     decide(&arguments.change, &arguments.key, Act::BreakLease).await
 }
 
-/// Removes, or lists, all records whose key begins with `prefix`.
+/// Removes, or lists, all records whose key starts with `prefix`.
 async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> {
     let Forget { change, dry_run, scan, .. } = arguments;
     let Some((scope, _)) = prefix.split_once('/') else {
@@ -548,6 +554,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let mut filter = Filter::new().scope(scope).limit(Filter::MAX_LIMIT);
     filter.scan = *scan;
+    // Collect first, so that each decision names the revision that was listed.
     let mut found = Vec::new();
     list::each(&operator, filter, |key, inspection| {
         if key.to_string().starts_with(prefix) {
@@ -571,6 +578,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
         return Ok(ExitCode::SUCCESS);
     }
     let count = found.len();
+    // The question shows the first records, so that a wrong prefix is noticed.
     let mut some = String::new();
     for (key, seen) in found.iter().take(10) {
         let _ = writeln!(some, "{key}, attempt {}, {}", seen.attempt(), seen.standing());
@@ -580,7 +588,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     let mut refused = 0;
     for (key, seen) in found {
         let attempt = seen.attempt();
-        // Its handler may be running: a person has to look at each.
+        // The handler of a damaged record may be running, so a person has to look at each.
         if seen.standing() == Standing::Damaged {
             refused += 1;
             said(&key, attempt, "refused", "left")?;
@@ -588,7 +596,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
         }
         match operator.forget(&key, seen).await {
             Ok(true) => said(&key, attempt, "forget", "forgotten")?,
-            // It has expired, or somebody else was faster.
+            // The record has expired, or another process removed it first.
             Ok(false) => {}
             Err(error) => match Stop::from(error) {
                 Stop::Refused(_) => {
@@ -622,7 +630,7 @@ async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop
                     .to_owned(),
             ));
         }
-        // It is shown with the question.
+        // The question shows this revision.
         None => found.revision(),
     };
     let attempt = seen.attempt();
@@ -646,7 +654,7 @@ async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop
     Ok(ExitCode::SUCCESS)
 }
 
-/// The name of the user who runs this.
+/// Returns the name of the current user.
 fn user() -> String {
     ["USER", "LOGNAME", "USERNAME"].iter().find_map(|name| std::env::var(name).ok()).unwrap_or_default()
 }
@@ -655,7 +663,7 @@ fn wrong(path: &Path, problem: &str) -> Stop {
     Stop::Usage(format!("the result in `{}` can't be recorded: {problem}", path.display()))
 }
 
-/// What is in a file, or comes from the input.
+/// Reads a file, or standard input.
 fn bytes_of(path: &Path) -> Result<Bytes, Stop> {
     let mut bytes = Vec::new();
     let read = match path.as_os_str() == "-" {
@@ -669,7 +677,7 @@ fn bytes_of(path: &Path) -> Result<Bytes, Stop> {
     Ok(Bytes::from(bytes))
 }
 
-/// The result in a file, as this codec writes it.
+/// Reads the result in a file, in the form of this codec.
 fn read(path: &Path, codec: &str) -> Result<StoredResult, Stop> {
     let Some(codec) = CodecName::new(codec.as_bytes()) else {
         return Err(Stop::Usage(format!("`{codec}` is no codec: its name has 1 to 15 bytes of ASCII")));
@@ -677,7 +685,7 @@ fn read(path: &Path, codec: &str) -> Result<StoredResult, Stop> {
     let mut bytes = bytes_of(path)?;
     if codec.as_str() == "json" {
         bytes = bytes.slice_ref(bytes.trim_ascii());
-        // Says where, never what: the file holds what a customer gets.
+        // The error names the position, never the content: the file holds customer data.
         if let Err(error) = serde_json::from_slice::<IgnoredAny>(&bytes) {
             return Err(wrong(path, &format!("it is not JSON, at line {} column {}", error.line(), error.column())));
         }
@@ -710,7 +718,7 @@ pub(crate) async fn purge(arguments: &Purge) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A failure in the middle of a purge.
+/// Adds the number of removed records to a failure in the middle of a purge.
 fn so_far(removed: u64, stop: Stop) -> Stop {
     match stop {
         Stop::Unreachable(text) => {

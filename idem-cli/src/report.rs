@@ -1,4 +1,4 @@
-//! What a verb prints, and how it ends.
+//! Output of the commands, and their exit statuses.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -10,26 +10,26 @@ use idem_runtime::operator::OperatorError;
 use idem_runtime::{StoreError, StoreErrorKind};
 use serde_json::{Value, json};
 
-/// As of a program that a closed pipe has ended.
+/// Exit status of a program that a closed pipe has ended.
 pub(crate) const CLOSED_PIPE: u8 = 141;
 
-/// The exit statuses, for the end of every help.
+/// Exit statuses, for the end of every help text.
 pub(crate) const STATUSES: &str = "\
 Exit status: 0 done, 1 refused or something is wrong, 2 wrong use, 3 the store can't be reached or used, 4 nothing found, \
 141 if what reads the output is gone.";
 
-/// Why a verb has not done what it was asked for.
+/// Reason why a command did not finish.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// The store or the person said no, or something is wrong with what is stored.
+    /// The store or the person refused, or the stored data is wrong.
     Refused(String),
     /// Wrong use.
     Usage(String),
     /// The store can't be reached or used.
     Unreachable(String),
-    /// There is no such record.
+    /// The record does not exist.
     Nothing(String),
-    /// Nobody reads what is printed.
+    /// The reader of the output is gone.
     Output(io::Error),
 }
 
@@ -75,7 +75,7 @@ impl Stop {
         }
     }
 
-    /// Says why, and returns the exit status. A pipe that was closed needs no words.
+    /// Prints the reason, and returns the exit status. A closed pipe is not reported.
     pub(crate) fn report(&self, as_json: bool) -> ExitCode {
         let (status, kind) = self.status();
         let message = match self {
@@ -84,7 +84,7 @@ impl Stop {
             Self::Output(_) if status == CLOSED_PIPE => return ExitCode::from(status),
             Self::Output(error) => format!("can't write: {error}"),
         };
-        // Nobody may be there to read this either.
+        // The reader of standard error may be gone as well.
         let _ = match as_json {
             true => writeln!(io::stderr(), "{}", json!({ "error": kind, "status": status, "message": message })),
             false => writeln!(io::stderr(), "idem: {message}"),
@@ -93,7 +93,7 @@ impl Stop {
     }
 }
 
-/// With what is to be done about a certificate: the drivers only say what is wrong with it.
+/// Adds advice about certificates: the drivers report only the problem.
 fn advised(mut text: String) -> String {
     if text.contains("invalid peer certificate") {
         text.push_str("; trusted are the certificates of this system, or those in the file that SSL_CERT_FILE names");
@@ -101,7 +101,7 @@ fn advised(mut text: String) -> String {
     text
 }
 
-/// An error and what caused it, each said once.
+/// Joins an error with its causes, each mentioned once.
 pub(crate) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -115,7 +115,7 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// The text without the logins of URLs: whoever types a URL in the wrong place finds no password in a log.
+/// Removes the logins of URLs from a text, so that a URL in the wrong place leaves no password in a log.
 pub(crate) fn hidden(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
@@ -123,7 +123,8 @@ pub(crate) fn hidden(text: &str) -> String {
         let is_end = |c: char| c.is_whitespace() || matches!(c, '/' | '?' | '`' | '"' | '\'');
         let authority = &after[..after.find(is_end).unwrap_or(after.len())];
         shown.extend([before, "://"]);
-        // A password may hold any character that its writer forgot to escape: up to the last `@` before white space.
+        // A password may contain any character that should have been escaped: it extends to the last `@` before white
+        // space.
         let word = &after[..after.find(char::is_whitespace).unwrap_or(after.len())];
         let login = word.rfind('@').filter(|at| authority.contains('@') || word[..*at].contains(':'));
         rest = match login {
@@ -138,7 +139,7 @@ pub(crate) fn hidden(text: &str) -> String {
     without_parameters(&shown)
 }
 
-/// The text without what is said to be a password.
+/// Removes the values of `password=` parameters from a text.
 fn without_parameters(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
@@ -151,12 +152,12 @@ fn without_parameters(text: &str) -> String {
     shown
 }
 
-/// The text on one line, without what would steer a terminal: names and reasons are whatever somebody has written.
+/// Returns the text on one line, without control characters for the terminal: names and reasons are arbitrary text.
 pub(crate) fn printable(text: &str) -> String {
     text.replace(char::is_control, "�")
 }
 
-/// Where a verb prints: one JSON object a line, or text.
+/// Output format: one JSON object per line, or text.
 pub(crate) struct Output {
     pub(crate) json: bool,
 }
@@ -173,14 +174,14 @@ impl Output {
     }
 }
 
-/// Prints text or bytes as they are.
+/// Prints text or bytes unchanged.
 pub(crate) fn print(bytes: &[u8]) -> Result<(), Stop> {
     let mut output = io::stdout().lock();
     output.write_all(bytes)?;
     Ok(output.flush()?)
 }
 
-/// Asks on the terminal whether to go on, unless `yes` says so. Without a terminal nobody can be asked.
+/// Asks on the terminal for confirmation, unless `yes` is set. Fails without a terminal.
 pub(crate) fn confirm(yes: bool, about: &str, question: &str) -> Result<(), Stop> {
     if yes {
         return Ok(());
@@ -199,7 +200,7 @@ pub(crate) fn confirm(yes: bool, about: &str, question: &str) -> Result<(), Stop
     }
 }
 
-/// A duration as a person reads it: its two largest units.
+/// Formats a duration for a person: its two largest units.
 pub(crate) fn human(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let of = |large: u64, small: u64| (seconds / large, seconds % large / small);
@@ -219,7 +220,7 @@ fn pair((large, small): (u64, u64), many: &str, few: &str) -> String {
     }
 }
 
-/// Milliseconds, for JSON.
+/// Returns milliseconds, for JSON.
 pub(crate) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

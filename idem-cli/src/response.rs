@@ -1,4 +1,4 @@
-//! Responses of HTTP as people have them, in a file as `curl -i` prints it, and as the layer records them.
+//! Converts HTTP responses between a file as `curl -i` prints it and the form that the layer records.
 
 use std::fmt::Write as _;
 
@@ -9,8 +9,8 @@ use idem_runtime::http::{recorded_response, response_of};
 use idem_runtime::record::StoredResult;
 use serde_json::{Value, json};
 
-/// The response in `file`, as the layer would have recorded it; or what is wrong with the file. That names lines and never what
-/// stands in them: the file holds what a customer gets.
+/// Returns the response in `file`, as the layer would have recorded it. The error names lines, never their content: the
+/// file holds customer data.
 pub(crate) fn read(file: &Bytes) -> Result<StoredResult, String> {
     let response = parse(file)?;
     recorded_response(&response).ok_or_else(|| "a header is larger than a record can hold".to_owned())
@@ -41,7 +41,7 @@ fn parse(file: &Bytes) -> Result<Response<Bytes>, String> {
             let (name, value) = header(line).ok_or_else(|| format!("line {number} is no header"))?;
             response.headers_mut().append(name, value);
         };
-        // What was said before the response: `100 Continue`, early hints.
+        // Interim responses precede the final one: `100 Continue`, early hints.
         if response.status().is_informational() {
             continue;
         }
@@ -69,13 +69,13 @@ fn header(line: &[u8]) -> Option<(HeaderName, HeaderValue)> {
     Some((name, HeaderValue::from_bytes(line[colon + 1..].trim_ascii()).ok()?))
 }
 
-/// What a file says that has been cut, edited or put together from several responses.
+/// Refuses files that were cut, edited or joined from several responses.
 fn check(response: &Response<Bytes>) -> Result<(), String> {
     let (body, headers) = (response.body(), response.headers());
     if body.starts_with(b"HTTP/") {
         return Err("its body begins with another status line: leave the last response alone in it".to_owned());
     }
-    // The layer records none either: another client may not have asked for it.
+    // The layer does not record encoded responses either: another client may not accept the encoding.
     if headers.get_all(CONTENT_ENCODING).iter().any(|encoding| encoding != "identity") {
         return Err("it is compressed (`Content-Encoding`): ask for it without compression".to_owned());
     }
@@ -83,7 +83,7 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
     if has_none && !body.is_empty() {
         return Err(format!("a response with the status {} has no body", response.status().as_u16()));
     }
-    // A chunked response was put together by whoever printed it.
+    // A chunked response was joined by the tool that printed it, so its length is not compared.
     if let Some(said) = headers.get(CONTENT_LENGTH).filter(|_| !has_none && !headers.contains_key(TRANSFER_ENCODING))
         && said.to_str().ok().and_then(|said| said.parse().ok()) != Some(body.len())
     {
@@ -95,7 +95,8 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
     Ok(())
 }
 
-/// A recorded response for a person, as `curl -i` would print it, and as JSON; `None` if `result` is none.
+/// Formats a recorded response for a person, as `curl -i` would print it, and as JSON; `None` if `result` is not a
+/// response.
 pub(crate) fn shown(
     result: &StoredResult,
     content: impl Fn(&Bytes) -> (&'static str, String),

@@ -1,4 +1,4 @@
-//! `idem schema`: what a store needs in its server.
+//! `idem schema`: the schema that a store needs in its server.
 
 use std::process::ExitCode;
 
@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::report::{Output, STATUSES, Stop, confirm};
 use crate::store::StoreArguments;
 
-/// What a store needs in its server.
+/// The schema that a store needs in its server.
 #[derive(clap::Subcommand)]
 pub(crate) enum Schema {
     Print(Print),
@@ -26,25 +26,25 @@ impl Schema {
     }
 }
 
-/// Prints the definition of the table, and what a login needs. Asks no server.
+/// Prints the definition of the table, and the rights that a login needs. Connects to no server.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Print {
-    /// The kind of store
+    /// Kind of the store
     store: Kind,
-    /// The schema of PostgreSQL
+    /// Schema of PostgreSQL
     #[arg(long, value_name = "NAME", default_value = "idem")]
     schema: String,
-    /// The table of SQLite or DynamoDB
+    /// Table of SQLite or DynamoDB
     #[arg(long, value_name = "NAME")]
     table: Option<String>,
-    /// Hash partitions of the table, in PostgreSQL (docs/operations.md: "At size")
+    /// Number of hash partitions of the table, in PostgreSQL (docs/operations.md: "At size")
     #[arg(long, value_name = "N")]
     partitions: Option<u16>,
-    /// The login of PostgreSQL that handlers use
+    /// Login of PostgreSQL that handlers use
     #[arg(long, value_name = "NAME", default_value = "app")]
     login: String,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     json: bool,
 }
@@ -59,33 +59,34 @@ enum Kind {
     Dynamodb,
 }
 
-/// Compares the table in the server with what this release needs. Exit status 1 if they differ, 4 if there is none.
+/// Compares the table in the server with the one that this release needs. Exit status 1 if they differ, 4 if there is
+/// none.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Diff {
     #[command(flatten)]
     store: StoreArguments,
-    /// It should have so many hash partitions, in PostgreSQL (default: any number is right)
+    /// Expected number of hash partitions, in PostgreSQL (default: any number)
     #[arg(long, value_name = "N")]
     partitions: Option<u16>,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     json: bool,
 }
 
-/// Creates what is missing: the table with its index, in SQLite the file, in PostgreSQL the schema. Alters nothing.
+/// Creates the missing parts: the table with its index, in SQLite the file, in PostgreSQL the schema. Alters nothing.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Migrate {
-    /// Does not ask
+    /// Does not ask for confirmation
     #[arg(long)]
     yes: bool,
     #[command(flatten)]
     store: StoreArguments,
-    /// Creates a table of so many hash partitions, in PostgreSQL (default: a plain table)
+    /// Creates a table with this number of hash partitions, in PostgreSQL (default: a plain table)
     #[arg(long, value_name = "N")]
     partitions: Option<u16>,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     json: bool,
 }
@@ -98,7 +99,7 @@ pub(crate) async fn main(schema: &Schema) -> Result<ExitCode, Stop> {
     }
 }
 
-/// Refuses partitions of what has none.
+/// Refuses partitions for a store that has none.
 fn for_postgres(partitions: Option<u16>, is_postgres: bool) -> Result<(), Stop> {
     match partitions {
         Some(_) if !is_postgres => Err(Stop::Usage("only PostgreSQL has --partitions".to_owned())),
@@ -125,6 +126,7 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
         Kind::Postgres => {
             let quoted = |name: &str| format!("\"{}\"", name.replace('"', "\"\""));
             let (schema, login) = (quoted(&arguments.schema), quoted(&arguments.login));
+            // Deletion is granted separately: handlers never need it.
             let grants = format!(
                 "-- For handlers.\nGRANT USAGE ON SCHEMA {schema} TO {login};\n\
                  GRANT SELECT, INSERT, UPDATE ON {schema}.records TO {login};\n\
@@ -143,6 +145,7 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
         Kind::Dynamodb => {
             let name = arguments.table.as_deref().unwrap_or("idempotency");
             let template = idem_runtime::DynamoStore::CLOUDFORMATION.trim_end();
+            // Two statements, so that handlers get fewer rights than operators.
             let policy = json!({
                 "Version": "2012-10-17",
                 "Statement": [

@@ -1,4 +1,4 @@
-//! Encryption, for everything that no driver encrypts.
+//! Encryption, for connections that no driver encrypts.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// TLS as everybody else on this machine speaks it: with the certificates that the system trusts, or those that
-/// `SSL_CERT_FILE` names.
+/// Returns a TLS connector that trusts the certificates of this system, or those in the file that `SSL_CERT_FILE`
+/// names.
 pub(crate) fn connector() -> Result<TlsConnector, String> {
     let mut roots = RootCertStore::empty();
     let found = rustls_native_certs::load_native_certs();
@@ -21,7 +21,7 @@ pub(crate) fn connector() -> Result<TlsConnector, String> {
     Ok(TlsConnector::from(Arc::new(config.with_root_certificates(roots).with_no_client_auth())))
 }
 
-/// Chooses the cryptography of the drivers, unless it is chosen: without any, they would panic.
+/// Chooses the cryptography of the drivers, unless it is chosen already: without any, they would panic.
 #[cfg(any(feature = "postgres", feature = "redis"))]
 pub(crate) fn provide() {
     let _ = ring::default_provider().install_default();

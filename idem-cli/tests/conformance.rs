@@ -1,4 +1,4 @@
-//! The checker of HTTP servers, as a program: right servers pass, each mistake is caught, and no case is idle.
+//! The checker of HTTP servers, as a program: correct servers pass, each mistake is caught, and every case catches one.
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -96,14 +96,15 @@ fn idem<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Command {
     command
 }
 
-/// The exit status and what was written: to the output, and as errors.
+/// Runs the program. Returns its exit status, its output, and its errors.
 async fn run<'a>(arguments: impl IntoIterator<Item = &'a str>) -> (i32, String, String) {
     let Output { status, stdout, stderr } = idem(arguments).output().await.unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (status.code().unwrap(), text(stdout), text(stderr))
 }
 
-/// Checks a server with a mistake by these cases, by all if there are none, and returns the exit status and those that fail.
+/// Checks a server with this mistake by these cases (by all if `cases` is empty). Returns the exit status and the
+/// failed cases.
 async fn check(mistake: Mistake, profile: &'static str, cases: &[&str]) -> (i32, Vec<String>) {
     let url = format!("http://{}", serve(profile, mistake).await);
     let cases = cases.iter().flat_map(|case| ["--case", case]);
@@ -132,7 +133,7 @@ async fn a_server_without_a_mistake_passes() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_mistake_is_caught() {
-    // A few at a time: each is a server, and a program that checks it.
+    // A few at a time: each check runs a server and the program.
     let room = Arc::new(Semaphore::new(6));
     let checks = CAUGHT.iter().map(|(mistake, profile, cases)| {
         let room = Arc::clone(&room);
@@ -187,7 +188,7 @@ async fn routes_and_callers_are_given_by_arguments() {
         run([&*url].into_iter().chain(arguments)).await.0
     };
     assert_eq!(ask(&["--path", "/transfers", "--other-path", "/loans", "--counter", "/count"]).await, 0);
-    // Both are one caller now.
+    // The second caller now has the first one's credentials.
     assert_eq!(ask(&["--caller", "second=Authorization: Bearer alice-2"]).await, 1);
     assert_eq!(ask(&["--counter", "/transfers"]).await, 2);
 }
@@ -234,6 +235,7 @@ async fn a_file_that_holds_no_cases_is_refused() {
     };
     let case =
         |steps: &str| own(&format!(r#"[{{"name":"a","rule":"","profiles":["ietf"],"steps":{steps},"runs":1}}]"#));
+    // Each text has one mistake, with a part of the expected error.
     let twice = r#"{"name":"a","rule":"","profiles":["acp"],"steps":[{}],"runs":1}"#;
     for (text, error) in [
         (String::new(), "not a file of cases: EOF"),
@@ -270,7 +272,8 @@ async fn a_file_that_holds_no_cases_is_refused() {
     std::fs::remove_file(&file).unwrap();
 }
 
-/// A server that answers each request with these bytes, so often; it then keeps quiet, or goes.
+/// Starts a server that answers the first `times` requests with the bytes of `answer`. Afterwards it stops if `goes`,
+/// otherwise it stays silent.
 async fn scripted(answer: &'static str, mut times: usize, goes: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -309,7 +312,7 @@ async fn a_server_that_is_away_or_no_server_is_told() {
         (scripted("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n7", usize::MAX, false).await, "closed the connection"),
         (scripted("HTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n", usize::MAX, false).await, "answers 404 ``"),
         (scripted("HTTP/1.1 200 OK\r\n\r\n{\"a\":1,\"b\":2}", usize::MAX, false).await, "which is no counter"),
-        // It answers once, and is never heard of again.
+        // Answers once, then never again.
         (scripted(COUNT, 1, false).await, "gone in the case `duplicate_is_replayed`: GET /count: no answer within 1 s"),
         (scripted(COUNT, 1, true).await, "gone in the case `duplicate_is_replayed`"),
     ] {
@@ -320,7 +323,7 @@ async fn a_server_that_is_away_or_no_server_is_told() {
     }
 }
 
-/// The port at which a server speaks TLS, whose certificate for `localhost` is written to `folder`.
+/// Starts a TLS proxy for `server`, and writes its certificate for `localhost` to `folder`. Returns its port.
 async fn behind_tls(server: SocketAddr, folder: &Path) -> u16 {
     let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
     let made = Command::new("openssl")
@@ -345,7 +348,7 @@ async fn behind_tls(server: SocketAddr, folder: &Path) -> u16 {
             tokio::spawn(async move {
                 let mut behind = TcpStream::connect(server).await.unwrap();
                 if let Ok(mut stream) = tls.accept(stream).await {
-                    // When one side goes, so does the other.
+                    // Closing one side closes the other.
                     let _ = tokio::io::copy_bidirectional(&mut stream, &mut behind).await;
                 }
             });
@@ -382,7 +385,7 @@ async fn counters_may_be_chunked_and_come_after_a_hint() {
     for answer in [chunked, COUNT, "HTTP/1.1 200 OK\r\n\r\n7"] {
         let url = scripted(answer, usize::MAX, false).await;
         let (status, output, errors) = run([&*url, "--case", "duplicate_is_replayed"]).await;
-        // The counter is read; what the operation answers is wrong.
+        // The counter is read; only the operation's answer is wrong.
         assert_eq!((status, &*errors), (1, ""));
         assert!(output.contains("step 1: status 200, not 201"), "{output}");
     }

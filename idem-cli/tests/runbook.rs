@@ -1,4 +1,4 @@
-//! The incidents of docs/operations.md, each made with a real store, and settled with the commands that stand there
+//! The incidents of docs/operations.md: each is produced with a real store, and resolved with the commands of that page
 //! (`./scripts/test -p idem-cli --test runbook`).
 
 #[path = "runbook/alerts.rs"]
@@ -10,7 +10,7 @@ mod page;
 #[path = "runbook/scene.rs"]
 mod scene;
 
-/// The incidents, as the page calls them.
+/// Titles of the incidents on the page.
 const INCIDENTS: [&str; 10] = [
     "A worker died under `on_crash = fail`",
     "A process hangs and holds its lease",
@@ -33,6 +33,6 @@ fn the_page_has_each_incident_and_the_table_leads_to_it() {
         assert!(table.contains(&link), "no `{link}` in the table of the page");
         assert!(source.contains(&format!("\"{title}\"")), "nobody plays `{title}`");
     }
-    // All links of the table lead somewhere.
+    // Every link of the table leads to an incident.
     assert_eq!(table.matches("](#").count(), INCIDENTS.len(), "{table}");
 }

@@ -1,4 +1,4 @@
-//! The verbs about stores, as a program: on SQLite files, and on real servers (`./scripts/test -p idem-cli`).
+//! The commands for stores, as a program: on SQLite files, and on real servers (`./scripts/test -p idem-cli`).
 
 #[path = "stores/records.rs"]
 mod records;

@@ -1,4 +1,4 @@
-//! `idem conformance http`: does a server of any language keep the rules of the `Idempotency-Key`?
+//! `idem conformance http`: checks whether an HTTP server, in any language, follows the rules of the `Idempotency-Key`.
 
 mod cases;
 mod run;
@@ -18,55 +18,56 @@ use crate::report::CLOSED_PIPE;
 
 const BUILT_IN: &str = include_str!("../../cases/http.json");
 
-/// Cases are written by hand: what is larger is something else.
+/// Case files are written by hand, so a larger file is a mistake.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// Checks that an HTTP server keeps the rules of the Idempotency-Key.
+/// Checks that an HTTP server follows the rules of the Idempotency-Key.
 ///
-/// The server exposes an operation that counts its runs, another one, and the counter. What they have to do is described in
-/// docs/http.md.
+/// The server provides an operation that counts its runs, a second operation, and the counter. docs/http.md describes
+/// them.
 #[derive(clap::Args)]
 #[command(
     after_help = "Exit status: 0 if every case passed, 1 if one failed, 2 for wrong use or a server that can't be \
                         reached, 141 if what reads the output is gone."
 )]
 pub(crate) struct Arguments {
-    /// Where the server is, as `http://127.0.0.1:8080` or `https://example.com`; a path is put before those of the routes
+    /// URL of the server, as `http://127.0.0.1:8080` or `https://example.com`; its path is put before the paths of the
+    /// routes
     url: String,
-    /// Whose rules it follows
+    /// Rules that the server should follow
     #[arg(long, value_enum, default_value = "ietf")]
     profile: Profile,
-    /// A file of cases instead of those that come along
+    /// File of cases that replaces the built-in cases
     #[arg(long, value_name = "FILE")]
     cases: Option<PathBuf>,
     /// Runs only this case; may be given more than once
     #[arg(long = "case", value_name = "NAME")]
     names: Vec<String>,
-    /// The operation instead of that of the file
+    /// Path of the operation (default: from the file of cases)
     #[arg(long, value_name = "PATH")]
     path: Option<String>,
-    /// The other operation
+    /// Path of the second operation (default: from the file of cases)
     #[arg(long, value_name = "PATH")]
     other_path: Option<String>,
-    /// The counter
+    /// Path of the counter (default: from the file of cases)
     #[arg(long, value_name = "PATH")]
     counter: Option<String>,
-    /// The credentials of a caller of the file, as `first=Authorization: Bearer …`; may be given more than once
+    /// Credentials of a caller in the file, as `first=Authorization: Bearer …`; may be given more than once
     #[arg(long = "caller", value_name = "NAME=HEADER")]
     callers: Vec<String>,
-    /// How long an answer may take, in seconds
+    /// Time limit for an answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: u64,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     json: bool,
 }
 
-/// Why there is no verdict.
+/// Reason why there is no verdict.
 enum Stop {
-    /// Wrong use, or a server that is not there.
+    /// Wrong use, or a server that can't be reached.
     Error(String),
-    /// Nobody reads what is printed.
+    /// The reader of the output is gone.
     Output(io::Error),
 }
 
@@ -90,15 +91,15 @@ pub(crate) fn main(arguments: &Arguments) -> ExitCode {
 }
 
 fn complain(text: &str) -> ExitCode {
-    // Nobody may be there to read this either.
+    // The reader of standard error may be gone as well.
     let _ = writeln!(io::stderr(), "idem: {text}");
     ExitCode::from(2)
 }
 
-/// Whether all cases pass.
+/// Returns whether all cases pass.
 async fn check(arguments: &Arguments) -> Result<bool, Stop> {
     let server = Server::parse(&arguments.url).map_err(|what| {
-        // It may hold a password.
+        // The URL may hold a password.
         let url = if arguments.url.contains('@') { "the URL" } else { &arguments.url };
         Stop::Error(format!("{url} is not a URL to check: {what}"))
     })?;
@@ -106,7 +107,7 @@ async fn check(arguments: &Arguments) -> Result<bool, Stop> {
     let chosen = choose(&file, arguments).map_err(Stop::Error)?;
     let patience = Duration::from_secs(arguments.timeout);
     let checker = Checker { server: &server, file: &file, profile: arguments.profile, patience };
-    // Before anything is asked: there is a server, and it counts.
+    // Before the first case: check that the server answers and has a counter.
     checker.count().await.map_err(|error| Stop::Error(format!("{}: {error}", arguments.url)))?;
 
     let mut output = io::stdout().lock();
@@ -114,6 +115,7 @@ async fn check(arguments: &Arguments) -> Result<bool, Stop> {
     let mut failed = 0;
     for case in &chosen {
         let wrong = checker.run(case).await.err();
+        // After a failed case the counter shows whether the server itself is gone. That gives no verdict.
         if let Some(wrong) = &wrong {
             failed += 1;
             if let Err(error) = checker.count().await {
@@ -143,7 +145,7 @@ async fn check(arguments: &Arguments) -> Result<bool, Stop> {
     Ok(failed == 0)
 }
 
-/// The file of cases, with what the arguments say instead.
+/// Reads the file of cases, and replaces the parts that the arguments set.
 fn file(arguments: &Arguments) -> Result<File, String> {
     let mut file = match &arguments.cases {
         None => File::parse(BUILT_IN)?,
@@ -181,7 +183,7 @@ fn file(arguments: &Arguments) -> Result<File, String> {
     Ok(file)
 }
 
-/// The cases of the profile, or those of them that are named.
+/// Selects the cases of the profile, or the named cases among them.
 fn choose<'a>(file: &'a File, arguments: &Arguments) -> Result<Vec<&'a Case>, String> {
     let profile = arguments.profile;
     let of_profile = file.cases.iter().filter(|case| case.profiles.contains(&profile));

@@ -1,4 +1,4 @@
-//! `idem conformance`: does a server, or a store, keep the rules?
+//! `idem conformance`: checks whether a server, or a store, follows the rules.
 
 pub(crate) mod http;
 pub(crate) mod store;

@@ -1,4 +1,4 @@
-//! `idem conformance store`: does a store keep the contract, here, with this server?
+//! `idem conformance store`: checks whether a store keeps the contract on this machine, with this server.
 
 use std::any::Any;
 use std::process::ExitCode;
@@ -12,29 +12,29 @@ use crate::store::StoreArguments;
 
 /// Checks that a store keeps the contract, with two connections to its server.
 ///
-/// It writes some thousand records in the scope `conformance` and in others, which expire within 20 minutes. Clauses about a server that
-/// is away, about values of others and about records that are held back are not checked here.
+/// The check writes some thousand records in the scope `conformance` and in others; they expire within 20 minutes. Some
+/// clauses are not checked here: those about an unreachable server, about foreign values, and about blocked records.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Arguments {
     /// Runs only this clause; may be given more than once
     #[arg(long = "case", value_name = "NAME")]
     names: Vec<String>,
-    /// Does not ask
+    /// Does not ask for confirmation
     #[arg(long)]
     yes: bool,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// What only a test with a server of its own can arm.
+/// Clauses that need a test with its own server.
 const UNARMED: [&str; 3] = ["unreachable_store", "foreign_value", "blocked_record_holds_up_no_other"];
-/// A clause that takes longer hangs.
+/// Time limit for a clause; a longer one hangs.
 const LONGEST: Duration = Duration::from_secs(300);
-/// An item of DynamoDB has 400 KB.
+/// Largest result for an item of DynamoDB, whose limit is 400 KB.
 const LARGEST_ITEM: usize = 390_000;
 
 pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
@@ -45,7 +45,7 @@ pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
     if place.kind() == "dynamodb" {
         subject = subject.largest_result(LARGEST_ITEM).patience(Duration::from_secs(120));
     }
-    // What a clause finds is reported in its line.
+    // The panic of a failed clause is reported in its line.
     std::panic::set_hook(Box::new(|_| {}));
     let output = Output { json: arguments.json };
     let width = clauses.iter().map(|clause| clause.name().len()).max().unwrap_or_default();
@@ -84,7 +84,7 @@ fn chosen(names: &[String]) -> Result<Vec<&'static Clause>, Stop> {
     names.iter().map(find).collect()
 }
 
-/// What a clause said of its store.
+/// Extracts the message from the panic of a clause.
 fn said(panic: Box<dyn Any + Send>) -> String {
     match panic.downcast::<String>() {
         Ok(text) => *text,

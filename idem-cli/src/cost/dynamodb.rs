@@ -18,7 +18,7 @@ const UNITS: [Unit; 3] = [
     Unit { name: "calls", price: None },
 ];
 
-/// What the answers so far say.
+/// Sums of the units in the answers so far.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Tally(Arc<Mutex<Counts>>);
 
@@ -27,7 +27,7 @@ struct Counts {
     writes: f64,
     reads: f64,
     calls: f64,
-    /// Answers that should tell, and don't.
+    /// Number of answers that lack the units that they should report.
     silent: u64,
 }
 
@@ -42,7 +42,8 @@ impl Tally {
         let refused = answer["__type"].as_str().is_some_and(|it| it.ends_with("ConditionalCheckFailedException"));
         let units = match answer["ConsumedCapacity"]["CapacityUnits"].as_f64() {
             Some(units) => units,
-            // It is billed by the item that it met, and its answer does not say so.
+            // A refused write is billed by the size of the item that it found, but its answer does not report the
+            // units.
             None if refused => write_units(
                 answer["Item"]
                     .as_object()
@@ -57,13 +58,13 @@ impl Tally {
     }
 }
 
-/// The units of a write of an item of so many bytes: one for each 1 KB begun.
+/// Returns the write units of an item of this size: one for each started KB.
 #[allow(clippy::cast_precision_loss, reason = "an item has 400 KB at most")]
 fn write_units(bytes: usize) -> f64 {
     bytes.div_ceil(1024).max(1) as f64
 }
 
-/// Bytes of a value, as DynamoDB counts them; of the types that records have.
+/// Returns the size of a value as DynamoDB counts it. Supports the types that records have.
 fn size_of_json(value: &Value) -> usize {
     let text = |name: &str| value[name].as_str();
     match (text("S"), text("N"), text("B")) {
@@ -74,7 +75,7 @@ fn size_of_json(value: &Value) -> usize {
     }
 }
 
-/// One byte for two significant digits, and one more.
+/// Returns the size of a number: one byte for two significant digits, and one more.
 fn size_of_number(number: &str) -> usize {
     let digits: String = number.chars().filter(char::is_ascii_digit).collect();
     let significant = digits.trim_start_matches('0').trim_end_matches('0').len();
@@ -90,10 +91,10 @@ fn size_of(value: &AttributeValue) -> usize {
     }
 }
 
-/// A table, and what its answers say.
+/// A table, and the units that its answers report.
 pub(crate) struct Capacity {
     pub(crate) store: Arc<dyn Store>,
-    /// Counts nothing.
+    /// A client whose calls are not counted.
     pub(crate) client: Client,
     pub(crate) table: String,
     pub(crate) namespace: String,
@@ -126,7 +127,7 @@ impl Meter for Capacity {
             let name = AttributeValue::S(format!("{}{}", self.namespace, key.as_str()));
             let asked = self.client.get_item().table_name(&self.table).key("key", name).consistent_read(true).send();
             let item = asked.await.map_err(|error| unreachable(&error))?.item.unwrap_or_default();
-            // What DynamoDB stores for each item besides its attributes.
+            // DynamoDB adds 100 bytes to the attributes of each item.
             let bytes: usize = item.iter().map(|(name, value)| name.len() + size_of(value)).sum::<usize>() + 100;
             Ok(f64::from(u32::try_from(bytes).unwrap_or(u32::MAX)))
         })

@@ -1,4 +1,4 @@
-//! `idem cost`: what calls cost in units of the store, measured there with records of its own.
+//! `idem cost`: the cost of calls in units of the store, measured there with its own records.
 
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamodb;
@@ -25,17 +25,17 @@ use self::prices::Prices;
 use crate::report::{Output, STATUSES, Stop};
 use crate::store::StoreArguments;
 
-/// Longer than all of it takes, and short for what is left if this is killed in between.
+/// Lease for the measurement: longer than a run, short enough that leftovers of a killed run vanish soon.
 const LEASE: Duration = Duration::from_secs(120);
 const TTL: Duration = Duration::from_secs(120);
-/// Each size is measured so often, and the least counts: what others do on the server meanwhile only adds.
+/// Number of measurements of each size. The least counts, because other load on the server can only add to it.
 const ROUNDS: usize = 3;
 const DAYS_A_MONTH: f64 = 30.0;
 
-/// Measures what a million calls cost in units of this store, and what that is a month at your prices.
+/// Measures the cost of a million calls in units of this store, and the price of a month at your prices.
 ///
-/// It makes some hundred records in the scope `idem-cost`, one after the other, and removes them again: calls of many tasks
-/// at once share commits and exchanges, and cost less. No price is built in.
+/// Makes some hundred records in the scope `idem-cost`, one after the other, and removes them again. Calls of many
+/// concurrent tasks share commits and round trips, and so cost less. No price is built in.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Arguments {
@@ -44,25 +44,25 @@ pub(crate) struct Arguments {
     /// Sizes of recorded results, in bytes
     #[arg(long, value_name = "N", value_delimiter = ',', default_values = ["100", "1000", "10000"])]
     result_bytes: Vec<usize>,
-    /// First runs and duplicates a day
+    /// First runs and duplicates per day
     #[arg(long, value_name = "N", default_value = "1000000", value_parser = at_least_zero)]
     calls_per_day: f64,
-    /// How many of 100 calls are duplicates
+    /// Number of duplicates in 100 calls
     #[arg(long, value_name = "PERCENT", default_value = "5", value_parser = percent)]
     duplicates: f64,
-    /// Renewals of a lease in a first run: its time by a third of the lease, rounded down
+    /// Renewals of a lease in a first run: its duration divided by a third of the lease, rounded down
     #[arg(long, value_name = "N", default_value = "0", value_parser = at_least_zero)]
     renewals: f64,
-    /// The retention of a record, in days
+    /// Retention of a record, in days
     #[arg(long, value_name = "DAYS", default_value = "7", value_parser = at_least_zero)]
     ttl_days: f64,
-    /// A price, by the name of its unit (docs/cli.md has the names)
+    /// Price of a unit, by its name (docs/cli.md lists the names)
     #[arg(long = "price", value_name = "NAME=NUMBER")]
     prices: Vec<String>,
-    /// A file of such lines
+    /// File with one such price per line
     #[arg(long = "prices", value_name = "FILE")]
     price_file: Option<std::path::PathBuf>,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -79,45 +79,45 @@ fn percent(text: &str) -> Result<f64, String> {
 /// A unit that is counted for each call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unit {
-    /// As it is printed, and as the field in JSON.
+    /// Name for the output, and for the JSON field.
     pub(crate) name: &'static str,
-    /// What is priced, and how many of these units one of it is.
+    /// Name of the price, and the number of these units that it covers.
     pub(crate) price: Option<(&'static str, f64)>,
 }
 
-/// Some time.
+/// A measurement, as a future.
 pub(crate) type Measured<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
-/// The store that is measured, and its counters.
+/// The store under measurement, and its counters.
 pub(crate) trait Meter {
     fn store(&self) -> Arc<dyn Store>;
 
-    /// What is counted for each call, in the order of [`count`](Meter::count).
+    /// Returns the units that are counted for each call, in the order of [`count`](Meter::count).
     fn units(&self) -> &'static [Unit];
 
-    /// How many records a round makes.
+    /// Returns the number of records in a round.
     fn records(&self) -> usize;
 
-    /// What was counted so far.
+    /// Returns the counts so far.
     fn count(&self) -> Measured<'_, Vec<f64>>;
 
-    /// Bytes that the record of the key takes in the store, with its share of indexes.
+    /// Returns the bytes that the record of the key takes in the store, including its share of indexes.
     fn stored<'a>(&'a self, key: &'a Key) -> Measured<'a, f64>;
 
-    /// What the figures leave out.
+    /// Lists the costs that the figures leave out.
     fn notes(&self) -> &'static [&'static str];
 }
 
-/// What is done with a record, in this order.
+/// The measured kinds of work on a record.
 const WORK: [&str; 4] = ["first run", "replay", "duplicate of a running call", "renewal"];
 const FIRST_RUN: usize = 0;
 const REPLAY: usize = 1;
 const RENEWAL: usize = 3;
 
-/// What a call costs, with a result of one size.
+/// Costs of the calls for one size of result.
 struct Costs {
     bytes: usize,
-    /// By [`WORK`], then by unit.
+    /// By index in [`WORK`], then by unit.
     units: [Vec<f64>; 4],
     stored: f64,
 }
@@ -134,12 +134,12 @@ pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
     print(arguments, place.kind(), units, &all, meter.notes(), &prices)
 }
 
-/// What has a price.
+/// Returns the names of all prices.
 fn names(units: &[Unit]) -> Vec<&'static str> {
     units.iter().filter_map(|unit| unit.price.map(|(name, _)| name)).chain(["gb_month"]).collect()
 }
 
-/// The least of some rounds, and nothing left behind of any.
+/// Measures several rounds, returns the least costs, and removes all records.
 async fn measure(meter: &dyn Meter, bytes: usize) -> Result<Costs, Stop> {
     let mut least: Option<Costs> = None;
     for _ in 0..ROUNDS {
@@ -174,24 +174,28 @@ async fn remove(store: &dyn Store, leases: &[Lease]) -> Result<(), Stop> {
 async fn round(meter: &dyn Meter, bytes: usize, leases: &mut Vec<Lease>) -> Result<Costs, Stop> {
     let store = meter.store();
     let beats = store.heartbeats();
-    // Unique, so that two who measure don't meet.
+    // Unique, so that two concurrent measurements use different keys.
     let owner = beats.new_owner();
     let name = owner.as_bytes().iter().fold(String::new(), |name, byte| format!("{name}{byte:02x}"));
     let request = |n: usize| {
-        // As long as a key with a UUID.
+        // As long as a key that contains a UUID.
         let key = Key::new("idem-cost", format!("order:{name}:{n:03}")).expect("a short key");
         ReserveRequest::new(key, beats.new_owner(), LEASE, TTL).holder(beats.holder())
     };
     let count = meter.records();
-    // Once for what is only done once: connections, statements that are prepared, scripts that are loaded.
+    // First run every operation once, so that one-time costs are not counted: connections, prepared statements, loaded
+    // scripts.
     let lease = granted(&*store, &request(999)).await?;
     leases.push(lease.clone());
     let _ = store.reserve(&request(999)).await?;
     let _ = renew_all(&*store, std::slice::from_ref(&lease)).await?;
     let _ = store.finish(&lease, &finish(bytes)).await?;
     let _ = store.reserve(&request(999)).await?;
+    // Two counts in a row: their difference is the cost of counting.
     let mut counts = vec![meter.count().await?, meter.count().await?];
     let first = leases.len();
+    // Each of the loops below repeats one operation (reserve, duplicate, renewal, finish, replay) and ends with a
+    // count.
     for n in 0..count {
         leases.push(granted(&*store, &request(n)).await?);
     }
@@ -230,7 +234,7 @@ async fn round(meter: &dyn Meter, bytes: usize, leases: &mut Vec<Lease>) -> Resu
     counts.push(meter.count().await?);
     #[allow(clippy::cast_precision_loss, reason = "a small number")]
     let each = |step: usize| -> Vec<f64> {
-        // What counting itself adds shows between the first two.
+        // The difference between the first two counts is the cost of counting itself.
         let own = counts[1].iter().zip(&counts[0]).map(|(after, before)| after - before);
         let pairs = counts[step + 2].iter().zip(&counts[step + 1]).zip(own);
         pairs.map(|((after, before), own)| ((after - before - own) / count as f64).max(0.0)).collect()
@@ -242,7 +246,7 @@ async fn round(meter: &dyn Meter, bytes: usize, leases: &mut Vec<Lease>) -> Resu
 }
 
 fn finish(bytes: usize) -> Finish {
-    // JSON, and nothing that a server could make smaller.
+    // JSON text that a server can't compress.
     let mut text = vec![b'"'; bytes];
     let mut state = 1_u64;
     for byte in text.iter_mut().take(bytes.saturating_sub(1)).skip(1) {
@@ -264,12 +268,12 @@ fn unexpected(answer: &dyn fmt::Debug) -> Stop {
     Stop::Refused(format!("unexpected answer {answer:?}"))
 }
 
-/// Units a month, and what they cost.
+/// Units per month, and their price.
 struct Month {
     /// By unit.
     units: Vec<f64>,
     stored_gb: f64,
-    /// The priced ones, with their sums.
+    /// Price of each unit that has one.
     money: Vec<(&'static str, f64)>,
 }
 
@@ -300,6 +304,7 @@ fn print(
     let output = Output { json: arguments.json };
     let heads: Vec<&str> = units.iter().map(|unit| unit.name).collect();
     let say = |text: &str| if arguments.json { Ok(()) } else { output.line(&Value::Null, text) };
+    // First table: calls, in one row for each size and kind of work.
     say(&format!("{kind}: a million calls, one after the other"))?;
     say(&row(&["", "result"], &heads))?;
     for costs in all {
@@ -324,6 +329,7 @@ fn print(
         arguments.renewals,
         arguments.ttl_days
     ))?;
+    // Second table: a month, with the sums if there are prices.
     let columns: Vec<&str> = ["bytes a record", "GB stored"].into_iter().chain(heads.iter().copied()).collect();
     say(&row(&["", "result"], &columns))?;
     for costs in all {
@@ -371,7 +377,7 @@ fn field(name: &str) -> String {
     name.replace(' ', "_")
 }
 
-/// A number with three digits, and a unit of thousands.
+/// Formats a number with three digits, and a letter for thousands, millions and so on.
 fn figure(value: f64) -> String {
     let (value, of) = match value.abs() {
         size if size >= 1e12 => (value / 1e12, "T"),

@@ -1,4 +1,4 @@
-//! Bytes of log and of rows, as PostgreSQL counts them.
+//! Bytes of write-ahead log and of rows, as PostgreSQL counts them.
 
 use std::sync::Arc;
 
@@ -11,12 +11,12 @@ use crate::store::postgres::{ask, refused};
 
 const UNITS: [Unit; 1] = [Unit { name: "log bytes", price: Some(("wal_gb", 1e9)) }];
 
-/// What is stored in the row itself; larger results are moved out of it.
+/// Largest result that is stored in the row itself; PostgreSQL moves larger results out of it.
 const IN_ROW: f64 = 2000.0;
-/// How much of the pages of a table with the fill factor of ours stays empty: as much as is used (measured:
+/// Factor for the empty part of the table's pages at its fill factor: as much space is empty as is used (measured:
 /// benches/README.md).
 const ROOM: f64 = 2.0;
-/// How full the pages of an index with random keys are.
+/// Filled part of the pages of an index with random keys.
 const FULL: f64 = 0.66;
 
 /// A table, and the log of its server.
@@ -59,7 +59,8 @@ impl Meter for Log {
             let rows = ask(&self.client, &question, &[key.as_str()]).await.map_err(|error| refused(&error))?;
             let row = rows.first().ok_or_else(|| Stop::Refused("the record is gone".to_owned()))?;
             let (name, result, rest): (f64, f64, f64) = (row.get(0), row.get(1), row.get(2));
-            // A row has a pointer to it, and one that was moved out a pointer in its place; its pieces have heads of their own.
+            // Every row has a pointer in its page. A result that is moved out leaves a pointer in the row, and its
+            // pieces have headers.
             let (inside, outside) = if result > IN_ROW { (18.0, result * 1.04) } else { (result, 0.0) };
             let indexes = (name + 16.0 + 24.0) / FULL;
             Ok((rest + inside + 4.0) * ROOM + outside + indexes)

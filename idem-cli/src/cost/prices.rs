@@ -1,4 +1,4 @@
-//! What the user pays for a unit.
+//! The user's prices of units.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::report::Stop;
 pub(super) struct Prices(Vec<(String, f64)>);
 
 impl Prices {
-    /// From a file with a line for each, and from the command line, which wins.
+    /// Reads prices from a file with one per line, and from the command line. The command line wins.
     pub(super) fn read(given: &[String], file: Option<&Path>, known: &[&str]) -> Result<Self, Stop> {
         let text = match file {
             None => String::new(),
@@ -34,7 +34,7 @@ impl Prices {
         Ok(Self(prices))
     }
 
-    /// The last price of this unit.
+    /// Returns the last price of this unit.
     pub(super) fn of(&self, name: &str) -> Option<f64> {
         self.0.iter().rev().find(|(known, _)| known == name).map(|(_, price)| *price)
     }

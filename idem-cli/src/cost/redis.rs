@@ -1,4 +1,4 @@
-//! Commands and bytes, counted on their way to Redis, and memory, as it counts that itself.
+//! Commands and bytes, counted on their way to Redis, and memory, as Redis counts it.
 
 use std::io;
 use std::sync::Arc;
@@ -17,18 +17,18 @@ const UNITS: [Unit; 2] = [
     Unit { name: "bytes", price: Some(("gb_transfer", 1e9)) },
 ];
 
-/// What has passed.
+/// Traffic that has passed.
 #[derive(Default, Debug)]
 struct Passed {
     commands: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// Counts the commands in what a client sends, in pieces of any length.
+/// Counts the commands in a client's stream, whose pieces may have any length.
 #[derive(Default)]
 struct Commands {
     line: Vec<u8>,
-    /// Bytes of an argument that are still to come.
+    /// Bytes of an argument that have not arrived yet.
     skip: usize,
 }
 
@@ -58,7 +58,7 @@ impl Commands {
     }
 }
 
-/// Passes on to `server` what it is sent. Returns its own port.
+/// Forwards connections to `server` and counts their traffic. Returns the local port.
 async fn pass_on(server: (String, u16), passed: Arc<Passed>) -> io::Result<u16> {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
     let port = listener.local_addr()?.port();
@@ -93,7 +93,7 @@ async fn pass_on(server: (String, u16), passed: Arc<Passed>) -> io::Result<u16> 
     Ok(port)
 }
 
-/// A server that is reached through a counter.
+/// A server behind a counting proxy.
 pub(crate) struct Counted {
     store: Arc<dyn Store>,
     raw: MultiplexedConnection,
@@ -102,7 +102,7 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// `open` opens a store at a URL.
+    /// Connects to the server at `url` through the proxy. `open` opens a store at a URL.
     pub(crate) async fn at<T: Future<Output = Result<Arc<dyn Store>, Stop>>>(
         url: &str,
         namespace: String,

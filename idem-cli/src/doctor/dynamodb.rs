@@ -1,4 +1,4 @@
-//! What can be wrong with a DynamoDB table.
+//! Checks of a DynamoDB table.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -14,6 +14,7 @@ const MAX_CLOCK_SKEW: i128 = 1;
 
 pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
     let (client, date) = table.client()?;
+    // Without the right to describe the table, the other checks still run.
     let described = in_time(timeout, client.describe_table().table_name(&table.name).send()).await?;
     let described = match described {
         Ok(described) => Some(described),
@@ -54,6 +55,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
         }
     }
     clock(date.get().as_deref(), findings);
+    // The store itself removes no expired record; DynamoDB does, by its TTL.
     let ttl = in_time(timeout, client.describe_time_to_live().table_name(&table.name).send()).await?;
     let ttl = match ttl {
         Ok(ttl) => ttl,
@@ -83,7 +85,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
     Ok(())
 }
 
-/// The clock here beside DynamoDB's, as far as the `Date` of an answer tells: whole seconds.
+/// Compares this machine's clock with DynamoDB's, by the `Date` of an answer: whole seconds.
 fn clock(date: Option<&str>, findings: &mut Findings) {
     let theirs = date.and_then(|date| DateTime::from_str(date, DateTimeFormat::HttpDate).ok());
     let ours = SystemTime::now().duration_since(UNIX_EPOCH).map(|now| i128::from(now.as_secs()));
@@ -92,7 +94,7 @@ fn clock(date: Option<&str>, findings: &mut Findings) {
         return;
     };
     let off = ours - i128::from(theirs.secs());
-    // One second more, which the answer took or the `Date` leaves out.
+    // One second of tolerance: the answer took time, and `Date` has no fractions.
     match off.abs() > MAX_CLOCK_SKEW + 1 {
         true => findings.error(
             "clock",

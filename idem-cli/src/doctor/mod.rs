@@ -1,4 +1,4 @@
-//! `idem doctor`: is the server set up so that it keeps what is recorded?
+//! `idem doctor`: checks whether the server keeps recorded results.
 
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamodb;
@@ -17,25 +17,25 @@ use serde_json::json;
 use crate::report::{Output, STATUSES, Stop, hidden};
 use crate::store::StoreArguments;
 
-/// Checks the server of a store: what it keeps, what the login may do, and a probe key through all operations.
+/// Checks the server of a store: durability, rights of the login, and a probe key through all operations.
 ///
-/// Each finding says what follows from it and what to do. Exit status 1 if one of them is an error. Nothing is changed but
-/// the record of the probe, in the scope `idem-doctor`, which is removed again.
+/// Each finding states its consequence and a remedy. Exit status 1 if one of them is an error. Changes nothing but the
+/// record of the probe, in the scope `idem-doctor`, and removes it again.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Arguments {
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Level {
     Ok,
-    /// It could not be checked.
+    /// The check was not possible.
     #[allow(dead_code, reason = "some stores tell everything")]
     Unknown,
     Warning,
@@ -53,18 +53,18 @@ impl Level {
     }
 }
 
-/// What a check has found.
+/// Result of a check.
 #[derive(Debug)]
 pub(crate) struct Finding {
     check: &'static str,
     level: Level,
     found: String,
-    /// What follows from it, and what to do; empty if it is in order.
+    /// Consequence and remedy; both are empty if all is well.
     consequence: String,
     remedy: String,
 }
 
-/// What was found so far.
+/// Findings so far.
 #[derive(Default)]
 pub(crate) struct Findings(Vec<Finding>);
 
@@ -78,7 +78,7 @@ impl Findings {
         self.add(check, Level::Ok, &found.into(), "", "");
     }
 
-    /// What the server did not tell.
+    /// Adds a check that the server did not answer.
     #[allow(dead_code, reason = "some stores tell everything")]
     pub(crate) fn unknown(&mut self, check: &'static str, found: impl Into<String>, remedy: &str) {
         self.add(check, Level::Unknown, &found.into(), "nobody has checked this", remedy);

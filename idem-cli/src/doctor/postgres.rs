@@ -1,4 +1,4 @@
-//! What can be wrong with a PostgreSQL server.
+//! Checks of a PostgreSQL server.
 
 use std::time::Duration;
 
@@ -9,22 +9,23 @@ use super::Findings;
 use crate::report::{Stop, human};
 use crate::store::postgres::{Database, VERSION, ask, differences, refused};
 
-/// From here on dead rows cost more than the records.
+/// Number of dead rows above which they cost more than the records.
 const MANY_DEAD: i64 = 10_000;
-/// Expired rows that nobody has removed.
+/// Limit for counting expired rows that no purge has removed.
 const MANY_EXPIRED: i64 = 10_000;
-/// The highest fill factor that leaves room for small results (measured: benches/README.md).
+/// Highest fill factor that leaves room for small results (measured: benches/README.md).
 const FULLEST: f64 = 50.0;
-/// Fewer updates say nothing about those to come.
+/// Fewest updates for a statement about future ones.
 const MANY_UPDATES: i64 = 10_000;
-/// Dead rows that autovacuum waits for: from here on it comes too late for a table from which a purge removes many at once.
+/// Number of dead rows that start an autovacuum: above this limit it starts too late for a table whose purge removes
+/// many.
 const LATE_VACUUM: f64 = 1e6;
-/// Seconds that one autovacuum pauses in all.
+/// An autovacuum run that sleeps longer than this, in seconds, is slow.
 const SLOW_VACUUM: f64 = 3600.0;
-/// 64 MB: nobody minds what is smaller.
+/// Pages of 64 MB: the bloat of a smaller table does not matter.
 const LARGE_PAGES: f64 = 8192.0;
-/// How many times larger than its rows a table is, and its indexes, before somebody should look. The fill factor alone makes
-/// a table with small results twice as large, and one of reservations alone three times.
+/// Ratios of the size of a table, and of its indexes, to the size of its rows, above which an operator should look. The
+/// fill factor alone doubles a table with small results, and triples a table that holds only reservations.
 const BLOATED_HEAP: f64 = 4.0;
 const BLOATED_INDEX: f64 = 3.0;
 
@@ -45,6 +46,7 @@ async fn check(database: &Database, client: &Client, findings: &mut Findings) ->
             "use PostgreSQL 12 or newer",
         ),
     }
+    // Settings without which a crash loses confirmed records.
     for (name, consequence) in [
         ("fsync", "a crash of the machine may damage the whole database"),
         ("full_page_writes", "a crash of the machine may damage pages"),
@@ -84,10 +86,10 @@ async fn check(database: &Database, client: &Client, findings: &mut Findings) ->
     rows(database, client, findings).await
 }
 
-/// Whether a failover forgets what the primary has confirmed.
+/// Checks whether a failover loses confirmed records.
 async fn replication(client: &Client, findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let names: String = one(client, "SELECT current_setting('synchronous_standby_names')", &[]).await?;
-    // Whoever may not look at the others sees them without their names, but sees them.
+    // A login without the right to see other sessions sees standbys without their names, but sees them.
     let standbys: i64 = one(client, "SELECT count(*) FROM pg_stat_replication", &[]).await?;
     match (standbys, names.as_str()) {
         (0, "") => findings.ok("replication", "no standby follows this server"),
@@ -102,7 +104,7 @@ async fn replication(client: &Client, findings: &mut Findings) -> Result<(), tok
     Ok(())
 }
 
-/// The one value that answers the question.
+/// Returns the single value that answers the question.
 async fn one<T>(client: &Client, question: &str, texts: &[&str]) -> Result<T, tokio_postgres::Error>
 where
     T: for<'a> FromSql<'a> + Default,
@@ -110,7 +112,7 @@ where
     Ok(ask(client, question, texts).await?.first().map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Rows that are dead, and rows that should be.
+/// Checks the number of dead rows, and of rows that should be dead.
 async fn rows(database: &Database, client: &Client, findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let tables = tables(client, &database.schema).await?;
     let [live, dead] = [tables.iter().map(|it| it.live).sum::<i64>(), tables.iter().map(|it| it.dead).sum()];
@@ -137,20 +139,20 @@ async fn rows(database: &Database, client: &Client, findings: &mut Findings) -> 
     purge(database, client, findings).await
 }
 
-/// The table, or one of its partitions: what holds rows.
+/// The table, or one of its partitions: a table that holds rows.
 struct Table {
-    /// With its schema, quoted where needed.
+    /// Name with its schema, quoted where needed.
     name: String,
-    /// Rows and pages, as of the last `VACUUM` or `ANALYZE`; below 0 if there was none.
+    /// Number of rows and of pages at the last `VACUUM` or `ANALYZE`; below 0 if there was none.
     rows: f64,
     pages: f64,
     index_pages: f64,
     fill_factor: f64,
-    /// Whether autovacuum is on, for the server and here.
+    /// True if autovacuum is on, for the server and for this table.
     is_vacuumed: bool,
-    /// How many dead rows start an autovacuum.
+    /// Number of dead rows that starts an autovacuum.
     until_vacuum: f64,
-    /// The longest that autovacuum pauses for the whole of it, in seconds.
+    /// Longest total pause of one autovacuum run, in seconds.
     vacuum_pauses: f64,
     live: i64,
     dead: i64,
@@ -165,9 +167,9 @@ impl Table {
     }
 }
 
-/// What holds the rows of the records.
+/// Returns the tables that hold the rows of the records.
 async fn tables(client: &Client, schema: &str) -> Result<Vec<Table>, tokio_postgres::Error> {
-    // A vacuum pauses after each so many cost units. A page that it changes costs one reading and one writing.
+    // A vacuum pauses each time it has used up its cost limit. A page that it changes costs one read and one write.
     let question = "
         WITH held AS (
             SELECT p.oid, p.reltuples::float8 AS tuples, p.relpages::float8 AS pages,
@@ -218,7 +220,7 @@ async fn tables(client: &Client, schema: &str) -> Result<Vec<Table>, tokio_postg
     Ok(rows.iter().map(table).collect())
 }
 
-/// Whether completions and renewals stay in their page, which changes no index.
+/// Checks whether the new versions of rows (completions and renewals) stay in their page, so that no index changes.
 fn updates(tables: &[Table], findings: &mut Findings) {
     if let Some(table) = tables.iter().find(|it| it.fill_factor > FULLEST) {
         findings.warning(
@@ -243,7 +245,7 @@ fn updates(tables: &[Table], findings: &mut Findings) {
     }
 }
 
-/// Whether dead rows are removed: by whom, how soon, and what holds that up.
+/// Checks the removal of dead rows: whether autovacuum is on, how soon it runs, and what blocks it.
 async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     match tables.iter().find(|it| !it.is_vacuumed) {
         None => findings.ok("autovacuum", "on"),
@@ -254,6 +256,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
             &format!("`ALTER SYSTEM SET autovacuum = on`, or `ALTER TABLE {} RESET (autovacuum_enabled)`", table.name),
         ),
     }
+    // The threshold grows with the table, and so does the space that dead rows take until then.
     match tables.iter().find(|it| it.until_vacuum > LATE_VACUUM) {
         None => findings.ok("autovacuum threshold", "within a million dead rows"),
         Some(table) => findings.warning(
@@ -266,6 +269,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
             ),
         ),
     }
+    // A run that pauses for too long can't keep up with the purge.
     match tables.iter().find(|it| it.vacuum_pauses > SLOW_VACUUM) {
         None => findings.ok("autovacuum pace", "pauses for less than an hour in all"),
         Some(table) => findings.warning(
@@ -275,6 +279,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
             &table.alter("autovacuum_vacuum_cost_limit = 2000, autovacuum_vacuum_cost_delay = 2"),
         ),
     }
+    // An open transaction keeps every row that has died since it began.
     let question = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
                     AND xact_start < statement_timestamp() - interval '10 minutes'";
     match one::<i64>(client, question, &[]).await? {
@@ -289,11 +294,11 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
     Ok(())
 }
 
-/// Whether table and indexes are much larger than their rows.
+/// Checks whether table and indexes are much larger than their rows.
 async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let mut bloated = None;
     for table in tables.iter().filter(|it| it.pages + it.index_pages > LARGE_PAGES && it.rows >= 0.0) {
-        // What the login may not read has no statistics that it can see.
+        // A column that the login may not read has no visible statistics.
         let question = "SELECT coalesce(sum(avg_width * (1 - null_frac)), 0)::float8,
                                coalesce(sum(avg_width) FILTER (WHERE attname = 'key'), 0)::float8
                         FROM pg_stats WHERE format('%I.%I', schemaname, tablename)::regclass = $1::text::regclass";
@@ -302,7 +307,8 @@ async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Re
         if width == 0.0 {
             continue;
         }
-        // A row has a head and a pointer to it; an entry of an index too, and pages of random keys are two thirds full.
+        // Each row has a header and a pointer, each index entry has both as well, and pages of random keys are two
+        // thirds full.
         let (rows, per_page) = (table.rows.max(1.0), 8192.0);
         let (heap, indexes) = (rows * (width + 36.0) / per_page, rows * (key + 16.0 + 24.0) / 0.66 / per_page);
         let times = [table.pages / heap, table.index_pages / indexes];
@@ -327,7 +333,7 @@ async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Re
     Ok(())
 }
 
-/// Expired records that nobody has removed.
+/// Checks for expired records that no purge has removed.
 async fn purge(database: &Database, client: &Client, findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let schema = database.schema.replace('"', "\"\"");
     let limit = MANY_EXPIRED;
@@ -336,7 +342,7 @@ async fn purge(database: &Database, client: &Client, findings: &mut Findings) ->
          (SELECT listed_at FROM \"{schema}\".records WHERE listed_at < statement_timestamp() - interval '1 day' \
          ORDER BY listed_at LIMIT {limit}) AS due"
     );
-    // The login may lack the right to read; the probe says so.
+    // If the login lacks the right to read, the probe reports it.
     let Ok(rows) = ask(client, &question, &[]).await else { return Ok(()) };
     let (due, oldest): (i64, i64) = rows.first().map_or((0, 0), |row| (row.get(0), row.get(1)));
     let oldest = human(Duration::from_secs(oldest.unsigned_abs()));
@@ -353,7 +359,8 @@ async fn purge(database: &Database, client: &Client, findings: &mut Findings) ->
     Ok(())
 }
 
-/// Whether connections are sessions. Two that are open at once and have one backend are not, nor is one that has two.
+/// Checks whether a connection is a session. Under a pooler, two open connections share a backend, or one changes its
+/// backend.
 async fn pooler(database: &Database, client: &Client, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
     let other = database.connect(timeout).await?;
     let backend = async |client: &Client| one::<i32>(client, "SELECT pg_backend_pid()", &[]).await;

@@ -1,4 +1,4 @@
-//! A probe key, through all operations of a store.
+//! A probe key that goes through all operations of a store.
 
 use std::time::{Duration, Instant};
 
@@ -13,13 +13,13 @@ use idem_runtime::{Json, Key, Store, StoreError};
 use super::Findings;
 use crate::report::{chain, human};
 
-/// Longer than all of it takes, and short for what is left if this is killed in between.
+/// Lease for the probe: longer than a run, short enough that leftovers of a killed run vanish soon.
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);
-/// From here on an operation is slow.
+/// Duration from which an operation counts as slow.
 const SLOW: Duration = Duration::from_millis(250);
 
-/// What a store said that it should not have.
+/// Wrong answer of a store.
 struct Wrong(String);
 
 impl From<StoreError> for Wrong {
@@ -28,7 +28,7 @@ impl From<StoreError> for Wrong {
     }
 }
 
-/// The operations so far, and the slowest of them.
+/// Operations so far, and the slowest of them.
 struct Probe<'a> {
     store: &'a dyn Store,
     step: &'static str,
@@ -73,7 +73,7 @@ impl Probe<'_> {
             Reservation::Finished { record, .. } if record.state.result().is_some_and(|it| it.stored_bytes() == 7) => {}
             other => return Err(unexpected(&other)),
         }
-        // Each decision is about what was seen right before it.
+        // Each decision names the record seen right before it.
         for (look, step, action) in
             [("inspect", "discard", Action::Discard), ("inspect again", "forget", Action::Forget)]
         {
@@ -116,7 +116,7 @@ fn decided(decided: Decided) -> Result<(), Wrong> {
 }
 
 pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
-    // Unique, so that two doctors don't meet.
+    // Unique, so that two concurrent probes use different keys.
     let owner = store.heartbeats().new_owner();
     let name = owner.as_bytes().iter().fold(String::from("probe:"), |name, byte| format!("{name}{byte:02x}"));
     let key = Key::new("idem-doctor", name).expect("a short key");

@@ -1,4 +1,4 @@
-//! What can be wrong with a Redis server.
+//! Checks of a Redis server.
 
 use std::time::Duration;
 
@@ -62,7 +62,7 @@ async fn ask<T: FromRedisValue>(server: &mut MultiplexedConnection, words: &[&st
     command.query_async(server).await
 }
 
-/// A setting, if the server tells it.
+/// Returns a setting; `None` if the login may not read it.
 async fn setting(server: &mut MultiplexedConnection, name: &str) -> Option<String> {
     let answer: Vec<String> = ask(server, &["CONFIG", "GET", name]).await.ok()?;
     answer.into_iter().nth(1)
@@ -91,6 +91,7 @@ async fn persistence(info: &Info<'_>, server: &mut MultiplexedConnection, findin
     let check = "persistence";
     let fsync = setting(server, "appendfsync").await;
     let snapshots = setting(server, "save").await;
+    // The append-only file decides what a crash loses; without it, the snapshots do.
     match (info.get("aof_enabled"), fsync.as_deref(), snapshots.as_deref()) {
         ("1", Some("no"), _) => findings.warning(
             check,
@@ -121,6 +122,7 @@ async fn persistence(info: &Info<'_>, server: &mut MultiplexedConnection, findin
             AOF,
         ),
     }
+    // The settings may be right while the last write to disk has failed.
     for (field, what) in
         [("aof_last_write_status", "the append-only file"), ("rdb_last_bgsave_status", "the last snapshot")]
     {
@@ -176,7 +178,7 @@ fn eviction(info: &Info<'_>, findings: &mut Findings) {
     }
 }
 
-/// Whether somebody has emptied the server.
+/// Checks whether the server was emptied.
 fn flushes(info: &Info<'_>, findings: &mut Findings) {
     let calls = |command: &str| {
         let calls = info.get(&format!("cmdstat_{command}")).strip_prefix("calls=");
@@ -246,6 +248,7 @@ async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findin
     };
     let key = format!("{namespace}probe");
     let mut refused = Vec::new();
+    // `ACL DRYRUN` tests each command for this login without running it.
     for right in RIGHTS {
         let words: Vec<_> = ["ACL", "DRYRUN", &user].into_iter().chain(right.words(&key)).collect();
         match ask::<Value>(server, &words).await {
@@ -263,6 +266,7 @@ async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findin
     };
     let found = |names: &str| format!("`{user}` may not send {names}");
     let remedy = format!("`ACL SETUSER NAME ~{namespace}* &{namespace}* +COMMAND` for each of them");
+    // Without these, calls fail. The others are needed only for replicas and lists.
     match lacks(&[Purpose::Opening, Purpose::Calls, Purpose::Wakes]) {
         None => findings.ok(check, format!("`{user}` may send each command that calls need")),
         Some(names) => findings.error(

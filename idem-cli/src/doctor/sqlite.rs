@@ -1,4 +1,4 @@
-//! What can be wrong with a file.
+//! Checks of a SQLite file.
 
 use std::path::Path;
 
@@ -8,9 +8,9 @@ use super::Findings;
 use crate::report::Stop;
 use crate::store::sqlite::File;
 
-/// File systems whose locks don't reach other machines, or whose shared memory does not.
+/// File systems whose locks or shared memory do not reach other machines.
 const REMOTE: [&str; 9] = ["nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs"];
-/// A WAL that is larger has not been copied into the file for long.
+/// Size from which the WAL has not been copied into the file for long.
 const LARGE_WAL: u64 = 64 << 20;
 
 pub(crate) fn examine(file: &File, findings: &mut Findings) -> Result<(), Stop> {
@@ -20,6 +20,7 @@ pub(crate) fn examine(file: &File, findings: &mut Findings) -> Result<(), Stop> 
 
 fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusqlite::Result<()> {
     let mode: String = connection.query_row("PRAGMA journal_mode", [], |row| row.get(0))?;
+    // Stores use WAL, so another mode means that no store has opened this file.
     match mode.as_str() {
         "wal" => findings.ok("journal mode", "wal"),
         other => findings.warning(
@@ -29,6 +30,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
             "make sure that this is the right file",
         ),
     }
+    // Damage shows here first: later checks do not read the table.
     let damage: String = connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))?;
     match damage.as_str() {
         "ok" => findings.ok("integrity", "quick_check finds nothing"),
@@ -39,6 +41,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
             "stop all processes, keep a copy of the file, and restore the last good one",
         ),
     }
+    // The exclusion of two processes relies on file locks, so the file system must support them.
     match file_system(&file.path) {
         Some(kind) if REMOTE.contains(&kind.as_str()) => findings.error(
             "file system",
@@ -57,6 +60,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
     }
     let mut wal = file.path.clone().into_os_string();
     wal.push("-wal");
+    // A reader that stays open keeps the WAL from shrinking.
     match std::fs::metadata(&wal).map(|wal| wal.len()).unwrap_or_default() {
         large @ LARGE_WAL.. => findings.warning(
             "WAL",
@@ -66,6 +70,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
         ),
         bytes => findings.ok("WAL", format!("{} KiB", bytes >> 10)),
     }
+    // Tried for real: the mode of a file does not show ACLs or a read-only mount.
     match std::fs::OpenOptions::new().append(true).open(&file.path) {
         Ok(_) => findings.ok("permissions", "the file can be written"),
         Err(error) => findings.error(
@@ -78,7 +83,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
     Ok(())
 }
 
-/// The kind of the file system that holds `path`, where the system tells.
+/// Returns the kind of the file system that holds `path`, if the system reports it.
 fn file_system(path: &Path) -> Option<String> {
     let path = std::fs::canonicalize(path).ok()?;
     let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
@@ -87,6 +92,6 @@ fn file_system(path: &Path) -> Option<String> {
         let (point, kind) = (fields.next()?.replace("\\040", " "), fields.next()?.to_owned());
         path.starts_with(&point).then_some((point.len(), kind))
     };
-    // Of several mounts at one place the last one counts.
+    // Of several mounts at one place the last is in effect.
     mounts.lines().filter_map(of).max_by_key(|(len, _)| *len).map(|(_, kind)| kind)
 }

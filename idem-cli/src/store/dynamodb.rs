@@ -1,7 +1,7 @@
 //! `dynamodb://TABLE?region=NAME[&endpoint=URL]`.
 //!
-//! The SDK comes without an HTTP client and without whatever finds credentials, which alone would be more than the rest of
-//! this program: a plain HTTP/1.1 client does for a command, and credentials come from the usual variables.
+//! The SDK is used without its HTTP client and without its search for credentials, which would be larger than the rest
+//! of this program. A plain HTTP/1.1 client is enough for a command, and credentials come from the usual variables.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -30,10 +30,10 @@ use crate::doctor::{self, Findings};
 use crate::report::{Stop, chain};
 use crate::tls;
 
-/// More than an item or a description of a table has.
+/// Limit for an answer, larger than any item or table description.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
-/// A table, and where it is.
+/// A table, and its location.
 pub(crate) struct Table {
     pub(crate) name: String,
     region: String,
@@ -64,12 +64,12 @@ impl Table {
         Ok(Self { name: name.to_owned(), region, endpoint })
     }
 
-    /// A client, and the last `Date` that it was answered with.
+    /// Returns a client, and the last `Date` of its answers.
     pub(crate) fn client(&self) -> Result<(Client, Date), Stop> {
         self.counting(None)
     }
 
-    /// The same, with its answers counted.
+    /// Returns such a client, and counts its answers.
     fn counting(&self, tally: Option<Tally>) -> Result<(Client, Date), Stop> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let (Some(id), Some(secret)) = (variable("AWS_ACCESS_KEY_ID"), variable("AWS_SECRET_ACCESS_KEY")) else {
@@ -148,7 +148,7 @@ impl Place for Table {
     }
 }
 
-/// The answer to a call, if it comes in time.
+/// Returns the answer to a call, if it arrives in time.
 pub(crate) async fn in_time<T>(limit: Duration, call: impl Future<Output = T>) -> Result<T, Stop> {
     let late = |_| Stop::Unreachable("DynamoDB did not answer in time".to_owned());
     tokio::time::timeout(limit, call).await.map_err(late)
@@ -158,10 +158,10 @@ pub(crate) fn unreachable<E: std::error::Error + 'static>(error: &SdkError<E>) -
     Stop::Unreachable(format!("DynamoDB can't be used: {}", chain(error)))
 }
 
-/// The attribute by which DynamoDB deletes records.
+/// Attribute by which DynamoDB deletes records.
 pub(crate) const TTL: &str = "purge_at";
 
-/// How the table differs from the one that is needed.
+/// Lists the differences between the table and the required one.
 pub(crate) fn differences(table: &TableDescription) -> Vec<String> {
     let keys: Vec<&str> = table.key_schema().iter().map(KeySchemaElement::attribute_name).collect();
     let is_text = table
@@ -177,7 +177,7 @@ pub(crate) fn differences(table: &TableDescription) -> Vec<String> {
     }
 }
 
-/// The last `Date` of an answer, as written.
+/// Last `Date` of an answer, as written.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Date(Arc<Mutex<Option<String>>>);
 
@@ -187,7 +187,7 @@ impl Date {
     }
 }
 
-/// HTTP/1.1, one connection for each request.
+/// HTTP/1.1 client that opens one connection for each request.
 #[derive(Clone, Debug)]
 struct Plain {
     date: Date,
@@ -250,14 +250,15 @@ async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, bytes: &[u8]) -> i
     let mut answer = Vec::new();
     let limit = MAX_ANSWER_BYTES as u64 + 1;
     match stream.take(limit).read_to_end(&mut answer).await {
-        // Some servers close the connection without the farewell of TLS; the length tells whether all of it came.
+        // Some servers close the connection without a TLS close message. The content length shows whether the answer is
+        // complete.
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(answer),
         Err(error) => Err(error),
         Ok(_) => Ok(answer),
     }
 }
 
-/// The response in `answer`, and its `Date`.
+/// Parses the response in `answer`, and its `Date`.
 fn read(mut answer: Vec<u8>) -> Result<(HttpResponse, Option<String>), BoxError> {
     let mut fields = [httparse::EMPTY_HEADER; 64];
     let mut head = httparse::Response::new(&mut fields);

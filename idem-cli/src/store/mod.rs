@@ -1,4 +1,4 @@
-//! Which store a verb works on.
+//! The store that a command works on.
 
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamodb;
@@ -24,28 +24,28 @@ const FORMS: &str = "sqlite:PATH[?table=NAME], redis://[user:password@]host[:por
                      postgres://[user[:password]@]host[:port][/database][?schema=NAME][&sslmode=require][&pgbouncer=true] \
                      or dynamodb://TABLE?region=NAME[&endpoint=URL]";
 
-/// The schemes of stores, which this program may have been built without.
+/// Schemes of all stores, including those that this build leaves out.
 const KNOWN: [&str; 8] =
     ["sqlite", "redis", "rediss", "redis-cluster", "redis-sentinel", "postgres", "postgresql", "dynamodb"];
 
-/// Which store, and which records in it.
+/// Selection of the store and of its namespace.
 #[derive(clap::Args, Debug)]
 pub(crate) struct StoreArguments {
-    /// Where the records are; docs/cli.md has the forms (default: the variable `IDEM_STORE`, which keeps passwords out of
-    /// lists of processes)
+    /// URL of the store; docs/cli.md lists the forms (default: the variable `IDEM_STORE`, which keeps passwords out of
+    /// process lists)
     #[arg(long, value_name = "URL")]
     store: Option<String>,
-    /// The namespace that the application gives its store (default: the variable `IDEM_NAMESPACE`, or else the store's own
+    /// Namespace that the application gives its store (default: the variable `IDEM_NAMESPACE`, or else the store's own
     /// default)
     #[arg(long, value_name = "NAME")]
     namespace: Option<String>,
-    /// How long one answer of the store may take, in seconds
+    /// Time limit for an answer of the store, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: u64,
 }
 
 impl StoreArguments {
-    /// The namespace, if one is said.
+    /// Returns the namespace, if it is set.
     pub(crate) fn namespace(&self) -> Result<Option<String>, Stop> {
         match &self.namespace {
             Some(namespace) => Ok(Some(namespace.clone())),
@@ -53,7 +53,7 @@ impl StoreArguments {
         }
     }
 
-    /// The URL, if one is said.
+    /// Returns the URL, if it is set.
     pub(crate) fn url(&self) -> Result<Option<String>, Stop> {
         match &self.store {
             Some(url) => Ok(Some(url.clone())),
@@ -71,13 +71,13 @@ impl StoreArguments {
         place(&url).map_err(Stop::Usage)
     }
 
-    /// Opens the store. It has to be there: nothing is created.
+    /// Opens the store. The store must exist: nothing is created.
     pub(crate) async fn open(&self) -> Result<Arc<dyn Store>, Stop> {
         self.place()?.open(self.namespace()?, self.timeout()).await
     }
 }
 
-/// An environment variable; empty is as good as none.
+/// Returns an environment variable. An empty one counts as not set.
 fn variable(name: &str) -> Result<Option<String>, Stop> {
     match std::env::var(name) {
         Ok(value) if !value.is_empty() => Ok(Some(value)),
@@ -86,30 +86,32 @@ fn variable(name: &str) -> Result<Option<String>, Stop> {
     }
 }
 
-/// The answer of a place, some time.
+/// The answer of a place, as a future.
 pub(crate) type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
-/// Where records are, of one kind of store.
+/// Location of records, for one kind of store.
 pub(crate) trait Place {
-    /// What errors and logs call a store of this kind.
+    /// Returns the name of this kind of store in errors and logs.
     fn kind(&self) -> &'static str;
 
-    /// What a record with this stored key is called in the server, and the server's own command that shows it.
+    /// Returns the name that a record with this stored key has in the server, and the server's own command that shows
+    /// the record.
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String);
 
-    /// Opens the store. It has to be there: nothing is created.
+    /// Opens the store. The store must exist: nothing is created.
     fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>>;
 
-    /// Creates what is missing of the schema, in PostgreSQL with so many partitions.
+    /// Creates the missing parts of the schema, in PostgreSQL with this number of partitions.
     fn create(&self, partitions: Option<u16>, timeout: Duration) -> Answer<'_, ()>;
 
-    /// How the schema differs from the one that is needed, in PostgreSQL with so many partitions; `None` if there is none.
+    /// Lists the differences between the schema and the required one, in PostgreSQL with this number of partitions;
+    /// `None` if the schema does not exist.
     fn differences(&self, partitions: Option<u16>, timeout: Duration) -> Answer<'_, Option<Vec<String>>>;
 
-    /// What measures the cost of calls.
+    /// Returns a meter for the cost of calls.
     fn meter(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Box<dyn Meter>>;
 
-    /// Adds what is wrong with the server.
+    /// Adds findings about the server.
     fn examine<'a>(
         &'a self,
         namespace: Option<&'a str>,
@@ -118,7 +120,7 @@ pub(crate) trait Place {
     ) -> Answer<'a, ()>;
 }
 
-/// Reads a URL. What is wrong with it is said without the URL, which may hold a password.
+/// Parses a URL. The error does not contain the URL, which may hold a password.
 fn place(url: &str) -> Result<Box<dyn Place>, String> {
     let Some((scheme, _)) = url.split_once(':') else {
         return Err(format!("the store is no URL; write one of {FORMS}"));
@@ -149,7 +151,7 @@ fn boxed(parsed: Result<impl Place + 'static, String>) -> Result<Box<dyn Place>,
     }
 }
 
-/// A URL without its query, and the parameters of that.
+/// Splits a URL into the part before its query, and the parameters of the query.
 #[allow(dead_code, reason = "without a store nobody reads a URL")]
 pub(crate) fn parameters(url: &str) -> (&str, Vec<(&str, &str)>) {
     let (url, query) = url.split_once('?').unwrap_or((url, ""));
@@ -157,7 +159,7 @@ pub(crate) fn parameters(url: &str) -> (&str, Vec<(&str, &str)>) {
     (url, parameters.map(|it| it.split_once('=').unwrap_or((it, ""))).collect())
 }
 
-/// The columns that a statement creates.
+/// Returns the columns that a statement creates.
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 fn columns(sql: &str) -> Vec<&str> {
     let table = sql.split_once("CREATE TABLE").map_or("", |(_, table)| table);
@@ -165,7 +167,7 @@ fn columns(sql: &str) -> Vec<&str> {
     lines.filter_map(|line| line.split_whitespace().next()).collect()
 }
 
-/// How the columns that were found differ from those that the statement creates.
+/// Lists the differences between the columns that exist and those that the statement creates.
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 fn compare(sql: &str, found: &[String]) -> Vec<String> {
     let needed = columns(sql);

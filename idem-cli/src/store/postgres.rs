@@ -14,9 +14,9 @@ use crate::doctor::{self, Findings};
 use crate::report::{Stop, chain};
 use crate::tls;
 
-/// The start of the comment on the table.
+/// Start of the comment on the table.
 pub(crate) const VERSION: &str = "idem 1";
-/// The schema unless the URL names one.
+/// Default schema.
 const SCHEMA: &str = "idem";
 
 /// A database, and the schema in it.
@@ -37,13 +37,13 @@ impl Database {
                 ("schema", name) => name.clone_into(&mut schema),
                 ("pgbouncer", "true" | "false") => behind_pgbouncer = value == "true",
                 ("pgbouncer", _) => return Err("`pgbouncer` is `true` or `false`".to_owned()),
-                // This store's TLS checks every certificate in full, so both words mean the same.
+                // The TLS of this store checks every certificate in full, so both words mean the same.
                 ("sslmode", "verify-full") => theirs.push("sslmode=require".to_owned()),
                 _ => theirs.push(format!("{name}={value}")),
             }
         }
         let url = if theirs.is_empty() { base.to_owned() } else { format!("{base}?{}", theirs.join("&")) };
-        // The error may quote the URL.
+        // The driver's error may contain the URL.
         let form = "write `postgres://[user[:password]@]host[:port][/database]`, with `schema`, `sslmode` or `pgbouncer` \
                     behind a `?`";
         url.parse::<Config>().map_err(|_| form)?;
@@ -55,7 +55,7 @@ impl Database {
         if self.behind_pgbouncer { options.behind_pgbouncer() } else { options }
     }
 
-    /// A plain connection, with no setting of a store.
+    /// Opens a plain connection, without the settings of a store.
     pub(crate) async fn connect(&self, timeout: Duration) -> Result<Client, Stop> {
         let unreachable =
             |error: tokio_postgres::Error| Stop::Unreachable(format!("the server can't be reached: {}", chain(&error)));
@@ -131,18 +131,19 @@ impl Place for Database {
     }
 }
 
-/// Asks without a name for the statement, which a pooler would not keep.
+/// Sends a question as an unnamed statement: a pooler would not keep a named one.
 pub(crate) async fn ask(client: &Client, question: &str, texts: &[&str]) -> Result<Vec<Row>, tokio_postgres::Error> {
     let params: Vec<_> = texts.iter().map(|text| (text as &(dyn ToSql + Sync), Type::TEXT)).collect();
     client.query_typed(question, &params).await
 }
 
-/// The server's own words say what the login lacks.
+/// Converts a refusal. The server's own message names the missing right.
 pub(crate) fn refused(error: &tokio_postgres::Error) -> Stop {
     Stop::Unreachable(format!("the server refused a question: {}", chain(error)))
 }
 
-/// The partitions of the table that hold records, each with its storage parameters; empty if it has none.
+/// Returns the partitions of the table that hold records, each with its storage parameters; empty if the table is
+/// plain.
 async fn partitions(client: &Client, schema: &str) -> Result<Vec<(String, String)>, tokio_postgres::Error> {
     let question = "SELECT p.relname::text, coalesce(array_to_string(p.reloptions, ','), '') \
                     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace \
@@ -151,7 +152,7 @@ async fn partitions(client: &Client, schema: &str) -> Result<Vec<(String, String
     Ok(ask(client, question, &[schema]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Says so if the table has another number of partitions, and how to change that.
+/// Describes a wrong number of partitions, and how to change it.
 async fn other_partitions(
     client: &Client,
     schema: &str,
@@ -170,7 +171,7 @@ async fn other_partitions(
     }))
 }
 
-/// How the table differs from the one that is needed; `None` if there is none.
+/// Lists the differences between the table and the required one; `None` if there is no table.
 pub(crate) async fn differences(client: &Client, schema: &str) -> Result<Option<Vec<String>>, tokio_postgres::Error> {
     let question = "SELECT obj_description(c.oid, 'pg_class'), \
                     c.relkind = 'p' OR coalesce(array_to_string(c.reloptions, ',') ~ 'fillfactor', false), \

@@ -14,17 +14,18 @@ use crate::doctor::{self, Findings};
 use crate::report::Stop;
 use crate::tls;
 
-/// The namespace unless one is said.
+/// Default namespace.
 const NAMESPACE: &str = "idem:";
 
-/// What the URL names.
+/// Servers that a URL names, and their roles.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Topology {
     /// One server, by its URL.
     One(String),
     /// Some nodes of a cluster, by their URLs.
     Cluster(Vec<String>),
-    /// The primary that the sentinels with these URLs call so; the rest of its URL, with `{}` for host and port.
+    /// The primary with this `name`, found by the sentinels at these URLs. `primary` is a template for its URL, with
+    /// `{}` for host and port.
     Sentinels { sentinels: Vec<String>, name: String, primary: String },
 }
 
@@ -45,7 +46,7 @@ impl Servers {
             Topology::Cluster(urls) | Topology::Sentinels { sentinels: urls, .. } => urls,
         };
         for url in urls {
-            // The error may quote the URL.
+            // The driver's error may contain the URL.
             url.as_str()
                 .into_connection_info()
                 .map_err(|_| "write `redis://[user:password@]host[:port][/database]`")?;
@@ -53,7 +54,7 @@ impl Servers {
         Ok(Self { url: url.to_owned(), topology })
     }
 
-    /// A plain connection to the server, to the primary, or to the first node of a cluster that answers.
+    /// Opens a plain connection: to the server, to the primary, or to the first node of a cluster that answers.
     pub(crate) async fn connect(&self, timeout: Duration) -> Result<MultiplexedConnection, Stop> {
         tls::provide();
         match &self.topology {
@@ -91,7 +92,7 @@ async fn connect(url: &str, timeout: Duration) -> Result<MultiplexedConnection, 
     client.get_multiplexed_async_connection_with_config(&config).await.map_err(unreachable)
 }
 
-/// Reads a URL that names several hosts, as `RedisStore::connect` does.
+/// Parses a URL that names several hosts, in the same way as `RedisStore::connect`.
 fn several(scheme: &str, url: &str) -> Result<Topology, String> {
     let (rest, query) = parameters(url.split_once("://").map_or("", |(_, rest)| rest));
     let (servers, path) = rest.split_once('/').unwrap_or((rest, ""));

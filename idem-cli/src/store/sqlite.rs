@@ -12,7 +12,7 @@ use crate::cost::Meter;
 use crate::doctor::{self, Findings};
 use crate::report::Stop;
 
-/// The table unless the URL names one.
+/// Default table.
 pub(crate) const TABLE: &str = "idem_records";
 
 /// A file, and the table in it.
@@ -24,7 +24,7 @@ pub(crate) struct File {
 impl File {
     pub(super) fn parse(url: &str) -> Result<Self, String> {
         let rest = url.split_once(':').map_or("", |(_, rest)| rest);
-        // A path may hold a `?`; only what is a parameter is taken for one.
+        // A path may contain a `?`; only `?table=` starts a parameter.
         let (path, table) = match rest.rsplit_once("?table=") {
             Some((path, table)) => (path, table),
             None => (rest, TABLE),
@@ -39,7 +39,7 @@ impl File {
         Ok(Self { path: PathBuf::from(path), table: table.to_owned() })
     }
 
-    /// A connection that only reads, and neither creates the file nor changes its mode.
+    /// Opens a read-only connection, which neither creates the file nor changes its mode.
     pub(crate) fn read(&self) -> Result<Connection, Stop> {
         let shown = self.path.display();
         match std::fs::metadata(&self.path) {
@@ -51,7 +51,7 @@ impl File {
         Connection::open_with_flags(&self.path, flags).map_err(|error| self.failed(&error))
     }
 
-    /// The columns of the table; none if there is no such table.
+    /// Returns the columns of the table; none if the table does not exist.
     pub(crate) fn columns(&self, connection: &Connection) -> Result<Vec<String>, Stop> {
         let columns = || -> rusqlite::Result<Vec<String>> {
             let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
@@ -65,7 +65,7 @@ impl File {
     }
 
     async fn open_store(&self, namespace: Option<String>, timeout: Duration) -> Result<Arc<dyn Store>, Stop> {
-        // The store would create both, for a path that was mistyped.
+        // The store would create the file and the table, even for a mistyped path.
         if self.columns(&self.read()?)?.is_empty() {
             return Err(Stop::Unreachable(format!(
                 "there is no table `{}` in `{}`; name another with `?table=`, or make it with `idem schema migrate`",

@@ -1,4 +1,4 @@
-//! `idem watch`: what runs, what is stuck, again and again.
+//! `idem watch`: shows running and stuck records repeatedly.
 
 #[cfg(feature = "watch")]
 mod screen;
@@ -16,9 +16,10 @@ use crate::records::object;
 use crate::report::{Output, STATUSES, Stop, human, millis, printable};
 use crate::store::StoreArguments;
 
-/// Watches what runs and what is stuck: leases, their holders, and keys that wait for an operator.
+/// Watches running and stuck records: leases, their holders, and keys that wait for an operator.
 ///
-/// On a terminal it is one screen (q ends it, arrows scroll); otherwise it prints one look after the other.
+/// On a terminal, the command shows one screen (q ends it, arrows scroll); otherwise it prints each look below the
+/// last.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 #[expect(clippy::struct_excessive_bools, reason = "switches, each by itself")]
@@ -26,32 +27,32 @@ pub(crate) struct Arguments {
     /// Only records of this scope
     #[arg(long, value_name = "NAME")]
     scope: Option<String>,
-    /// The time from one look to the next, as `2s` or `1m`
+    /// Time between two looks, as `2s` or `1m`
     #[arg(long, value_name = "TIME", default_value = "2s")]
     every: Age,
-    /// Ends after so many looks (default: never)
+    /// Ends after this number of looks (default: never)
     #[arg(long, value_name = "N")]
     times: Option<u64>,
-    /// Looks for this many records at most
+    /// Maximum number of records per look
     #[arg(long, value_name = "N", default_value = "1000")]
     limit: usize,
-    /// Counts all records each time, too, and says how many operations end in a second; this reads all of them
+    /// Also counts all records in each look, and shows how many operations end per second; this reads all records
     #[arg(long)]
     counts: bool,
-    /// Prints one look after the other on a terminal, too
+    /// Prints each look below the last, even on a terminal
     #[arg(long)]
     plain: bool,
-    /// Lets Redis and DynamoDB walk through everything they hold, each time
+    /// Allows a scan of the whole store in Redis and DynamoDB, in each look
     #[arg(long)]
     scan: bool,
     #[command(flatten)]
     store: StoreArguments,
-    /// Prints one JSON object a line
+    /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// The shortest time from one look to the next: the store has other work.
+/// Shortest time between two looks, to limit the load of the store.
 const SHORTEST: Duration = Duration::from_secs(1);
 
 impl Arguments {
@@ -60,22 +61,22 @@ impl Arguments {
     }
 }
 
-/// What one look has found.
+/// Findings of one look.
 struct Look {
     store: &'static str,
-    /// How long the store took for all of it.
+    /// Time that the store took for the whole look.
     took: Duration,
-    /// What waits for somebody first, then what runs, the oldest first.
+    /// Records that need an operator first, then running ones, oldest first.
     records: Vec<(Key, Inspection)>,
-    /// Whether there are more.
+    /// True if there are more records.
     more: bool,
-    /// All records, if they were counted, and when.
+    /// Counts of all records, if requested, and their time.
     stats: Option<(Stats, Instant)>,
-    /// How many operations have ended in a second, since the look before.
+    /// Operations that ended per second since the last look.
     ended: Option<f64>,
 }
 
-/// How urgent it is.
+/// Returns the rank of a standing: 0 is the most urgent.
 fn rank(standing: Standing) -> u8 {
     match standing {
         Standing::Damaged | Standing::Interrupted => 0,
@@ -108,7 +109,7 @@ impl Look {
         let ended = match (before.and_then(|look| look.stats.as_ref()), &stats) {
             (Some((before, then)), Some((now, at))) => {
                 let of = |stats: &Stats| stats.total().of(Standing::Completed) + stats.total().of(Standing::Failed);
-                // Fewer than before if more have expired than ended.
+                // The count is lower than before if more records expired than ended.
                 let ended = u32::try_from(of(now).saturating_sub(of(before))).unwrap_or(u32::MAX);
                 Some(f64::from(ended) / at.duration_since(*then).as_secs_f64().max(0.001))
             }
@@ -121,7 +122,7 @@ impl Look {
         self.records.iter().filter(|(_, found)| found.standing() == standing).count()
     }
 
-    /// The first lines.
+    /// Returns the lines at the top.
     fn head(&self) -> Vec<String> {
         let Self { store, took, more, .. } = self;
         let [running, lapsed, interrupted] =
@@ -203,7 +204,7 @@ pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
     let mut before = None;
     let mut left = arguments.times;
     loop {
-        // The first failure ends it: nobody may be there to see the others.
+        // The first failure ends the command: there may be no reader for later ones.
         let look = Look::at(&*store, arguments, before.as_ref()).await?;
         output.line(&look.json(), &look.text())?;
         left = left.map(|left| left.saturating_sub(1));

@@ -14,23 +14,23 @@ use ratatui::{DefaultTerminal, Frame};
 use super::{Arguments, Look, Row};
 use crate::report::{Stop, hidden};
 
-/// From this width on, a row says who holds the key.
+/// Width from which a row shows the holder.
 const WIDE: u16 = 80;
-/// The columns before the key, and the spaces between them.
+/// Widths of the columns before the key.
 const STATE: u16 = 11;
 const SINCE: u16 = 10;
 
-/// What is on the screen.
+/// State of the screen.
 #[derive(Default)]
 struct View {
     look: Option<Look>,
-    /// Why the latest look failed.
+    /// Error of the latest look.
     failure: Option<String>,
     place: TableState,
 }
 
 pub(super) async fn run(store: &dyn Store, arguments: &Arguments) -> Result<ExitCode, Stop> {
-    // The first look may fail with a status of its own; from then on the screen says what fails.
+    // The first look may fail with its own exit status. From then on the screen shows failures.
     let first = Look::at(store, arguments, None).await?;
     let mut terminal = ratatui::try_init()?;
     let mut view = View { look: Some(first), ..View::default() };
@@ -58,7 +58,7 @@ async fn watch(
             if rest.is_zero() {
                 break;
             }
-            // Nothing else runs on this thread meanwhile; leases have one of their own.
+            // Blocking is fine: nothing else runs on this thread, and leases have their own thread.
             let event =
                 tokio::task::block_in_place(|| if event::poll(rest)? { event::read().map(Some) } else { Ok(None) })?;
             if event.is_some_and(|event| view.ends(&event)) {
@@ -74,13 +74,13 @@ async fn watch(
 }
 
 impl View {
-    /// Does what a key says; whether that is the end.
+    /// Handles a key. Returns whether it ends the program.
     fn ends(&mut self, event: &Event) -> bool {
         let Event::Key(key) = event else { return false };
         match (key.kind, key.code) {
             (KeyEventKind::Release, _) => {}
             (_, KeyCode::Char('q') | KeyCode::Esc) => return true,
-            // The terminal is raw: nothing else ends it.
+            // In raw mode, Ctrl-C is an ordinary key.
             (_, KeyCode::Char('c')) => return key.modifiers.contains(KeyModifiers::CONTROL),
             (_, KeyCode::Down | KeyCode::Char('j')) => self.place.select_next(),
             (_, KeyCode::Up | KeyCode::Char('k')) => self.place.select_previous(),
@@ -97,6 +97,7 @@ impl View {
         let width = frame.area().width;
         let lines = head.iter().map(|text| height(text, width)).sum();
         let head = Paragraph::new(head.join("\n")).wrap(Wrap { trim: true });
+        // Wrapped lines of the head must not be cut off, so the table gets the remaining height.
         let parts = [Constraint::Length(lines), Constraint::Min(1), Constraint::Length(1)];
         let [top, middle, bottom] = Layout::vertical(parts).areas(frame.area());
         let head = if self.failure.is_some() { head.style(Style::new().fg(Color::Red)) } else { head };
@@ -105,6 +106,7 @@ impl View {
         let records = self.look.iter().flat_map(|look| &look.records);
         let rows = records.map(|(key, found)| {
             let Row { standing, began, lease, holder } = Row::of(found);
+            // The most urgent rows are red.
             let color = match found.standing() {
                 Standing::Damaged | Standing::Interrupted => Color::Red,
                 Standing::Lapsed => Color::Yellow,
@@ -129,12 +131,12 @@ impl View {
             .header(Line::new(names).style(Style::new().add_modifier(Modifier::BOLD)))
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
         frame.render_stateful_widget(table, middle, &mut self.place);
-        // A paragraph, which a screen without room for it cuts off.
+        // A paragraph is cut off if the screen has no room for it.
         frame.render_widget(Paragraph::new("q ends, arrows scroll"), bottom);
     }
 }
 
-/// The end of a key that does not fit: scopes are long, and what tells keys apart stands behind them.
+/// Returns the end of a key that does not fit: scopes are long, and keys differ in their last part.
 fn end_of(key: &str, width: u16) -> String {
     let (length, width) = (key.chars().count(), usize::from(width.max(10)));
     match length > width {
@@ -143,7 +145,7 @@ fn end_of(key: &str, width: u16) -> String {
     }
 }
 
-/// How many lines a text takes at most: words that don't fit leave some room at the end of a line.
+/// Returns the maximum number of lines that a text takes: words that don't fit leave space at the end of a line.
 fn height(text: &str, width: u16) -> u16 {
     let (length, width) = (text.chars().count(), usize::from(width.max(1)));
     u16::try_from(if length <= width { 1 } else { length.div_ceil(width * 3 / 4 + 1) }).unwrap_or(u16::MAX)

@@ -1,4 +1,4 @@
-//! A small server that keeps the rules of a profile, with a switch for each mistake.
+//! A small server that follows the rules of a profile, with a switch for each mistake.
 #![allow(clippy::disallowed_methods)] // Operations take their time.
 
 use std::collections::{HashMap, HashSet};
@@ -21,16 +21,16 @@ use serde_json::{Value, json};
 
 macro_rules! mistakes {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// What a server may do wrong.
+        /// Mistake of a server.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         pub(crate) enum Mistake {
-            /// Nothing.
+            /// No mistake.
             None,
             $($(#[$doc])* $name,)*
         }
 
         impl Mistake {
-            /// All of them.
+            /// All mistakes.
             pub(crate) const ALL: &[Self] = &[$(Self::$name,)*];
         }
     };
@@ -45,25 +45,25 @@ mistakes! {
     StatusLost,
     /// A replay has no body.
     BodyLost,
-    /// The same payload is the same operation.
+    /// Equal payloads count as one operation, even under different keys.
     KeyFromPayload,
-    /// Keys are compared without regard to their capitals.
+    /// Keys are compared without regard to case.
     CaseIgnored,
     /// Keys are stored in a column of 200 characters.
     KeysCutShort,
-    /// Keys have any length.
+    /// Keys may have any length.
     LongAccepted,
-    /// Keys may be guessed.
+    /// Short keys are accepted, although they can be guessed.
     ShortAccepted,
-    /// A field with nothing in it is a key.
+    /// An empty field counts as a key.
     EmptyAccepted,
-    /// `""` is a key.
+    /// `""` counts as a key.
     QuotedEmptyAccepted,
-    /// No key is needed where one is.
+    /// No key is required although the profile requires one.
     KeyNotRequired,
-    /// A key is needed where none is.
+    /// A key is required although the profile requires none.
     KeyRequired,
-    /// All requests without a key have one key.
+    /// All requests without a key share one key.
     NoKeyIsAKey,
     /// A quote within a key is refused.
     EscapesRefused,
@@ -71,7 +71,7 @@ mistakes! {
     QuotesKept,
     /// `"k"` and `"k";v=1` are two keys.
     ParametersKept,
-    /// What can't be read is a key as it is.
+    /// A malformed field counts as a key, unchanged.
     MalformedAccepted,
     /// The first field line counts.
     FirstLineCounts,
@@ -81,17 +81,17 @@ mistakes! {
     PayloadIgnored,
     /// Another payload takes the key over.
     PayloadOverwrites,
-    /// Payloads are compared once there is a result.
+    /// Payloads are compared only once there is a result.
     PayloadComparedLate,
-    /// One key for all routes, and the route is no part of the payload.
+    /// All routes share their keys, and the route is not part of the payload.
     RouteIgnored,
     /// JSON is compared by its bytes.
     BytesCompared,
-    /// Numbers are compared as they are written.
+    /// Numbers are compared as text.
     NumbersAsWritten,
-    /// Bytes are compared as JSON.
+    /// Bodies are compared as JSON although the profile compares bytes.
     JsonCompared,
-    /// `null` is as good as absent.
+    /// `null` counts as absent.
     NullIsAbsent,
     /// The order of an array does not count.
     ArraysAreSets,
@@ -99,19 +99,19 @@ mistakes! {
     RunningIsFree,
     /// A duplicate of a running request waits.
     RunningIsAwaited,
-    /// 409 does not say when to come back.
+    /// 409 has no `Retry-After`.
     NoRetryAfter,
-    /// 409 has the code of something else.
+    /// 409 has the code of another problem.
     WrongCode,
-    /// Looks first, and writes then.
+    /// The server reads first and writes later, so two requests may both find no record.
     ReadThenWrite,
-    /// Looks once for each connection.
+    /// The server looks for a record only at the first request of each connection.
     LooksOncePerConnection,
-    /// The key is reserved before the body is there.
+    /// The key is reserved before the body has arrived.
     ReservesBeforeBody,
-    /// A client that hangs up cancels its operation, and frees the key.
+    /// A hang-up cancels the operation, and frees the key.
     CancelledWithClient,
-    /// A response is recorded once it is delivered, and forgotten if it is not.
+    /// A response is recorded once it is delivered; without delivery it is forgotten.
     RecordsTheDelivered,
     /// A large response is not recorded.
     LargeForgotten,
@@ -119,11 +119,11 @@ mistakes! {
     CallerIgnored,
     /// A new token is a new caller.
     TokenIsTheCaller,
-    /// Who has no credentials is somebody, too.
+    /// A request without credentials counts as a caller of its own.
     NobodyIsSomebody,
-    /// The refusal of who has no credentials is recorded.
+    /// The refusal of a request without credentials is recorded.
     RefusalIsRecorded,
-    /// Whoever has the key gets the response.
+    /// A request without credentials gets the response of another caller with the same key.
     NobodyGetsReplays,
     /// Only successes are recorded.
     ErrorsForgotten,
@@ -131,21 +131,21 @@ mistakes! {
     ServerErrorForgotten,
     /// A server error is recorded.
     ServerErrorRecorded,
-    /// Nothing says that a replay is one.
+    /// A replay is not marked.
     NotMarked,
-    /// Everything is called a replay.
+    /// Every response is marked as a replay.
     AllMarked,
-    /// Only the type of the content is recorded.
+    /// Only the content type is recorded among the headers.
     HeadersLost,
-    /// Of two fields with one name one is recorded.
+    /// Only one of several fields with the same name is recorded.
     HeadersCollapsed,
-    /// A cookie is recorded, too.
+    /// A cookie is recorded as well.
     CookieReplayed,
-    /// A refusal is a status and nothing else.
+    /// A refusal consists of its status alone.
     BareRefusals,
 }
 
-/// A response as it is recorded.
+/// A response in its recorded form.
 #[derive(Clone, Debug)]
 struct Answer {
     status: u16,
@@ -155,9 +155,9 @@ struct Answer {
 
 #[derive(Debug)]
 struct Record {
-    /// `None` if it is not known yet.
+    /// `None` if the payload is not known yet.
     payload: Option<String>,
-    /// `None` while it runs.
+    /// `None` while the operation runs.
     answer: Option<Answer>,
 }
 
@@ -170,7 +170,7 @@ pub(crate) struct Server {
     connections: Mutex<HashSet<SocketAddr>>,
 }
 
-/// Why a request is refused.
+/// Reason for refusing a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Refusal {
     Key,
@@ -179,7 +179,7 @@ enum Refusal {
     Caller,
 }
 
-/// Serves it until the test ends.
+/// Starts a server that runs until the test ends.
 pub(crate) async fn serve(profile: &'static str, mistake: Mistake) -> SocketAddr {
     let (records, connections) = (Mutex::default(), Mutex::default());
     let server = Arc::new(Server { profile, mistake, runs: AtomicU64::new(0), records, connections });
@@ -215,6 +215,7 @@ impl Server {
         let (head, body) = request.into_parts();
         let path = head.uri.path().to_owned();
         let key = self.key(&head.headers)?;
+        // Keys belong to callers, so a request needs a caller before its key is used.
         let caller = match (self.caller(&head.headers), &key) {
             (Some(caller), _) => caller,
             (None, _) if self.has(Mistake::NobodyIsSomebody) => "nobody".to_owned(),
@@ -230,6 +231,7 @@ impl Server {
             }
             _ => return Err(Refusal::Caller),
         };
+        // The profile decides whether a key is required.
         let key = match key {
             Some(key) => Some(key),
             None if self.has(Mistake::NoKeyIsAKey) => Some("none".to_owned()),
@@ -242,6 +244,7 @@ impl Server {
         };
         let caller = if self.has(Mistake::CallerIgnored) { "all" } else { &caller };
         let route = if self.profile == "acp" && !self.has(Mistake::RouteIgnored) { &*path } else { "" };
+        // The identity of the operation: caller, route and key, unless a mistake leaves out a part.
         let mut id = key.map(|key| format!("{caller} {route}{key}"));
         if let Some(id) = &id
             && self.has(Mistake::ReservesBeforeBody)
@@ -252,11 +255,13 @@ impl Server {
             }
             records.insert(id.clone(), Record { payload: None, answer: None });
         }
+        // A correct server reserves the key only after the body has arrived.
         let body = body.collect().await.map_err(|_| Refusal::Key)?.to_bytes();
         let payload = self.payload(&path, &body);
         if self.has(Mistake::KeyFromPayload) {
             id = Some(payload.clone());
         }
+        // Without a key, or by this mistake without a look, the operation runs unprotected.
         let is_first = self.connections.lock().unwrap().insert(peer);
         let Some(id) = id.filter(|_| is_first || !self.has(Mistake::LooksOncePerConnection)) else {
             return Ok(self.respond(self.operate(&path, &body).await));
@@ -266,6 +271,7 @@ impl Server {
         {
             return Ok(self.replay(answer));
         }
+        // A correct server runs the operation in its own task, so a hang-up does not cancel it.
         let running = Arc::clone(self).run(id.clone(), path, body);
         let answer = match self.has(Mistake::CancelledWithClient) {
             true => {
@@ -286,7 +292,7 @@ impl Server {
         Ok(self.respond(answer))
     }
 
-    /// The recorded response, or `None` if the key is this request's now.
+    /// Returns the recorded response, or `None` if this request now holds the key.
     async fn reserve(&self, id: &str, payload: String) -> Result<Option<Answer>, Refusal> {
         loop {
             if self.has(Mistake::ReadThenWrite) {
@@ -355,7 +361,7 @@ impl Server {
         self.records.lock().unwrap().get(id)?.answer.clone()
     }
 
-    /// The operation itself: what its body asks for.
+    /// Runs the operation that the body describes.
     async fn operate(&self, path: &str, body: &[u8]) -> Answer {
         let run = self.runs.fetch_add(1, Ordering::SeqCst) + 1;
         let asked: Value = serde_json::from_slice(body).unwrap_or_default();
@@ -487,7 +493,7 @@ impl Server {
         is_accepted.then_some(Some(key)).ok_or(Refusal::Key)
     }
 
-    /// What stands in quotes, the first of which has been read.
+    /// Reads a quoted key whose opening quote has been read.
     fn quoted(&self, rest: &str) -> Option<String> {
         let (mut key, mut rest) = (String::new(), rest.chars());
         loop {
@@ -506,7 +512,7 @@ impl Server {
         }
     }
 
-    /// What payloads are compared by.
+    /// Returns the text by which payloads are compared.
     fn payload(&self, path: &str, body: &[u8]) -> String {
         let path = if self.profile == "acp" || self.has(Mistake::RouteIgnored) { "" } else { path };
         let is_json = match self.profile {

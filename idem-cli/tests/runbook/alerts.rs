@@ -1,13 +1,13 @@
-//! Whether an alert fires and a panel shows something, between two looks at what a store exports.
+//! Checks whether an alert fires and a panel shows data, between two snapshots of a store's exported metrics.
 //!
-//! No Prometheus is needed for it: the rules compare increases of counters, with a number or with each other.
+//! This needs no Prometheus: the rules compare increases of counters, with a number or with each other.
 
 use serde_json::Value;
 
 const RULES: &str = include_str!("../../../ops/alerts.yaml");
 const DASHBOARD: &str = include_str!("../../../ops/grafana.json");
 
-/// The expression of a rule.
+/// Returns the expression of a rule.
 fn rule(name: &str) -> String {
     let (_, rest) =
         RULES.split_once(&format!("- alert: {name}\n")).unwrap_or_else(|| panic!("there is no alert `{name}`"));
@@ -15,7 +15,7 @@ fn rule(name: &str) -> String {
     expr.trim_matches('\'').replace("''", "'")
 }
 
-/// The expression of a panel, named by its row and its title.
+/// Returns the expression of a panel, named by its row and its title.
 fn panel(name: &str) -> String {
     let (row, title) = name.split_once(": ").unwrap_or_else(|| panic!("`{name}` names no row and panel"));
     let dashboard: Value = serde_json::from_str(DASHBOARD).expect("JSON");
@@ -32,7 +32,7 @@ fn panel(name: &str) -> String {
     panic!("the dashboard has no panel `{name}`");
 }
 
-/// A series: its name, its labels, and how much it has grown.
+/// A series: its name, its labels, and its increase.
 type Series<'a> = (&'a str, Vec<(&'a str, &'a str)>, f64);
 
 fn series(line: &str) -> Option<Series<'_>> {
@@ -42,14 +42,14 @@ fn series(line: &str) -> Option<Series<'_>> {
     Some((name, labels.map(|(label, value)| (label, value.trim_matches('"'))).collect(), value.parse().ok()?))
 }
 
-/// What a store exported before and after.
+/// The exported metrics of a store, before and after an incident.
 pub(crate) struct Looks {
     pub(crate) before: String,
     pub(crate) after: String,
 }
 
 impl Looks {
-    /// How much each series has grown that the first selector of `expr` names; a gauge: how much it is.
+    /// Returns the increase of each series that the first selector of `expr` names; for a gauge, its value.
     fn grown(&self, expr: &str) -> Vec<Series<'_>> {
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let from = &expr[expr.find("idem_").expect("a metric")..];
@@ -81,7 +81,7 @@ impl Looks {
         self.grown(expr).iter().map(|it| it.2).sum()
     }
 
-    /// The quantile of a histogram, as Prometheus takes it: in a straight line through the bucket.
+    /// Returns the quantile of a histogram as Prometheus computes it: by linear interpolation in the bucket.
     fn quantile(&self, part: f64, expr: &str) -> f64 {
         let mut buckets: Vec<(f64, f64)> = Vec::new();
         for (_, labels, count) in self.grown(expr) {
@@ -104,7 +104,7 @@ impl Looks {
         f64::NAN
     }
 
-    /// Whether the rule holds.
+    /// Returns whether the alert fires.
     pub(crate) fn fires(&self, alert: &str) -> bool {
         let expr = rule(alert);
         let (left, right) = expr.rsplit_once(" > ").unwrap_or_else(|| panic!("{alert}: `{expr}` compares nothing"));
@@ -126,7 +126,7 @@ impl Looks {
         value > limit
     }
 
-    /// The labels whose series have grown in a panel.
+    /// Returns the labels of the series in a panel that have increased.
     pub(crate) fn shown(&self, name: &str) -> Vec<&str> {
         let grown = self.grown(&panel(name)).into_iter().filter(|it| it.2 > 0.0);
         grown.flat_map(|it| it.1.into_iter().map(|(_, value)| value)).collect()

@@ -1,4 +1,4 @@
-//! What happens, what is seen of it, and how it ends.
+//! One test for each incident: its cause, its alerts, and its resolution.
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
@@ -20,7 +20,7 @@ use super::scene::{Failure, PAY, Scene, deliver, key};
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Whether the broker is to deliver the message again.
+/// Returns whether the broker should deliver the message again.
 fn comes_again(outcome: &Outcome) -> bool {
     matches!(outcome.disposition(), Disposition::Retry { .. })
 }
@@ -31,7 +31,7 @@ async fn a_worker_dies_under_on_crash_fail() {
     let policy = PAY.lease(SECOND).on_crash(OnCrash::Fail);
     let mut worker = scene.worker("42", OnCrash::Fail, SECOND).await;
     worker.kill();
-    // The broker delivers until the lease has lapsed.
+    // The broker keeps delivering until the lease has lapsed.
     until("nobody may run it", async || {
         let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
         let refused = matches!(result, Err(Failure::Refused(Error::Interrupted { .. })));
@@ -40,12 +40,12 @@ async fn a_worker_dies_under_on_crash_fail() {
     })
     .await;
     scene.is_seen(&store);
-    // Somebody has looked at the payment provider: the customer was charged.
+    // An operator has looked at the payment provider: the customer was charged.
     scene.play();
     let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
     assert_eq!((result.unwrap(), outcome.disposition()), (json!({ "receipt": "r-42" }), Disposition::Ack));
     assert_eq!(scene.charges("42"), 1);
-    // Of another one nothing is known there.
+    // The provider knows nothing about another order.
     let mut worker = scene.worker("43", OnCrash::Fail, SECOND).await;
     worker.kill();
     until("nobody may run it", async || {
@@ -62,7 +62,7 @@ async fn a_worker_dies_under_on_crash_fail() {
 #[tokio::test]
 async fn a_process_hangs_and_holds_its_lease() {
     let (scene, store) = Scene::on_file("A process hangs and holds its lease").await;
-    // Nobody can wait for this lease here.
+    // A lease too long to wait for.
     let policy = PAY.lease(HOUR);
     let mut worker = scene.worker("42", OnCrash::Retry, HOUR).await;
     for _ in 0..4 {
@@ -76,7 +76,7 @@ async fn a_process_hangs_and_holds_its_lease() {
     scene.play();
     let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
     assert!(result.is_ok() && outcome.executed() && outcome.attempt() == Some(2), "{outcome:?}");
-    // At least once: it had charged before it hung.
+    // The guarantee is at-least-once: the first worker had charged before it hung.
     assert_eq!(scene.charges("42"), 2);
     scene.ends();
 }
@@ -104,7 +104,7 @@ async fn a_result_grew_too_large() {
     scene.ends();
 }
 
-/// What the release before returned, and what this one returns.
+/// The results of the previous release and of this one.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Before {
     receipt: String,
@@ -138,7 +138,7 @@ async fn a_deployment_changed_a_return_type() {
     assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
     assert!(comes_again(&outcome) && outcome.misconfigured(), "{outcome:?}");
     scene.is_seen(&store);
-    // Rolled back; then deployed with a migration.
+    // First the old release again; then the new one with a migration.
     assert_eq!(before().await.0.unwrap(), first);
     let (result, outcome) = now(PAY.on_undecodable(OnUndecodable::Migrate(migrate))).await;
     let expected = Now { receipt: "r-42".to_owned(), amount: "19.99 EUR".to_owned() };
@@ -153,7 +153,7 @@ async fn a_ttl_is_too_short() {
     let clock = ManualClock::new();
     let mut scene = Scene::at("A `ttl` is too short", "");
     scene.url = format!("sqlite:{}", scene.folder.file().display());
-    // At the end it is now, which is what the command goes by.
+    // The test ends at the current wall time, which the command uses.
     clock.set_wall(SystemClock::default().wall().saturating_sub(HOUR + HOUR / 12));
     let options = SqliteStore::options().holder("payments").clock(clock.clone());
     let store = options.open(scene.folder.file()).await.unwrap();
@@ -163,7 +163,7 @@ async fn a_ttl_is_too_short() {
         assert!(deliver(&store, order, policy, scene.charge(order)).await.1.executed());
     }
     clock.advance(HOUR * 11 / 12);
-    // The broker is late, and it was just enough.
+    // The broker is late, but within the `ttl`.
     for _ in 0..3 {
         assert!(deliver(&store, "42", policy, scene.charge("42")).await.1.replayed());
     }
@@ -182,7 +182,7 @@ async fn redis_was_flushed() {
     let mut scene = Scene::at("Redis was flushed", &server.url());
     let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
     scene.begins(&store);
-    // What a provider does that knows a key of its own.
+    // A provider that recognises idempotency keys.
     let provider = Mutex::new(BTreeSet::new());
     let policy = PAY.lease(SECOND);
     let charge = async |order: &str| {
@@ -191,7 +191,7 @@ async fn redis_was_flushed() {
         scene.charge(order).await
     };
     assert!(deliver(&store, "42", policy, charge("42")).await.1.executed());
-    // One runs meanwhile.
+    // One call runs during the flush.
     let running = deliver(&store, "43", policy, async {
         scene.charge("43").await?;
         let mut raw = server.raw().await;
@@ -217,7 +217,7 @@ async fn postgresql_failed_over() {
     let line = Proxy::to(primary.port()).await;
     let standby = PostgresServer::standby_of(&primary, line.port());
     let mut scene = Scene::at("PostgreSQL failed over", &standby.url());
-    // Both hosts, as an application names them.
+    // Both hosts, as an application configures them.
     let both = format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres", primary.port(), standby.port());
     let store = PostgresStore::options().holder("payments").connect(&both).await.unwrap();
     scene.begins(&store);
@@ -229,7 +229,7 @@ async fn postgresql_failed_over() {
         rows.first().is_some_and(|row| row.get::<_, &str>(0) == "completed")
     })
     .await;
-    // It falls behind, and nobody waits for it.
+    // The standby falls behind, and no commit waits for it.
     line.set(Line::Refuse);
     assert!(deliver(&store, "42", policy, scene.charge("42")).await.1.executed());
     let began = tokio::sync::Notify::new();
@@ -241,7 +241,7 @@ async fn postgresql_failed_over() {
     let failover = async {
         began.notified().await;
         primary.kill();
-        // While nobody answers.
+        // Deliveries while neither server answers.
         for _ in 0..3 {
             let (result, outcome) = deliver(&store, "44", policy, scene.charge("44")).await;
             assert!(matches!(result, Err(Failure::Refused(Error::Store { .. }))), "{result:?}");
@@ -254,7 +254,7 @@ async fn postgresql_failed_over() {
     assert!(comes_again(&outcome), "{outcome:?}");
     scene.is_seen(&store);
     scene.play();
-    // What the standby had is there; what it had not runs again.
+    // Records that had reached the standby are replayed; the others run again.
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.replayed());
     until("it is known that the store is back", async || {
         deliver(&store, "44", policy, scene.charge("44")).await.1.executed()
@@ -279,7 +279,7 @@ async fn a_poison_message() {
     assert_eq!(outcome.disposition(), Disposition::DeadLetter);
     scene.is_seen(&store);
     scene.play();
-    // The cause is mended.
+    // The cause is fixed.
     let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
     assert!(result.is_ok() && outcome.executed() && outcome.attempt() == Some(4), "{outcome:?}");
     assert_eq!(scene.charges("42"), 1);
@@ -289,7 +289,7 @@ async fn a_poison_message() {
 #[tokio::test]
 async fn a_key_is_too_coarse() {
     let (scene, store) = Scene::on_file("A key is too coarse").await;
-    // Each shop numbers its orders by itself.
+    // Each shop has its own order numbers.
     let deliver = async |key: &str, shop: &str| {
         let operation =
             Operation::new(&store, Key::new("pay", key), PAY).fingerprint(&json!({ "shop": shop, "id": 7 }));
@@ -300,7 +300,7 @@ async fn a_key_is_too_coarse() {
     assert!(matches!(result, Err(Failure::Refused(Error::FingerprintMismatch { .. }))), "{result:?}");
     assert_eq!((outcome.disposition(), scene.charges("bolt")), (Disposition::DeadLetter, 0));
     scene.is_seen(&store);
-    // Deployed with another template, and delivered again from the dead letters.
+    // After the deployment of another template, the message is delivered again from the dead letters.
     let (_, outcome) = deliver("order:bolt:7", "bolt").await;
     assert!(outcome.executed(), "{outcome:?}");
     assert_eq!(["acme", "bolt"].map(|shop| scene.charges(shop)), [1, 1]);
@@ -314,7 +314,7 @@ async fn the_store_was_away_for_an_hour() {
     let mut scene = Scene::at("The store was away for an hour", &server.url());
     let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
     scene.begins(&store);
-    // An hour of 120 leases is no other than a few of them: whoever began before it is over by then.
+    // A few leases stand for an hour of 120 leases: in both, every earlier attempt's lease has lapsed.
     let policy = PAY.lease(Duration::from_secs(3));
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.executed());
     let (result, outcome) = deliver(&store, "42", policy, async {

@@ -1,4 +1,4 @@
-//! The page, read: its incidents, and in each the commands with what they print.
+//! Reads the page: its incidents, and the commands of each with their expected output.
 
 use std::process::{Command, Stdio};
 
@@ -6,7 +6,7 @@ use super::scene::Scene;
 
 const PAGE: &str = include_str!("../../../docs/operations.md");
 
-/// The host and the process that hold keys on the page.
+/// Host and process of the holder in the page's output.
 const HOLDER: (&str, &str) = ("worker-3", "4711");
 
 fn incidents() -> &'static str {
@@ -14,17 +14,17 @@ fn incidents() -> &'static str {
     rest.split("\n## ").next().unwrap_or_default()
 }
 
-/// The headings.
+/// Returns the titles of the incidents.
 pub(crate) fn titles() -> Vec<&'static str> {
     incidents().lines().filter_map(|line| line.strip_prefix("### ")).collect()
 }
 
-/// What stands above the first incident.
+/// Returns the part above the first incident.
 pub(crate) fn table() -> &'static str {
     incidents().split("\n### ").next().unwrap_or_default()
 }
 
-/// What a heading is called in a link.
+/// Returns the anchor of a heading.
 pub(crate) fn anchor(title: &str) -> String {
     let kept = title.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '_' | '-'));
     kept.collect::<String>().to_lowercase().replace(' ', "-")
@@ -34,13 +34,13 @@ pub(crate) fn anchor(title: &str) -> String {
 pub(crate) struct Section {
     title: &'static str,
     text: &'static str,
-    /// The rest of its text, behind the commands that were played.
+    /// The part of the text after the commands that were played.
     rest: &'static str,
-    /// The revisions that the page shows, each with the one that it stands for.
+    /// Pairs of revisions: the one on the page, and the real one.
     revisions: Vec<(String, String)>,
 }
 
-/// A command of the page, and what it prints there.
+/// A command of the page, and its output there.
 struct Line {
     command: &'static str,
     prints: Vec<&'static str>,
@@ -53,14 +53,14 @@ impl Section {
         Self { title, text, rest: text, revisions: Vec::new() }
     }
 
-    /// What stands behind this name.
+    /// Returns the text of the entry with this name.
     pub(crate) fn entry(&self, name: &str) -> &'static str {
         let (_, entry) =
             self.text.split_once(&format!("\n- *{name}*: ")).unwrap_or_else(|| panic!("{}: no *{name}*", self.title));
         entry.split("\n- *").next().and_then(|entry| entry.split("\n\n").next()).unwrap_or_default()
     }
 
-    /// Runs the next block of commands as it stands there, and compares what they print.
+    /// Runs the next block of commands exactly as written, and compares their output.
     #[track_caller]
     pub(crate) fn play(&mut self, scene: &Scene) {
         let (_, rest) =
@@ -73,7 +73,7 @@ impl Section {
                 here = here.replace(shown, own);
             }
             let (status, printed) = run(&here, scene);
-            // Revisions differ in each run: those of the page stand for those that are printed here, in their order.
+            // Revisions differ in each run. They are matched by their order of appearance.
             let revisions = |lines: &mut dyn Iterator<Item = &str>| -> Vec<String> {
                 lines.filter_map(|line| Some(line.strip_prefix("revision ")?.trim().to_owned())).collect()
             };
@@ -100,7 +100,7 @@ impl Section {
         }
     }
 
-    /// Nothing of it was left out.
+    /// Asserts that every block of commands was played.
     #[track_caller]
     pub(crate) fn ends(&self) {
         assert!(!self.rest.contains("\n```console\n"), "{}: nobody has played{}", self.title, self.rest);
@@ -122,9 +122,9 @@ fn lines(block: &'static str) -> Vec<Line> {
     lines
 }
 
-/// Runs a line of a shell, and returns its exit status and what it has printed, as on the host of the page.
+/// Runs a line of a shell. Returns its exit status and its output, with the names of the page's host.
 fn run(command: &str, scene: &Scene) -> (i32, String) {
-    // Nobody is there to be asked.
+    // There is no terminal for a confirmation.
     let changes =
         ["resolve", "reopen", "forget", "release"].iter().any(|verb| command.contains(&format!("idem {verb}")));
     let yes = if changes { " --yes" } else { "" };
@@ -145,7 +145,7 @@ fn run(command: &str, scene: &Scene) -> (i32, String) {
     for (own, shown) in [
         (format!("({own}/{number}/"), format!("({host}/{process}/")),
         (format!(" {own}, process {number}"), format!(" {host}, process {process}")),
-        // Where this test has its folder.
+        // Folder of this test, and the folder on the page.
         (scene.folder.path().display().to_string(), "/var/lib/shop".to_owned()),
     ] {
         printed = printed.replace(&own, &shown);
@@ -153,7 +153,7 @@ fn run(command: &str, scene: &Scene) -> (i32, String) {
     (output.status.code().expect("no signal"), printed)
 }
 
-/// The line with single spaces, and with `TIME` for each time: how long something took or is left differs.
+/// Normalises a line: single spaces, and `TIME` for each duration, because durations differ in each run.
 fn tidy(line: &str) -> String {
     let mut words: Vec<String> = Vec::new();
     let mut tokens = line.split_whitespace().peekable();
@@ -163,7 +163,7 @@ fn tidy(line: &str) -> String {
             words.push(word.to_owned());
             continue;
         }
-        // `1 min 30 s` is one of them.
+        // `1 min 30 s` is a single duration.
         if words.last().is_some_and(|last| last == "TIME") {
             words.pop();
         }
@@ -172,7 +172,7 @@ fn tidy(line: &str) -> String {
     words.join(" ")
 }
 
-/// Whether what was printed is what the page says: `…` alone stands for any lines, and inside of a line for any text.
+/// Returns whether the output matches the page: `…` alone stands for any lines, and inside a line for any text.
 fn agree(expected: &[String], printed: &[String]) -> bool {
     match (expected.split_first(), printed.split_first()) {
         (None, None) => true,

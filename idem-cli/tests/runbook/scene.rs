@@ -1,4 +1,4 @@
-//! Where an incident takes place: a store, the process that makes the trouble, deliveries of messages, and who was charged.
+//! The scene of an incident: a store, the process that causes the trouble, deliveries of messages, and the charges.
 
 use std::cell::{Cell, RefCell};
 use std::io::Write as _;
@@ -16,14 +16,14 @@ use serde_json::{Value, json};
 use super::alerts::Looks;
 use super::page::Section;
 
-/// A week, as the broker keeps messages for less.
+/// A week: longer than the broker keeps messages.
 pub(crate) const PAY: Policy = Policy::new(Duration::from_secs(7 * 86_400));
 
-/// Why a body failed, or why it did not run.
+/// Error of a delivery: the body's, or the reason why it did not run.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Refused(Error),
-    /// The body's own.
+    /// The body failed.
     Declined,
 }
 
@@ -33,7 +33,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// A delivery of the message about an order.
+/// Delivers the message about an order.
 pub(crate) async fn deliver<T: Serialize + DeserializeOwned>(
     store: &(impl Store + ?Sized),
     order: &str,
@@ -43,24 +43,24 @@ pub(crate) async fn deliver<T: Serialize + DeserializeOwned>(
     observe(Operation::new(store, key(order), policy).run(body)).await
 }
 
-/// The key of an order.
+/// Returns the key of an order.
 pub(crate) fn key(order: &str) -> Result<Key, idem_runtime::key::KeyError> {
     Key::new("pay", format!("order:{order}"))
 }
 
-/// An incident, as it takes place here and as it stands on the page.
+/// An incident, both as it happens here and as the page describes it.
 pub(crate) struct Scene {
     pub(crate) folder: Folder,
     pub(crate) url: String,
     pub(crate) host: String,
-    /// The process that holds keys.
+    /// Process that holds the keys.
     pub(crate) process: Cell<u32>,
     section: RefCell<Section>,
     before: String,
 }
 
 impl Scene {
-    /// At the store with this URL.
+    /// Sets the scene on the store at this URL.
     pub(crate) fn at(title: &'static str, url: &str) -> Self {
         let name = Command::new("uname").arg("-n").output().expect("the name of this host");
         Self {
@@ -73,7 +73,7 @@ impl Scene {
         }
     }
 
-    /// On a file.
+    /// Sets the scene on a SQLite file.
     pub(crate) async fn on_file(title: &'static str) -> (Self, SqliteStore) {
         let mut scene = Self::at(title, "");
         scene.url = format!("sqlite:{}", scene.folder.file().display());
@@ -82,31 +82,31 @@ impl Scene {
         (scene, store)
     }
 
-    /// From here on the numbers of this store are watched.
+    /// Takes the first snapshot of this store's metrics.
     pub(crate) fn begins(&mut self, store: &(impl Store + ?Sized)) {
         self.before = store.metrics().prometheus_text();
     }
 
-    /// The customer is charged: what must not happen twice.
+    /// Charges the customer, which must not happen twice.
     #[allow(clippy::unused_async, reason = "nothing happens before it is polled")]
     pub(crate) async fn charge(&self, order: &str) -> Result<Value, Failure> {
         charge(self.folder.path(), order);
         Ok(json!({ "receipt": format!("r-{order}") }))
     }
 
-    /// How often the customer of an order was charged.
+    /// Returns the number of times that the customer of an order was charged.
     pub(crate) fn charges(&self, order: &str) -> usize {
         let charges = std::fs::read_to_string(self.folder.path().join("charges")).unwrap_or_default();
         charges.lines().filter(|line| *line == order).count()
     }
 
-    /// A process that charges this customer and then neither returns nor gives up its key.
+    /// Starts a process that charges this customer, and then neither returns nor releases its key.
     pub(crate) async fn worker(&self, order: &str, on_crash: OnCrash, lease: Duration) -> Worker {
         let orders = json!({
             "file": self.folder.file(), "folder": self.folder.path(), "order": order,
             "fail": on_crash == OnCrash::Fail, "lease": lease.as_secs(),
         });
-        // The kernel ends it if this process dies first.
+        // The kernel kills it if this process dies first.
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL"])
             .arg(std::env::current_exe().expect("a program"))
@@ -121,7 +121,7 @@ impl Scene {
         worker
     }
 
-    /// The alerts that the page names fire, and the panels that it names show what it says.
+    /// Asserts that the alerts named on the page fire, and that the panels named there show the data described.
     #[track_caller]
     pub(crate) fn is_seen(&self, store: &(impl Store + ?Sized)) {
         let section = self.section.borrow();
@@ -144,20 +144,20 @@ impl Scene {
         assert!(seen > 0, "no panel is named");
     }
 
-    /// Runs the next commands of the page.
+    /// Runs the next block of commands of the page.
     #[track_caller]
     pub(crate) fn play(&self) {
         self.section.borrow_mut().play(self);
     }
 
-    /// All commands of the page were run.
+    /// Asserts that all commands of the page were run.
     #[track_caller]
     pub(crate) fn ends(&self) {
         self.section.borrow().ends();
     }
 }
 
-/// What stands between two of these signs.
+/// Returns the parts of a text between pairs of this sign.
 fn quoted(text: &str, sign: char) -> impl Iterator<Item = &str> {
     text.split(sign).skip(1).step_by(2)
 }
@@ -167,7 +167,7 @@ fn charge(folder: &Path, order: &str) {
     writeln!(file.expect("a file"), "{order}").expect("can be written");
 }
 
-/// A process of its own; killed when dropped.
+/// A separate process, killed when dropped.
 pub(crate) struct Worker(Child);
 
 impl Worker {
@@ -185,10 +185,10 @@ impl Drop for Worker {
     }
 }
 
-/// What tells a process that it is a worker.
+/// Variable that marks a process as a worker.
 const ORDERS: &str = "IDEM_RUNBOOK_WORKER";
 
-/// The body of a worker, when an incident starts this program again; by itself it has nothing to do.
+/// The body of a worker, for a process that an incident starts. Run as an ordinary test, it does nothing.
 #[tokio::test]
 async fn works_for_an_incident() {
     let Ok(orders) = std::env::var(ORDERS) else { return };

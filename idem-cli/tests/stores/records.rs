@@ -1,4 +1,4 @@
-//! One record after the other, in SQLite files.
+//! Commands for records, in SQLite files.
 
 use std::process::Stdio;
 
@@ -22,7 +22,7 @@ async fn a_stuck_key_is_shown_and_understood() {
     assert!(shown.out.contains("attempt      1\n") && shown.err.is_empty(), "{shown:?}");
     let here = format!("held by      {}, process {}", hostname(), std::process::id());
     assert!(shown.out.contains(&here), "no `{here}` in {shown:?}");
-    // As it is copied from an error, from a row, and from a shell.
+    // In the forms that are copied from an error, from a row, and from a shell.
     for typed in ["1/pay/42", "`pay/42`", " \"pay/42\" "] {
         let object = records.idem(&["show", typed, "--json"]).ends(0).json();
         assert_eq!(object["key"], "pay/42");
@@ -98,7 +98,7 @@ async fn an_interrupted_operation_is_resolved_with_its_result() {
     assert_eq!(result.stored_bytes(), br#"{"receipt": 7}"#.len(), "without the white space around it");
     assert_eq!((found.decided_by(), found.decided_reason()), (Some("alice"), Some("INC-7")));
     records.idem(&["show", "pay/42"]).says("decided by   alice: INC-7\n");
-    // Repeated, it changes nothing; another result is refused.
+    // The same decision again changes nothing; another result is refused.
     records.idem(&resolve).ends(0).says("resolved `pay/42`");
     let file = records.file(b"{\"receipt\": 8}");
     records.idem(&resolve).ends(1).complains("alice has decided about it, and it is completed; nothing was changed");
@@ -126,7 +126,7 @@ async fn the_later_of_two_people_is_refused() {
     // A decision without `--seen` is refused.
     records.idem(&["discard", "pay/42", "--yes"]).ends(2).complains("add `--seen`");
     records.idem(&["discard", "pay/42", "--yes", "--seen", "1"]).ends(2).complains("a revision is");
-    // A result is given up by a word of its own.
+    // Only `discard` removes a result.
     records.decides(&["reopen"], "pay/42").ends(1).complains("discard the result if that is to be given up");
     records.decides(&["discard"], "pay/42").ends(0).says("the next delivery runs again");
     records.decides(&["discard"], "pay/42").ends(1).complains("has recorded no result");
@@ -184,7 +184,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
 
     let records = Records::new().await;
     let began = Arc::new(Semaphore::new(0));
-    // A server of its own each time, on the same file.
+    // A new server each time, on the same file.
     let serve = async || {
         let store = SqliteStore::open(records.folder.file()).await.unwrap();
         let policy = Policy::new(Duration::from_secs(3600)).on_crash(OnCrash::Fail);
@@ -207,7 +207,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     let shown = listed[0]["key"].as_str().unwrap().to_owned();
     assert!(shown.ends_with("order-42"), "{shown}");
     let shown = shown.as_str();
-    // Its process is gone: somebody knows that, and what the bank says.
+    // The process is gone; an operator knows this, and has the bank's answer.
     store.heartbeats().abandon();
     records.decides(&["release", "--break-lease"], shown).ends(0);
     let body = b"{\"paid\":true,\n \"note\":\"\xc3\xbc\x00\"}\n\n";
@@ -242,7 +242,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     assert_eq!(began.available_permits(), 0, "no handler has run again");
     store.flush().await;
 
-    // It is shown as it was given, and repeated it changes nothing.
+    // `show` prints the response as given, and the same decision again changes nothing.
     records.idem(&resolve).ends(0);
     let shown_again =
         records.idem(&["show", shown, "--result"]).ends(0).says("HTTP/1.1 201 Created\nlocation: /payments/7\n");
@@ -284,7 +284,7 @@ async fn a_file_that_is_no_response_is_refused_and_not_quoted() {
     let both = ["resolve", "pay/42", "--http-response", "-", "--codec", "own"];
     records.idem(&both).ends(2).complains("cannot be used with");
     assert_eq!(state(&records.store, "42").await, Some("interrupted"));
-    // The least that is one.
+    // The smallest valid response.
     let file = records.file(b"HTTP/1.0 204\n\n");
     records.decides(&["resolve", "--http-response", file.to_str().unwrap()], "pay/42").ends(0);
     records.idem(&["show", "pay/42", "--result"]).ends(0).says("HTTP/1.1 204 No Content\n");
@@ -342,7 +342,7 @@ async fn nobody_is_asked_without_a_terminal() {
     assert_eq!(state(&records.store, "42").await, Some("interrupted"));
 }
 
-/// Runs a line of a shell on a terminal that `script` makes, where somebody types this.
+/// Runs a line of a shell on a terminal (made by `script`), with `typed` as its input.
 fn on_terminal(line: &str, typed: &str) -> (i32, String) {
     use std::io::Write;
     let mut command = std::process::Command::new("script");
@@ -372,7 +372,7 @@ async fn on_a_terminal_somebody_is_asked() {
     let (status, said) = ask("y\n");
     assert_eq!(status, 0, "{said}");
     assert_eq!(state(&records.store, "42").await, Some("released"));
-    // The question says what is given up.
+    // The question names the record that would be given up.
     completed(&records.store, "43", b"7").await;
     for (verb, question) in [("discard", "Let `pay/43`, attempt 1 run again"), ("forget", "Forget `pay/43`, attempt 1")]
     {
@@ -389,7 +389,7 @@ async fn on_a_terminal_somebody_is_asked() {
 #[tokio::test]
 async fn purge_removes_what_has_expired_and_nothing_else() {
     let records = Records::new().await;
-    // Two are written last, as a reservation cleans up after two others.
+    // The expired records come last: each reservation removes up to two earlier ones, and some must remain for `purge`.
     interrupted(&records.store, "kept").await;
     for at in 0..3 {
         expired(&records.store, &at.to_string()).await;
@@ -431,7 +431,7 @@ async fn what_is_not_there_is_not_made() {
     idem_at(&format!("sqlite:{}", missing.display()), &["show", "pay/42"]).ends(3).complains("No such file");
     assert!(!missing.exists());
     idem_at(&format!("sqlite:{}", folder.path().display()), &["show", "pay/42"]).ends(3).complains("is not a file");
-    // A file of somebody else stays as it is.
+    // A file of another program stays unchanged.
     let theirs = folder.path().join("theirs.db");
     raw(&theirs).execute_batch("CREATE TABLE orders (id INTEGER)").unwrap();
     let before = std::fs::read(&theirs).unwrap();
@@ -462,6 +462,7 @@ async fn a_damaged_record_is_shown_listed_and_only_forgotten() {
     completed(&records.store, "b", br#"{"card":"4111"}"#).await;
     let file = raw(&records.folder.file());
     file.execute_batch("UPDATE idem_records SET state = 'half done' WHERE key = '1/pay/b'").unwrap();
+    // The damage is shown, without the content of the record.
     let shown = records.idem(&["show", "pay/b"]).ends(0).says("state        damaged: the record is damaged");
     shown.says("what now     every delivery fails until you decide").says("`idem forget`");
     let object = records.idem(&["show", "pay/b", "--result", "--json"]).ends(0).json();
@@ -474,6 +475,7 @@ async fn a_damaged_record_is_shown_listed_and_only_forgotten() {
     assert!(!object.to_string().contains("4111") && !object.to_string().contains("half done"), "{object}");
 
     assert_eq!(keys(&records.idem(&["list", "--json"]).ends(0)), ["pay/a", "pay/b"]);
+    // Listings and counts include the record.
     for which in [&["--uncertain"][..], &["--state", "damaged"]] {
         let listed = records.idem(&[&["list", "--json"], which].concat()).ends(0);
         assert_eq!(keys(&listed), ["pay/b"], "{which:?}");
@@ -482,6 +484,7 @@ async fn a_damaged_record_is_shown_listed_and_only_forgotten() {
     records.idem(&["stats"]).ends(0).says("1 completed, 1 damaged");
     records.idem(&["watch", "--times", "1"]).ends(0).says("0 interrupted, 1 damaged\ndamaged");
 
+    // Every decision but `forget` is refused.
     let file_of_result = records.file(b"7");
     let result = ["--completed", file_of_result.to_str().unwrap()];
     for verb in [
@@ -498,7 +501,7 @@ async fn a_damaged_record_is_shown_listed_and_only_forgotten() {
         .idem(&["forget", "pay/b"])
         .ends(2)
         .complains("Forget `pay/b`, which is damaged, whether its handler is running");
-    // Written since it was seen, and damaged as before.
+    // The record was written again after `seen`, and is still damaged.
     let seen = records.revision("pay/b");
     file.execute_batch("UPDATE idem_records SET state = 'half gone' WHERE key = '1/pay/b'").unwrap();
     let stale = records.idem(&["forget", "pay/b", "--seen", &seen, "--yes"]).ends(1);
@@ -548,7 +551,7 @@ async fn wrong_use_is_told_without_passwords() {
     for (key, text) in [("order42", "is no key"), ("", "is no key"), ("shop:1/pay/42", "leave out the namespace")] {
         records.idem(&["show", key]).ends(2).complains(text);
     }
-    // Where a password stands that nobody expects.
+    // Passwords in unexpected places.
     for arguments in [
         &["show", "redis://bob:secret@host", "x"][..],
         &["redis://bob:secret@host"],
@@ -597,7 +600,7 @@ fn a_pipe_that_is_closed_ends_it_quietly() {
 async fn a_pipe_that_is_closed_in_the_middle_ends_it_quietly() {
     use std::io::BufRead;
     let records = Records::new().await;
-    // More than a pipe holds.
+    // More output than a pipe holds.
     for at in 0..400 {
         interrupted(&records.store, &at.to_string()).await;
     }
@@ -605,7 +608,7 @@ async fn a_pipe_that_is_closed_in_the_middle_ends_it_quietly() {
     list.env("IDEM_STORE", records.url()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = list.spawn().unwrap();
     let mut first = String::new();
-    // As `head -n 1` does.
+    // Reads one line, like `head -n 1`.
     std::io::BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
     assert!(first.starts_with('{'), "{first}");
     let output = child.wait_with_output().unwrap();
@@ -624,7 +627,7 @@ async fn a_terminal_of_forty_columns_shows_what_is_stuck() {
     );
     let (status, screen) = on_terminal(&format!("stty cols 40 rows 12; {idem}"), "");
     assert_eq!(status, 0, "{screen}");
-    // Cells are drawn where they stand: what is between them is how the terminal gets there.
+    // The screen draws each cell at its position, with control sequences in between.
     for text in ["sqlite,", "lapsed,", "interrupted", "state", "pay/42", "scroll"] {
         assert!(screen.contains(text), "no `{text}` in {screen:?}");
     }
@@ -715,7 +718,7 @@ fn definitions_are_printed_without_a_server() {
     run(&mut command(["schema", "print", "redis"])).ends(2);
 }
 
-/// The keys of what was listed.
+/// Returns the keys of the listed records.
 fn keys(run: &Run) -> Vec<String> {
     run.lines().iter().filter_map(|it| Some(it["key"].as_str()?.to_owned())).collect()
 }
@@ -735,7 +738,7 @@ async fn what_is_stuck_is_listed_page_by_page() {
     assert_eq!(keys(&list(&["--uncertain"])), keys(&stuck));
     assert_eq!(keys(&list(&["--state", "running"])), ["pay/runs"]);
     assert!(!list(&["--state", "completed"]).ends(0).out.contains("4111"), "a list shows no results");
-    // Page by page, nothing is left out and nothing is shown twice.
+    // Page by page, no record is left out and none is shown twice.
     let mut seen = Vec::new();
     let mut after = String::new();
     loop {
@@ -816,7 +819,7 @@ async fn a_watch_shows_what_waits_for_somebody_first() {
     }
     assert_eq!((&looks[0]["ended_per_second"], &looks[1]["ended_per_second"]), (&json!(null), &json!(0.0)));
     records.idem(&["watch", "--times", "1"]).ends(0).says("1 running, 0 lapsed, 1 interrupted\ninterrupted");
-    // On a terminal it is a screen, which `q` ends.
+    // On a terminal, `watch` shows a screen, which `q` ends.
     let line = format!("stty cols 40 rows 20; {} watch --store {}", env!("CARGO_BIN_EXE_idem"), records.url());
     let (status, said) = on_terminal(&line, "q");
     assert_eq!(status, 0, "{said}");
@@ -846,7 +849,7 @@ async fn the_document_names_every_verb_and_field() {
     for verb in listed {
         for line in records.idem(&[verb, &["--json"]].concat()).ends(0).lines() {
             let fields = line.as_object().unwrap().keys();
-            // Those of a count are the names of standings.
+            // The fields of a count are the names of standings.
             let missing: Vec<_> =
                 fields.filter(|field| !document.contains(&format!("`{field}`")) && *field != "next").collect();
             assert!(missing.is_empty(), "docs/cli.md does not name {missing:?} of {verb:?}");
@@ -879,7 +882,7 @@ async fn a_handler_replays_what_was_resolved() {
         }
         store.flush().await;
         let error = charge(store, order, &began).await.unwrap_err();
-        // As it stands in the log, between the quotes of the message.
+        // The form of the key in a log: between the quotes of the message.
         let text = error.to_string();
         let shown = text.split('`').nth(1).unwrap();
         let file = records.file(b"[\"receipt\", \"7\"]");

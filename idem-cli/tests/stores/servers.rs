@@ -1,4 +1,4 @@
-//! The same verbs on real servers, and what the doctor finds there.
+//! The same commands on real servers, and the doctor's findings there.
 
 use std::process::Stdio;
 
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::support::{Records, Run, command, completed, expired, file, idem_at, interrupted, revision, run, state};
 
-/// Settles a record of the store at `url`, as somebody on call does.
+/// Resolves a record of the store at `url`, as an operator on call does.
 async fn settles(url: &str, store: &dyn Store) {
     let folder = Folder::new();
     let receipt = file(folder.path(), b"\"receipt\"");
@@ -53,7 +53,7 @@ async fn settles(url: &str, store: &dyn Store) {
     assert!(verdicts.len() == 2 && verdicts.iter().all(|it| it["passed"] == true), "{verdicts:?}");
 }
 
-/// What the doctor finds by a check: its level, and all of it.
+/// Returns the doctor's finding for a check: its level, and all of it.
 fn found(run: &Run, check: &str) -> (String, Value) {
     let all = run.lines();
     let finding = all.iter().find(|it| it["check"] == check).unwrap_or_else(|| panic!("no `{check}` in {all:#?}"));
@@ -109,7 +109,8 @@ async fn redis() {
     }
     finds(&doctor, "persistence", "ok", "each second");
     finds(&doctor, "replication", "warning", "no replica");
-    // A value that is no record is shown as damaged and can be forgotten; one of another type of Redis is left to its owner.
+    // A value that is not a record is shown as damaged and can be forgotten. A value of another Redis type belongs to
+    // another program and is left alone.
     let mut raw = raw(&url).await;
     let _: () = redis::cmd("SET").arg("idem:1/pay/odd").arg("not a record").query_async(&mut raw).await.unwrap();
     idem_at(&url, &["show", "pay/odd"]).ends(0).says("damaged: the value is not a record");
@@ -118,12 +119,12 @@ async fn redis() {
     idem_at(&url, &["show", "pay/odd"]).ends(4);
     let _: () = redis::cmd("RPUSH").arg("idem:1/pay/odd").arg("x").query_async(&mut raw).await.unwrap();
     idem_at(&url, &["show", "pay/odd"]).ends(1).complains("another type of Redis").complains("`TYPE`");
-    // As the server has it, and in another namespace.
+    // The key in the server's form, and the same key in another namespace.
     idem_at(&url, &["show", "idem:1/pay/kept"]).ends(0).says("completed");
     idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(4);
 }
 
-/// A server that speaks TLS, too, with a certificate that nobody trusts by himself.
+/// A server that also speaks TLS, with a certificate that is not trusted by default.
 #[test]
 fn redis_by_tls_if_its_certificate_is_trusted() {
     let folder = Folder::new();
@@ -155,7 +156,7 @@ fn redis_by_tls_if_its_certificate_is_trusted() {
     let verdicts =
         with(&url, true, &["conformance", "store", "--yes", "--json", "--case", "first_reservation"]).ends(0);
     assert_eq!(verdicts.json()["passed"], true);
-    // Nobody has said that it may be trusted; it is the certificate of another host; there is no TLS.
+    // An untrusted certificate; the certificate of another host; a port without TLS; a wrong password.
     for (url, trusted, text) in [
         (url.clone(), false, "certificate: "),
         (format!("rediss://:secret@127.0.0.1:{port}"), true, "not valid for name"),
@@ -178,7 +179,7 @@ async fn redis_in_a_cluster() {
     let doctor = idem_at(&url, &["doctor", "--json"]);
     finds(&doctor, "cluster", "ok", "cluster_state ok");
     finds(&doctor, "probe", "ok", "");
-    // A node is no server of its own.
+    // A single node of a cluster is not a server.
     let node = format!("redis://127.0.0.1:{}", cluster.ports()[0]);
     idem_at(&node, &["show", "pay/42"]).ends(3).complains("redis-cluster://");
 }
@@ -211,7 +212,7 @@ async fn the_doctor_of_redis_finds_what_loses_records() {
     let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
     finds(&doctor, "persistence", "warning", "snapshots only");
     finds(&doctor, "eviction", "warning", "without a limit");
-    // A login that may not wake anybody.
+    // A login that may not publish, and so wakes no waiting duplicates.
     let acl = ["SETUSER", "bob", "on", ">secret", "~idem:*", "&idem:*", "+@all", "-publish"];
     let _: () = redis::cmd("ACL").arg(&acl).query_async(&mut raw).await.unwrap();
     let login = url.replace("redis://", "redis://bob:secret@");
@@ -220,7 +221,7 @@ async fn the_doctor_of_redis_finds_what_loses_records() {
     assert!(!doctor.out.contains("secret"));
     let _: () = redis::cmd("ACL").arg(&["SETUSER", "bob", "-acl"]).query_async(&mut raw).await.unwrap();
     finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "permissions", "unknown", "may not ask");
-    // A login with no more rights than the guide says that calls need, in a namespace of its own.
+    // A login with exactly the rights that the guide lists for calls, in its own namespace.
     let rights = "+info +script|load +eval +evalsha +set +get +mget +pttl +pexpire +pexpiretime +getrange +setrange +publish +subscribe +ping";
     let acl = ["SETUSER", "carol", "on", ">secret", "~shop:*", "&shop:*", "+acl|whoami", "+acl|dryrun"];
     let _: () =
@@ -262,12 +263,12 @@ async fn postgres() {
     ] {
         finds(&doctor, check, "ok", "");
     }
-    // Another schema is another store.
+    // A store in another schema is another store.
     let other = format!("{url}?schema=shop");
     idem_at(&other, &["show", "pay/42"]).ends(3);
     idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);
     idem_at(&other, &["show", "pay/42"]).ends(4);
-    // What is printed for a login is enough.
+    // The printed grants are sufficient for a login.
     let raw = postgres::raw(&url).await;
     let print = ["schema", "print", "postgres", "--schema", "shop", "--login", "handlers"];
     raw.batch_execute(&format!("CREATE ROLE handlers LOGIN; {}", idem_at(&url, &print).ends(0).out)).await.unwrap();
@@ -275,14 +276,14 @@ async fn postgres() {
     finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "probe", "ok", "");
     raw.batch_execute("REVOKE UPDATE ON shop.records FROM handlers").await.unwrap();
     finds(&idem_at(&login, &["doctor", "--json"]).ends(1), "open", "error", "lacks UPDATE on the table");
-    // A pooler is found, and named in the URL.
+    // The doctor finds a pooler, unless the URL names it.
     let pooler = PgBouncer::start(server.port());
     let doctor = idem_at(&pooler.url(), &["doctor", "--json"]).ends(1);
     finds(&doctor, "pooler", "error", "each transaction");
     let doctor = idem_at(&format!("{}?pgbouncer=true", pooler.url()), &["doctor", "--json"]).ends(0);
     finds(&doctor, "pooler", "ok", "share sessions");
     finds(&idem_at(&format!("{url}?pgbouncer=true"), &["doctor", "--json"]).ends(0), "pooler", "warning", "");
-    // What is lost in a crash, and a table of a later release.
+    // Settings that lose records in a crash, and a table of a later release.
     raw.batch_execute("ALTER ROLE postgres SET synchronous_commit = off").await.unwrap();
     finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "synchronous_commit", "error", "off");
     raw.batch_execute("ALTER ROLE postgres RESET synchronous_commit").await.unwrap();
@@ -397,7 +398,7 @@ async fn partitions_of_postgres() {
     {
         finds(&doctor, check, "ok", "");
     }
-    // Another number is not made out of what is there.
+    // An existing table does not get another number of partitions.
     idem_at(&url, &["schema", "diff", "--partitions", "8"])
         .ends(1)
         .says("has 4 partitions, and shall have 8")
@@ -407,7 +408,7 @@ async fn partitions_of_postgres() {
     let other = format!("{url}?schema=plain");
     idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);
     idem_at(&other, &["schema", "migrate", "--partitions", "8", "--yes"]).ends(1).complains("the table is plain");
-    // One partition that differs is found.
+    // A single partition with other settings is found.
     let raw = postgres::raw(&url).await;
     raw.batch_execute("ALTER TABLE idem.records_2 SET (autovacuum_enabled = off, fillfactor = 90)").await.unwrap();
     let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
@@ -415,7 +416,7 @@ async fn partitions_of_postgres() {
     finds(&doctor, "autovacuum", "warning", "off");
     raw.batch_execute("ALTER TABLE idem.records_2 RESET (fillfactor)").await.unwrap();
     idem_at(&url, &["schema", "diff"]).ends(1).says("the partition `records_2` has no fillfactor");
-    // What is printed is what is made.
+    // `schema print` and `schema migrate` define the same table.
     let print = ["schema", "print", "postgres", "--schema", "printed", "--partitions", "4"];
     let sql = idem_at(&url, &print).ends(0).out;
     raw.batch_execute(&format!("CREATE ROLE app; {sql}")).await.unwrap();
@@ -428,7 +429,8 @@ async fn partitions_of_postgres() {
     }
 }
 
-/// Whether the doctor warns about `check`, with these words; and no longer, once the server did what mends it.
+/// Asserts that the doctor warns about `check` after the statement `bad`, with the text `found`, and no longer after
+/// `mended`.
 async fn warns(url: &str, check: &str, found: &str, bad: &str, mended: &str) {
     let raw = postgres::raw(url).await;
     raw.batch_execute(bad).await.unwrap();
@@ -452,7 +454,7 @@ async fn the_doctor_of_postgres_finds_what_costs_at_size() {
         "ALTER TABLE idem.records RESET (autovacuum_enabled)",
     )
     .await;
-    // As the statistics of a hundred million records would be.
+    // The statistics that a hundred million records would have.
     let size = "UPDATE pg_class SET reltuples = 1e8, relpages = 1e7 WHERE oid = 'idem.records'::regclass";
     let small = "UPDATE pg_class SET reltuples = 0, relpages = 0 WHERE oid = 'idem.records'::regclass";
     let fewer = format!("{size}; {}", set("autovacuum_vacuum_scale_factor = 0.005"));
@@ -468,7 +470,7 @@ async fn the_doctor_of_postgres_finds_what_costs_at_size() {
     .await;
     let raw = postgres::raw(&url).await;
     raw.batch_execute(small).await.unwrap();
-    // Completions that find no room beside their reservations.
+    // Completions that find no space in the pages of their reservations.
     let rows = "INSERT INTO idem.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, \
                 expires_at, listed_at, first_seen_at, began_at) SELECT '1/pay/' || n, '\\x00112233445566778899aabbccddeeff', 1, \
                 'pending', 1, 1, false, now(), now() + interval '1 day', now() + interval '1 day', now(), now() \
@@ -483,7 +485,7 @@ async fn the_doctor_of_postgres_finds_what_costs_at_size() {
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "updates", "warning", "of 100 updates stay in their page");
     raw.batch_execute("SELECT pg_stat_reset()").await.unwrap();
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "updates", "ok", "");
-    // Records that nobody removes, until somebody does.
+    // Expired records, before and after a purge.
     raw.batch_execute(
         "UPDATE idem.records SET listed_at = now() - interval '3 days', expires_at = now() - interval '3 days'",
     )
@@ -492,7 +494,7 @@ async fn the_doctor_of_postgres_finds_what_costs_at_size() {
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "warning", "the oldest 3 d");
     idem_at(&url, &["purge"]).ends(0).says("20000");
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "ok", "");
-    // Pages that are empty since then, but for a record in the last of them.
+    // Empty pages, except for a record in the last one.
     raw.batch_execute(&rows.replace("20000", "200000")).await.unwrap();
     raw.batch_execute(
         "DELETE FROM idem.records WHERE key <> (SELECT key FROM idem.records ORDER BY ctid DESC LIMIT 1)",
@@ -505,9 +507,9 @@ async fn the_doctor_of_postgres_finds_what_costs_at_size() {
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "bloat", "ok", "");
 }
 
-// What calls cost.
+// The cost of calls.
 
-/// The line of this work with a result of so many bytes.
+/// Returns the line for this work with a result of this size.
 #[track_caller]
 fn costs(lines: &[Value], work: &str, bytes: u64) -> Value {
     let found = lines.iter().find(|line| line["work"] == work && line["result_bytes"] == bytes);
@@ -536,7 +538,8 @@ async fn the_cost_of_dynamodb_is_what_its_rule_says() {
             let item = month["record_bytes"].as_f64().unwrap() - 100.0;
             let result = f64::from(u32::try_from(bytes).unwrap());
             assert!(item > result && item < result + 1000.0, "{month}");
-            // A unit for each KB begun: of the reservation, then of the whole item; a refused write costs what it met.
+            // One unit per started KB: of the reservation, then of the whole item. A refused write costs the item that
+            // it found.
             let whole = (item / 1024.0).ceil() * 1e6;
             let first = costs(&lines, "first run", bytes);
             is_near(&first["write_units"], 1e6 + whole);
@@ -547,7 +550,7 @@ async fn the_cost_of_dynamodb_is_what_its_rule_says() {
                 is_near(&costs(&lines, small, bytes)["write_units"], 1e6);
                 is_near(&costs(&lines, small, bytes)["read_units"], 0.0);
             }
-            // 30 days of a million calls: 27 million first runs of two renewals each, and 3 million replays.
+            // 30 days of a million calls: 27 million first runs with two renewals each, and 3 million replays.
             let units = 27.0 * (1e6 + whole + 2e6) + 3.0 * whole;
             is_near(&month["write_units"], units);
             let stored = 9e5 * 10.0 * (item + 100.0) / 1e9;
@@ -556,7 +559,7 @@ async fn the_cost_of_dynamodb_is_what_its_rule_says() {
             is_near(&month["money"]["gb_month"], stored * 10.0);
             is_near(&month["total"], units / 1e6 * 0.5 + stored * 10.0);
         }
-        // Nothing is left.
+        // All records are removed.
         idem_at(&url, &["list", "--scan"]).ends(4);
     }
 }

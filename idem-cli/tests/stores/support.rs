@@ -1,4 +1,4 @@
-//! The program, and records to use it on.
+//! Helpers: the program, and records to use it on.
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -14,7 +14,7 @@ use idem_runtime::{Json, Key, OnCrash, SqliteStore, Store};
 use idem_tests::sqlite::Folder;
 use serde_json::Value;
 
-/// What a run of the program has left.
+/// Result of a run of the program.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) status: i32,
@@ -23,19 +23,19 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// The one line of JSON that was printed.
+    /// Returns the single line of JSON in the output.
     pub(crate) fn json(&self) -> Value {
         let lines: Vec<_> = self.out.lines().collect();
         assert_eq!(lines.len(), 1, "{self:?}");
         serde_json::from_str(lines[0]).unwrap()
     }
 
-    /// The error that was printed as JSON.
+    /// Returns the error, printed as JSON.
     pub(crate) fn error(&self) -> Value {
         serde_json::from_str(&self.err).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
-    /// The lines of JSON that were printed.
+    /// Returns the lines of JSON in the output.
     pub(crate) fn lines(&self) -> Vec<Value> {
         self.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
@@ -59,7 +59,7 @@ impl Run {
     }
 }
 
-/// The program with nothing of this process' environment that it would read.
+/// Builds a command of the program, without this process's environment variables that the program reads.
 pub(crate) fn command(arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_idem"));
     command.args(arguments).stdin(Stdio::null());
@@ -75,7 +75,7 @@ pub(crate) fn run(command: &mut Command) -> Run {
     Run { status: status.code().expect("no signal"), out: text(stdout), err: text(stderr) }
 }
 
-/// Runs it on the store at `url`.
+/// Runs the program on the store at `url`.
 pub(crate) fn idem_at(url: &str, arguments: &[&str]) -> Run {
     let credentials = [("AWS_ACCESS_KEY_ID", "test"), ("AWS_SECRET_ACCESS_KEY", "test")];
     run(command(arguments).env("IDEM_STORE", url).env("USER", "alice").envs(credentials))
@@ -102,24 +102,24 @@ impl Records {
         idem_at(&self.url(), arguments)
     }
 
-    /// The revision that `show` prints for this key.
+    /// Returns the revision that `show` prints for this key.
     pub(crate) fn revision(&self, key: &str) -> String {
         revision(&self.url(), key)
     }
 
-    /// Looks at this key, and decides about what is there without being asked.
+    /// Looks at this key, then decides about the record that it saw, without a question.
     pub(crate) fn decides(&self, verb: &[&str], key: &str) -> Run {
         let seen = self.revision(key);
         self.idem(&[verb, &[key, "--seen", &seen, "--yes"]].concat())
     }
 
-    /// A file with this content.
+    /// Writes a file with this content.
     pub(crate) fn file(&self, content: &[u8]) -> PathBuf {
         file(self.folder.path(), content)
     }
 }
 
-/// The revision that `show` prints for this key in the store at `url`.
+/// Returns the revision that `show` prints for this key in the store at `url`.
 pub(crate) fn revision(url: &str, key: &str) -> String {
     let shown = idem_at(url, &["show", key, "--json"]).ends(0).json();
     shown["revision"].as_str().expect("a revision").to_owned()
@@ -150,27 +150,27 @@ pub(crate) async fn pending(store: &dyn Store, text: &str) -> Lease {
     }
 }
 
-/// The same, and its attempt ends in doubt.
+/// Reserves `pay/<text>`, and ends its attempt as interrupted.
 pub(crate) async fn interrupted(store: &dyn Store, text: &str) {
     let lease = pending(store, text).await;
     let _ = store.release(&lease, Release::Interrupted).await.unwrap();
 }
 
-/// The same, and its attempt ends with this result.
+/// Reserves `pay/<text>`, and completes it with this result.
 pub(crate) async fn completed(store: &dyn Store, text: &str, result: &[u8]) {
     let lease = pending(store, text).await;
     let result = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: Bytes::copy_from_slice(result) };
     let _ = store.finish(&lease, &Finish::Completed(result)).await.unwrap();
 }
 
-/// A record whose retention has ended.
+/// Creates a record whose retention has ended.
 pub(crate) async fn expired(store: &dyn Store, text: &str) {
     let short = Duration::from_millis(1);
     let request = ReserveRequest::new(key(text), store.heartbeats().new_owner(), short, short);
     let Reservation::Granted { .. } = store.reserve(&request).await.unwrap() else { panic!("not new") };
 }
 
-/// The name of its state.
+/// Returns the name of the record's state.
 pub(crate) async fn state(store: &dyn Store, text: &str) -> Option<&'static str> {
     store.inspect(&key(text)).await.unwrap().map(|found| found.record.state.name())
 }

@@ -1,4 +1,4 @@
-//! The file of cases: what is sent, and what has to come back. `docs/http.md` describes it.
+//! The file of cases: requests and their expected responses. `docs/http.md` describes it.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::{self, Write as _};
@@ -6,7 +6,7 @@ use std::fmt::{self, Write as _};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Whose rules a server follows.
+/// Set of rules that a server follows.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Profile {
@@ -35,37 +35,37 @@ impl fmt::Display for Profile {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct File {
-    /// Where the operation is.
+    /// Path of the operation.
     pub(super) path: String,
-    /// Where another operation is.
+    /// Path of a second operation.
     pub(super) other_path: String,
-    /// Where the number of runs is.
+    /// Path of the counter of runs.
     pub(super) counter: String,
-    /// The body of a request that names none.
+    /// Body of a request that sets none.
     pub(super) body: Value,
     /// The header lines of each caller.
     pub(super) callers: BTreeMap<String, Vec<String>>,
     pub(super) cases: Vec<Case>,
 }
 
-/// Who sends a request that names nobody.
+/// Caller of a request that names none.
 pub(super) const FIRST: &str = "first";
 
-/// One rule.
+/// A rule, and the steps that check it.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Case {
     pub(super) name: String,
-    /// What a server has to do.
+    /// The rule in words.
     pub(super) rule: String,
-    /// Whose rule it is.
+    /// Profiles that have this rule.
     pub(super) profiles: Vec<Profile>,
     pub(super) steps: Vec<Step>,
-    /// How often the operations have run at the end.
+    /// Expected number of runs of the operations at the end.
     pub(super) runs: OneOf<u64>,
 }
 
-/// A request, and what has to come back.
+/// A request, and its expected response.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Step {
@@ -73,12 +73,12 @@ pub(super) struct Step {
     pub(super) send: Send,
     #[serde(default)]
     pub(super) how: How,
-    /// Done while the operation runs, which this request starts.
+    /// Steps that run while the operation of this request runs.
     #[serde(default)]
     pub(super) while_running: Vec<Step>,
     #[serde(default)]
     pub(super) expect: Expect,
-    /// What other steps call the response.
+    /// Label of the response, for other steps.
     #[serde(rename = "as")]
     pub(super) label: Option<String>,
 }
@@ -87,35 +87,35 @@ pub(super) struct Step {
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Send {
     pub(super) method: Option<String>,
-    /// To the other operation.
+    /// True for a request to the second operation.
     pub(super) other_path: bool,
     pub(super) caller: Option<String>,
-    /// The name of a key, in the form of the profile. Not sent if there is neither this nor `fields`.
+    /// Name of a key, sent in the form of the profile. Without `key` and `fields`, no key is sent.
     pub(super) key: Option<String>,
-    /// The field lines instead, with `{name}` for a key.
+    /// The field lines to send instead, with `{name}` for a key.
     pub(super) fields: Vec<String>,
-    /// A text is sent as it is, everything else as JSON.
+    /// A text is sent as is, every other value as JSON.
     pub(super) body: Option<Value>,
 }
 
-/// How a request is sent.
+/// Way of sending a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum How {
-    /// Over a connection of its own.
+    /// Over its own connection.
     #[default]
     Alone,
-    /// So many at once, each over a connection of its own.
+    /// This many requests at the same time, each over its own connection.
     Together(u16),
-    /// So many at once over one connection.
+    /// This many requests at the same time over one connection.
     Pipelined(u16),
-    /// Again and again while it is answered with 409.
+    /// Repeatedly while the answer is 409.
     UntilFree,
-    /// Half of the body; then the client is gone.
+    /// The client sends half of the body, then hangs up.
     HangUpInBody,
-    /// All of it; the client is gone once the operation runs.
+    /// The client sends the whole request, and hangs up once the operation runs.
     HangUpWhileRunning,
-    /// All of it; the client is gone once the response begins.
+    /// The client sends the whole request, and hangs up once the response begins.
     HangUpInResponse,
 }
 
@@ -125,25 +125,25 @@ impl How {
     }
 }
 
-/// What a response has to be. What is not named may be anything.
+/// Expected response. Parts that are not named may have any value.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Expect {
     pub(super) status: Option<ByProfile>,
-    /// Status and body are those of an earlier response. With `status` too, this counts for a status of 2xx alone.
+    /// Status and body equal an earlier response. If `status` is set too, this applies only to a 2xx response.
     pub(super) same_as: Option<String>,
-    /// The body is not that of an earlier response.
+    /// The body differs from an earlier response.
     pub(super) differs_from: Option<String>,
-    /// These fields are those of `same_as`, in their order.
+    /// These fields equal those of `same_as`, in their order.
     pub(super) same_headers: Vec<String>,
     pub(super) headers: BTreeMap<String, Field>,
-    /// What the body holds, as JSON; `null` for something, whatever it is.
+    /// Required members of the JSON body; `null` accepts any value.
     pub(super) body: Option<Value>,
-    /// A problem of RFC 9457, or a link to one's documentation.
+    /// The response is a problem of RFC 9457, or links to a description of the problem.
     pub(super) explained: bool,
 }
 
-/// One value, or one of several.
+/// One value, or several allowed values.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(untagged)]
 pub(super) enum OneOf<T> {
@@ -172,7 +172,7 @@ impl<T: fmt::Display> fmt::Display for OneOf<T> {
     }
 }
 
-/// Statuses: for all profiles, or for each.
+/// Expected statuses: for all profiles, or for each profile.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum ByProfile {
@@ -189,22 +189,22 @@ impl ByProfile {
     }
 }
 
-/// What a field has to be.
+/// Expected value of a header field.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Field {
-    /// There, or not there.
+    /// Present or absent.
     Is(bool),
-    /// This, and there once.
+    /// Present once, with this text.
     Text(String),
-    /// A whole number.
+    /// An integer of at least this value.
     Number { at_least: u64 },
-    /// So many of them.
+    /// Present this many times.
     Count { count: usize },
 }
 
 impl File {
-    /// Reads a file; the error says where it is none.
+    /// Reads a file of cases. The error names the place of the mistake.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let file: Self = serde_json::from_str(text).map_err(|error| format!("not a file of cases: {error}"))?;
         for path in [&file.path, &file.other_path, &file.counter] {
@@ -237,6 +237,7 @@ impl File {
 
     fn check_steps(&self, case: &Case, steps: &[Step], labels: &mut HashSet<String>) -> Result<(), String> {
         for step in steps {
+            // First the request: a mistake in the file should not look like a mistake of the server.
             let send = &step.send;
             let caller = send.caller.as_deref().unwrap_or(FIRST);
             if !self.callers.contains_key(caller) {
@@ -251,7 +252,7 @@ impl File {
                 return Err("a key goes over one line".to_owned());
             }
             for line in &send.fields {
-                // A key of some length, so that everything but its text is checked.
+                // A short key: the check covers everything but the key's text.
                 fill(line, "k")?;
             }
             if send.key.is_some() && !send.fields.is_empty() {
@@ -260,6 +261,7 @@ impl File {
             if matches!(step.how, How::Together(count) | How::Pipelined(count) if !(2..=1000).contains(&count)) {
                 return Err("2 to 1000 requests are sent together".to_owned());
             }
+            // Then the expectations: a client that hangs up gets no response, for example.
             let expect = &step.expect;
             if step.how.hangs_up() && (step.label.is_some() || !expect.is_empty()) {
                 return Err("a client that hangs up gets no response to expect or to name".to_owned());
@@ -275,6 +277,7 @@ impl File {
             if !expect.same_headers.is_empty() && expect.same_as.is_none() {
                 return Err("`same_headers` needs `same_as`".to_owned());
             }
+            // Inner steps run first, so their labels exist when this response arrives.
             self.check_steps(case, &step.while_running, labels)?;
             for label in expect.same_as.iter().chain(&expect.differs_from) {
                 if !labels.contains(label) {
@@ -298,24 +301,24 @@ impl Expect {
     }
 }
 
-/// Whether a request can be sent there.
+/// Checks that a request can use `path`.
 pub(super) fn is_path(path: &str) -> Result<(), String> {
     let is_fine = path.starts_with('/') && path.bytes().all(|byte| matches!(byte, b'!'..=b'~'));
     is_fine.then_some(()).ok_or_else(|| format!("`{path}` is no path: it starts with / and has no spaces"))
 }
 
-/// A line of a header: its name and its value.
+/// Parses a header line: its name and its value.
 pub(super) fn header(line: &str) -> Result<(String, String), String> {
     let parts = line.split_once(':').map(|(name, value)| (name.trim(), value.trim()));
     let is_token =
         |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
     let parts = parts.filter(|(name, value)| is_token(name) && !value.contains(char::is_control));
-    // It may be a credential, so it is not shown.
+    // The line may hold a credential, so the error does not show it.
     let (name, value) = parts.ok_or("a line of a header is written as `Name: value`")?;
     Ok((name.to_owned(), value.to_owned()))
 }
 
-/// `template` with the key `<unique>-<name>` for each `{name}`. `{name:255}` has 255 characters.
+/// Replaces each `{name}` in `template` by the key `<unique>-<name>`. `{name:255}` gives a key of 255 characters.
 pub(super) fn fill(template: &str, unique: &str) -> Result<String, String> {
     let (mut text, mut rest) = (String::new(), template);
     while let Some((before, opened)) = rest.split_once('{') {
@@ -325,7 +328,7 @@ pub(super) fn fill(template: &str, unique: &str) -> Result<String, String> {
         text.push_str(before);
         match form {
             "" => text.push_str(&key),
-            // Padded in the middle, so that such keys differ in their last character.
+            // Padded in the middle, so that such keys differ in their last characters.
             length => match length.parse::<usize>() {
                 Ok(length @ 64..=100_000) => {
                     let padding = "x".repeat(length.saturating_sub(key.len()));
@@ -340,7 +343,7 @@ pub(super) fn fill(template: &str, unique: &str) -> Result<String, String> {
     Ok(text)
 }
 
-/// The key that a case calls `name`: of its own in every run.
+/// Returns the key for the `name` in a case. Each run has its own keys.
 pub(super) fn key(unique: &str, name: &str) -> String {
     format!("{unique}-{name}")
 }

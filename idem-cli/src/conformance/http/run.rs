@@ -10,33 +10,35 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::cases::{Case, Expect, FIRST, Field, File, How, Profile, Send, Step, fill, header, key};
 use super::wire::{Connection, Reply, Server};
 
-/// How often is asked whether something has come to pass.
+/// Pause between two polls.
 const POLL: Duration = Duration::from_millis(10);
 
-/// After this time a server has most likely noticed what a client did. No answer tells, and a server that is slower passes.
+/// Time after which a server has most likely noticed a client's hang-up. No answer confirms it; a slower server passes
+/// the case.
 const NOTICE: Duration = Duration::from_millis(300);
 
-/// How much longer operations take when a case is run again, because the first was over too early for its duplicates.
+/// Factor for the duration of operations when a case is repeated because its operation ended before its duplicates were
+/// answered.
 const LONGER: u64 = 6;
 
-/// What a run of a case knows.
+/// State of one run of a case.
 struct Run {
-    /// What its keys begin with.
+    /// Prefix of the keys.
     unique: String,
-    /// How much longer operations take than the case says.
+    /// Factor by which operations take longer than the case states.
     factor: u64,
-    /// Responses by their labels.
+    /// Responses by label.
     replies: HashMap<String, Reply>,
-    /// Whether an operation was over before its duplicates had their answers.
+    /// True if an operation ended before its duplicates were answered.
     was_too_fast: bool,
 }
 
-/// A server, what is asked of it, and how.
+/// Checks a server with the cases of a file.
 pub(super) struct Checker<'a> {
     pub(super) server: &'a Server,
     pub(super) file: &'a File,
     pub(super) profile: Profile,
-    /// For each answer.
+    /// Time limit for each answer.
     pub(super) patience: Duration,
 }
 
@@ -47,7 +49,7 @@ struct Message {
 }
 
 impl Checker<'_> {
-    /// How often the operations have run.
+    /// Returns the number of runs of the operations.
     pub(super) async fn count(&self) -> Result<u64, String> {
         let path = &self.file.counter;
         let bytes = self.server.request("GET", path, &[], b"");
@@ -65,10 +67,10 @@ impl Checker<'_> {
         }
     }
 
-    /// Runs a case; the error says what is wrong.
+    /// Runs a case. The error describes the violated rule.
     pub(super) async fn run(&self, case: &Case) -> Result<(), String> {
         match self.run_once(case, 1).await {
-            // On a busy machine the duplicates of a running request may come too late.
+            // On a busy machine, duplicates may arrive after the operation has ended.
             Err((_, true)) => self.run_once(case, LONGER).await.map_err(|(error, was_too_fast)| match was_too_fast {
                 true => format!("{error} (the operation was over by then, or its duplicates wait for it)"),
                 false => error,
@@ -77,7 +79,8 @@ impl Checker<'_> {
         }
     }
 
-    /// The error comes with whether an operation was over before its duplicates had their answers.
+    /// Runs a case once. The error comes with `was_too_fast`: whether an operation ended before its duplicates were
+    /// answered.
     async fn run_once(&self, case: &Case, factor: u64) -> Result<(), (String, bool)> {
         let mut random = [0_u8; 16];
         getrandom::fill(&mut random).map_err(|error| (format!("there is no randomness: {error}"), false))?;
@@ -123,7 +126,7 @@ impl Checker<'_> {
         })
     }
 
-    /// Sends `message`, and does `steps` while its operation runs.
+    /// Sends `message`, and runs `steps` while its operation runs.
     async fn send_around(
         &self,
         message: &Message,
@@ -150,7 +153,7 @@ impl Checker<'_> {
         let name = "idempotency-key";
         if let Some(key_name) = &send.key {
             let key = key(&run.unique, key_name);
-            // The draft's keys are strings of RFC 9651; everybody else's are bare.
+            // The keys of the IETF draft are strings of RFC 9651; the other profiles send bare keys.
             let value = if self.profile == Profile::Ietf { format!("\"{key}\"") } else { key };
             fields.push((name.to_owned(), value));
         }
@@ -171,10 +174,11 @@ impl Checker<'_> {
         Ok(Message { bytes, body_len: body.len() })
     }
 
-    /// Sends `message`, and returns the responses: none if it hangs up.
+    /// Sends `message`, and returns the responses: none if the client hangs up.
     async fn send(&self, message: &Message, how: How) -> Result<Vec<Reply>, String> {
         match how {
             How::Alone => Ok(vec![self.exchange(&message.bytes).await?]),
+            // Open all connections before the first request is sent, so that the requests arrive together.
             How::Together(count) => {
                 let mut connections = Vec::new();
                 for _ in 0..count {
@@ -213,9 +217,10 @@ impl Checker<'_> {
             }
             How::HangUpInBody => {
                 let mut connection = self.connect().await?;
+                // The server has only half of the body, so it must not reserve the key.
                 let half = message.bytes.len() - message.body_len.div_ceil(2);
                 self.in_time(connection.write(&message.bytes[..half])).await?;
-                // Until the server has read it.
+                // Gives the server time to read the first half.
                 sleep(NOTICE).await;
                 Ok(Vec::new())
             }
@@ -231,14 +236,14 @@ impl Checker<'_> {
                 self.in_time(connection.write(&message.bytes)).await?;
                 self.in_time(connection.first_byte()).await?;
                 drop(connection);
-                // Until the server has found out.
+                // Gives the server time to notice the hang-up.
                 sleep(NOTICE).await;
                 Ok(Vec::new())
             }
         }
     }
 
-    /// Waits until the operation has begun once more.
+    /// Waits until the operation has begun once more than `before`.
     async fn begun(&self, before: u64) -> Result<(), String> {
         let deadline = Instant::now() + self.patience;
         while self.count().await? == before {
@@ -278,7 +283,7 @@ impl Checker<'_> {
         let labelled = |label: &String| replies.get(label).ok_or_else(|| format!("there is no response `{label}`"));
         if let Some(label) = &expect.same_as {
             let original = labelled(label)?;
-            // Where several statuses are right, a refusal is not the response.
+            // If the case allows several statuses, a refusal need not equal the response.
             if expect.status.is_none() || (200..300).contains(&status) {
                 if status != original.status {
                     let was = original.status;
@@ -316,7 +321,7 @@ impl Checker<'_> {
     }
 }
 
-/// Whoever got the response of the operation got the same one.
+/// Checks that all duplicates with a successful response got the same response.
 fn alike(replies: &[Reply]) -> Result<(), String> {
     let mut successes = replies.iter().filter(|reply| (200..300).contains(&reply.status));
     let Some(first) = successes.next() else { return Ok(()) };
@@ -346,7 +351,7 @@ fn fields(expected: &BTreeMap<String, Field>, reply: &Reply) -> Result<(), Strin
     Ok(())
 }
 
-/// Whether `value` is `expected`, with whatever else it holds.
+/// Returns whether `value` contains `expected`. Further members are allowed.
 fn holds(value: &Value, expected: &Value) -> bool {
     match (value, expected) {
         (Value::Null, _) => false,

@@ -1,4 +1,5 @@
-//! HTTP/1.1 over a socket, byte for byte: it sends what a client library would refuse, and stops where it is told to.
+//! HTTP/1.1 over a socket, byte for byte: sends requests that a client library would refuse, and stops at a given
+//! point.
 
 use std::fmt::{self, Write as _};
 
@@ -10,11 +11,11 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use crate::tls;
 
-/// No response is longer: what sends more never ends.
+/// Limit for a response: a longer one is treated as endless.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 const MAX_FIELDS: usize = 128;
 
-/// The server that is checked.
+/// The server under test.
 pub(super) struct Server {
     host: String,
     port: u16,
@@ -30,7 +31,7 @@ impl fmt::Debug for Server {
 }
 
 impl Server {
-    /// What a URL names; the error says what is wrong with it.
+    /// Parses the URL of a server. The error describes the mistake in the URL.
     pub(super) fn parse(url: &str) -> Result<Self, String> {
         let example = "write it as http://127.0.0.1:8080";
         let uri: Uri = url.parse().map_err(|error| format!("{error}; {example}"))?;
@@ -72,7 +73,7 @@ impl Server {
     pub(super) async fn connect(&self) -> Result<Connection, String> {
         let failed = |error: std::io::Error| format!("can't connect to {}: {error}", self.authority);
         let stream = TcpStream::connect((&*self.host, self.port)).await.map_err(failed)?;
-        // Half a request has to arrive as such.
+        // Half a request must arrive before the rest is sent.
         let _ = stream.set_nodelay(true);
         let stream: Box<dyn Stream> = match &self.tls {
             Some((tls, name)) => Box::new(tls.connect(name.clone(), stream).await.map_err(failed)?),
@@ -81,7 +82,7 @@ impl Server {
         Ok(Connection { stream, read: Vec::new() })
     }
 
-    /// The bytes of a request.
+    /// Returns the bytes of a request.
     pub(super) fn request(&self, method: &str, path: &str, fields: &[(String, String)], body: &[u8]) -> Vec<u8> {
         let mut head = format!("{method} {}{path} HTTP/1.1\r\nhost: {}\r\n", self.prefix, self.authority);
         for (name, value) in fields {
@@ -97,39 +98,39 @@ impl Server {
     }
 }
 
-/// What a connection reads from and writes to.
+/// A byte stream to the server, with or without TLS.
 trait Stream: AsyncRead + AsyncWrite + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Stream for S {}
 
-/// A response that has been read to its end.
+/// A response that was read to its end.
 #[derive(Clone, Debug)]
 pub(super) struct Reply {
     pub(super) status: u16,
-    /// Names in lower case, in the order they came in.
+    /// Header fields, with lower-case names, in the order of arrival.
     fields: Vec<(String, String)>,
     pub(super) body: Vec<u8>,
 }
 
 impl Reply {
-    /// The values of all fields with this name, in their order.
+    /// Returns the values of all fields with this name, in their order.
     pub(super) fn field(&self, name: &str) -> Vec<&str> {
         self.fields.iter().filter(|(it, _)| it.eq_ignore_ascii_case(name)).map(|(_, value)| &**value).collect()
     }
 
-    /// The body as JSON; `Null` if it is none.
+    /// Returns the body as JSON; `Null` if it is not JSON.
     pub(super) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.body).unwrap_or_default()
     }
 
-    /// The body, as far as it fits in a line.
+    /// Returns the beginning of the body, at most one line long.
     pub(super) fn excerpt(&self) -> String {
         let text = String::from_utf8_lossy(&self.body[..self.body.len().min(400)]);
         text.chars().take(120).flat_map(char::escape_debug).collect()
     }
 }
 
-/// A connection, and what has been read from it and not looked at.
+/// A connection, and the bytes that were read but not parsed yet.
 pub(super) struct Connection {
     stream: Box<dyn Stream>,
     read: Vec<u8>,
@@ -157,7 +158,7 @@ impl Connection {
         loop {
             let (mut reply, length) = self.head().await?;
             match (reply.status, length) {
-                // 100 Continue and such come before the response.
+                // Interim responses such as 100 Continue precede the final response.
                 (100..200, _) => continue,
                 (204 | 304, _) => {}
                 (_, Length::Known(length)) => reply.body = self.take(length, "a body of its Content-Length").await?,
@@ -201,7 +202,7 @@ impl Connection {
             let digits = line.split(';').next().unwrap_or_default().trim();
             let length = usize::from_str_radix(digits, 16).map_err(|_| format!("a chunk has the length `{digits}`"))?;
             if length == 0 {
-                // Trailers, to the empty line.
+                // Trailers, up to the empty line.
                 while !self.line().await?.is_empty() {}
                 return Ok(body);
             }
@@ -253,7 +254,7 @@ fn too_long() -> String {
     format!("the response is longer than {MAX_RESPONSE_BYTES} bytes")
 }
 
-/// How long a body is.
+/// Length of a body.
 enum Length {
     Known(usize),
     Chunked,
