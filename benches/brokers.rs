@@ -1,11 +1,12 @@
-//! The whole loop of a consumer with `#[idempotent]` against the same loop without it, broker included.
+//! The whole loop of a consumer with `#[idempotent]`, compared with the same loop without it, broker included.
 //!
-//! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a Redis of
-//! their own. The handler is one of two: one that does nothing, where every cost of the library shows, and one that writes its
-//! effect to a Redis as one `SET`, which is little for a handler. Brokers keep nothing on disk: the quicker the broker, the
-//! worse for us. Brokers, Redis and consumer share the machine.
+//! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a
+//! separate Redis. There are two handlers: one does nothing, so it shows every cost of the library; the other writes
+//! its effect to a Redis with one `SET`, which is little for a handler. Brokers store nothing on disk, so the
+//! comparison is strict: a quick broker leaves the library a larger share. Brokers, Redis and consumer share the
+//! machine.
 //!
-//! Besides, what a beat of the broker's costs while 10 000 messages are in flight: processor time of the process for each
+//! The bench also measures the broker's beats while 10 000 messages are in flight: processor time of the process per
 //! callback, in a consumer that does nothing else.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -34,11 +35,11 @@ use rustix::time::{ClockId, clock_gettime};
 
 const NAME: &str = "idem-bench";
 
-/// What a message is handled with.
+/// Dependencies of the handler.
 #[derive(Clone)]
 struct App {
     store: RedisStore,
-    /// Where the handler writes; `None` if it does nothing.
+    /// Redis that the handler writes to; `None` if it does nothing.
     effects: Option<MultiplexedConnection>,
     is_protected: bool,
 }
@@ -51,7 +52,7 @@ impl App {
         Receipt::of(order)
     }
 
-    /// Handles a message, until it may be acknowledged.
+    /// Handles a message. Returns when the message may be acknowledged.
     async fn handle(&self, payload: &[u8]) {
         let order = serde_json::from_slice(payload).expect("a number");
         match self.is_protected {
@@ -66,7 +67,7 @@ async fn ship(app: &App, order: u64) -> Result<Receipt, Error> {
     Ok(app.effect(order).await)
 }
 
-/// Runs `handle` for each message, `in_flight` at a time, until `count` of them are done.
+/// Runs `handle` for each message, `in_flight` at a time, until `count` messages are done.
 async fn consume<M, F: Future<Output = ()>>(
     messages: impl Stream<Item = M>,
     count: u64,
@@ -77,14 +78,14 @@ async fn consume<M, F: Future<Output = ()>>(
     messages.take(count).for_each_concurrent(in_flight, handle).await;
 }
 
-/// Payloads of orders that were never used.
+/// Returns payloads of new orders.
 fn payloads(count: u64) -> impl Iterator<Item = Vec<u8>> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let first = NEXT.fetch_add(count, Ordering::Relaxed);
     (first..first + count).map(|order| order.to_string().into_bytes())
 }
 
-/// Publishes `count` messages, and returns how long it took to consume them.
+/// Publishes `count` messages, and returns the time for consuming them.
 trait Broker {
     async fn round(&self, app: &App, count: u64, in_flight: usize) -> Duration;
 }
@@ -136,7 +137,7 @@ impl Broker for JetStream {
         let stream = jetstream.create_stream(settings).await.expect("makes the stream");
         let settings = pull::Config { durable_name: Some("worker".to_owned()), ..Default::default() };
         let consumer = stream.create_consumer(settings).await.expect("makes the consumer");
-        // The client takes some thousand publications that are not confirmed, and no more.
+        // The client allows some thousand unconfirmed publications, and no more.
         let payloads: Vec<_> = payloads(count).collect();
         for payloads in payloads.chunks(1_000) {
             let mut confirmed = Vec::new();
@@ -199,7 +200,7 @@ impl Broker for RabbitMq {
     }
 }
 
-/// A broker's process; killed when dropped.
+/// A broker's process, killed when dropped.
 struct Server {
     child: Child,
     port: u16,
@@ -240,18 +241,19 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();
-        // What maps the names of RabbitMQ's nodes.
+        // The daemon that maps the names of RabbitMQ's nodes.
         Command::new("epmd").arg("-kill").env("ERL_EPMD_PORT", (self.port + 2).to_string()).output().ok();
         std::fs::remove_dir_all(&self.folder).ok();
     }
 }
 
-/// The processor time of this process.
+/// Returns the processor time of this process.
 fn processor_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("since the process started")
 }
 
-/// Nanoseconds of processor time for each beat of 10 000 messages in flight; without beats, for as many that never come.
+/// Returns the nanoseconds of processor time per beat, with 10 000 messages in flight. Without beats, divides by the
+/// same number.
 fn beats(with_beats: bool) -> f64 {
     #[idempotent(key = "order:{order}", ttl = "7d", store = store, scope = "bench::slow", lease = "60s")]
     async fn slow(store: &MemoryStore, order: u64) -> Result<(), Error> {
@@ -274,7 +276,7 @@ fn beats(with_beats: bool) -> f64 {
             drop(call.await);
         });
     }
-    // Past the start, for a whole number of rounds.
+    // Skips the start, and then measures a whole number of rounds.
     std::thread::sleep(every * 2);
     let (before, counted) = (processor_time(), beats.load(Ordering::Relaxed));
     std::thread::sleep(every * rounds);
@@ -292,6 +294,7 @@ fn main() {
     let effects = runtime.block_on(records.raw());
 
     let table = Table::new("Consumers", "thousand messages a second", "times its throughput");
+    // Each line compares both handlers, alone and with many messages in flight.
     let compare = |name: &str, broker: &dyn Fn(&App, u64, usize) -> Duration| {
         for (what, effects) in [("that does nothing", None), ("that writes once", Some(effects.clone()))] {
             for (in_flight, least, goal) in [(1, 200, Goal::None), (64, 2_000, Goal::AtLeast(0.8))] {
@@ -308,7 +311,7 @@ fn main() {
                 };
                 let (mut without, mut with) = (side(false), side(true));
                 let [raw, idem] = alternate(sized(15, 1), [&mut without, &mut with]);
-                // What was recorded would fill the memory.
+                // The records of a round would fill the memory.
                 runtime.block_on(async {
                     let flushed = redis::cmd("FLUSHDB").arg("ASYNC").exec_async(&mut records.raw().await).await;
                     flushed.expect("flushes");
@@ -337,6 +340,7 @@ fn main() {
     }
 
     if is_wanted("beat") {
+        // The cost of a beat is the difference to a run without beats.
         let table = Table::new("Beats of the broker's, 10 000 messages in flight", "ns a message", "ns a beat");
         let [without, with] = alternate(sized(3, 1), [&mut || beats(false), &mut || beats(true)]);
         table.line("a callback that does nothing", &without, &with, |idem, raw| idem - raw, Goal::None);

@@ -1,7 +1,8 @@
-//! Results and payloads that are bytes: what is recorded for them, what a call costs, what a fingerprint costs.
+//! Results and payloads that are bytes: their recorded form, the cost of a call, the cost of a fingerprint.
 //!
-//! By hand: a `DashMap` from the same formatted key to a copy of the bytes, and a copy of them for each replay. *As JSON* is what
-//! bytes inside of a result are: an array of numbers. A fingerprint is compared with that of a text of the same length.
+//! By hand: a `DashMap` from the same formatted key to a copy of the bytes, and a copy of the bytes for each replay.
+//! *As JSON* is the form of bytes inside a result: an array of numbers. A fingerprint is compared with the fingerprint
+//! of a text of the same length.
 
 use std::hint::black_box;
 
@@ -33,10 +34,10 @@ async fn as_json(store: &MemoryStore, id: u64, label: &[u8]) -> Result<Label, Er
     Ok(black_box(Label { pdf: label.to_vec() }))
 }
 
-/// The kinds of result, with the name of their handler.
+/// Kinds of result, each with the name of its handler.
 const KINDS: [(&str, &str); 3] = [("Vec<u8>", "vec_of_u8"), ("Bytes", "bytes"), ("as JSON", "as_json")];
 
-/// Bytes like those of a compressed file.
+/// Returns bytes like those of a compressed file.
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 1_u64;
     let next = |_| {
@@ -46,7 +47,7 @@ fn noise(len: usize) -> Vec<u8> {
     (0..len).map(next).collect()
 }
 
-/// `work` for each of `count` labels, in nanoseconds each.
+/// Runs `work` for each of `count` labels. Returns nanoseconds per label.
 fn each(count: u64, mut work: impl FnMut(u64)) -> f64 {
     let took = timed_on_cpu(|| (0..count).for_each(&mut work));
     nanos_each(took, usize::try_from(count).expect("a small number"))
@@ -60,7 +61,7 @@ async fn call(kind: usize, store: &MemoryStore, id: u64, label: &Bytes) {
     }
 }
 
-/// How many bytes the record keeps as the result, and by which codec.
+/// Returns the codec of the recorded result, and its length in bytes.
 async fn recorded(store: &MemoryStore, handler: &str) -> (String, usize) {
     let operator = store.operator();
     let key = operator.key(&format!("bytes::{handler}/label:0")).expect("a key");
@@ -75,6 +76,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let (label, key) = (Bytes::from(noise(len)), |id: u64| format!("1/bytes::label/label:{id}"));
     let first = |kind: usize, store: &MemoryStore| each(count, |id| runtime.block_on(call(kind, store, id, &label)));
+    // Filled in advance, for the replays.
     let filled: DashMap<String, Vec<u8>> = DashMap::new();
     (0..count).for_each(|id| drop(filled.insert(key(id), label.to_vec())));
     let stores: Vec<_> = (0..KINDS.len())
@@ -85,6 +87,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
         })
         .collect();
 
+    // The recorded forms.
     println!("\n| {name}, result | codec in the record | bytes in the record |");
     println!("|---|---|---|");
     for ((kind, handler), store) in KINDS.iter().zip(&stores) {
@@ -92,6 +95,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
         println!("| {kind} | `{codec}` | {bytes} |");
     }
 
+    // First runs: each round has a new map, and new stores.
     let mut by_hand = || {
         let map: DashMap<String, Vec<u8>> = DashMap::new();
         each(count, |id| {
@@ -104,6 +108,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
     sides.extend(runs.iter_mut().map(|side| side as &mut dyn FnMut() -> f64));
     table(name, "first run", &alternate_all(rounds, &mut sides));
 
+    // Replays, from the filled map and stores.
     let mut by_hand = || each(count, |id| drop(black_box(filled.get(&key(id)).expect("is there").to_vec())));
     let mut runs: Vec<_> = (0..KINDS.len())
         .map(|kind| {

@@ -1,7 +1,7 @@
 //! A replay through `Cached`, compared with a hand-written map.
 //!
-//! By hand: a `DashMap` from the same formatted key to the result as JSON and until when it counts, looked up and decoded. It
-//! has no fingerprint and no bound. The store behind the cache counts its calls; a replay must make none.
+//! By hand: a `DashMap` from the same formatted key to the result as JSON and its expiry, looked up and decoded. The
+//! map has no fingerprint and no bound. The store behind the cache counts its calls; a replay must make none.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -30,6 +30,7 @@ fn main() {
     for order_id in 0..orders {
         map.insert(key(order_id), (expires_at, serde_json::to_vec(&Receipt::of(order_id)).expect("encodes")));
     }
+    // Both sides measure processor time, so that the load of the machine does not count.
     let by_hand = || {
         let took = timed_on_cpu(|| {
             for order_id in 0..orders {
@@ -65,7 +66,7 @@ fn main() {
     hot_key(&runtime);
 }
 
-/// Duplicates of one key that arrive together, each in a task of its own, before anything is cached.
+/// Duplicates of one key that arrive together, each in its own task, before anything is cached.
 fn hot_key(runtime: &tokio::runtime::Runtime) {
     let duplicates = sized(10_000, 200);
     println!("\n| hot key, {duplicates} duplicates at once | store calls | microseconds in all |");

@@ -1,9 +1,9 @@
-//! How long 200 annotated handlers take to compile, compared with the same 200 under `#[tracing::instrument]`.
+//! Time to compile 200 annotated handlers, compared with the same 200 under `#[tracing::instrument]`.
 //!
-//! Generates a workspace in the target directory, with one crate of handlers for each side and one without any attribute.
-//! The dependencies are compiled first and not measured; a measured build compiles one of the crates anew, without
-//! incremental compilation. Each handler is turned into a `Pin<Box<dyn Future + Send>>`, so that `cargo build` generates
-//! its code, as for a handler that is spawned.
+//! Generates a workspace in the target directory, with one crate of handlers for each side and one without any
+//! attribute. The dependencies are compiled first and not measured; a measured build compiles one of the crates anew,
+//! without incremental compilation. Each handler is turned into a `Pin<Box<dyn Future + Send>>`, so that `cargo build`
+//! generates its code, as for a handler that is spawned.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -123,7 +123,7 @@ impl Workspace {
             write(&format!("{name}/Cargo.toml"), &manifest);
             write(&format!("{name}/src/lib.rs"), &source(attribute, handlers));
         }
-        // The versions of this workspace, which are present already: nothing is downloaded.
+        // The locked versions of this workspace are present already, so nothing is downloaded.
         fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock")).expect("the workspace is locked");
         Self(folder)
     }
@@ -140,7 +140,7 @@ impl Workspace {
         assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Milliseconds to compile the crate `name` and nothing else: elapsed, and of processor time.
+    /// Compiles only the crate `name`. Returns milliseconds: elapsed, and of processor time.
     fn compile(&self, command: &str, name: &str) -> (f64, f64) {
         let path = self.0.join(name).join("src/lib.rs");
         let source = fs::read_to_string(&path).expect("was generated");
@@ -151,7 +151,7 @@ impl Workspace {
     }
 }
 
-/// Processor time of all child processes that have ended, in milliseconds. The system counts it in ticks of 10 ms.
+/// Returns the processor time of all ended child processes, in milliseconds. The system counts it in ticks of 10 ms.
 fn children_cpu_ms() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let fields = stat.rsplit(") ").next().unwrap_or_default();

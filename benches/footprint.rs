@@ -1,7 +1,7 @@
-//! The memory of records and calls: bytes for each record of a `MemoryStore`, and allocations for each call.
+//! Memory of records and calls: bytes per record of a `MemoryStore`, and allocations per call.
 //!
-//! Nothing here is timed. *Asked for* is the memory requested from the allocator, the same on every machine; *resident* is
-//! the growth of the process, with everything that the allocator adds (for the first line of a run only). Records are
+//! No time is measured. *Asked for* is the memory requested from the allocator, the same on every machine; *resident*
+//! is the growth of the process, including the allocator's overhead (for the first line of a run only). Records are
 //! counted while the store fills: the worst moment is just after its tables have grown.
 
 #![allow(clippy::cast_precision_loss)] // Counts are far below 2^52.
@@ -61,12 +61,12 @@ fn finish(store: &MemoryStore, lease: &Lease, payload: usize) {
 }
 
 thread_local! {
-    /// Only the first line shows resident memory: a later store reuses what an earlier one has freed, so the process
-    /// doesn't grow by it.
+    /// True until the first line. Only this line shows resident memory: a later store reuses memory that an earlier one
+    /// has freed, so the process does not grow.
     static FIRST: Cell<bool> = const { Cell::new(true) };
 }
 
-/// The resident memory of this process.
+/// Returns the resident memory of this process.
 fn resident() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find(|line| line.starts_with("VmRSS:"))?;
@@ -109,7 +109,7 @@ fn records(name: &str, payload: Option<usize>, goal: f64) {
     drop(store);
 }
 
-/// Allocations of one call after ten others, and how many of them outlive it.
+/// Counts the allocations of one call after ten others, and those that outlive the call.
 fn calls(name: &str, mut call: impl FnMut(u64)) {
     for id in 0..10 {
         call(id);
@@ -132,7 +132,7 @@ fn main() {
         println!("| call | allocations | bytes | of them kept |");
         println!("|---|---|---|---|");
         let store = MemoryStore::new();
-        // Fills the shards first, so that they have room for more.
+        // Fills the shards first, so that their tables need not grow during the measurement.
         (1_000..11_000).for_each(|id| drop(now(ship(&store, id))));
         calls("the handler alone: its result has 3 texts", |id| drop(black_box(Receipt::of(id))));
         calls("first run", |id| drop(now(ship(&store, id)).expect("ships")));

@@ -1,11 +1,11 @@
-//! The size of a handler's future, plain and annotated, alone and calling other handlers.
+//! Size of a handler's future, plain and annotated, alone and calling other handlers.
 //!
-//! Nothing is timed: the compiler determines the sizes, the same in every run.
+//! No time is measured: the compiler determines the sizes, which are the same in every run.
 
 use idem_benches::is_wanted;
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-/// How many bytes are held across an `await`, as handlers do with their buffers and messages.
+/// Number of bytes held across an `await`, as handlers do with their buffers and messages.
 const BYTES: usize = 512;
 
 async fn work(buffer: &[u8; BYTES]) -> u64 {

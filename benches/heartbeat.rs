@@ -1,10 +1,10 @@
-//! The cost of keeping a lease alive for a handler that ends long before its first beat.
+//! Cost of keeping a lease alive for a handler that ends long before its first beat.
 //!
-//! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. There is no library without
-//!   that to compare with. The raw side is the protocol by hand over the same store: the same key, an owner, reserve, run,
-//!   encode, finish. The difference is the whole engine: an upper bound of the registration's share.
-//! - *Pends once*: one more poll within the handler, before which its lease is checked. The raw side is pending once just
-//!   before the same call: as many polls, the same work for the library, but no check.
+//! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. No variant of the
+//!   library leaves that out, so the raw side is the protocol by hand over the same store: the same key, an owner,
+//!   reserve, run, encode, finish. The difference is the whole engine: an upper bound for the registration.
+//! - *Pends once*: one more poll within the handler, before which its lease is checked. The raw side is pending once
+//!   just before the same call: the same number of polls and the same work for the library, but no check.
 //! - *A task for each call*: compared with the same raw side, a renewal task spawned and aborted for each call.
 
 use std::future::poll_fn;
@@ -67,7 +67,7 @@ async fn task_for_each_call(store: &MemoryStore, id: u64) -> u64 {
     value
 }
 
-/// Calls `handler` again and again and polls it until it is ready, on a runtime and a store for this round alone.
+/// Calls `handler` many times and polls each call until it is ready. Each round has its own runtime and store.
 fn measure(handler: &impl AsyncFn(&MemoryStore, u64) -> u64) -> f64 {
     let count = sized(4_000, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");

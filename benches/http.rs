@@ -1,18 +1,20 @@
 //! A route of axum with `IdempotencyLayer`, compared with the same route without it.
 //!
-//! - *First run* and *replay*: requests a second over real sockets, kept alive, one request at a time on each; a body of 1 KB of
-//!   JSON that the handler reads and answers with. Every first run has a key of its own; replays choose among 500. Clients and
-//!   server share a runtime of two workers, so the clients' work is in both sides.
-//! - *Beside others*: replays and first runs of `axum-idempotent`, the one layer for axum on Redis whose compiler is ours
-//!   (`idempotent` 2.0 needs Rust 1.98, `footing` 0.6 1.99). Both servers are processes of their own on one Valkey, as that layer
-//!   needs `HEXPIRE`; each side has the number of connections at which it is best. It looks for a response and then runs the
-//!   handler, so of two requests at once both may run; ours reserves first.
-//! - *Allocations* are counted for one request through the tower service, on one thread and without a socket. So are the bytes
-//!   that were asked of the allocator: each copy of the body is one more kilobyte.
-//! - *Instructions* are for a profiler: `valgrind --tool=callgrind target/release/deps/http-… turns first socket 1500`, less the same with
-//!   500, is what 1000 requests take (`bare`, `first`, `replay`; `service`, `socket`), whatever else runs on the machine.
-//! - *Running key*: 10 000 duplicates of one request that still runs: how long until all have an answer, and what
-//!   memory they hold.
+//! - *First run* and *replay*: requests per second over real sockets, kept alive, one request at a time on each; a body
+//!   of 1 KB of JSON that the handler reads and returns. Every first run has its own key; replays choose among 500.
+//!   Clients and server share a runtime of two workers, so both sides include the clients' work.
+//! - *Beside others*: replays and first runs of `axum-idempotent`, the only other layer for axum on Redis that our
+//!   compiler builds (`idempotent` 2.0 needs Rust 1.98, `footing` 0.6 1.99). Both servers are separate processes on one
+//!   Valkey, because that layer needs `HEXPIRE`; each side has the number of connections at which it is best. That
+//!   layer looks for a response and then runs the handler, so two concurrent requests may both run; ours reserves
+//!   first.
+//! - *Allocations* are counted for one request through the tower service, on one thread and without a socket, and so
+//!   are the bytes requested from the allocator: each copy of the body adds a kilobyte.
+//! - *Instructions* are for a profiler: `valgrind --tool=callgrind target/release/deps/http-… turns first socket 1500`,
+//!   minus the same with 500, gives the cost of 1000 requests (`bare`, `first`, `replay`; `service`, `socket`),
+//!   independently of the load of the machine.
+//! - *Running key*: 10 000 duplicates of one request that still runs: the time until all have an answer, and the memory
+//!   that they hold.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 
@@ -46,10 +48,10 @@ use tower::ServiceExt;
 
 const POLICY: Policy = Policy::new(Duration::from_secs(24 * 3600)).lease(Duration::from_secs(60));
 
-/// How many keys are replayed.
+/// Number of keys that are replayed.
 const REPLAYED: usize = 500;
 
-/// 1 KB of JSON.
+/// Returns 1 KB of JSON.
 fn payload() -> String {
     let body = json!({ "amount_cents": 129_900, "currency": "EUR", "note": "x".repeat(970) }).to_string();
     assert!((1000..1048).contains(&body.len()), "{}", body.len());
@@ -60,7 +62,7 @@ async fn echo(axum::Json(order): axum::Json<Value>) -> axum::Json<Value> {
     axum::Json(order)
 }
 
-/// The route, behind the layer if there is one.
+/// Builds the route, behind the layer if there is one.
 fn route(layer: Option<IdempotencyLayer>) -> Router {
     let router = Router::new().route("/orders", post(echo));
     match layer {
@@ -93,7 +95,7 @@ impl Client {
         Self { stream, body, cookie, sent: Vec::new(), read: Vec::new() }
     }
 
-    /// Sends a request, and reads the response to its end. Returns whether it is a replay.
+    /// Sends a request, and reads its response to the end. Returns whether it is a replay.
     async fn ask(&mut self, key: usize) -> bool {
         let (length, body, cookie) = (self.body.len(), &self.body, &self.cookie);
         self.sent.clear();
@@ -107,7 +109,7 @@ impl Client {
         self.read.clear();
         loop {
             if let Some(end) = self.read.windows(4).position(|it| it == b"\r\n\r\n") {
-                // The handler answers with what it got.
+                // The handler returns the body that it got.
                 if self.read.len() >= end + 4 + length {
                     assert!(self.read.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&self.read));
                     let marks: [&[u8]; 2] = [b"\r\nidempotent-replayed:", b"\r\nidempotency-replayed:"];
@@ -125,12 +127,12 @@ enum Work {
     Replay,
 }
 
-/// A server to be asked, and whether it replays.
+/// A server under measurement, and whether it replays.
 struct Target {
     address: SocketAddr,
     cookie: Arc<str>,
     replays: bool,
-    /// The first key that was not used yet.
+    /// First unused key.
     next: usize,
 }
 
@@ -139,7 +141,7 @@ impl Target {
         Self { address, cookie: "".into(), replays, next: REPLAYED }
     }
 
-    /// With a session at a server that wants one.
+    /// Opens a session at a server that requires one.
     async fn with_session(address: SocketAddr) -> Self {
         let mut stream = TcpStream::connect(address).await.expect("connects");
         let login = b"GET /login HTTP/1.1\r\nhost: till\r\nconnection: close\r\n\r\n";
@@ -152,14 +154,14 @@ impl Target {
     }
 }
 
-/// Thousands of requests a second at a fresh server in this process.
+/// Returns thousands of requests per second at a fresh server in this process.
 fn throughput(runtime: &Runtime, layer: Option<IdempotencyLayer>, work: Work, connections: usize) -> f64 {
     let replays = layer.is_some();
     let address = runtime.block_on(serve(route(layer)));
     throughput_of(runtime, &mut Target::new(address, replays), work, connections)
 }
 
-/// Thousands of requests a second.
+/// Returns thousands of requests per second.
 fn throughput_of(runtime: &Runtime, target: &mut Target, work: Work, connections: usize) -> f64 {
     let each = sized(6000, 64).max(connections) / connections;
     let (replays, first) = (target.replays, target.next);
@@ -201,7 +203,7 @@ fn throughput_of(runtime: &Runtime, target: &mut Target, work: Work, connections
     thousands_per_second(took, each * connections)
 }
 
-/// A layer on `store` under a name of its own, so that no key was used before.
+/// Returns a layer on `store` with a new scope, so that every key is new.
 fn fresh(store: &dyn Store, number: &mut u32) -> IdempotencyLayer {
     *number += 1;
     IdempotencyLayer::new(store, POLICY, Caller::single()).scope(format!("round{number}"))
@@ -236,7 +238,7 @@ fn throughputs(runtime: &Runtime) {
     }
 }
 
-/// Each side in a process of its own, at the number of connections that suits it best.
+/// Runs each side in a separate process, at its best number of connections.
 fn beside_others(runtime: &Runtime) {
     let valkey = RedisServer::start(Kind::Valkey);
     let port = valkey.port().to_string();
@@ -265,7 +267,7 @@ fn beside_others(runtime: &Runtime) {
     }
 }
 
-/// What `beside_others` starts: the route with the layer, on the Valkey at `port`.
+/// Serves the route with the layer, on the Valkey at `port`. `beside_others` starts this as a process.
 fn serve_alone(runtime: &Runtime, port: &str) {
     runtime.block_on(async {
         let store = RedisStore::connect(&format!("redis://127.0.0.1:{port}")).await.expect("connects");
@@ -280,7 +282,7 @@ fn request(key: &str, body: &Bytes) -> Request<Body> {
     request.body(Body::from(body.clone())).expect("a request")
 }
 
-/// What one request through the service allocates, after ten others.
+/// Counts the allocations of one request through the service, after ten others.
 fn allocations() {
     println!("\n### HTTP: allocations of one request of 1 KB, counted\n");
     println!("| work | allocations | bytes asked for |\n|---|---|---|");
@@ -294,7 +296,7 @@ fn allocations() {
             let key = if is_replay { "order".to_owned() } else { format!("order-{number}") };
             let request = request(&key, &body);
             let app = app.clone();
-            // The request is the client's, and not counted.
+            // The request belongs to the client, so its allocations are not counted.
             measure(|| {
                 runtime.block_on(async {
                     let response = app.oneshot(request).await.expect("answers");
@@ -330,6 +332,7 @@ fn running_key() {
             opened.acquire().await.expect("open").forget();
             order
         };
+        // All duplicates must be admitted, next to the first request.
         let limit = u32::try_from(duplicates).expect("a small number") + 1;
         let layer = IdempotencyLayer::new(&MemoryStore::new(), POLICY.in_progress(in_progress), Caller::single());
         let app = Router::new().route("/orders", post(handler)).layer(layer.max_in_flight(limit));
@@ -337,13 +340,15 @@ fn running_key() {
         runtime.block_on(async { entered.acquire().await.expect("open").forget() });
         let is_waited_for = matches!(in_progress, InProgress::Wait(_));
         let mut took = Duration::ZERO;
+        // The duplicates alone are measured: the first request already runs.
         let held = measure(|| {
             took = timed(|| {
                 runtime.block_on(async {
                     let asked: Vec<_> =
                         (0..duplicates).map(|_| tokio::spawn(app.clone().oneshot(request("order", &body)))).collect();
                     if is_waited_for {
-                        // The runtime takes them in turn, some dozens for each pass: by then all of them wait.
+                        // The runtime polls tasks in turn, some dozens in each pass: after these passes all of them
+                        // wait.
                         for _ in 0..duplicates {
                             pass().await;
                         }
@@ -370,7 +375,7 @@ fn running_key() {
     }
 }
 
-/// Lets every other task be polled.
+/// Yields, so that every other task is polled.
 async fn pass() {
     let mut has_passed = false;
     poll_fn(|context| match std::mem::replace(&mut has_passed, true) {
@@ -383,7 +388,7 @@ async fn pass() {
     .await;
 }
 
-/// For a profiler: `count` requests on one thread, whose client and server are one task each.
+/// Makes `count` requests on one thread, with one task each for client and server. For a profiler.
 fn turns(side: &str, transport: &str, count: usize) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be built");
     let layer = (side != "bare").then(|| IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single()));
@@ -429,7 +434,7 @@ fn main() {
         return serve_alone(&runtime, port);
     }
     throughputs(&runtime);
-    // Others are installed by `./scripts/bench peers`.
+    // `./scripts/bench peers` installs the other layer.
     if !is_quick() && is_wanted("beside others") {
         beside_others(&runtime);
     }

@@ -1,9 +1,10 @@
-//! What 10 000 and 100 000 live leases cost a Redis server in each beat.
+//! Cost of 10 000 and 100 000 live leases for a Redis server, per beat.
 //!
-//! The handlers are real and pending, and their store renews the leases by itself. The server counts: `script` is its time
-//! in `EVALSHA`, which includes the commands inside the scripts, so those aren't added; `in all` is the processor time of
-//! its main thread, including reading, parsing and answering. Both are for as many renewals as there are leases, however
-//! many were due during a round. By hand, each lease is renewed by a script call of its own, in pipelines of 500.
+//! The handlers are real and pending, and their store renews the leases as usual. The server's counters are read:
+//! `script` is its time in `EVALSHA`, which includes the commands inside the scripts, so those are not added; `in all`
+//! is the processor time of its main thread, including reading, parsing and answering. Both are scaled to as many
+//! renewals as there are leases, because the number that is due during a round varies. By hand, each lease is renewed
+//! by its own script call, in pipelines of 500.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,13 +58,13 @@ impl Counters {
     }
 }
 
-/// An entry of the slow log: number, time, microseconds, command, client address, client name.
+/// Entry of the slow log: number, time, microseconds, command, client address, client name.
 type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
 
-/// One measurement a round: milliseconds of scripts, of processor time, and of the longest call.
+/// One measurement per round: milliseconds of scripts, of processor time, and of the longest call.
 #[derive(Default)]
 struct Rounds {
-    /// The number of renewals that the figures are for.
+    /// Number of renewals to which the figures are scaled.
     beat: f64,
     script: Vec<f64>,
     cpu: Vec<f64>,
@@ -120,6 +121,7 @@ async fn bench(table: &Table) {
     let (leases, rounds) = (sized(10_000, 500), sized(12, 2));
     let server = RedisServer::start(Kind::Redis);
     let mut connection = server.raw().await;
+    // The slow log holds the duration of each call, for the longest one.
     for (name, value) in [("slowlog-log-slower-than", 20), ("slowlog-max-len", 100_000)] {
         cmd("CONFIG").arg("SET").arg(name).arg(value).exec_async(&mut connection).await.expect("answers");
     }
@@ -139,6 +141,7 @@ async fn bench(table: &Table) {
         measured.print(table, "for comparison, one call a lease by hand", Goal::None, Goal::None, Goal::None);
     }
 
+    // The library's own heartbeats renew the leases, in intervals of a second.
     let goals = [(10_000, Goal::AtMost(25.0), Goal::AtMost(3.0)), (100_000, Goal::None, Goal::None)];
     for (beat, cpu, longest) in goals {
         let name = format!("one beat of {} 000 leases", beat / 1000);
@@ -155,10 +158,10 @@ async fn bench(table: &Table) {
         }
         hall.entered.wait().await;
         let mut measured = Rounds::of(leases);
-        // The first beat still includes work left behind by the start.
+        // The first beat still includes work from the start.
         for round in 0..=rounds {
             let mut each = Rounds::of(leases);
-            // A beat may be late on a busy machine.
+            // On a busy machine a beat may be late, and the round empty.
             while each.script.is_empty() {
                 each.measure(&mut connection, pause(Duration::from_secs(1))).await;
             }

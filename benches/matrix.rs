@@ -1,16 +1,17 @@
 //! The same work on every store, as a basis for choosing one; compared with the raw client where there is one.
 //!
-//! - *First run, replay, in progress*: thousands of calls a second by 1, 64 and 1024 tasks. By hand as in the benches
-//!   `redis`, `postgres` and `sqlite`, which explain more; a replay and a refusal on SQLite are a `SELECT` in a bare loop.
-//! - *Wait*: duplicates in another handle wait for a running attempt. Milliseconds from the end of its handler until the
-//!   last duplicate has the result.
+//! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. By hand as in the benches
+//!   `redis`, `postgres` and `sqlite`, which explain more; a replay and a refusal on SQLite are a `SELECT` in a bare
+//!   loop.
+//! - *Wait*: duplicates in another handle wait for a running attempt. Milliseconds from the end of its handler until
+//!   the last duplicate has the result.
 //! - *Results* of 1 KB, 64 KB and 1 MB, 16 tasks.
 //! - *Leases*: one renewal of 100 000, elapsed and in processor time.
-//! - *Hot key*: 10 000 duplicates at once, from another handle: while the handler runs, after it, and waiting for it. The
-//!   store calls are counted, and more than one for each duplicate ends the bench.
+//! - *Hot key*: 10 000 concurrent duplicates, from another handle: while the handler runs, after it, and waiting for
+//!   it. The store calls are counted, and more than one per duplicate ends the bench.
 //!
-//! A round has a length, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an emulator
-//! here, without optimisation and with one request at a time: its figures are those of the emulator. It needs
+//! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
+//! emulator here, without optimisation and with one request at a time: its figures are those of the emulator. It needs
 //! `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
@@ -45,9 +46,9 @@ use tokio::task::JoinSet;
 
 const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "DynamoDB (emulator)"];
 const TASKS: [u64; 3] = [1, 64, 1024];
-/// How many orders there are to replay.
+/// Number of orders to replay.
 const SHIPPED: u64 = 1000;
-/// How many orders are held while the bench runs, and the first of them.
+/// Number of orders that are held while the bench runs, and the first of them.
 const HELD: u64 = 64;
 const HELD_FROM: u64 = 500_000;
 
@@ -63,7 +64,7 @@ async fn render(store: &dyn Store, order_id: u64, page: &str) -> Result<String, 
 
 const LARGE: Policy = Policy::new(redis::TTL).max_result_bytes(2_000_000);
 
-/// Text that does not compress to nothing.
+/// Returns text that compresses poorly.
 fn page(bytes: usize) -> Arc<str> {
     let mut state = 1_u64;
     let letter = |_| {
@@ -73,12 +74,12 @@ fn page(bytes: usize) -> Arc<str> {
     (0..bytes).map(letter).collect::<String>().into()
 }
 
-/// A handler that runs until it is told to end.
+/// Keeps a handler running until the gate opens.
 #[derive(Debug)]
 struct Gate {
     runs: AtomicU64,
     entered: Semaphore,
-    /// Closed at the end.
+    /// Closed to let the handler end.
     leave: Semaphore,
 }
 
@@ -125,7 +126,7 @@ impl Work {
         }
     }
 
-    /// The order of a call; a first run takes a new one each time.
+    /// Returns the order of a call; each first run takes a new order.
     fn order(self, call: u64, new: u64) -> u64 {
         match self {
             Self::FirstRun => new + call,
@@ -143,7 +144,7 @@ async fn call(store: &dyn Store, work: Work, order_id: u64) {
     }
 }
 
-/// The raw side to compare with.
+/// The raw side of a comparison.
 enum Raw {
     None,
     /// With the client's default socket, and with `TCP_NODELAY`.
@@ -152,7 +153,7 @@ enum Raw {
     Sqlite,
 }
 
-/// Makes so many calls, and returns how many thousand a second.
+/// Makes this many calls, and returns thousands of calls per second.
 type Side<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
 /// A store with its server, if it has one.
@@ -160,14 +161,14 @@ struct Subject {
     name: &'static str,
     runtime: Runtime,
     store: Arc<dyn Store>,
-    /// Another handle, as another process would have it.
+    /// A second handle, which stands for another process.
     peer: Arc<dyn Store>,
     raw: Raw,
-    /// A file that is opened anew, and by nothing else, for each measurement: see the bench `sqlite`.
+    /// A file that is opened anew for each measurement, and by no other handle meanwhile: see the bench `sqlite`.
     file: Option<PathBuf>,
     leases: u64,
     largest_result: usize,
-    /// How many duplicates may ask at once.
+    /// Number of duplicates that may ask concurrently.
     crowd: u64,
     /// Dropped last.
     _server: Box<dyn Any>,
@@ -272,7 +273,7 @@ impl Subject {
         Table::new(&format!("{}: {section}", self.name), unit, result)
     }
 
-    /// Runs `work` with the store. A file is opened for this alone.
+    /// Runs `work` with the store. Opens the file, if there is one, for this work alone.
     fn with_store<T>(&self, work: impl FnOnce(&Arc<dyn Store>) -> T) -> T {
         let Some(file) = &self.file else { return work(&self.store) };
         work(&self.runtime.block_on(SqliteStore::open(file)).expect("opens").handle())
@@ -366,7 +367,7 @@ impl Subject {
         }
     }
 
-    /// The raw sides; a line of the table compares with the best of them.
+    /// Returns the raw sides; a line of the table compares with the best of them.
     fn by_hand(&self, work: Work, tasks: u64) -> Vec<Side<'_>> {
         match &self.raw {
             Raw::None => Vec::new(),
@@ -391,8 +392,8 @@ impl Subject {
         }
     }
 
-    /// The time from the end of a handler until the last of `duplicates` has its result, and how many calls their store
-    /// got.
+    /// Returns the time from the end of a handler until the last of `duplicates` has its result, and the number of
+    /// calls of their store.
     fn wait(&self, duplicates: u64) -> (Duration, u64) {
         let (gate, peer, order_id) = (Gate::new(), &self.peer, new_orders(1).start);
         let answered = |labels: &[(&str, &str)]| peer.metrics().count(&STORE_SECONDS, labels);
@@ -411,7 +412,7 @@ impl Subject {
             while answered(&[("op", "reserve")]) - asked < duplicates {
                 pause(Duration::from_millis(5)).await;
             }
-            // Until all duplicates are waiting.
+            // Until all duplicates wait.
             pause(Duration::from_millis(100)).await;
             let ended = Instant::now();
             gate.leave.close();
@@ -438,7 +439,7 @@ impl Subject {
             if bytes > self.largest_result || bytes > sized(usize::MAX, 64_000) {
                 continue;
             }
-            // Some 5 MB a round, so that an in-memory server doesn't outgrow the machine.
+            // Some 5 MB per round, so that an in-memory server does not outgrow the machine.
             let count = sized((5_000_000 / bytes as u64).min(500), 16);
             let page = page(bytes);
             for work in [Work::FirstRun, Work::Replay] {
@@ -446,7 +447,7 @@ impl Subject {
                 if !self.is_wanted(&name) {
                     continue;
                 }
-                // Both sides replay the results that the library wrote last.
+                // Both sides replay the library's latest results.
                 let last = Cell::new(new_orders(count).start);
                 let next = || match work {
                     Work::FirstRun => new_orders(count).start,
@@ -470,7 +471,7 @@ impl Subject {
         }
     }
 
-    /// Thousands of calls a second whose result is `page`.
+    /// Returns thousands of calls per second, with `page` as the result.
     fn result(&self, first: u64, count: u64, page: &Arc<str>) -> f64 {
         let calls = share(16, count, |_, calls| {
             let (store, page) = (Arc::clone(&self.store), Arc::clone(page));
@@ -525,7 +526,7 @@ impl Subject {
         }
         let table = self.table("leases", "ms", "result");
         let leases = self.runtime.block_on(hold(&self.store, "bench::leases", 0, self.leases));
-        // As heartbeats do: calls have a limit of how many may wait.
+        // As heartbeats do: the number of waiting calls is limited.
         let upkeep = self.store.upkeep();
         let (mut elapsed, mut server, mut own) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=sized(5, 1) {
@@ -556,6 +557,7 @@ impl Subject {
         let table = self.table("hot key", "ms; calls of the store for each duplicate", "result");
         let crowd = duplicates.min(self.crowd);
         let (gate, peer, order_id) = (Gate::new(), FaultyStore::new(&*self.peer), new_orders(1).start);
+        // All duplicates ask for one order. None of them may run the handler.
         let ask = |store: Arc<dyn Store>, finished: bool| {
             let took = timed(|| {
                 self.runtime.block_on(share(crowd, duplicates, |_, calls| {
@@ -581,6 +583,7 @@ impl Subject {
             assert!(most.is_none_or(|most| each <= most), "{when}: {each} calls for each duplicate");
         };
 
+        // While the handler runs, each duplicate is refused after one call of the store.
         let runner = self.runtime.block_on(self.start(order_id, &gate));
         let took = ask(peer.handle(), false);
         print("while it runs", took, all_calls(&peer), Some(1.0));
@@ -591,7 +594,7 @@ impl Subject {
         let took = ask(peer.handle(), true);
         print("after it", took, all_calls(&peer) - before, Some(1.0));
 
-        // In this process, behind a cache: the first two calls read the store, the others don't.
+        // In this process, behind a cache: the first two calls read the store, the others do not.
         let counted = FaultyStore::new(&*self.store);
         let cached = Cached::new(counted.clone());
         self.runtime.block_on(async {
@@ -603,6 +606,7 @@ impl Subject {
         print("after it, behind `Cached`", took, all_calls(&counted), Some(0.1));
         assert_eq!(gate.runs.load(Ordering::Relaxed), 1, "the handler ran more than once");
 
+        // Waiting duplicates: their store waits once for all of them.
         let (took, calls) = self.wait(crowd);
         let each = calls as f64 / crowd as f64;
         let took = took.as_secs_f64() * 1e3;
@@ -611,7 +615,7 @@ impl Subject {
         table.value(&format!("{name}: calls each"), &vec![each].into(), each, Goal::None);
     }
 
-    /// Whether the line was selected, by its own name or after the name of its store.
+    /// Returns whether the line was selected, by its own name or after the name of its store.
     fn is_wanted(&self, work: &str) -> bool {
         is_wanted(&format!("{}: {work}", self.name))
     }
@@ -625,7 +629,7 @@ impl Subject {
     }
 }
 
-/// How many calls of the contract a store has got.
+/// Returns the number of calls of the contract that a store got.
 fn all_calls(store: &FaultyStore) -> usize {
     let calls = [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Decide];
     calls.map(|call| store.count(call)).iter().sum()
@@ -647,16 +651,16 @@ async fn hold(store: &Arc<dyn Store>, scope: &'static str, from: u64, count: u64
     std::mem::take(&mut *leases.lock().expect("no panic before"))
 }
 
-/// Milliseconds of processor time that the servers of this process, and the processes that they started, have used so far.
+/// Returns the milliseconds of processor time that this process's servers, and their child processes, have used so far.
 fn cpu_of_children() -> f64 {
     let mut processes = Vec::new();
     for entry in std::fs::read_dir("/proc").expect("a Linux").flatten() {
         let Ok(stat) = std::fs::read_to_string(entry.path().join("stat")) else { continue };
-        // The name in brackets may hold any character.
+        // The name in parentheses may contain any character.
         let Some((pid, rest)) = stat.split_once(' ') else { continue };
         let fields: Vec<&str> = rest.rsplit_once(')').map_or(rest, |(_, rest)| rest).split_whitespace().collect();
         let field = |n: usize| fields.get(n).and_then(|it| it.parse::<u64>().ok()).unwrap_or_default();
-        // The parent; the time in user mode and in the kernel, and that of children that have ended.
+        // The parent; and the times in user mode and in the kernel, of the process and of its ended children.
         let ticks: u64 = (11..15).map(field).sum();
         processes.push((pid.parse::<u64>().unwrap_or_default(), field(1), ticks));
     }
@@ -686,7 +690,7 @@ fn runtime() -> Runtime {
 }
 
 fn main() {
-    // `-- Redis` selects one store, `-- "Redis: hot key"` one part of it, `-- "hot key"` that part of every store.
+    // `-- Redis` selects one store, `-- "Redis: hot key"` one part of it, `-- "hot key"` this part of every store.
     let is_asked = |name: &str| {
         let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
         let asks = |filter: String| match filter.split_once(':') {

@@ -1,8 +1,9 @@
 //! The whole library on a `MemoryStore`, compared with a hand-written map.
 //!
-//! By hand: a `DashMap` from the same formatted key to the state, whose it is, and until when. A first run inserts "pending"
-//! where nothing is that still counts, runs the handler, and replaces what is still its own by the result as JSON; a
-//! duplicate gets the entry, looks whether it has expired, and decodes it. It renews no lease, and has no bound.
+//! By hand: a `DashMap` from the same formatted key to the state, its owner and its expiry. A first run inserts
+//! "pending" unless there is a valid entry, runs the handler, and replaces the entry by the result as JSON if it still
+//! has the same owner. A duplicate gets the entry, checks its expiry, and decodes it. The map renews no lease, and has
+//! no bound.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -27,7 +28,7 @@ type Map = DashMap<String, Record>;
 struct Record {
     owner: u64,
     expires_at: Instant,
-    /// `None`: pending.
+    /// `None` while pending.
     result: Option<Vec<u8>>,
 }
 
@@ -63,6 +64,7 @@ fn main() {
     let rounds = sized(151, 2);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let table = Table::new("Memory, one thread", "ns", "times its time");
+    // Processor time, so that the load of the machine does not count.
     let ours = |store: &MemoryStore| {
         let took = timed_on_cpu(|| {
             runtime.block_on(async {
@@ -105,7 +107,7 @@ fn main() {
     if is_wanted("replay, somebody takes its span") {
         let store = MemoryStore::new();
         ours(&store);
-        // Keeps the fields of spans as text, as a layer that exports them does.
+        // Formats the fields of spans as text, as an exporting layer does.
         let subscriber = || tracing_subscriber::fmt().with_writer(std::io::sink).finish();
         let mut taken = || tracing::subscriber::with_default(subscriber(), || ours(&store));
         let [raw, idem] = alternate(rounds, [&mut || ours(&store), &mut taken]);

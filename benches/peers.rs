@@ -1,4 +1,4 @@
-//! Other libraries on the same server and the same work, each at its best concurrency, compared with this one.
+//! Other libraries on the same server with the same work, each at its best concurrency, compared with this one.
 //!
 //! *First* is a new order: reserve it, run a handler that does nothing, record 150 bytes of JSON. *Replay* is a known
 //! order, whose result is returned decoded.
@@ -14,11 +14,12 @@
 //! | DBOS | a workflow without steps, named by the order, in Python |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
-//! The peers are processes of their own, started by `benches/peers` and instructed line by line. Each side is first
+//! The peers are separate processes, started by `benches/peers` and instructed line by line. Each side is first
 //! measured at every concurrency of its list; then the best of each side take turns, round by round. Server and client
 //! share the machine. PostgreSQL has `fsync` and `synchronous_commit` on.
 //!
-//! A quick run has no peers but the blog pattern. A full one needs `./scripts/bench peers` once, and takes 5 minutes.
+//! A quick run has no peers except the blog pattern. A full run needs `./scripts/bench peers` once, and takes 5
+//! minutes.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -34,7 +35,7 @@ use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 use tokio::runtime::Runtime;
 
-/// How many orders there are to replay.
+/// Number of orders to replay.
 const SHIPPED: u64 = 1000;
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
@@ -56,7 +57,7 @@ impl Work {
         }
     }
 
-    /// The first order of `count` calls, and the number of orders after which they repeat.
+    /// Returns the first order of `count` calls, and the number of orders after which they repeat.
     fn orders(self, count: u64) -> (u64, u64) {
         match self {
             Self::First => (new_orders(count).start, count),
@@ -72,22 +73,22 @@ type Concurrency = (u64, u64);
 struct Side<'a> {
     name: &'static str,
     concurrencies: Vec<Concurrency>,
-    /// Makes so many calls, and returns how many thousand a second.
+    /// Makes this many calls, and returns thousands of calls per second.
     run: Box<dyn Fn(Work, Concurrency, u64) -> f64 + 'a>,
-    /// The goal of the library compared with this side.
+    /// Goal of the library in comparison with this side.
     goal: Goal,
     is_in_process: bool,
 }
 
 impl<'a> Side<'a> {
-    /// A side in this process.
+    /// Creates a side in this process.
     fn here(name: &'static str, tasks: &[u64], goal: Goal, run: impl Fn(Work, u64, u64) -> f64 + 'a) -> Self {
         let concurrencies = tasks.iter().map(|tasks| (1, *tasks)).collect();
         let run = Box::new(move |work, (_, tasks), count| run(work, tasks, count));
         Self { name, concurrencies, run, goal, is_in_process: true }
     }
 
-    /// A side in processes of its own, which has shipped the orders that are replayed.
+    /// Creates a side in separate processes, and lets it ship the orders for replays.
     fn there(name: &'static str, concurrencies: &[Concurrency], goal: Goal, mut peer: Peer) -> Self {
         peer.run("first", SHIPPED, concurrencies[0], 0);
         let peer = RefCell::new(peer);
@@ -103,7 +104,7 @@ impl<'a> Side<'a> {
         paced(target, least, move |count| (self.run)(work, concurrency, count))
     }
 
-    /// The fastest concurrency; each is measured twice.
+    /// Returns the fastest concurrency. Each is measured twice.
     fn best(&self, work: Work) -> Concurrency {
         let measure = |concurrency: Concurrency| {
             let mut side = self.paced(work, concurrency, Duration::from_millis(sized(400, 1)));
@@ -123,7 +124,7 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures the sides, each at its best, and prints a line for each except the first, which is the library.
+/// Measures each side at its best concurrency. Prints a line for each except the first, which is the library.
 fn compare(table: &Table, work: Work, sides: &[Side<'_>]) {
     let wanted = |side: &&Side<'_>| is_wanted(&format!("{}: {}", work.name(), side.name));
     let (idem, others) = sides.split_first().expect("some");
@@ -144,7 +145,7 @@ fn compare(table: &Table, work: Work, sides: &[Side<'_>]) {
     }
 }
 
-/// Thousands of calls a second that `tasks` tasks make with `store`.
+/// Returns thousands of calls per second that `tasks` tasks make with `store`.
 fn ours(runtime: &Runtime, store: &Arc<dyn Store>, work: Work, tasks: u64, count: u64) -> f64 {
     let (first, cycle) = work.orders(count);
     let calls = share(tasks, count, |_, calls| {
@@ -173,6 +174,7 @@ fn on_redis(runtime: &Runtime) {
         let store = RedisStore::connect(&server.url()).await.expect("connects").handle();
         (store, redis::ByHand::connect(&server.url(), false).await)
     });
+    // A duplicate must not run the handler, here as in the library.
     let in_blogs = |work: Work, tasks, count| {
         let (first, cycle) = work.orders(count);
         let calls = share(tasks, count, |_, calls| {
@@ -187,6 +189,7 @@ fn on_redis(runtime: &Runtime) {
         rate(runtime, count, calls)
     };
     runtime.block_on(async {
+        // Orders for the replays.
         for order_id in 0..SHIPPED {
             ship(&*store, order_id).await.expect("ships");
             assert!(blog.clone().as_in_blogs(order_id).await.0);
@@ -196,6 +199,7 @@ fn on_redis(runtime: &Runtime) {
         Side::here("idem", &TASKS, Goal::None, |work, tasks, count| ours(runtime, &store, work, tasks, count)),
         Side::here("blog pattern", &TASKS, Goal::None, in_blogs),
     ];
+    // Peers need an installation, which a quick run does without.
     if !is_quick() {
         let powertools = Peer::python("Powertools", "powertools.py", &[&port]);
         sides.push(Side::there("Powertools", &PYTHON, Goal::AtLeast(20.0), powertools));
@@ -210,7 +214,7 @@ fn on_redis(runtime: &Runtime) {
     compare(&table, Work::Replay, &sides);
     drop(sides);
 
-    // Without the network: each side from the memory of its process.
+    // Without the network: each side replays from the memory of its process.
     let cached =
         Cached::new(RedisStore::clone(&runtime.block_on(RedisStore::connect(&server.url())).expect("connects")))
             .handle();

@@ -1,13 +1,13 @@
 //! `PostgresStore` compared with the same SQL by hand, on a server that loses nothing (`fsync` and `synchronous_commit`
 //! on).
 //!
-//! - *First run*, by hand: the same formatted key, `INSERT … ON CONFLICT DO NOTHING` into a table with the same columns and
-//!   indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements are prepared
-//!   and run one by one, each task on a connection of its own.
-//! - *Replay*, by hand: a prepared `SELECT` by primary key of the very result that the library replays; nothing is decoded.
-//!   Each task has a connection of its own.
+//! - *First run*, by hand: the same formatted key, `INSERT … ON CONFLICT DO NOTHING` into a table with the same columns
+//!   and indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements are
+//!   prepared and run one by one, each task on its own connection.
+//! - *Replay*, by hand: a prepared `SELECT` by primary key of the same result that the library replays, without
+//!   decoding. Each task has its own connection.
 //!
-//! The library has its default pool of 6 connections, whatever the number of tasks. Server and client share the machine.
+//! The library has its default pool of 6 connections for every number of tasks. Server and client share the machine.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ enum Work {
     Replay,
 }
 
-/// How many orders there are to replay.
+/// Number of orders to replay.
 const SHIPPED: u64 = 1000;
 
 impl Work {
@@ -81,7 +81,8 @@ impl Bench {
         Self { server, runtime, store, by_hand }
     }
 
-    /// Thousands of calls a second by `tasks` tasks, each making one call after the other, `count` in all.
+    /// Returns thousands of calls per second by `tasks` tasks, which each make one call after the other, `count` in
+    /// all.
     fn measure(&self, by_hand: bool, work: Work, tasks: u64, count: u64) -> f64 {
         let calls = share(tasks, count, |task, calls| {
             let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
@@ -108,7 +109,7 @@ impl Bench {
         })
     }
 
-    /// Bytes of log, and of table and indexes, for each first run.
+    /// Returns the bytes of log, and of table and indexes, per first run.
     fn bytes(&self, count: u64) -> (f64, f64) {
         let empty = "TRUNCATE idem.records; VACUUM idem.records; CHECKPOINT";
         for statement in empty.split("; ") {
@@ -117,7 +118,7 @@ impl Bench {
         }
         let position = "pg_current_wal_insert_lsn() - '0/0'";
         let before = self.number(position);
-        // The first change of a page after a checkpoint logs the whole page, which is the cost of the checkpoint.
+        // The first change of a page after a checkpoint logs the whole page. This cost belongs to the checkpoint.
         self.measure(false, Work::FirstRun, 64, count);
         #[allow(clippy::cast_precision_loss)] // Far below 2^52.
         let count = count as f64;
@@ -125,7 +126,7 @@ impl Bench {
         (log, self.number("pg_total_relation_size('idem.records')") / count)
     }
 
-    /// Milliseconds of one beat of `count` leases, measured `rounds` times.
+    /// Returns the milliseconds of one beat of `count` leases, measured `rounds` times.
     fn beats(&self, count: u64, rounds: usize) -> Samples {
         let leases: Vec<Lease> = self.runtime.block_on(async {
             let mut running = JoinSet::new();
@@ -145,7 +146,7 @@ impl Bench {
 }
 
 fn main() {
-    // A lone task on one thread: with two threads it is fast or slow for seconds, depending on whether its wake-ups cross
+    // One task on one thread: with two threads, its speed varies for seconds, depending on whether its wake-ups cross
     // cores.
     let lone = Bench::new(Builder::new_current_thread(), 1);
     let mut threads = Builder::new_multi_thread();

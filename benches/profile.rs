@@ -1,7 +1,7 @@
 //! A loop for a profiler: `./scripts/bench share` runs it under `perf` and shows the distribution of time.
 //!
-//! `-- memory replay 1 5` makes replays on a `MemoryStore` by one task for 5 seconds; likewise `redis`, `first` and other
-//! numbers of tasks. Without arguments each combination runs for a moment, which shows that it works.
+//! `-- memory replay 1 5` makes replays on a `MemoryStore` with one task for 5 seconds; likewise `redis`, `first` and
+//! other numbers of tasks. Without arguments each combination runs briefly, to show that it works.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -16,7 +16,7 @@ use idem_runtime::{Error, MemoryStore, PostgresStore, RedisStore, SqliteStore, S
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 
-/// How many orders there are to replay.
+/// Number of orders to replay.
 const SHIPPED: u64 = 1000;
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
@@ -54,7 +54,7 @@ async fn calls(store: &Arc<dyn Store>, is_first: bool, tasks: u64, duration: Dur
     println!("{made} calls");
 }
 
-/// A folder below the target folder: on a disk if that is.
+/// Creates a folder in the target folder, so the file is on a disk if the target folder is.
 fn tempfile() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("profile-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");

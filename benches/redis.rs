@@ -1,15 +1,15 @@
 //! `RedisStore` compared with hand-written code over one multiplexed connection of `redis`.
 //!
-//! - *First run*, by hand: the same formatted key, `SET key owner NX GET PX lease`, the same handler, its result as JSON,
-//!   and a script that replaces the value if it still is the owner's (`EVALSHA`). The value is the bare result.
-//! - *Replay*, by hand: `GET` of the very record that the library replays, whose result is decoded by the same codec.
+//! - *First run*, by hand: the same formatted key, `SET key owner NX GET PX lease`, the same handler, its result as
+//!   JSON, and a script that replaces the value if the owner is unchanged (`EVALSHA`). The value is the bare result.
+//! - *Replay*, by hand: `GET` of the same record that the library replays, decoded by the same codec.
 //! - *In progress*, by hand: `SET key owner NX GET PX lease` that finds another owner.
 //!
-//! By hand there are two connections: as the client makes them by default, and with `TCP_NODELAY`. A line compares with the
+//! By hand there are two connections: with the client's defaults, and with `TCP_NODELAY`. A line compares with the
 //! better of the two. Server and client share the machine.
 //!
-//! *Limit* is the same work over a hand-written client (`by_hand::pipelined`), which writes the commands of all tasks at
-//! once and decodes nothing.
+//! *Limit* is the same work over a hand-written client (`by_hand::pipelined`), which writes the commands of all tasks
+//! together and decodes nothing.
 
 use idem_benches::by_hand::pipelined::Pipelined;
 use idem_benches::by_hand::redis::ByHand;
@@ -52,7 +52,7 @@ impl Work {
         }
     }
 
-    /// How many orders there are to choose from; a first run takes a new one each time.
+    /// Returns the number of orders to choose from; each first run takes a new order.
     fn orders(self) -> u64 {
         match self {
             Self::FirstRun => u64::MAX,
@@ -115,7 +115,7 @@ impl Bench {
         Self { server, runtime, idem, default, nodelay, limit }
     }
 
-    /// Deletes everything but scripts, and prepares the orders for `work`.
+    /// Deletes everything except scripts, and prepares the orders for `work`.
     fn prepare(&self, work: Work) {
         self.runtime.block_on(async {
             let flush = redis::cmd("FLUSHDB").exec_async(&mut self.server.raw().await).await;
@@ -137,7 +137,8 @@ impl Bench {
         });
     }
 
-    /// Thousands of calls a second by `tasks` tasks, each making one call after the other, `count` in all.
+    /// Returns thousands of calls per second by `tasks` tasks, which each make one call after the other, `count` in
+    /// all.
     fn measure(&self, side: &Side, work: Work, tasks: u64, count: u64) -> f64 {
         if work == Work::FirstRun {
             self.prepare(work);
@@ -160,8 +161,8 @@ fn main() {
     let table = Table::with_limit("Redis", "thousand a second", "times its throughput");
     for work in [Work::FirstRun, Work::Replay, Work::InProgress] {
         let mut is_prepared = false;
-        // A lone task is fast or slow for a while, depending on where the system places it and the server; many short
-        // rounds see both.
+        // The speed of a lone task varies for some time, depending on where the system places the task and the server.
+        // Many short rounds cover both cases.
         for (tasks, count, rounds) in
             [(1, 400, 61), (16, 10_000, 15), (64, 20_000, 15), (256, 30_000, 15), (1024, 60_000, 15)]
         {

@@ -1,12 +1,13 @@
-//! A table of `PostgresStore` with as many records as `IDEM_BENCH_ROWS` says (default: a million), half of which are due:
-//! plain, and of 16 hash partitions. The server loses nothing (`fsync` and `synchronous_commit` on).
+//! A table of `PostgresStore` with `IDEM_BENCH_ROWS` records (default: a million), half of which are due: plain, and
+//! with 16 hash partitions. The server loses nothing (`fsync` and `synchronous_commit` on).
 //!
-//! - *Purge*: `Store::purge` in batches of several sizes until nothing is due, beside first runs of new keys that begin at
-//!   fixed times, 200 a second. Their latencies count from these times, so that a call that waits is not left out. One more
-//!   task reserves keys whose records the purge is about to remove.
-//! - *Settings*: first runs under several fill factors, with renewals: updates that change no index, bytes of the table.
+//! - *Purge*: `Store::purge` in batches of several sizes until no record is due, next to first runs of new keys that
+//!   begin at fixed times, 200 per second. Their latencies count from these times, so that a call that waits is
+//!   included. Another task reserves keys whose records the purge is about to remove.
+//! - *Settings*: first runs under several fill factors, with renewals: updates that change no index, bytes of the
+//!   table.
 //!
-//! The keys are random, so that indexes are written to everywhere, as with identifiers of clients.
+//! The keys are random, so that writes reach all parts of the indexes, as with identifiers of clients.
 
 #![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)] // Far below 2^52.
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -28,10 +29,11 @@ use tokio_postgres::Client;
 const SETTINGS: [&str; 4] =
     ["shared_buffers=1GB", "max_wal_size=8GB", "checkpoint_timeout=15min", "track_io_timing=on"];
 const WEEK: Duration = Duration::from_secs(7 * 86_400);
-/// First runs a second beside the purge.
+/// First runs per second during the purge.
 const RATE: u32 = 200;
 
-/// Makes the records `first` to `last`, the first `due` of them expired: reserved and then completed, as calls do.
+/// Creates the records `first` to `last`, with the first `due` of them expired: reserved and then completed, as calls
+/// do.
 const FILL: &str = "CREATE FUNCTION named(n bigint) RETURNS text LANGUAGE sql IMMUTABLE RETURN
   'order:' || lpad(to_hex(n * 2654435761 % 4294967296), 8, '0') || '-7c4e-4d1a-9b0e-5f2a7d3c8e61';
 CREATE PROCEDURE fill(first bigint, last bigint, due bigint) LANGUAGE plpgsql AS $$
@@ -69,7 +71,7 @@ struct Bench {
 }
 
 fn result(bytes: usize) -> Finish {
-    // Nothing that the server could make smaller.
+    // Bytes that the server can't compress.
     let mut state = 1_u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -86,7 +88,7 @@ async fn reserve(store: &PostgresStore, text: String) -> Reservation {
     store.reserve(&request).await.expect("answers")
 }
 
-/// A first run of a new key.
+/// Makes a first run of a new key.
 async fn first_run(store: &PostgresStore, text: String, bytes: usize, beats: usize) {
     let Reservation::Granted { lease, .. } = reserve(store, text).await else { panic!("the key is new") };
     for _ in 0..beats {
@@ -99,12 +101,12 @@ async fn finish(store: &PostgresStore, lease: &Lease, bytes: usize) {
     assert_eq!(store.finish(lease, &result(bytes)).await.expect("finishes"), Verdict::Applied);
 }
 
-/// Milliseconds.
+/// Converts to milliseconds.
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Times, in milliseconds: how many, median, 99 of 100, longest.
+/// Formats times in milliseconds: their number, median, 99th percentile and maximum.
 fn spread(mut times: Vec<f64>) -> String {
     times.sort_by(f64::total_cmp);
     let at = |share: f64| times.get(((times.len() as f64 - 1.0) * share) as usize).copied().unwrap_or_default();
@@ -126,7 +128,7 @@ impl Bench {
 
     async fn fill(&self, rows: i64) {
         self.raw.batch_execute(FILL).await.expect("can be created");
-        // The procedure keeps its plans from when the table is empty.
+        // The procedure keeps the plans that were made for an empty table.
         let settings = "SET synchronous_commit = off; SET enable_seqscan = off; SET enable_bitmapscan = off; \
                         SET enable_hashjoin = off; SET enable_mergejoin = off";
         self.raw.batch_execute(settings).await.expect("can be set");
@@ -150,7 +152,8 @@ impl Bench {
         );
     }
 
-    /// First runs of new keys, `RATE` a second, until `over` says so: the latency of each from when it was to begin.
+    /// Makes first runs of new keys, `RATE` per second, until `over` is set. Returns the latency of each from its
+    /// planned start.
     fn load(&self, name: &'static str, over: &Arc<AtomicBool>) -> tokio::task::JoinHandle<Vec<f64>> {
         let (store, over) = (self.store.clone(), Arc::clone(over));
         tokio::spawn(async move {
@@ -177,11 +180,12 @@ impl Bench {
         })
     }
 
-    /// Purges `rows` records in batches of `batch`; prints how fast.
+    /// Purges `rows` records in batches of `batch`, and prints the speed.
     async fn purge(&self, name: &'static str, batch: u32, rows: u64, purged: &Arc<AtomicU64>) {
         let over = Arc::new(AtomicBool::new(false));
         let load = self.load(name, &over);
-        // Reserves keys that the purge is about to remove; other handlers would share the fate of their batch.
+        // Reserves keys that the purge is about to remove. It has its own store: other handlers would wait for the same
+        // batch.
         let met = {
             let (over, purged) = (Arc::clone(&over), Arc::clone(purged));
             let store = PostgresStore::connect(&self.server.url()).await.expect("connects");
@@ -241,7 +245,7 @@ impl Bench {
         bench.raw.batch_execute("VACUUM idem.records").await.expect("vacuums");
         println!("a vacuum of what autovacuum left: {:.0} s", began.elapsed().as_secs_f64());
         bench.sizes("vacuumed").await;
-        // Sessions report their counts within a second or so.
+        // Sessions report their counts within about a second.
         tokio::time::sleep(Duration::from_secs(2)).await;
         let stats = "SELECT coalesce(sum(idx_scan), 0)::int8, coalesce(sum(n_tup_hot_upd * 1000) / nullif(sum(n_tup_upd), 0), 0)::int8, \
                      coalesce(sum(autovacuum_count), 0)::int8 FROM pg_stat_user_tables WHERE schemaname = 'idem'";
@@ -261,7 +265,7 @@ impl Bench {
             let store = bench.store.clone();
             tasks.spawn(async move {
                 for n in 0..calls / 64 {
-                    // One of eight handlers lives for two beats.
+                    // One in eight handlers runs for two beats.
                     first_run(&store, format!("{task}:{n}"), bytes, if n % 8 == 0 { 2 } else { 0 }).await;
                 }
             });
@@ -296,7 +300,7 @@ fn kind(partitions: u16) -> String {
     if partitions == 0 { "a plain table".to_owned() } else { format!("{partitions} partitions") }
 }
 
-/// As [`FILL`] names its records: the first digits of one and the next have nothing in common.
+/// Names a record as [`FILL`] does: the names of two successive records share no leading digits.
 fn named(n: u64) -> String {
     format!("order:{:08x}-7c4e-4d1a-9b0e-5f2a7d3c8e61", n * 2_654_435_761 % (1 << 32))
 }

@@ -1,18 +1,19 @@
 //! `SqliteStore` compared with hand-written code over one connection of `rusqlite`, with the same durability.
 //!
-//! By hand, a record is a row with the necessary columns, and has the same index for clean-up. A first run is an `INSERT`
-//! that reserves the key, the same handler, its result as JSON, and an `UPDATE` that compares the owner.
+//! By hand, a record is a row with the necessary columns, and has the same index for clean-up. A first run is an
+//! `INSERT` that reserves the key, the same handler, its result as JSON, and an `UPDATE` that compares the owner.
 //!
-//! - *One commit per step*: each statement is a transaction of its own, as without grouping. One thread does nothing else,
-//!   and no task waits.
-//! - *Same grouping*: a thread takes the waiting steps from a channel, runs them in one transaction, and answers the tasks.
+//! - *One commit per step*: each statement is a transaction, as without grouping. One thread does nothing else, and no
+//!   task waits.
+//! - *Same grouping*: a thread takes the waiting steps from a channel, runs them in one transaction, and answers the
+//!   tasks.
 //! - *Bare loop*: the same statements, as many in a transaction as there are tasks, but without tasks.
-//! - *Replay*: a `SELECT` of the very record that the library replays; nothing is decoded, no task waits.
+//! - *Replay*: a `SELECT` of the same record that the library replays; nothing is decoded, no task waits.
 //!
-//! Each measurement opens its file anew, while the other side's is closed: connections of one process share a pool of
-//! cached pages, and pages left by one can starve the other.
+//! Each measurement opens its file anew, while the other side's file is closed: connections of one process share a pool
+//! of cached pages, and the pages of one can starve the other.
 //!
-//! The file is below the target folder: on a disk if that is.
+//! The file is in the target folder, so it is on a disk if the target folder is.
 
 use std::path::{Path, PathBuf};
 
@@ -29,7 +30,7 @@ async fn ship(store: &SqliteStore, order_id: u64) -> Result<Receipt, Error> {
     Ok(Receipt::of(order_id))
 }
 
-/// How many orders there are to replay.
+/// Number of orders to replay.
 const ORDERS: u64 = 1000;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,7 +39,7 @@ enum Work {
     Replay,
 }
 
-/// The raw side that a line compares with.
+/// Raw side that a line compares with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Against {
     OneCommitPerStep,
@@ -78,14 +79,14 @@ impl Bench {
         let store = self.runtime.block_on(options.open(self.folder.join("idem.db"))).expect("opens");
         let done = work(&store);
         drop(store);
-        // The store's threads close the file, and the last one to do so removes the log.
+        // The store's threads close the file, and the last one to close it removes the log.
         while self.folder.join("idem.db-wal").exists() {
             std::thread::yield_now();
         }
         done
     }
 
-    /// Lets `tasks` tasks ship the orders, each one after the other.
+    /// Ships the orders with `tasks` tasks, each one after the other.
     fn ship(&self, store: &SqliteStore, orders: std::ops::Range<u64>, tasks: u64) {
         self.runtime.block_on(async {
             let mut running = JoinSet::new();
@@ -102,7 +103,7 @@ impl Bench {
         });
     }
 
-    /// Thousands of calls a second by `tasks` tasks.
+    /// Returns thousands of calls per second by `tasks` tasks.
     fn idem(&self, work: Work, tasks: u64, count: u64) -> f64 {
         let took = self.with_store(|store| match work {
             Work::FirstRun => {
@@ -132,6 +133,7 @@ fn main() {
     for (synchronous, name) in [(Synchronous::Full, "FULL"), (Synchronous::Normal, "NORMAL")] {
         let bench = Bench::new(synchronous);
         let full = synchronous == Synchronous::Full;
+        // The goals depend on durability: with FULL, grouping saves most; with NORMAL, only overhead differs.
         let lines = [
             (1, 1_000, Against::OneCommitPerStep, Goal::None),
             (64, 2_000, Against::OneCommitPerStep, if full { Goal::AtLeast(6.0) } else { Goal::None }),
@@ -154,6 +156,7 @@ fn main() {
         }
         for tasks in [1, 64] {
             let line = format!("replay, {name}, {tasks} {}", several(tasks));
+            // A replay writes nothing, so durability makes no difference.
             if !is_wanted(&line) || !full {
                 continue;
             }

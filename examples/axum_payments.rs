@@ -4,15 +4,16 @@
 //! cargo run --example axum_payments --features axum
 //! ```
 //!
-//! It prints lines for another terminal: a first request, a duplicate, another payload, a duplicate of a running request, a
-//! client that hangs up. Kill the server and start it again between any two of them: nobody is charged twice.
+//! The program prints commands for another terminal: a first request, a duplicate, another payload, a duplicate of a
+//! running request, a client that hangs up. Kill the server and start it again between any two of them: no customer is
+//! charged twice.
 //!
-//! `GET /count` tells how many charges there were, `GET /contract` what clients have to know. Arguments: the address to listen
-//! on (default: `127.0.0.1:8080`), the file (default: one in the folder for temporary files), and whose rules it follows
+//! `GET /count` returns the number of charges, `GET /contract` the contract for clients. Arguments: the address to
+//! listen on (default: `127.0.0.1:8080`), the file (default: one in the folder for temporary files), and the profile
 //! (default: `ietf`; or `stripe`, `acp`, `ucp`).
 //!
-//! It has what the checker of such servers asks for, so that `idem conformance http http://127.0.0.1:8080` tells whether it
-//! keeps the rules: `/refunds`, and payments that say how they end (`status`, `bytes`).
+//! The checker of HTTP servers needs `/refunds`, and payments whose end a request chooses (`status`, `bytes`). The
+//! server has both, so `idem conformance http http://127.0.0.1:8080` can check it.
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
 use std::error::Error;
@@ -31,7 +32,7 @@ use idem_runtime::http::{Caller, IdempotencyLayer, Profile};
 use idem_runtime::{MissingKey, Policy, SqliteStore, current};
 use serde::{Deserialize, Serialize};
 
-/// A crash blocks a key for 5 s, and a response is remembered for a day.
+/// A crash blocks a key for 5 s, and a response is retained for a day.
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600)).lease(Duration::from_secs(5));
 
 const LINES: &str = r#"
@@ -51,13 +52,13 @@ pay nobody  order-4 '{"amount_cents":500}'                     # 403: nothing is
 curl -s localhost:8080/count                                   # {"charges":4}
 "#;
 
-/// What the outside world knows: how often somebody was charged.
+/// The outside world: counts the charges.
 #[derive(Clone, Default)]
 struct Bank {
     charges: Arc<AtomicU64>,
 }
 
-/// Who is logged in.
+/// The customer who is logged in.
 #[derive(Clone)]
 struct Customer(&'static str);
 
@@ -66,10 +67,10 @@ struct Payment {
     amount_cents: u64,
     #[serde(default)]
     takes_ms: u64,
-    /// What the bank answers, for tests.
+    /// Status that the bank answers with, for tests.
     #[serde(default)]
     status: Option<u16>,
-    /// How long the receipt is, for tests.
+    /// Length of the receipt, for tests.
     #[serde(default)]
     bytes: usize,
 }
@@ -94,10 +95,10 @@ struct Count {
 
 async fn pay(State(bank): State<Bank>, Json(payment): Json<Payment>) -> Response {
     if payment.amount_cents == 0 {
-        // Depends on the request alone, so it is recorded.
+        // The answer depends on the request alone, so it is recorded.
         return (StatusCode::BAD_REQUEST, "nothing to pay\n").into_response();
     }
-    // A real provider gets this key: should this process die here, the next attempt sends the same one.
+    // A real provider gets this key: if this process dies here, the next attempt sends the same key.
     let number = bank.charges.fetch_add(1, Ordering::SeqCst);
     let payment_id = current().map_or_else(|_| format!("unkeyed-{number}"), |attempt| attempt.child_key("charge"));
     tokio::time::sleep(Duration::from_millis(payment.takes_ms)).await;
@@ -114,8 +115,8 @@ async fn refund(State(bank): State<Bank>) -> Response {
     (StatusCode::CREATED, headers_of("refunds", &refund), Json(Refund { refund })).into_response()
 }
 
-/// A replay has all of them but the cookie, which belongs to the session of the first client. That caches must not keep the
-/// response does not keep the layer from replaying it.
+/// Headers of a response. A replay has all of them except the cookie, which belongs to the first client's session.
+/// `no-store` binds caches, not the layer.
 fn headers_of(route: &str, id: &str) -> AppendHeaders<[(HeaderName, String); 5]> {
     let location = format!("/{route}/{id}");
     AppendHeaders([
@@ -131,7 +132,7 @@ async fn count(State(bank): State<Bank>) -> Json<Count> {
     Json(Count { charges: bank.charges.load(Ordering::SeqCst) })
 }
 
-/// Finds out whose token it is. Stands outside of the layer, which wants to know the customer and not the token.
+/// Finds the customer of a token. Placed outside of the layer, which identifies callers by customer, not by token.
 async fn authenticate(mut request: Request, next: Next) -> Response {
     let token = request.headers().get(header::AUTHORIZATION).and_then(|it| it.to_str().ok()?.strip_prefix("Bearer "));
     let customer = match token {
@@ -153,7 +154,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let file = file.unwrap_or_else(|| std::env::temp_dir().join("idem-axum-payments.db"));
     let (profile, policy) = match arguments.next().as_deref() {
         None | Some("ietf") => (Profile::ietf(), PAYMENTS),
-        // There, a request may do without a key.
+        // In this profile, a request may have no key.
         Some("stripe") => (Profile::stripe(), PAYMENTS.missing_key(MissingKey::Run)),
         Some("acp") => (Profile::acp(), PAYMENTS),
         Some("ucp") => (Profile::ucp(), PAYMENTS.ttl(Duration::from_secs(48 * 3600))),
@@ -182,7 +183,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
             tokio::signal::ctrl_c().await.ok();
         })
         .await?;
-    // Payments whose clients have gone.
+    // Wait for payments whose clients have gone.
     layer.drain().await;
     Ok(())
 }

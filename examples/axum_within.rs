@@ -7,8 +7,8 @@
 //! curl -s localhost:8081/accounts                  # {"alice":9500,"bob":10500}
 //! ```
 //!
-//! Whatever dies when, both are there or neither. The price: the handler is a function of values, so values are replayed and not
-//! whole responses; and a duplicate waits for the database, which the transaction holds.
+//! In any crash, record and transfer are both there, or neither. The price: the handler is a function of values, so
+//! values are replayed, not whole responses. A duplicate waits for the database, which the transaction holds.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -32,7 +32,7 @@ struct Transfer {
     cents: i64,
 }
 
-/// A refusal is a value, too: it is recorded, and every duplicate gets it.
+/// A refusal is a value as well: it is recorded, and every duplicate gets it.
 #[derive(Serialize, Deserialize)]
 enum Answer {
     Transferred { balance: i64 },
@@ -62,7 +62,7 @@ async fn transfers(
     IdempotencyKey(key): IdempotencyKey,
     Json(asked): Json<Transfer>,
 ) -> Result<Json<Answer>, (StatusCode, String)> {
-    // A connection of SQLite belongs to one thread. This one goes on if the client hangs up.
+    // A connection of SQLite belongs to one thread. This thread goes on if the client hangs up.
     let runtime = tokio::runtime::Handle::current();
     let working = tokio::task::spawn_blocking(move || {
         runtime.block_on(async {

@@ -1,9 +1,9 @@
-//! Does my handler charge a customer once, whatever faults it meets?
+//! Checks whether handlers charge a customer once, under every fault.
 //!
-//! `cargo run --example crash_at_every_await --features testing` answers that for four handlers. Each is killed at each of
-//! its awaits, cancelled there, and stopped there while another worker takes over; its store and its bank lose requests and
-//! answers; duplicates are delivered before, beside and after. Time is simulated, so it takes a second. The first two
-//! handlers are wrong, and the output tells their story. In a project of yours this is a `#[test]` that ends with
+//! `cargo run --example crash_at_every_await --features testing` checks four handlers. Each is killed at each of its
+//! awaits, cancelled there, and stopped there while another worker takes over; its store and its bank lose requests and
+//! answers; duplicates are delivered before, during and after. Time is simulated, so the run takes a second. The first
+//! two handlers are wrong, and the output contains their stories. In your project this is a `#[test]` that ends with
 //! `assert_once()`.
 
 use std::process::ExitCode;
@@ -22,7 +22,7 @@ struct Receipt {
 
 #[derive(Debug, Serialize, Deserialize)]
 enum PaymentError {
-    /// The customer was charged, or was not.
+    /// The customer may or may not have been charged.
     NoAnswer,
     AlreadyCharged,
     /// The library's reason for not running the handler, or for not recording its result.
@@ -37,20 +37,20 @@ impl From<Error> for PaymentError {
 
 /// A payment provider.
 trait Bank {
-    /// Charges the customer of `order`; does nothing if it has done so under this key before.
+    /// Charges the customer of `order`, unless a charge with this key exists.
     async fn charge(&self, order: u32, key: Option<String>) -> Result<(), PaymentError>;
 
-    /// Whether the customer of `order` has been charged.
+    /// Returns whether the customer of `order` has been charged.
     async fn is_charged(&self, order: u32) -> Result<bool, PaymentError>;
 }
 
-/// What a worker has.
+/// The dependencies of a worker.
 struct App<B> {
     store: Arc<dyn Store>,
     bank: B,
 }
 
-/// Charges, and checks too late: a second attempt has already charged again.
+/// Charges first, and checks too late: a second attempt has already charged again.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_before_check")]
 async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     app.bank.charge(order, None).await?;
@@ -60,8 +60,8 @@ async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
     Ok(Receipt { order })
 }
 
-/// Checks, then charges. That helps against crashes, but not against a worker that stands still in between for so long that
-/// another one takes over.
+/// Checks, then charges. This protects against crashes, but not against a worker that stands still in between, for so
+/// long that another worker takes over.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "check_before_charge")]
 async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if !app.bank.is_charged(order).await? {
@@ -78,8 +78,8 @@ async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, P
     Ok(Receipt { order })
 }
 
-/// For a bank without keys: charges at most once. An interrupted run, and a charge without an answer, are set aside for a
-/// person; they are not tried again.
+/// For a bank without keys: charges at most once. An interrupted run, and a charge without an answer, are set aside for
+/// a person, without another attempt.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_at_most_once", on_crash = fail, on_error = record)]
 async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if app.bank.is_charged(order).await? {
@@ -91,7 +91,7 @@ async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
 
 // ---- Its test ------------------------------------------------------------------------------------------------------
 
-/// A bank that exists only in a test: its charges are counted.
+/// A bank that exists only in a test and counts its charges.
 struct SimulatedBank(Worker);
 
 impl Bank for SimulatedBank {
@@ -112,7 +112,7 @@ fn no_answer(_: NoAnswer) -> PaymentError {
     PaymentError::NoAnswer
 }
 
-/// What a worker process has when it starts.
+/// Builds the dependencies of a worker process.
 fn app(worker: Worker) -> App<SimulatedBank> {
     App { store: Arc::new(worker.store()), bank: SimulatedBank(worker) }
 }

@@ -1,8 +1,8 @@
-//! How do I keep a worker that was paused from overwriting its successor's work?
+//! Keeps a paused worker from overwriting its successor's work.
 //!
-//! A request that a paused worker had already sent may arrive after another worker has taken over. No library can call it
-//! back, but the receiver can refuse it: `attempt.number()` grows with each attempt for a key, and the receiver keeps the
-//! highest number that it has seen. `cargo run --example fencing_token` plays that.
+//! A request that a paused worker has already sent may arrive after another worker has taken over. No library can call
+//! the request back, but the receiver can refuse it: `attempt.number()` grows with each attempt for a key, and the
+//! receiver stores the highest number so far. `cargo run --example fencing_token` plays this.
 
 use std::collections::VecDeque;
 use std::error::Error;
@@ -27,7 +27,7 @@ struct Request {
     reply: oneshot::Sender<Result<(), String>>,
 }
 
-/// A storage service, and the network before it.
+/// A storage service, and the network in front of it.
 #[derive(Default)]
 struct Storage {
     under_way: VecDeque<Request>,
@@ -49,7 +49,7 @@ impl Storage {
     }
 }
 
-/// The handler: sends its attempt's number with the request.
+/// The handler: sends the number of its attempt with the request.
 #[idempotent(key = "price:{article}", ttl = "7d", store = store, scope = "set_price")]
 async fn set_price(store: &MemoryStore, storage: &Mutex<Storage>, article: u32, price: u32) -> Result<u32, AnyError> {
     let token = current()?.number();
@@ -63,7 +63,7 @@ fn run(claims: &mut Claims) -> Result<(), AnyError> {
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).build();
     let storage = Arc::new(Mutex::new(Storage::default()));
-    // Each worker has a runtime and a handle of its own, as a process would.
+    // Each worker has its own runtime and its own store handle, like a separate process.
     let (first, second) = (runtime()?, runtime()?);
     let call = |price| {
         let (store, storage) = (store.peer(), Arc::clone(&storage));
@@ -72,7 +72,7 @@ fn run(claims: &mut Claims) -> Result<(), AnyError> {
 
     let paused = first.spawn(call(100));
     let late = first.block_on(request(&storage));
-    // Nobody drives the first runtime now: its worker is paused and renews nothing, so its lease (30 s) lapses.
+    // No thread drives the first runtime now: its worker is paused and renews nothing, so its lease (30 s) lapses.
     clock.advance(Duration::from_secs(31));
 
     let successor = second.spawn(call(120));
@@ -82,7 +82,7 @@ fn run(claims: &mut Claims) -> Result<(), AnyError> {
     claims.check("another worker takes over as attempt 2", outcome.took_over() && outcome.attempt() == Some(2));
     claims.check("its write is accepted", price? == 120);
 
-    // What the first worker had sent arrives, and the worker goes on.
+    // The first worker's request arrives, and the worker goes on.
     lock(&storage).receive(late);
     claims.check("the late write of attempt 1 is refused", lock(&storage).price == 120);
     let (price, outcome) = first.block_on(paused)?;
@@ -95,7 +95,7 @@ fn runtime() -> io::Result<Runtime> {
     Builder::new_current_thread().enable_time().build()
 }
 
-/// Waits until a request is under way.
+/// Waits until a request is under way, and takes it.
 async fn request(storage: &Mutex<Storage>) -> Request {
     loop {
         if let Some(request) = lock(storage).under_way.pop_front() {

@@ -1,4 +1,4 @@
-//! Where do the bundled orders come from?
+//! Generates the bundled orders.
 //!
 //! `cargo run --example generate > examples/data/orders.jsonl`
 

@@ -1,16 +1,17 @@
-//! How does a consumer of Kafka use `#[idempotent]`, and what happens when its process is killed?
+//! Shows a consumer of Kafka that uses `#[idempotent]`, and survives the kill of its process.
 //!
-//! `cargo run --example kafka --features kafka` publishes orders with duplicates and charges each exactly once. Records are in a
-//! SQLite file, and the broker is librdkafka's own mock. `-- --url host:9092` uses a real cluster.
+//! `cargo run --example kafka --features kafka` publishes orders with duplicates and charges each exactly once. Records
+//! are in a SQLite file, and the broker is librdkafka's own mock. `-- --url host:9092` uses a real cluster.
 //!
-//! - *Key*: the order, from the payload. Offsets count from 0 again in a topic that is made anew.
-//! - *Offsets*: several messages of a partition are handled at a time, and settle out of order; `OffsetTracker` says which offset
-//!   may be stored. A rebalance begins or ends the generation of a partition, and a message settled after its generation stores
-//!   nothing.
-//! - *Slow handlers*: the consumer is polled all the time, with its partitions paused while there is no room, so
-//!   `max.poll.interval.ms` is kept however long a handler takes. There is nothing to extend.
-//! - *Retry*: to a retry topic, which says when; order is lost for that message. (To keep it, pause the partition, wait and seek:
-//!   nothing else of the partition moves on meanwhile.) *Poison*: to a topic of its own.
+//! - *Key*: the order, from the payload. Offsets count from 0 again in a topic that is created anew.
+//! - *Offsets*: several messages of a partition are handled concurrently, and settle out of order; `OffsetTracker`
+//!   returns the offset that may be stored. A rebalance begins or ends the generation of a partition, and a message
+//!   settled after its generation stores nothing.
+//! - *Slow handlers*: the consumer is polled all the time, and its partitions are paused while all handlers are busy.
+//!   So `max.poll.interval.ms` is kept however long a handler takes. There is nothing to extend.
+//! - *Retry*: to a retry topic, in a message that contains its due time; order is lost for that message. (To keep
+//!   order, pause the partition, wait and seek: meanwhile no other message of the partition is handled.) *Poison*: to
+//!   its own topic.
 #![allow(clippy::disallowed_methods, reason = "a message of the retry topic waits for its time")]
 
 use std::process::ExitCode;
@@ -33,7 +34,7 @@ use tokio::time::{sleep, timeout};
 
 const DAY: Duration = Duration::from_secs(86_400);
 const HANDLERS: usize = 8;
-/// Headers of the retry topic: which delivery it is, and when it is due, in milliseconds since 1970.
+/// Headers of the retry topic: the number of the delivery, and its due time in milliseconds since 1970.
 const DELIVERY: &str = "delivery";
 const NOT_BEFORE: &str = "not-before";
 const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(14))
@@ -44,12 +45,12 @@ const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(14))
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 #[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
-    // The worker can die between the charge and its record. The bank knows the payment by this key on every attempt.
+    // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// One delivery, until its offset is settled.
+/// Handles one delivery, until its offset is settled.
 async fn deliver(app: App, message: OwnedMessage) -> Result<(), Failure> {
     let payload = message.payload().unwrap_or_default();
     sleep(Duration::from_millis(header(&message, NOT_BEFORE).unwrap_or(0).saturating_sub(now()))).await;
@@ -81,7 +82,7 @@ async fn deliver(app: App, message: OwnedMessage) -> Result<(), Failure> {
     }
 }
 
-/// A worker process.
+/// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
     let mut shutdown = run.shutdown()?;
     PAYMENTS.check_redelivery(&Redelivery::kafka(DAY * 7, DAY * 7))?;
@@ -90,7 +91,7 @@ async fn work(run: Run) -> Result<(), Failure> {
     let offsets = consumer.context();
     let mut handlers = JoinSet::new();
     loop {
-        // Paused partitions are polled all the same.
+        // Paused partitions are still polled.
         let is_full = handlers.len() >= HANDLERS;
         if is_full != offsets.is_paused.swap(is_full, Ordering::Relaxed) {
             let partitions = consumer.assignment()?;
@@ -111,15 +112,16 @@ async fn work(run: Run) -> Result<(), Failure> {
             () = &mut shutdown => break,
         }
     }
-    // What has begun is finished, and committed. Rebalances go on meanwhile; a message that comes now is left to the others.
+    // Running handlers finish, and their offsets are committed. Rebalances continue meanwhile; messages that arrive now
+    // are left to other workers.
     while !handlers.is_empty() {
         tokio::select! {
             Some(ended) = handlers.join_next() => settle(&consumer, ended?)?,
             _ = consumer.recv() => {}
         }
     }
-    // librdkafka can hang for ever in closing a consumer amid a rebalance (its issue 4884). Who does not leave the group is missed
-    // by it after this time.
+    // librdkafka can hang forever when it closes a consumer during a rebalance (its issue 4884), so this waits for a
+    // limited time. After the same time (`session.timeout.ms`) the group removes the consumer.
     let (closed, is_closed) = oneshot::channel();
     std::thread::spawn(move || {
         let _ = consumer.commit_consumer_state(CommitMode::Sync);
@@ -133,11 +135,11 @@ async fn work(run: Run) -> Result<(), Failure> {
 
 type Partition = (String, i32);
 
-/// Stores the offset that may be committed now. A message that could not be settled holds it where it is.
+/// Stores the offset that may be committed now. A message that could not be settled keeps the offset where it is.
 fn settle(consumer: &Consumer, ended: (Partition, Started, Result<(), Failure>)) -> Result<(), Failure> {
     let (partition, started, delivered) = ended;
     delivered?;
-    // Locked until the offset is stored, so that no rebalance comes in between.
+    // Locked until the offset is stored, so that no rebalance happens in between.
     let mut offsets = lock(&consumer.context().tracker);
     if let Some(next) = offsets.settled(started) {
         let mut stored = TopicPartitionList::new();
@@ -149,7 +151,7 @@ fn settle(consumer: &Consumer, ended: (Partition, Started, Result<(), Failure>))
 
 type Consumer = StreamConsumer<Offsets>;
 
-/// What is known of the partitions that are assigned to this consumer.
+/// State of the partitions that are assigned to this consumer.
 #[derive(Default)]
 struct Offsets {
     tracker: Mutex<OffsetTracker<Partition>>,
@@ -168,7 +170,7 @@ impl ConsumerContext for Offsets {
                 }
             }
             Rebalance::Revoke(partitions) => {
-                // They would still be paused when they come back.
+                // Otherwise these partitions would still be paused when they are assigned again.
                 let _ = consumer.resume(partitions);
                 self.is_paused.store(false, Ordering::Relaxed);
                 for partition in partitions.elements() {

@@ -1,13 +1,14 @@
-//! How does a consumer of NATS JetStream use `#[idempotent]`, and what happens when its process is killed?
+//! Shows a consumer of NATS JetStream that uses `#[idempotent]`, and survives the kill of its process.
 //!
-//! `cargo run --example nats_jetstream --features nats` publishes orders with duplicates and charges each exactly once. Records
-//! are in a SQLite file. `-- --url nats://host` uses another server than the local one (`nats-server -js`).
+//! `cargo run --example nats_jetstream --features nats` publishes orders with duplicates and charges each exactly once.
+//! Records are in a SQLite file. `-- --url nats://host` uses another server than the local one (`nats-server -js`).
 //!
-//! - *Key*: the order, from the payload. The sequence of a message changes with its stream, and a `Nats-Msg-Id` is recognised
-//!   for two minutes.
-//! - *Slow handlers*: after `ack_wait` the message is delivered again. The beat says `Progress`, by an acker that outlives the
-//!   message.
-//! - *Retry*: `Nak` with a delay. *Poison*: to a stream of our own, then `Term`; after `max_deliver` the server would only stop.
+//! - *Key*: the order, from the payload. The sequence of a message changes with its stream, and a `Nats-Msg-Id` is
+//!   recognised for two minutes only.
+//! - *Slow handlers*: after `ack_wait` the message is delivered again. The beat sends `Progress`, with an acker that
+//!   outlives the message.
+//! - *Retry*: `Nak` with a delay. *Poison*: to a stream of our own, then `Term`; after `max_deliver` the server would
+//!   only stop delivering.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 const DAY: Duration = Duration::from_secs(86_400);
-/// For how long the stream keeps a message.
+/// Time for which the stream keeps a message.
 const MAX_AGE: Duration = DAY.saturating_mul(3);
 const MAX_DELIVER: u32 = 20;
 const HANDLERS: usize = 8;
@@ -36,17 +37,18 @@ const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(7))
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 #[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
-    // The worker can die between the charge and its record. The bank knows the payment by this key on every attempt.
+    // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// One delivery.
+/// Handles one delivery.
 async fn deliver(app: App, message: Message) -> Result<(), Failure> {
     let info = message.info()?;
     let (sequence, delivered) = (info.stream_sequence, u32::try_from(info.delivered)?);
     let (message, acker) = message.split();
     let acker = Arc::new(acker);
+    // Published before `Term`, so that a crash in between loses no message.
     let set_aside = async |event: Option<&Event>| {
         app.run.set_aside(event)?;
         app.jetstream.publish(format!("{}.dead", app.run.name), message.payload.clone()).await?.await?;
@@ -74,7 +76,7 @@ async fn deliver(app: App, message: Message) -> Result<(), Failure> {
     match outcome.disposition() {
         Disposition::Ack => {
             app.run.acknowledged(&event, &outcome)?;
-            // Confirmed by the server. If that fails, the next delivery replays.
+            // The server confirms this acknowledgement. If that fails, the next delivery replays.
             acker.double_ack().await
         }
         Disposition::Retry { after } => acker.ack_with(AckKind::Nak(Some(after))).await,
@@ -85,7 +87,7 @@ async fn deliver(app: App, message: Message) -> Result<(), Failure> {
     }
 }
 
-/// A worker process.
+/// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
     let mut shutdown = run.shutdown()?;
     PAYMENTS.check_redelivery(&Redelivery::jetstream(MAX_AGE))?;
@@ -94,7 +96,7 @@ async fn work(run: Run) -> Result<(), Failure> {
     let app = App { store: run.store().await?, jetstream, run };
     let (mut handlers, slots) = (JoinSet::new(), Arc::new(Semaphore::new(HANDLERS)));
     loop {
-        // A message is fetched only when it can run: one that waits for its place is not extended.
+        // A message is fetched only when it can run, because nothing extends a message that waits for a slot.
         let slot = tokio::select! {
             slot = Arc::clone(&slots).acquire_owned() => slot?,
             () = &mut shutdown => break,
@@ -111,7 +113,7 @@ async fn work(run: Run) -> Result<(), Failure> {
             ended??;
         }
     }
-    // What has begun is finished.
+    // Running handlers finish.
     while let Some(ended) = handlers.join_next().await {
         ended??;
     }

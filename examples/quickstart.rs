@@ -1,8 +1,8 @@
-//! What does `#[idempotent]` do for a consumer whose messages are delivered more than once?
+//! Shows the effect of `#[idempotent]` on a consumer whose messages are delivered more than once.
 //!
-//! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers that
-//! fail and die. Its records are kept in a file: a second run replays everything, and a run that was killed (`kill -9`, or
-//! `-- --die-after 700`) is finished by the next one. `-- --fresh` starts over, `-- --without-idempotency` shows the same
+//! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers
+//! that fail and die. Its records are in a file: a second run replays everything, and the next run finishes one that
+//! was killed (`kill -9`, or `-- --die-after 700`). `-- --fresh` starts over, `-- --without-idempotency` shows the same
 //! deliveries without the attribute, and `-- --help` lists all options.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
@@ -28,13 +28,13 @@ const HANDLERS_PER_WORKER: usize = 8;
 
 type Failure = Box<dyn Error>;
 
-/// Results are retained for a week, and a failed payment is tried again soon.
+/// Results are retained for a week, and a failed payment is retried soon.
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .backoff(Backoff::new(Duration::from_millis(50), Duration::from_secs(1)));
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 ///
-/// A worker can die between the charge and its record. The body then runs again, so it passes the payment provider a key
+/// A worker can die between the charge and its record. The body then runs again, so it gives the payment provider a key
 /// that is the same on every attempt.
 #[idempotent(
     key = "order:{event.order.order_id}",
@@ -63,14 +63,14 @@ async fn consume(app: Arc<App>) {
                 if let Err(error) = result {
                     eprintln!("line {}: set aside: {error}", message.event.line);
                 }
-                // A real broker keeps a queue for these.
+                // A real broker has a queue for such messages.
                 app.world.queue.ack(&message);
             }
         }
     }
 }
 
-/// The same without the attribute: the deliveries, the faults and the provider's keys stay.
+/// The same consumer without the attribute: the deliveries, the faults and the provider's keys stay.
 async fn consume_without_idempotency(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);
@@ -123,7 +123,7 @@ fn deliver(arguments: &Arguments, events: &[Event]) -> Result<(Counts, Charges),
     Ok((counts, charges))
 }
 
-/// The folder of a run with these orders: below `target`, or among the system's temporary files.
+/// Returns the folder of a run with these orders: under `target`, or under the system's temporary files.
 fn folder(events: &[Event]) -> io::Result<PathBuf> {
     let program = env::current_exe()?;
     let target = program.ancestors().nth(3).filter(|_| program.parent().is_some_and(|it| it.ends_with("examples")));
@@ -135,7 +135,7 @@ fn folder(events: &[Event]) -> io::Result<PathBuf> {
     Ok(base.join(format!("{:016x}", orders.finish())))
 }
 
-/// How many orders have a recorded result.
+/// Returns the number of orders with a recorded result.
 async fn results_on_record(file: &Path, events: &[Event]) -> Result<u64, Failure> {
     let store = SqliteStore::open(file).await?;
     let mut finished = 0;
@@ -151,11 +151,11 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built")
 }
 
-/// One worker, with a runtime of its own as if it were a process of its own. False if it died.
+/// Runs one worker with its own runtime, like a separate process. Returns false if it died.
 fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) -> Result<bool, StoreError> {
     let runtime = runtime();
     let (die, mut death) = mpsc::channel(1);
-    // A handle of its own, as another process would have: no other worker renews its leases.
+    // A separate store handle, as another process would have: no other worker renews its leases.
     let store = runtime.block_on(SqliteStore::open(file))?;
     let app = Arc::new(App { store: store.clone(), world: Arc::clone(world), die });
     for _ in 0..HANDLERS_PER_WORKER {
@@ -170,13 +170,13 @@ fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) ->
     let died = runtime.block_on(death.recv()).is_some();
     if died {
         lock(&world.counts).add(Count::WorkerDied, 1);
-        // As after `kill -9`: no key is released, and no lease is renewed any more.
+        // As after `kill -9`: no key is released, and no lease is renewed.
         store.heartbeats().abandon();
     }
     Ok(!died)
 }
 
-/// What a worker has.
+/// The dependencies of a worker.
 struct App {
     store: SqliteStore,
     world: Arc<World>,
@@ -212,19 +212,19 @@ impl App {
     }
 }
 
-/// What all workers share.
+/// The state that all workers share.
 struct World {
     queue: Queue,
     bank: Mutex<Bank>,
     counts: Mutex<Counts>,
 }
 
-/// A payment provider, whose books outlive this process as well.
+/// A payment provider, whose books outlive this process.
 struct Bank {
     ledger: Ledger,
-    /// The events that it was asked to charge in this run.
+    /// Indexes of the events whose charge was requested in this run.
     asked: HashSet<usize>,
-    /// After how many charges this process is killed.
+    /// Number of charges after which this process is killed.
     die_after: Option<u64>,
 }
 
@@ -244,7 +244,7 @@ impl Bank {
 /// Kills this process: no value is dropped, no output flushed.
 fn kill_this_process() -> ! {
     let _ = Command::new("kill").args(["-9", &process::id().to_string()]).status();
-    // If there is no such program.
+    // Fallback without a `kill` program.
     process::abort()
 }
 

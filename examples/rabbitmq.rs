@@ -1,14 +1,16 @@
-//! How does a consumer of RabbitMQ use `#[idempotent]`, and what happens when its process is killed or loses its connection?
+//! Shows a consumer of RabbitMQ that uses `#[idempotent]`, and survives the kill of its process and a lost connection.
 //!
-//! `cargo run --example rabbitmq --features rabbitmq` publishes orders with duplicates and charges each exactly once. Records
-//! are in a SQLite file. `-- --url amqp://user:password@host` uses another server than the local one.
+//! `cargo run --example rabbitmq --features rabbitmq` publishes orders with duplicates and charges each exactly once.
+//! Records are in a SQLite file. `-- --url amqp://user:password@host` uses another server than the local one.
 //!
-//! - *Key*: the order, from the payload. A delivery tag is a number of its channel, and `message_id` is the publisher's.
-//! - *Slow handlers*: there is nothing to extend. The server waits for `consumer_timeout` (30 minutes), and gives all unacknowledged
-//!   messages back when their channel closes.
-//! - *Retry*: a copy in a queue whose messages dead-letter into the work queue after its time, then an acknowledgement. One queue for
-//!   each time, as only the first message of a queue expires; so times are rounded up to powers of two.
-//! - *Poison*: refused without requeue, which dead-letters it.
+//! - *Key*: the order, from the payload. A delivery tag is a number of its channel, and the publisher chooses
+//!   `message_id`.
+//! - *Slow handlers*: there is nothing to extend. The server waits for `consumer_timeout` (30 minutes), and redelivers
+//!   all unacknowledged messages when their channel closes.
+//! - *Retry*: a copy in a queue whose messages dead-letter into the work queue after their time, then an
+//!   acknowledgement. There is one queue for each time, because only the first message of a queue expires; so times are
+//!   rounded up to powers of two.
+//! - *Poison*: refused without requeue, which dead-letters the message.
 #![allow(clippy::disallowed_methods, reason = "a server that is away is given some time")]
 
 use std::process::ExitCode;
@@ -28,9 +30,9 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-/// Also how many messages are fetched: each has a handler at once.
+/// Also the number of messages that are fetched: each gets a handler immediately.
 const HANDLERS: u16 = 8;
-/// Counted by us: a copy is a new message to the server.
+/// The example counts deliveries itself: for the server, a copy is a new message.
 const DELIVERY: &str = "x-delivery";
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .lease(Duration::from_secs(2))
@@ -40,12 +42,12 @@ const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 #[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
-    // The worker can die between the charge and its record. The bank knows the payment by this key on every attempt.
+    // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// One delivery.
+/// Handles one delivery.
 async fn deliver(app: App, channel: Channel, message: Delivery) -> Result<(), Failure> {
     let event = match Event::read(&message.data) {
         Ok(event) => event,
@@ -69,7 +71,7 @@ async fn deliver(app: App, channel: Channel, message: Delivery) -> Result<(), Fa
             message.ack(BasicAckOptions::default()).await?;
         }
         Disposition::Retry { after } => {
-            // A worker that dies between the two has made a duplicate, which is harmless.
+            // A worker that dies between the two steps has created a duplicate, which is harmless.
             deliver_later(&app.run, &channel, &message, delivery + 1, after).await?;
             message.ack(BasicAckOptions::default()).await?;
         }
@@ -98,7 +100,7 @@ async fn deliver_later(
     let queue = format!("{}.after-{millis}-ms", run.name);
     let mut settings = dead_letters_to(&run.name);
     settings.insert("x-message-ttl".into(), AMQPValue::LongUInt(millis));
-    // It goes by itself, some time after its last message.
+    // The server deletes the queue some time after its last message.
     settings.insert("x-expires".into(), AMQPValue::LongUInt(millis.saturating_add(60_000)));
     channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), settings).await?;
     let mut headers = FieldTable::default();
@@ -106,14 +108,14 @@ async fn deliver_later(
     send(channel, &queue, &message.data, BasicProperties::default().with_headers(headers)).await
 }
 
-/// Publishes a message, and waits until the server has it.
+/// Publishes a message, and waits until the server has confirmed it.
 async fn send(channel: &Channel, queue: &str, payload: &[u8], properties: BasicProperties) -> Result<(), Failure> {
     let (persistent, options) = (properties.with_delivery_mode(2), BasicPublishOptions::default());
     let confirmed = channel.basic_publish("".into(), queue.into(), options, payload, persistent).await?.await?;
     if confirmed.is_nack() { Err("the server did not take a message".into()) } else { Ok(()) }
 }
 
-/// A worker process: connects anew whenever its connection is lost.
+/// Runs a worker process, which reconnects whenever its connection is lost.
 async fn work(run: Run) -> Result<(), Failure> {
     let mut shutdown = run.shutdown()?;
     let app = App { store: run.store().await?, run };
@@ -125,7 +127,7 @@ async fn work(run: Run) -> Result<(), Failure> {
     Ok(())
 }
 
-/// One connection, until it is lost (`false`) or the worker is to end (`true`).
+/// Runs one connection until it is lost (`false`) or the worker should end (`true`).
 async fn session(app: &App, shutdown: &mut (impl Future<Output = ()> + Unpin)) -> Result<bool, Failure> {
     let (connection, channel) = connect(&app.run).await?;
     channel.basic_qos(HANDLERS, BasicQosOptions::default()).await?;
@@ -144,8 +146,8 @@ async fn session(app: &App, shutdown: &mut (impl Future<Output = ()> + Unpin)) -
             connection.close(200, "to see what happens".into()).await?;
         }
     };
-    // What has begun is finished. If the connection is lost, it can't be acknowledged: it comes again, and is replayed. What was
-    // fetched and not begun is given back when the connection closes.
+    // Running handlers finish. On a lost connection they can't acknowledge; the broker delivers their messages again,
+    // and they are replayed. Messages that were fetched and not begun are redelivered when the connection closes.
     while let Some(ended) = handlers.join_next().await {
         if let Err(error) = ended? {
             eprintln!("worker {}: a message could not be settled: {error}", std::process::id());
@@ -174,7 +176,7 @@ async fn connect(run: &Run) -> Result<(Connection, Channel), Failure> {
     Ok((connection, channel))
 }
 
-/// The settings of a queue whose messages go to `queue` when they expire or are refused.
+/// Returns the settings of a queue whose messages go to `queue` when they expire or are refused.
 fn dead_letters_to(queue: &str) -> FieldTable {
     let mut settings = FieldTable::default();
     settings.insert("x-dead-letter-exchange".into(), AMQPValue::LongString("".into()));

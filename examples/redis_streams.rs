@@ -1,11 +1,11 @@
-//! How does a consumer of Redis Streams use `#[idempotent]`, and what happens when its process is killed?
+//! Shows a consumer of Redis Streams that uses `#[idempotent]`, and survives the kill of its process.
 //!
-//! `cargo run --example redis_streams --features redis` publishes orders with duplicates and charges each exactly once, with
-//! a Redis as broker and as store. `-- --url redis://host` uses another server than the local one.
+//! `cargo run --example redis_streams --features redis` publishes orders with duplicates and charges each exactly once,
+//! with a Redis as broker and as store. `-- --url redis://host` uses another server than the local one.
 //!
 //! - *Key*: the order, from the payload. The id of an entry changes when the producer adds it again.
-//! - *Slow handlers*: whoever finds a message idle for `BROKER_TIMEOUT` takes it. The beat claims it for its own consumer
-//!   again, with `JUSTID`, which resets the idle time and counts no delivery.
+//! - *Slow handlers*: any consumer takes a message that has been idle for `BROKER_TIMEOUT`. The beat claims the message
+//!   again for its own consumer, with `JUSTID`, which resets the idle time and counts no delivery.
 //! - *Retry*: the message stays pending, and `XAUTOCLAIM` finds it when it has been idle for long enough.
 
 use std::process::ExitCode;
@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 
 const GROUP: &str = "payments";
 const HANDLERS: usize = 8;
-/// How often a message is delivered before we set it aside: Redis itself has no limit.
+/// Number of deliveries after which the example sets a message aside: Redis itself has no limit.
 const DELIVERY_LIMIT: u32 = 20;
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .lease(Duration::from_secs(2))
@@ -35,12 +35,12 @@ const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 #[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
-    // The worker can die between the charge and its record. The bank knows the payment by this key on every attempt.
+    // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// One delivery.
+/// Handles one delivery.
 async fn deliver(app: App, message: StreamId) -> Result<(), Failure> {
     let payload: Vec<u8> = message.get("event").unwrap_or_default();
     let event = match Event::read(&payload) {
@@ -78,22 +78,22 @@ async fn deliver(app: App, message: StreamId) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A worker process.
+/// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
     let mut shutdown = run.shutdown()?;
     let store = RedisStore::options().namespace(format!("{}:idem:", run.name)).connect(&run.url).await?;
     let consumer = format!("worker-{}", std::process::id());
     let app = App { redis: connect(&run.url).await?, store, consumer, run };
-    // A read that blocks needs a connection of its own.
+    // A blocking read needs its own connection.
     let mut reader = connect(&app.run.url).await?;
     let (mut handlers, slots) = (JoinSet::new(), Arc::new(Semaphore::new(HANDLERS)));
     loop {
-        // A message is read only when it can run: one that waits for its place is not extended.
+        // A message is read only when it can run, because nothing extends a message that waits for a slot.
         let slot = tokio::select! {
             slot = Arc::clone(&slots).acquire_owned() => slot?,
             () = &mut shutdown => break,
         };
-        // Not cancelled by anything: a message that was read and forgotten would be idle for a while.
+        // The read is never cancelled: a message that was read and dropped would be idle for a while.
         if let Some(message) = app.receive(&mut reader).await? {
             let app = app.clone();
             handlers.spawn(async move {
@@ -105,7 +105,7 @@ async fn work(run: Run) -> Result<(), Failure> {
             ended??;
         }
     }
-    // What has begun is finished.
+    // Running handlers finish.
     while let Some(ended) = handlers.join_next().await {
         ended??;
     }
@@ -122,7 +122,7 @@ struct App {
 }
 
 impl App {
-    /// A message that nobody has settled in time, or a new one.
+    /// Returns a message that no consumer has settled in time, or a new one.
     async fn receive(&self, reader: &mut MultiplexedConnection) -> RedisResult<Option<StreamId>> {
         let (stream, idle) = (stream(&self.run), BROKER_TIMEOUT.as_millis().to_string());
         let one = StreamAutoClaimOptions::default().count(1);
@@ -136,14 +136,14 @@ impl App {
         Ok(read.into_iter().flat_map(|read| read.keys).flat_map(|key| key.ids).next())
     }
 
-    /// How often the message has been delivered.
+    /// Returns the number of deliveries of the message.
     async fn deliveries(&self, id: &str) -> RedisResult<u32> {
         let pending: StreamPendingCountReply =
             self.redis.clone().xpending_count(stream(&self.run), GROUP, id, id, 1).await?;
         Ok(pending.ids.first().map_or(1, |pending| u32::try_from(pending.times_delivered).unwrap_or(u32::MAX)))
     }
 
-    /// The message is still being handled.
+    /// Keeps the message from other consumers while its handler runs.
     async fn extend(&self, id: &str) -> RedisResult<()> {
         let mut claim = redis::cmd("XCLAIM");
         claim.arg(stream(&self.run)).arg(GROUP).arg(&self.consumer).arg(0).arg(id).arg("JUSTID");
@@ -156,7 +156,7 @@ impl App {
         ack.exec_async(&mut self.redis.clone()).await
     }
 
-    /// To another stream, and away from this one.
+    /// Moves the message to another stream.
     async fn set_aside(&self, message: &StreamId) -> Result<(), Failure> {
         let payload: Vec<u8> = message.get("event").unwrap_or_default();
         self.redis.clone().xadd(format!("{}:dead", self.run.name), "*", &[("event", payload)]).await?;

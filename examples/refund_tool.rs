@@ -1,15 +1,16 @@
-//! How does a tool of an agent use `#[idempotent]`, when the model calls it again, reconnects, or its server is killed?
+//! Shows a tool of an agent that uses `#[idempotent]`: the model repeats calls, reconnects, and its server is killed.
 //!
-//! `cargo run --example refund_tool --features rmcp` is an MCP client that starts this program again as its server, over stdio, and
-//! kills it in the middle of a refund. Records are in a SQLite file.
+//! `cargo run --example refund_tool --features rmcp` is an MCP client that starts this program again as its server,
+//! over stdio, and kills it in the middle of a refund. Records are in a SQLite file.
 //!
-//! - *Key*: from the arguments where they name the operation: `refund` happens once for each order, whatever the model does. Where they
-//!   don't, from `_meta`: `credit` may be given twice, and the client says which call it repeats. Never the call's id, which is
-//!   another one in each attempt, and 1 again in each connection.
-//! - *Caller*: the first part of the key, so that nobody gets another's answers. Over stdio it is whoever started the server;
-//!   over HTTP the subject of the token. The name in `clientInfo` is what anybody says of himself.
-//! - *Answers*: an error is an answer to the model (`is_error`) and says what to do next: mostly the same call again. A model
-//!   that is told no more than "failed" tries another amount, another order or another key.
+//! - *Key*: from the arguments if they identify the operation: `refund` happens once for each order, however often the
+//!   model calls. Otherwise from `_meta`: `credit` may be given twice, and the client's key identifies the call that it
+//!   repeats. The call's id can't be a key: it differs in each attempt, and starts at 1 again in each connection.
+//! - *Caller*: the first part of the key, so that no caller gets another caller's answers. Over stdio, the caller is
+//!   the user who started the server; over HTTP, it is the subject of the token. The name in `clientInfo` is
+//!   unverified.
+//! - *Answers*: an error is an answer to the model (`is_error`) and contains the next step: mostly the same call again.
+//!   A model that reads only "failed" tries another amount, another order or another key.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
 use std::io;
@@ -47,7 +48,7 @@ struct Credit {
     cents: u64,
 }
 
-/// One refund for each order: the bank knows it by its key, and recognises it after a crash.
+/// Refunds each order once: the bank recognises the key of the payment, even after a crash.
 #[idempotent(key = "{desk.caller}:{refund.order}", policy = MONEY, store = desk.store, fingerprint = (refund.order, refund.cents))]
 async fn refund(desk: &Desk, refund: &Refund) -> Result<String, Answer> {
     let payment = current()?.child_key("refund");
@@ -55,7 +56,7 @@ async fn refund(desk: &Desk, refund: &Refund) -> Result<String, Answer> {
     Ok(format!("Refunded {} cents of order {}.", refund.cents, refund.order))
 }
 
-/// One credit for each key of the client. The ledger of credits knows no keys: after a crash nobody can tell, and a person looks.
+/// Gives one credit for each key of the client. The ledger of credits has no keys: after a crash a person has to look.
 #[idempotent(key = "{desk.caller}:{key}", policy = MONEY, store = desk.store, on_crash = fail, fingerprint = (credit.customer, credit.cents))]
 async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, Answer> {
     let payment = current()?.child_key("credit");
@@ -63,14 +64,14 @@ async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, 
     Ok(format!("Customer {} has {} cents more.", credit.customer, credit.cents))
 }
 
-/// What the model is told when there is no result. The error of `rmcp` and ours are both other crates', so neither can become
-/// the other by `From`: a type of your own can.
+/// Text for the model when there is no result. A type of our own: the errors of `rmcp` and of this library belong to
+/// other crates, so neither can convert into the other by `From`.
 #[derive(Debug)]
 struct Answer(String);
 
 impl From<Error> for Answer {
     fn from(error: Error) -> Self {
-        // The details are for the log: keys name callers.
+        // The details are only for the log: keys name callers.
         eprintln!("server {}: {error}", std::process::id());
         let again = match error.disposition() {
             Disposition::Retry { after } => {
@@ -139,11 +140,12 @@ async fn serve(folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The model's client.
+/// Plays the model's client.
 async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     let bank = Bank::at(folder);
     let alice = Connection::to(folder, "alice").await?;
     let arguments = json!({ "order": 1, "cents": 500 });
+    // 1. The model repeats a call, and then changes its arguments.
     let first = alice.call("refund", &arguments, None).await?;
     let second = alice.call("refund", &arguments, None).await?;
     claims.check("a call that is repeated is answered alike", first == second && text(&first).starts_with("Refunded"));
@@ -152,6 +154,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     claims.check("the same refund with another amount is refused", refused);
     claims.check("order 1 was refunded once, by one body", bank.books("order 1") == (1, 1));
 
+    // 2. The model repeats a call that still runs.
     bank.slow(true)?;
     let arguments = json!({ "order": 2, "cents": 500 });
     let running = tokio::spawn(alice.call("refund", &arguments, None));
@@ -165,6 +168,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     bank.slow(false)?;
     claims.check("the first call gets its result", text(&running.await??).starts_with("Refunded"));
 
+    // 3. The server is killed in the middle of a refund, and another one takes over.
     let arguments = json!({ "order": 3, "cents": 500 });
     let call = alice.call("refund", &arguments, None);
     claims.check("the server is killed while it refunds", alice.call_and_kill(&bank, call, "order 3").await?);
@@ -176,6 +180,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     claims.check("then it refunds", text(&done).starts_with("Refunded"));
     claims.check("order 3 was refunded once, although the bank was asked twice", bank.books("order 3") == (2, 1));
 
+    // 4. Credits: the arguments do not identify the operation, so each needs a key.
     let arguments = json!({ "customer": 7, "cents": 300 });
     let without = alice.call("credit", &arguments, None).await?;
     claims.check("a credit without a key is refused", without.is_error == Some(true));
@@ -187,6 +192,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     mallory.call("credit", &json!({ "customer": 8, "cents": 300 }), Some("call-1")).await?;
     claims.check("another caller's key is another operation", bank.books("customer 8") == (1, 1));
 
+    // 5. The server is killed in the middle of a credit: at most once, so a person has to look.
     let arguments = json!({ "customer": 9, "cents": 300 });
     let call = alice.call("credit", &arguments, Some("call-3"));
     claims.check("the server is killed while it credits", alice.call_and_kill(&bank, call, "customer 9").await?);

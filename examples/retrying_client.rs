@@ -1,12 +1,12 @@
-//! The client's half: a hyper client behind `RetryLayer`, against `axum_payments`.
+//! The client side: a hyper client behind `RetryLayer`, against `axum_payments`.
 //!
 //! ```sh
 //! cargo run --example axum_payments --features axum
 //! cargo run --example retrying_client --features axum   # in another terminal
 //! ```
 //!
-//! The first try hangs up after a second, while the payment runs. The next ones are told that it does (409), wait as they are
-//! told, and get its receipt. The address of the server is an argument (default: `127.0.0.1:8080`).
+//! The first try hangs up after a second, while the payment runs. The next tries get 409, wait for the time in
+//! `Retry-After`, and then get the receipt. The address of the server is an argument (default: `127.0.0.1:8080`).
 #![allow(clippy::disallowed_methods)] // A try has a time limit.
 
 use std::error::Error;
@@ -24,7 +24,7 @@ use tower::{BoxError, Layer, ServiceExt, service_fn};
 async fn main() -> Result<(), Box<dyn Error>> {
     let address = std::env::args().nth(1).unwrap_or_else(|| "127.0.0.1:8080".to_owned());
     let http = Client::builder(TokioExecutor::new()).build_http::<Full<Bytes>>();
-    // What happens to one try, so that it can be seen.
+    // Prints the result of each try.
     let one_try = service_fn(move |request: Request<Full<Bytes>>| {
         let http = http.clone();
         async move {

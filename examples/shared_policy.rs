@@ -1,7 +1,7 @@
-//! How do several handlers share their settings, and how do I change the mode of all of them at run time?
+//! Shares settings between several handlers, and changes the mode of all of them at run time.
 //!
-//! A `Policy` is a value that handlers name; an option beside it holds for that handler alone. A `ModeSwitch` is a `static`
-//! that an admin endpoint can set. `cargo run --example shared_policy` shows both.
+//! A `Policy` is a value that handlers name; an option next to it applies to that handler alone. A `ModeSwitch` is a
+//! `static` that an admin endpoint can set. `cargo run --example shared_policy` shows both.
 
 use std::error::Error as StdError;
 use std::process::ExitCode;
@@ -13,10 +13,11 @@ use idem_runtime::{Error, MemoryStore, Mode, ModeSwitch, Policy, Refusal, idempo
 
 type AnyError = Box<dyn StdError + Send + Sync>;
 
-/// The mode of all handlers of payments.
+/// Mode of all payment handlers.
 static PAYMENTS_MODE: ModeSwitch = ModeSwitch::new(Mode::Enforce);
 
-/// The settings of all handlers of payments. A `static`, as it refers to one; without a switch it can be a `const`.
+/// Settings of all payment handlers. A `static`, because it refers to another one; without a switch it can be a
+/// `const`.
 static PAYMENTS: Policy = Policy::new(Duration::from_secs(30 * 86_400))
     .lease(Duration::from_secs(60))
     .max_attempts(2)
@@ -30,7 +31,7 @@ async fn charge(store: &MemoryStore, order: u32, bank: Bank) -> Result<u32, AnyE
     bank.answer(order)
 }
 
-/// The shared settings, but for the number of attempts.
+/// Uses the shared settings, except for the number of attempts.
 #[idempotent(key = "order:{order}", policy = PAYMENTS, max_attempts = 5, store = store, scope = "refund")]
 async fn refund(store: &MemoryStore, order: u32, bank: Bank) -> Result<u32, AnyError> {
     bank.answer(order)

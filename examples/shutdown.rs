@@ -1,8 +1,8 @@
-//! How does a consumer shut down without leaving keys held?
+//! Shuts down a consumer without leaving keys held.
 //!
-//! On SIGTERM it takes no more messages, gives running handlers some time, drops those that need longer, and flushes the
-//! store: a dropped handler frees its key by a write that `flush` waits for. `cargo run --example shutdown --features
-//! shutdown` sends itself that signal.
+//! On SIGTERM the consumer takes no more messages, gives running handlers some time, drops those that need longer, and
+//! flushes the store: a dropped handler frees its key by a write that `flush` waits for.
+//! `cargo run --example shutdown --features shutdown` sends itself that signal.
 #![allow(clippy::disallowed_methods, reason = "handlers take real time")]
 
 use std::error::Error;
@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// How long running handlers may take after the signal. Let the supervisor wait for longer before it kills.
+/// Time for running handlers after the signal. The supervisor must wait longer before it kills.
 const GRACE: Duration = Duration::from_millis(500);
 
 #[idempotent(key = "order:{order}", ttl = "7d", store = store, scope = "ship")]
@@ -28,7 +28,7 @@ async fn ship(store: &SqliteStore, order: u32, takes: Duration) -> Result<u32, A
     Ok(order)
 }
 
-/// Handles messages until it is told to stop.
+/// Handles messages until SIGTERM.
 async fn consume(store: &SqliteStore, mut messages: mpsc::Receiver<(u32, Duration)>) -> Result<(), AnyError> {
     let mut stop = std::pin::pin!(told_to_stop());
     let mut running = JoinSet::new();
@@ -41,12 +41,12 @@ async fn consume(store: &SqliteStore, mut messages: mpsc::Receiver<(u32, Duratio
         let store = store.clone();
         running.spawn(async move { observe(ship(&store, order, takes)).await.1.disposition() });
     }
-    // 2. Handlers that are nearly done end.
+    // 2. Handlers that are nearly done finish.
     let drained = timeout(GRACE, async { while running.join_next().await.is_some() {} }).await;
     println!("   {}", if drained.is_ok() { "all handlers have ended" } else { "some handlers are dropped" });
     // 3. The others are dropped. Their messages are not acknowledged, so the broker delivers them again.
     running.shutdown().await;
-    // 4. What dropped handlers have still to write.
+    // 4. Write the releases of dropped handlers.
     store.flush().await;
     Ok(())
 }
@@ -64,7 +64,7 @@ async fn run(claims: &mut Claims, folder: &Path) -> Result<(), AnyError> {
     let store = SqliteStore::open(&file).await?;
     let (send, messages) = mpsc::channel(8);
     send.send((1, Duration::from_millis(300))).await?; // Ends in time.
-    send.send((2, Duration::from_secs(3600))).await?; // Does not.
+    send.send((2, Duration::from_secs(3600))).await?; // Does not end.
     let supervisor = async {
         sleep(Duration::from_millis(200)).await;
         Command::new("kill").args(["-TERM", &process::id().to_string()]).status()
@@ -73,7 +73,7 @@ async fn run(claims: &mut Claims, folder: &Path) -> Result<(), AnyError> {
     claims.check("SIGTERM was sent", signalled?.success());
     consumed?;
 
-    // What another process finds.
+    // The view of another process.
     let other = SqliteStore::open(&file).await?;
     let found =
         async |order: u32| Ok::<_, AnyError>(other.inspect(&Key::new("ship", format!("order:{order}"))?).await?);

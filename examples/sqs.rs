@@ -1,15 +1,15 @@
-//! How does a consumer of SQS use `#[idempotent]`, and what happens when its process is killed, or a message is redriven?
+//! Shows a consumer of SQS that uses `#[idempotent]`, and survives the kill of its process and a redriven message.
 //!
 //! `cargo run --example sqs --features sqs -- --url http://host:4566` publishes orders with duplicates and charges each exactly
 //! once, on an emulator of SQS. Records are in a SQLite file.
 //!
-//! - *Key*: the order, from the payload. Redrive gives a message a new `MessageId`, and so does a producer that sends it again:
-//!   `redrive` below shows it.
-//! - *Batches*: ten messages are received, handled beside one another and deleted by one request. A batch waits for its slowest message,
-//!   and what ended long before may come again meanwhile, which is a replay. Lambda is told `Batch::item_failures` in place of
-//!   all requests in `settle`.
-//! - *Slow handlers*: another consumer gets the message after its visibility time-out. The beat changes that, up to 12 hours
-//!   after the message was received.
+//! - *Key*: the order, from the payload. Redrive gives a message a new `MessageId`, and so does a producer that sends
+//!   the message again: `redrive` below shows it.
+//! - *Batches*: ten messages are received, handled concurrently and deleted by one request. A batch waits for its
+//!   slowest message. Meanwhile a message that ended long before may be delivered again, which is a replay. On Lambda,
+//!   return `Batch::item_failures` in place of all requests in `settle`.
+//! - *Slow handlers*: another consumer gets the message after its visibility time-out. The beat extends that, up to 12
+//!   hours after the message was received.
 //! - *Retry*: the visibility time-out again, in whole seconds. *Poison*: sent to the dead-letter queue, then deleted.
 
 use std::fmt;
@@ -30,12 +30,12 @@ use idem_runtime::{Disposition, Policy, SqliteStore, StoreExt as _, current, ide
 const DAY: Duration = Duration::from_secs(86_400);
 const RETENTION: Duration = DAY.saturating_mul(4);
 const DEAD_LETTER_RETENTION: Duration = DAY.saturating_mul(14);
-/// SQS gives a message up 12 hours after it was received.
+/// SQS stops extending a message 12 hours after it was received.
 const EXTENDED_AT_MOST: Duration = Duration::from_secs(11 * 3_600);
 const MAX_RECEIVE_COUNT: u32 = 20;
-/// How many messages a worker receives at a time: 10 at most.
+/// Number of messages that a worker receives in one request: 10 at most.
 const HANDLERS: i32 = 8;
-/// How long a receive waits for a message. 20 costs least, and is how long a shutdown may take.
+/// Time that a receive waits for a message. 20 s costs least; a shutdown may take as long.
 const LONG_POLL_SECONDS: i32 = 1;
 const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(28))
     .lease(Duration::from_secs(2))
@@ -45,12 +45,12 @@ const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(28))
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 #[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
-    // The worker can die between the charge and its record. The bank knows the payment by this key on every attempt.
+    // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// A message that can be read.
+/// A message that was parsed.
 struct Delivery {
     message: Message,
     event: Event,
@@ -62,7 +62,7 @@ impl fmt::Display for Delivery {
     }
 }
 
-/// Handles all messages of a batch. In AWS Lambda the answer is its `item_failures()`.
+/// Handles all messages of a batch. On AWS Lambda, return its `item_failures()`.
 async fn handle<'a>(app: &App, deliveries: &'a [Delivery]) -> Batch<&'a Delivery, Receipt, Failure> {
     let calls = deliveries.iter().map(|delivery| {
         let (extend, handle) = (app.clone(), delivery.message.receipt_handle().unwrap_or_default().to_owned());
@@ -84,7 +84,7 @@ async fn handle<'a>(app: &App, deliveries: &'a [Delivery]) -> Batch<&'a Delivery
     observe_all(calls).limit(deliveries.len()).await
 }
 
-/// Tells SQS how the messages of a batch ended.
+/// Reports the ends of a batch's messages to SQS.
 async fn settle(app: &App, batch: Batch<&Delivery, Receipt, Failure>) -> Result<(), Failure> {
     let (mut done, mut later) = (Vec::new(), Vec::new());
     for item in batch.into_items() {
@@ -106,8 +106,8 @@ async fn settle(app: &App, batch: Batch<&Delivery, Receipt, Failure>) -> Result<
             }
         }
     }
-    // Each entry has an answer of its own. What could not be deleted comes again and is replayed; what could not be hidden
-    // comes again a little early.
+    // Each entry has its own answer. A message that could not be deleted is delivered again and replayed; a message
+    // that could not be hidden is delivered again a little early.
     if !done.is_empty() {
         let answer = app.sqs.delete_message_batch().queue_url(&app.queue).set_entries(Some(done)).send().await?;
         for failed in answer.failed() {
@@ -120,12 +120,12 @@ async fn settle(app: &App, batch: Batch<&Delivery, Receipt, Failure>) -> Result<
     Ok(())
 }
 
-/// A worker process.
+/// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
     let mut shutdown = run.shutdown()?;
     PAYMENTS.check_redelivery(&Redelivery::sqs(RETENTION).dlq(DEAD_LETTER_RETENTION))?;
     let app = App::new(run).await?;
-    // A receive is not cancelled: what it had received would stay hidden for a while.
+    // A receive is never cancelled: its messages would stay hidden for a while.
     loop {
         tokio::select! {
             biased;
@@ -164,7 +164,7 @@ struct App {
 }
 
 impl App {
-    /// Makes the queues if they are not there.
+    /// Creates the queues unless they exist.
     async fn new(run: Run) -> Result<Self, Failure> {
         let sqs = sqs::client(&run.url);
         let dead_letters = sqs::queue(&sqs, &format!("{}-dead", run.name), [retention(DEAD_LETTER_RETENTION)]).await?;
@@ -179,19 +179,19 @@ impl App {
 
     async fn receive(&self) -> Result<Vec<Message>, Failure> {
         let receive = self.sqs.receive_message().queue_url(&self.queue).max_number_of_messages(HANDLERS);
-        // It is told only to those who ask.
+        // SQS returns this attribute only on request.
         let receive = receive.message_system_attribute_names(MessageSystemAttributeName::ApproximateReceiveCount);
         Ok(receive.wait_time_seconds(LONG_POLL_SECONDS).send().await?.messages.unwrap_or_default())
     }
 
-    /// Nobody else gets the message for `time`.
+    /// Hides the message from other consumers for `time`.
     async fn hide(&self, handle: &str, time: Duration) -> Result<(), Failure> {
         let hide = self.sqs.change_message_visibility().queue_url(&self.queue).receipt_handle(handle);
         hide.visibility_timeout(seconds(time)).send().await?;
         Ok(())
     }
 
-    /// To the dead-letter queue, and away from this one.
+    /// Moves the message to the dead-letter queue.
     async fn set_aside(&self, message: &Message) -> Result<(), Failure> {
         let body = message.body.clone();
         self.sqs.send_message().queue_url(&self.dead_letters).set_message_body(body).send().await?;
@@ -205,7 +205,7 @@ fn retention(time: Duration) -> (QueueAttributeName, String) {
     (QueueAttributeName::MessageRetentionPeriod, seconds(time).to_string())
 }
 
-/// Rounded up, so that a pause is never none.
+/// Rounds up, so that a pause is never zero.
 fn seconds(time: Duration) -> i32 {
     i32::try_from(time.as_millis().div_ceil(1000)).unwrap_or(i32::MAX)
 }
@@ -220,8 +220,8 @@ async fn publish(run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure> {
     sqs::publish(&app.sqs, &app.queue, messages).await
 }
 
-/// An order that has been charged gets into the dead-letter queue, as it does when nobody could delete its message, and
-/// somebody redrives it.
+/// Sends an already charged order through the dead-letter queue: as if its message could not be deleted, and an
+/// operator had redriven it.
 async fn redrive(app: &App) -> Result<(), Failure> {
     let charged = Event::plain(1);
     let body = serde_json::to_string(&charged)?;

@@ -1,12 +1,12 @@
-//! Handlers with traffic and with trouble, and what a Prometheus sees of them: `store.metrics()` behind a route, without another
-//! crate.
+//! Handlers with traffic and with trouble, and the metrics that a Prometheus scrapes: `store.metrics()` behind a route,
+//! without another crate.
 //!
 //! ```sh
 //! cargo run --example telemetry --features telemetry -- 127.0.0.1:9464 records.db     # then http://127.0.0.1:9464/metrics
 //! ```
 //!
-//! It runs until it is killed, and the trouble is made: keys that come twice, processes that die, results that are too large,
-//! a store that is away.
+//! The example runs until it is killed, and causes trouble on purpose: repeated keys, processes that die, results that
+//! are too large, a store that is away.
 
 #![allow(clippy::disallowed_methods, reason = "traffic takes real time")]
 
@@ -34,7 +34,7 @@ async fn main() -> io::Result<()> {
     let address = arguments.next().unwrap_or_else(|| "127.0.0.1:9464".to_owned());
     let file = arguments.next().unwrap_or_else(|| "telemetry.db".to_owned());
     let records = SqliteStore::options().holder("payments").open(&file).await.map_err(io::Error::other)?;
-    // What is between a process and a store that fails on command.
+    // Between a process and its store: fails on request.
     let store = FaultyStore::new(&records);
     let shown = store.clone();
     tokio::spawn(traffic(store.clone(), "shop::payments", 20));
@@ -66,7 +66,7 @@ fn operation(store: &impl Store, scope: &str, text: impl KeyPart, policy: Policy
     Operation::new(store, Key::new(scope, text), policy)
 }
 
-/// Orders, of which some come twice, at once or later, and some fail.
+/// Sends orders. Some come twice, immediately or later, and some fail.
 async fn traffic(store: FaultyStore, scope: &'static str, millis: u64) -> Infallible {
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(1)));
     for order in 0_u64.. {
@@ -86,29 +86,29 @@ async fn traffic(store: FaultyStore, scope: &'static str, millis: u64) -> Infall
                 1 => tokio::join!(call(), reject).0,
                 _ => call().await,
             };
-            // The broker has not heard of it.
+            // The broker redelivers because the acknowledgement was lost.
             if order % 3 == 0 {
                 sleep(Duration::from_secs(1)).await;
                 let _ = call().await;
             }
         });
-        // A wave, so that there is something to see.
+        // A wave, so that the graphs show changes.
         sleep(Duration::from_millis(millis + millis * (order / 200 % 4))).await;
     }
     unreachable!("numbers go on")
 }
 
-/// An error of a body: the handler's own, as it were.
+/// Returns an error that stands for the handler's own.
 fn declined() -> Error {
     Key::new("shop", "").expect_err("blank").into()
 }
 
-/// What a page or a ticket is for, now and then, each in a scope that says what it is.
+/// Causes the conditions that pages and tickets are for, from time to time.
 async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
     for n in 0_u64.. {
         let scope = "shop::trouble";
         let text = |what: &str| format!("{what}:{n}");
-        // Processes that died: under `on_crash = fail`, and one that another took over from.
+        // Processes that died: under `on_crash = fail`, and one whose key another process took over.
         for (what, on_crash) in [("dies", OnCrash::Fail), ("crashes", OnCrash::Retry)] {
             if on_crash == OnCrash::Fail && n % 6 > 0 {
                 continue;
@@ -121,12 +121,12 @@ async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
             sleep(LEASE / 5).await;
             let _ = operation(&store, scope, text(what), policy).run(ok(1)).await;
         }
-        // A shutdown that waits for nobody.
+        // A shutdown that does not wait for its handlers.
         if n % 6 == 3 {
             let call = operation(&store, scope, text("stopped"), POLICY.on_crash(OnCrash::Fail));
             let _ = tokio::time::timeout(LEASE / 10, call.run(pending::<Result<u32, Error>>())).await;
         }
-        // Too large, another payload, attempts that are used up, a time-out, no key.
+        // A result too large, another payload, exhausted attempts, a time-out, a missing key.
         for _ in 0..2 {
             let policy = POLICY.max_result_bytes(1000);
             let _ = operation(&store, scope, text("large"), policy).run(ok("x".repeat(5000))).await;
@@ -144,7 +144,7 @@ async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
             let key = format!("fine:{n}:{payload}");
             let _ = operation(&store, "shop::shadow", key, shadow).fingerprint(&n).run(ok(1)).await;
         }
-        // A long body with a broker that is told, and does not always hear.
+        // A long body whose broker sometimes misses a beat.
         let long = operation(&store, "shop::reports", text("report"), POLICY.lease(Duration::from_millis(300)));
         let long = long.run(async {
             sleep(Duration::from_secs(3)).await;
@@ -163,7 +163,7 @@ fn ok<T>(value: T) -> Ready<Result<T, Error>> {
     ready(Ok(value))
 }
 
-/// Now and then the store is away, or slow to renew.
+/// Makes the store unreachable, or slow to renew, from time to time.
 async fn outages(store: FaultyStore) -> Infallible {
     loop {
         sleep(Duration::from_secs(60)).await;

@@ -1,8 +1,9 @@
-//! How do I test a handler of my own?
+//! Shows tests for a handler of your own.
 //!
-//! Three tests, each a `#[test]` in a project of yours: a duplicate, a worker that dies (on a clock that the test moves),
-//! and the handler killed at each of its awaits, with duplicates and lost requests. `cargo run --example test_your_handler
-//! --features testing` runs them; `crash_at_every_await` shows what the third one says about handlers that are wrong.
+//! Three tests, each a `#[test]` in your project: a duplicate, a worker that dies (on a clock that the test moves), and
+//! the handler killed at each of its awaits, with duplicates and lost requests.
+//! `cargo run --example test_your_handler --features testing` runs them; `crash_at_every_await` shows the findings of
+//! the third test for wrong handlers.
 
 use std::io;
 use std::panic::catch_unwind;
@@ -18,7 +19,7 @@ use tokio::runtime::Builder;
 
 // ---- The program ---------------------------------------------------------------------------------------------------
 
-/// The service that the handler calls, so that tests can replace it.
+/// The service that the handler calls, as a trait, so that tests can replace it.
 trait Bank {
     async fn charge(&self, order: u32, key: String) -> io::Result<u32>;
 }
@@ -36,7 +37,7 @@ async fn charge<B: Bank>(app: &App<B>, order: u32) -> io::Result<u32> {
 
 // ---- Its tests -----------------------------------------------------------------------------------------------------
 
-/// A bank that counts, and hangs if it is told to.
+/// A bank that counts, and hangs on request.
 #[derive(Clone, Default)]
 struct CountingBank {
     charges: Arc<AtomicU32>,
@@ -69,7 +70,7 @@ fn a_dead_worker_is_followed_after_its_lease() {
     block_on(async {
         let clock = ManualClock::new();
         let store = MemoryStore::options().clock(clock.clone()).build();
-        // A handle of its own is a process of its own. This one dies: it renews nothing and releases nothing.
+        // A separate handle stands for a separate process. This one dies: it renews nothing and releases nothing.
         let dead = store.peer();
         let app = App { store: dead.handle(), bank: CountingBank { hangs: true, ..Default::default() } };
         let dying = tokio::spawn(async move { charge(&app, 42).await });

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use tokio::runtime::Builder;
 use tokio::time::sleep;
 
-/// What is recorded, and what every duplicate gets.
+/// The recorded result, which every duplicate gets.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Parcel {
     number: String,
@@ -26,7 +26,7 @@ struct Parcel {
 #[derive(Debug)]
 enum ShipError {
     CarrierAway,
-    /// Why the library did not run the handler, or could not record its result.
+    /// Reason why the library did not run the handler, or could not record its result.
     Idempotency(Error),
 }
 
@@ -45,7 +45,7 @@ impl fmt::Display for ShipError {
     }
 }
 
-/// What the carrier does, for the sake of this program.
+/// The carrier's behaviour, chosen by this program.
 #[derive(Clone, Copy)]
 enum Carrier {
     Answers,
@@ -56,7 +56,8 @@ enum Carrier {
 
 #[idempotent(key = "order:{order_id}", ttl = "10m", store = store, scope = "ship", lease = "1s")]
 async fn ship(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> Result<Parcel, ShipError> {
-    // The same on every attempt: a carrier that takes idempotency keys books one parcel, however often it is asked.
+    // The same key on every attempt: a carrier that accepts idempotency keys books one parcel, even if asked
+    // repeatedly.
     let number = current()?.child_key("parcel");
     match carrier {
         Carrier::Answers => {}
@@ -67,7 +68,7 @@ async fn ship(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> Result
     Ok(Parcel { number })
 }
 
-/// One delivery of a message, as the loop of a consumer handles it.
+/// Handles one delivery of a message, like the loop of a consumer.
 async fn deliver(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> (Option<Parcel>, Outcome) {
     let (result, outcome) = observe(ship(store, order_id, carrier)).await;
     if let Err(error) = &result {
@@ -82,14 +83,14 @@ async fn deliver(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> (Op
     (result.ok(), outcome)
 }
 
-/// A worker that is in the middle of a handler.
+/// Runs a worker until it is in the middle of a handler.
 async fn work(store: Arc<dyn Store>, order_id: u32) {
     tokio::spawn(async move { ship(&store, order_id, Carrier::Hangs).await });
     sleep(Duration::from_millis(100)).await;
 }
 
 async fn tour(store: &Arc<dyn Store>, lose_a_worker: impl FnOnce(u32)) {
-    // Orders of their own for each run of this program.
+    // Each run of this program has its own orders.
     let order = process::id() * 10;
 
     println!("a duplicate");
@@ -113,7 +114,7 @@ async fn tour(store: &Arc<dyn Store>, lose_a_worker: impl FnOnce(u32)) {
 
     println!("a worker that dies");
     lose_a_worker(order + 3);
-    // Its key is held until its lease lapses.
+    // The dead worker's key is held until its lease lapses.
     let (_, outcome) = deliver(store, order + 3, Carrier::Answers).await;
     assert!(!outcome.executed());
     let (_, outcome) = deliver(store, order + 3, Carrier::Answers).await;
@@ -126,8 +127,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     match &args[..] {
         [] => {
             let store = MemoryStore::new();
-            // What another process would have: a handle with heartbeats of its own. Abandoned, it renews and releases
-            // nothing any more.
+            // A peer stands for another process: a handle with its own heartbeats. Once abandoned, it renews and
+            // releases nothing.
             let peer = store.peer();
             let lose_a_worker = |order| {
                 let worker = thread::spawn(move || {
@@ -143,13 +144,13 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         [url] => {
             let store = RedisStore::connect(url).await?;
-            // This program once more; it kills itself.
+            // Starts this program again; the new process kills itself.
             let lose_a_worker = |order: u32| {
                 let program = env::current_exe().expect("this program has a path");
                 process::Command::new(program).args([url, &order.to_string()]).status().expect("it can be started");
             };
             tour(&store.handle(), lose_a_worker).await;
-            // Before the runtime ends: what cancelled handlers have still to write.
+            // Must happen before the runtime ends: writes the releases of cancelled handlers.
             store.flush().await;
         }
         [url, order] => {

@@ -1,7 +1,8 @@
-//! How does a change in my own database happen exactly once?
+//! Makes a change in your own database happen exactly once.
 //!
-//! The record is written in the transaction of the handler's own rows: both are committed, or neither. `cargo run --example
-//! transaction --features transaction` pays out of an account by deliveries that fail, die before their commit, and repeat.
+//! The record is written in the transaction of the handler's own rows: both are committed, or neither.
+//! `cargo run --example transaction --features transaction` makes payments from an account, with deliveries that fail,
+//! die before their commit, and repeat.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -12,7 +13,7 @@ use rusqlite::{Connection, Transaction, TransactionBehavior};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// The handler: takes a payment of 25 out of the account. `tx` is the store and the database.
+/// The handler: withdraws a payment of 25 from the account. `tx` is both the store and the database.
 #[idempotent(key = "payment:{payment}", ttl = "7d", store = SqliteStore::within(tx), scope = "pay")]
 async fn pay(tx: &Transaction<'_>, payment: u32, fails: bool) -> Result<i64, AnyError> {
     tx.execute("UPDATE accounts SET balance = balance - 25 WHERE name = 'ada'", [])?;
@@ -36,7 +37,7 @@ async fn run(claims: &mut Claims) -> Result<(), AnyError> {
     claims.check("a handler that fails changes nothing", paid.is_err() && balance(&connection)? == 100);
     claims.check("its message comes back", matches!(outcome.disposition(), Disposition::Retry { .. }));
 
-    // The same by hand, in a process that dies before its commit: SQLite rolls back what it had written.
+    // The same steps by hand, in a process that dies before its commit: SQLite rolls its writes back.
     let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     pay(&tx, 1, false).await?;
     drop(tx);

@@ -1,7 +1,7 @@
 //! Shared by the benches: rounds that alternate between the sides, and a table of ratios and goals.
 //!
-//! Everything is measured as a ratio in one run. Each round measures every side once, in changing order, so that a machine
-//! that slows down slows all of them. A line of the table is the ratio of the sides' medians.
+//! Every result is a ratio within one run. Each round measures every side once, in changing order, so that a machine
+//! that slows down slows all sides. A line of the table is the ratio of the sides' medians.
 
 #![allow(clippy::missing_panics_doc)] // A bench that can't run stops.
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
@@ -20,18 +20,18 @@ use idem_runtime::{Key, Store};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// Whether this run only shows that the benches work: `IDEM_BENCH_QUICK=1`, or not started by `cargo bench`.
+/// Returns whether this run only shows that the benches work: `IDEM_BENCH_QUICK=1`, or not started by `cargo bench`.
 pub fn is_quick() -> bool {
     std::env::var_os("IDEM_BENCH_QUICK").is_some_and(|value| value != "0")
         || !std::env::args().any(|it| it == "--bench")
 }
 
-/// `full`, or `quick` in a quick run.
+/// Returns `full`, or `quick` in a quick run.
 pub fn sized<T>(full: T, quick: T) -> T {
     if is_quick() { quick } else { full }
 }
 
-/// Whether the line `work` was selected: `cargo bench -p idem-benches --bench redis -- "replay"`.
+/// Returns whether the line `work` was selected: `cargo bench -p idem-benches --bench redis -- "replay"`.
 pub fn is_wanted(work: &str) -> bool {
     let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
     filters.peek().is_none() || filters.any(|filter| work.contains(&filter))
@@ -54,14 +54,14 @@ pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Leas
     }
 }
 
-/// The time that `work` took.
+/// Returns the duration of `work`.
 pub fn timed(work: impl FnOnce()) -> Duration {
     let started = Instant::now();
     work();
     started.elapsed()
 }
 
-/// The processor time of this thread that `work` took: the load of other processes is not in it.
+/// Returns the processor time of this thread during `work`, which excludes the load of other processes.
 pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     let now = || {
         let now = clock_gettime(ClockId::ThreadCPUTime);
@@ -72,37 +72,37 @@ pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     now().saturating_sub(started)
 }
 
-/// Nanoseconds for each of `count` calls.
+/// Converts to nanoseconds per call.
 pub fn nanos_each(took: Duration, count: usize) -> f64 {
     took.as_nanos() as f64 / count as f64
 }
 
-/// Thousands a second.
+/// Converts to thousands of calls per second.
 pub fn thousands_per_second(took: Duration, count: usize) -> f64 {
     count as f64 / took.as_secs_f64() / 1e3
 }
 
-/// The measurements of one side, one value a round.
+/// The measurements of one side, one value per round.
 #[derive(Clone, Debug)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// The median.
+    /// Returns the median.
     pub fn median(&self) -> f64 {
         quantile(&self.0, 0.5)
     }
 
-    /// The bounds of the middle half of the rounds.
+    /// Returns the bounds of the middle half of the rounds.
     pub fn middle_half(&self) -> (f64, f64) {
         (quantile(&self.0, 0.25), quantile(&self.0, 0.75))
     }
 
-    /// The largest value.
+    /// Returns the largest value.
     pub fn max(&self) -> f64 {
         quantile(&self.0, 1.0)
     }
 
-    /// `calculate` applied to the two values of each round.
+    /// Applies `calculate` to the two values of each round.
     #[must_use]
     pub fn with(&self, other: &Self, calculate: impl Fn(f64, f64) -> f64) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(a, b)| calculate(*a, *b)).collect())
@@ -122,14 +122,14 @@ fn quantile(values: &[f64], at: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * at).round() as usize]
 }
 
-/// Measures every side once a round, in an order that rotates from round to round. One extra round comes first and is
+/// Measures every side once per round, in an order that rotates from round to round. One extra round comes first and is
 /// discarded.
 pub fn alternate<const N: usize>(rounds: usize, mut sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
     let samples = alternate_all(rounds, &mut sides);
     samples.try_into().expect("one for each side")
 }
 
-/// The same for any number of sides.
+/// Does the same as [`alternate`] for any number of sides.
 pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Vec<Samples> {
     let mut samples = vec![Vec::with_capacity(rounds); sides.len()];
     for round in 0..=rounds {
@@ -144,8 +144,9 @@ pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Ve
     samples.into_iter().map(Samples).collect()
 }
 
-/// A side that makes as many calls a round as take about `target`, however fast it is, so that a bench ends in time on any
-/// machine. `side` makes that many calls and returns how many thousand a second. The first round finds the number.
+/// Returns a side that makes as many calls per round as take about `target`, so that a bench ends in time on any
+/// machine. `side` makes a given number of calls and returns thousands of calls per second. The first round finds the
+/// number.
 pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> impl FnMut() -> f64 {
     let mut count = None;
     move || {
@@ -159,26 +160,26 @@ pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> 
             if done {
                 return rate;
             }
-            // The first few calls may be slow, so the number grows step by step.
+            // The first calls may be slow, so the number grows step by step.
             calls = enough.clamp(least, calls * 20);
             count = None;
         }
     }
 }
 
-/// The goal of a line.
+/// Goal of a line.
 #[derive(Clone, Copy, Debug)]
 pub enum Goal {
-    /// At least this.
+    /// At least this value.
     AtLeast(f64),
-    /// At most this.
+    /// At most this value.
     AtMost(f64),
-    /// For comparison only.
+    /// No goal: for comparison only.
     None,
 }
 
-/// A table, printed line by line as it is measured, in Markdown so that it can be pasted. If `IDEM_BENCH_OUT` names a file,
-/// each line is also appended to that file, as JSON.
+/// A table, printed line by line as it is measured, in Markdown so that it can be pasted. If `IDEM_BENCH_OUT` names a
+/// file, each line is also appended to that file, as JSON.
 #[derive(Debug)]
 pub struct Table {
     title: String,
@@ -190,9 +191,9 @@ pub struct Table {
 /// The sides of a line.
 #[derive(Clone, Copy, Debug)]
 pub struct Sides<'a> {
-    /// By hand.
+    /// The hand-written side.
     pub raw: &'a Samples,
-    /// What a client can do that does nothing else.
+    /// A client that does nothing else: the upper limit.
     pub limit: Option<&'a Samples>,
     /// The library.
     pub idem: &'a Samples,
@@ -204,7 +205,7 @@ impl Table {
         Self::headed(title, unit, result, "")
     }
 
-    /// The same for a table whose lines may say what is the limit.
+    /// Prints the head of a table whose lines may have a limit.
     pub fn with_limit(title: &str, unit: &str, result: &str) -> Self {
         Self::headed(title, unit, result, &format!("limit, {unit} | "))
     }
@@ -218,12 +219,12 @@ impl Table {
         Self { title, unit, result, has_limit: !limit.is_empty() }
     }
 
-    /// A line: the medians of both sides, and `calculate` of the two, idem first.
+    /// Prints a line: the medians of both sides, and `calculate` of the two, idem first.
     pub fn line(&self, work: &str, raw: &Samples, idem: &Samples, calculate: fn(f64, f64) -> f64, goal: Goal) {
         self.sides(work, &Sides { raw, limit: None, idem }, calculate, goal);
     }
 
-    /// The same with what is the limit.
+    /// Prints a line that may have a limit.
     pub fn sides(&self, work: &str, sides: &Sides<'_>, calculate: fn(f64, f64) -> f64, goal: Goal) {
         let Sides { raw, limit, idem } = *sides;
         let rounds = idem.with(raw, calculate);
@@ -245,7 +246,7 @@ impl Table {
         self.record(work, [Some(raw), limit], idem, result, &rounds, goal);
     }
 
-    /// A line without a raw side.
+    /// Prints a line without a raw side.
     pub fn value(&self, work: &str, samples: &Samples, result: f64, goal: Goal) {
         let (low, high) = samples.middle_half();
         println!(
@@ -289,7 +290,7 @@ impl Table {
             "met": goal.is_met(result),
             "quick": is_quick(),
         });
-        // Benches run in the folder of their package; the path is relative to the project's.
+        // Benches run in the folder of their package, but the path is relative to the project's folder.
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path);
         let file = std::fs::File::options().create(true).append(true).open(&path);
         let written = file.and_then(|mut file| writeln!(file, "{line}"));
@@ -297,14 +298,14 @@ impl Table {
     }
 }
 
-/// `redis` of `redis-0d6e3af7d9172b91`, as cargo names the program.
+/// Returns the name of the bench: `redis` of `redis-0d6e3af7d9172b91`, as cargo names the program.
 fn bench_name() -> String {
     let program = std::env::args().next().unwrap_or_default();
     let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
     name.rsplit_once('-').map_or_else(|| name.to_string(), |(name, _)| name.to_owned())
 }
 
-/// The number before "task" or "tasks".
+/// Returns the number before "task" or "tasks".
 fn tasks_of(work: &str) -> Option<u64> {
     let words: Vec<&str> = work.split([' ', ',', ')']).collect();
     words.windows(2).find(|pair| pair[1].starts_with("task")).and_then(|pair| pair[0].parse().ok())
@@ -338,7 +339,7 @@ fn judged(result: f64, goal: Goal) -> String {
     format!("{text} | {met}")
 }
 
-/// A number with three digits.
+/// Formats a number with three digits.
 fn figure(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -361,7 +362,7 @@ pub struct Receipt {
 }
 
 impl Receipt {
-    /// The result of a trivial handler.
+    /// Returns the result of a trivial handler.
     pub fn of(order_id: u64) -> Self {
         Self {
             order_id,
@@ -402,7 +403,7 @@ mod tests {
     #[test]
     fn a_paced_side_makes_as_many_calls_as_fit() {
         let made = std::cell::RefCell::new(Vec::new());
-        // 10 thousand a second, except for slow first calls.
+        // 10 thousand per second, except for slow first calls.
         let side = |count: u64| {
             made.borrow_mut().push(count);
             if count < 100 { 1.0 } else { 10.0 }

@@ -1,10 +1,10 @@
-//! Other libraries, each in a process of its own that is instructed line by line.
+//! Other libraries, each in a separate process that is instructed line by line.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// A peer that waits for work; killed when dropped. `benches/peers` has the programs and defines the lines.
+/// A peer that waits for work, killed when dropped. `benches/peers` contains the programs and defines the lines.
 #[derive(Debug)]
 pub struct Peer {
     name: &'static str,
@@ -13,26 +13,26 @@ pub struct Peer {
     output: BufReader<ChildStdout>,
 }
 
-/// The folder in which `scripts/bench peers` installs the peers, unless `IDEM_BENCH_PEERS` names another one.
+/// Returns the folder in which `scripts/bench peers` installs the peers, unless `IDEM_BENCH_PEERS` names another one.
 fn folder() -> PathBuf {
     let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bench-peers");
     std::env::var_os("IDEM_BENCH_PEERS").map_or_else(default, Into::into)
 }
 
 impl Peer {
-    /// A peer in Python: a script in `benches/peers`, and its arguments.
+    /// Starts a peer in Python: a script in `benches/peers`, and its arguments.
     pub fn python(name: &'static str, script: &str, args: &[&str]) -> Self {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers").join(script);
         let program = folder().join("venv/bin/python");
         Self::start(name, &program, [&["-W", "ignore", &script.to_string_lossy()], args].concat())
     }
 
-    /// A peer in Rust: a program of `benches/peers`, and its arguments.
+    /// Starts a peer in Rust: a program of `benches/peers`, and its arguments.
     pub fn rust(name: &'static str, program: &str, args: &[&str]) -> Self {
         Self::start(name, &folder().join("rust/release").join(program), args.to_vec())
     }
 
-    /// This bench itself with these arguments, for a side that is measured like the others.
+    /// Starts this bench itself with these arguments, for a side that is measured like the others.
     pub fn this(name: &'static str, args: &[&str]) -> Self {
         Self::start(name, &std::env::current_exe().expect("a bench is a file"), args.to_vec())
     }
@@ -40,7 +40,7 @@ impl Peer {
     fn start(name: &'static str, program: &Path, args: Vec<&str>) -> Self {
         let program = std::path::absolute(program).expect("there is a working folder");
         assert!(program.exists(), "{name} needs {}: run ./scripts/bench peers", program.display());
-        // `setpriv` has the kernel kill it if this process dies first.
+        // `setpriv` makes the kernel kill the peer if this process dies first.
         let started = Command::new("setpriv")
             .args(["--pdeathsig", "KILL"])
             .arg(&program)
@@ -57,7 +57,7 @@ impl Peer {
         peer
     }
 
-    /// The next line that it says.
+    /// Returns the next line of the peer's output.
     pub fn read(&mut self) -> String {
         let mut line = String::new();
         let read = self.output.read_line(&mut line);
@@ -65,8 +65,8 @@ impl Peer {
         line.trim_end().to_owned()
     }
 
-    /// Thousands of calls a second. `work` is `first` or `replay`, for `count` orders from `first` on, by so many threads
-    /// (or tasks) in each of so many processes.
+    /// Returns thousands of calls per second. `work` is `first` or `replay`, for `count` orders from `first` on, by
+    /// this many threads (or tasks) in each of this many processes.
     pub fn run(&mut self, work: &str, count: u64, (processes, threads): (u64, u64), first: u64) -> f64 {
         writeln!(self.input, "{work} {count} {processes} {threads} {first}").expect("listens");
         let said = self.read();

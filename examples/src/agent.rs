@@ -14,33 +14,33 @@ use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 use tokio::time::sleep;
 
-/// Where the client puts its key. A prefix of your own: those without one are the protocol's.
+/// Name of the client's key in `_meta`. It has a prefix of our own: names without a prefix belong to the protocol.
 pub const KEY: &str = "shop.example/idempotency-key";
-/// The environment variable that tells a server who has started it.
+/// Environment variable with the caller for a server.
 pub const CALLER: &str = "SHOP_CALLER";
 
-/// Why the example can't go on.
+/// Error after which the example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Somebody else's system: it pays once for each key.
+/// An external system that pays once for each key.
 #[derive(Clone)]
 pub struct Bank(PathBuf);
 
 impl Bank {
-    /// Its books are in this folder.
+    /// Opens a bank whose books are in this folder.
     #[must_use]
     pub fn at(folder: &Path) -> Self {
         Self(folder.to_owned())
     }
 
-    /// Pays, and does so once for each payment.
+    /// Pays once for each `payment` key.
     ///
     /// # Errors
     /// If the books can't be written.
     pub async fn pay(&self, what: &str, payment: &str) -> io::Result<()> {
         let mut asked = OpenOptions::new().create(true).append(true).open(self.0.join("asked"))?;
         asked.write_all(format!("{what}\n").as_bytes())?;
-        // A file is a payment; one that exists is recognised.
+        // A file is a payment; an existing file is a recognised payment.
         if let Err(error) = File::create_new(self.0.join(format!("paid {what} {}", payment.replace('/', " "))))
             && error.kind() != io::ErrorKind::AlreadyExists
         {
@@ -56,7 +56,7 @@ impl Bank {
         self.0.join("slow").exists()
     }
 
-    /// From now on it answers late, until this is undone.
+    /// Makes the bank answer late, until this is undone.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -64,7 +64,7 @@ impl Bank {
         if is_slow { File::create(self.0.join("slow")).map(drop) } else { fs::remove_file(self.0.join("slow")) }
     }
 
-    /// How often it was asked to pay this, and how often it did.
+    /// Returns the number of requests to pay this, and the number of payments.
     #[must_use]
     pub fn books(&self, what: &str) -> (usize, usize) {
         let asked = fs::read_to_string(self.0.join("asked")).unwrap_or_default();
@@ -110,7 +110,7 @@ impl Connection {
         async move { client.call_tool(call).await }
     }
 
-    /// Makes a call, and kills the server (SIGKILL) once the bank has been asked for `what`. Tells whether the call
+    /// Makes a call, and kills the server (SIGKILL) once the bank has been asked for `what`. Returns whether the call
     /// failed.
     ///
     /// # Errors
@@ -138,7 +138,7 @@ impl Connection {
 /// The answer to a call.
 pub type Reply = Result<CallToolResult, ServiceError>;
 
-/// What the model reads.
+/// Returns the text for the model.
 #[must_use]
 pub fn text(reply: &CallToolResult) -> &str {
     reply.content.first().and_then(ContentBlock::as_text).map_or("", |text| &text.text)

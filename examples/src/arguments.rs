@@ -9,20 +9,20 @@ const BUNDLED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/orders.jsonl");
 /// The command line of an example.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Arguments {
-    /// Where the orders come from.
+    /// Source of the orders.
     pub source: Source,
     /// False for `--without-idempotency`.
     pub idempotent: bool,
-    /// Whether to forget earlier runs.
+    /// True if earlier runs are forgotten.
     pub fresh: bool,
-    /// After how many charges the process is killed.
+    /// Number of charges after which the process is killed.
     pub die_after: Option<u64>,
 }
 
-/// Where order events are read from.
+/// Source of order events.
 #[derive(PartialEq, Eq, Debug)]
 pub enum Source {
-    /// The file that comes with the examples.
+    /// The file bundled with the examples.
     Bundled,
     /// A file of the user.
     File(PathBuf),

@@ -1,4 +1,4 @@
-//! What an example claims, checked while it runs.
+//! The claims of an example, checked while it runs.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -16,7 +16,8 @@ impl Claims {
         self.broken += u32::from(!holds);
     }
 
-    /// The exit code of an example that ended with `result`: 0 if it ended well and all its claims hold, otherwise 1.
+    /// Returns the exit code of an example that ended with `result`: 0 if it succeeded and all its claims hold,
+    /// otherwise 1.
     pub fn exit_code<E: fmt::Display>(self, result: &Result<(), E>) -> ExitCode {
         if let Err(error) = result {
             eprintln!("failed: {error}");

@@ -1,6 +1,7 @@
-//! Shared by the consumers of brokers: the messages, a bank that keeps books, worker processes that are killed, and the audit.
+//! Shared by the consumers of brokers: the messages, a bank that keeps books, worker processes that are killed, and the
+//! audit.
 //!
-//! Nothing here is about idempotency or about a broker; that is in the examples themselves.
+//! Idempotency and brokers do not appear here, but in the examples themselves.
 #![allow(clippy::disallowed_methods, reason = "a bank takes its time")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -16,53 +17,55 @@ use serde::{Deserialize, Serialize};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{Instant, sleep};
 
-/// Why an example can't go on.
+/// Error after which an example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Why a delivery is not acknowledged: its error. A delivery without one swallowed the refusal of a call.
+/// Returns the reason why a delivery is not acknowledged: its error. Without an error, the handler swallowed the
+/// refusal of a call.
 pub fn reason<T>(result: Result<T, Failure>) -> Failure {
     result.err().unwrap_or_else(|| "the handler returned a value, and a call in it was refused".into())
 }
 
-/// After how long each broker here takes an unacknowledged message for lost. The slow handler takes three times as long.
+/// Time after which each broker here redelivers an unacknowledged message. The slow handler takes three times as long.
 pub const BROKER_TIMEOUT: Duration = Duration::from_secs(2);
 const SLOW: Duration = Duration::from_secs(6);
-/// No example takes this long.
+/// Time limit of an example.
 const LIMIT: Duration = Duration::from_secs(60);
 const WORKERS: usize = 3;
 const PLAIN: u64 = 60;
-/// The messages that are to be set aside.
+/// Messages that must be set aside.
 const BAD: [&str; 2] = ["malformed", "1003/1"];
-/// The environment variable that makes the program a worker.
+/// Environment variable that makes the program a worker.
 const WORKER: &str = "IDEM_EXAMPLE_RUN";
 
-/// What happens while an order is charged.
+/// Fault while an order is charged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum Mishap {
     None,
-    /// It takes longer than the broker waits.
+    /// The charge takes longer than the broker waits.
     Slow,
     /// The bank does not answer the first two calls.
     FailsTwice,
-    /// It never succeeds.
+    /// The charge never succeeds.
     Poison,
     /// The worker is killed after the first charge, before it is recorded.
     WorkerDies,
 }
 
-/// An order to be charged, as it is published.
+/// An order to charge, as it is published.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Event {
-    /// What the operation is named by.
+    /// The order, which identifies the operation.
     pub order: u64,
     /// The amount.
     pub cents: u64,
-    /// Which of several messages about the same order this is: what a producer that tries again does not say.
+    /// Number of this message among several about the same order. Producers that publish again do not send such a
+    /// number.
     copy: u32,
     mishap: Mishap,
 }
 
-/// What the bank says.
+/// The bank's answer.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Receipt {
     /// The key of the payment at the bank.
@@ -75,12 +78,12 @@ impl Event {
     /// Reads a message.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The parser's error.
     pub fn read(payload: &[u8]) -> Result<Self, serde_json::Error> {
         serde_json::from_slice(payload)
     }
 
-    /// A message about an order that has no mishap: one of those that are published.
+    /// Returns a published message about an order without a mishap.
     #[must_use]
     pub fn plain(order: u64) -> Self {
         Self { order, cents: 100 + order, copy: 1, mishap: Mishap::None }
@@ -91,18 +94,18 @@ impl Event {
     }
 }
 
-/// One run of an example, in each of its processes.
+/// One run of an example, shared by its processes.
 #[derive(Clone)]
 pub struct Run {
-    /// The server.
+    /// URL of the server.
     pub url: String,
-    /// A name that no other run has, for queues and the like.
+    /// A unique name of the run, for queues and the like.
     pub name: String,
     folder: PathBuf,
 }
 
 impl Run {
-    /// A store that the worker processes share.
+    /// Opens the store that the worker processes share.
     ///
     /// # Errors
     /// If the file can't be opened.
@@ -110,10 +113,10 @@ impl Run {
         Ok(SqliteStore::open(self.folder.join("idem.db")).await?)
     }
 
-    /// Ready once the process is told to end (SIGTERM).
+    /// Returns a future that is ready once the process gets SIGTERM.
     ///
     /// # Errors
-    /// If the signal can't be listened to.
+    /// If no signal handler can be installed.
     pub fn shutdown(&self) -> io::Result<impl Future<Output = ()> + Send + Unpin + use<>> {
         let mut terminate = signal(SignalKind::terminate())?;
         Ok(Box::pin(async move {
@@ -121,7 +124,7 @@ impl Run {
         }))
     }
 
-    /// Asks the bank to charge a customer. It knows a payment by its key, and charges it once.
+    /// Asks the bank to charge a customer. The bank recognises a payment by its key, and charges once for each key.
     ///
     /// # Errors
     /// If the bank does not answer.
@@ -136,7 +139,7 @@ impl Run {
             }
             Mishap::FailsTwice => {}
         }
-        // A file is a charge: it is there at once, whenever this process is killed.
+        // A file is a charge. It is durable against a kill of this process.
         if !self.is_first(&format!("payment {} {payment}", event.order))? {
             self.note("recognised")?;
         }
@@ -147,7 +150,7 @@ impl Run {
         Ok(Receipt { payment, cents: event.cents })
     }
 
-    /// A message has arrived; `event` is `None` if it can't be read.
+    /// Notes that a message has arrived; `event` is `None` if the message can't be read.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -155,8 +158,8 @@ impl Run {
         self.note(&format!("delivered {}", event.map_or("malformed".to_owned(), Event::tag)))
     }
 
-    /// A message is about to be acknowledged after `outcome`. Noted before: a worker that is killed in between leaves it to be
-    /// delivered and acknowledged again.
+    /// Notes that a message is about to be acknowledged after `outcome`. Noted before the acknowledgement: if a worker
+    /// is killed in between, the message is delivered and acknowledged again.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -167,7 +170,7 @@ impl Run {
         self.note(&format!("acknowledged {}", event.tag()))
     }
 
-    /// A message is about to be set aside; `event` is `None` if it can't be read.
+    /// Notes that a message is about to be set aside; `event` is `None` if the message can't be read.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -175,7 +178,7 @@ impl Run {
         self.note(&format!("aside {}", event.map_or("malformed".to_owned(), Event::tag)))
     }
 
-    /// Whether the worker is to lose its connection now, having received so many messages: one of them does, once.
+    /// Returns whether the worker should lose its connection now. This happens once, to one worker, after ten messages.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -183,7 +186,7 @@ impl Run {
         Ok(received == 10 && self.is_first("connection lost")?)
     }
 
-    /// One line for the audit, at once: a process that is killed loses nothing of it.
+    /// Appends one line for the audit, unbuffered: a killed process loses no line.
     fn note(&self, line: &str) -> io::Result<()> {
         let mut books = OpenOptions::new().create(true).append(true).open(self.folder.join("books"))?;
         books.write_all(format!("{line}\n").as_bytes())
@@ -193,7 +196,7 @@ impl Run {
         fs::read_to_string(self.folder.join("books")).unwrap_or_default()
     }
 
-    /// Whether nobody has asked this before, in any process.
+    /// Returns true at the first call for `what`, over all processes.
     fn is_first(&self, what: &str) -> io::Result<bool> {
         match File::create_new(self.folder.join(what)) {
             Ok(_) => Ok(true),
@@ -208,8 +211,8 @@ impl Run {
     }
 }
 
-/// Runs an example: `publish` makes the queues if they are not there and publishes messages; `work` is a worker process, until
-/// SIGTERM; `clean_up` removes the queues.
+/// Runs an example. `publish` creates the queues unless they exist, and publishes messages; `work` runs a worker
+/// process until SIGTERM; `clean_up` removes the queues.
 ///
 /// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if the example could not run.
 pub fn main(
@@ -227,6 +230,7 @@ pub fn main(
         Ok(runtime) => runtime,
         Err(error) => return fail(&error),
     };
+    // A worker process runs this same program.
     if let Some(run) = env::var(WORKER).ok().as_deref().and_then(from_variable) {
         end_with_parent();
         return match runtime.block_on(work(run)) {
@@ -244,6 +248,7 @@ pub fn main(
     };
     let name = run_name();
     let run = Run { url, folder: env::temp_dir().join(&name), name };
+    // The audit is read even if a step failed, but the error wins.
     let audited = runtime.block_on(async {
         fs::create_dir_all(&run.folder)?;
         let mut fleet = Fleet { run: &run, workers: Vec::new(), killed: BTreeSet::new(), died: 0, stopped: 0 };
@@ -269,17 +274,18 @@ pub fn main(
     }
 }
 
-/// The name of the run that this process begins.
+/// Returns the name of the run that this process begins.
 pub fn run_name() -> String {
     format!("idem-example-{}", std::process::id())
 }
 
-/// Whether nobody has named a server: this is no worker, and its command line is empty.
+/// Returns whether the example needs a server of its own: this process is no worker, and its command line names no
+/// server.
 pub fn needs_server() -> bool {
     env::var_os(WORKER).is_none() && env::args_os().len() == 1
 }
 
-/// Ends this process once the one that has started it is gone, however that ended.
+/// Ends this process when the process that started it is gone, even after a kill.
 fn end_with_parent() {
     std::thread::spawn(|| {
         let _ = io::copy(&mut io::stdin(), &mut io::sink());
@@ -292,7 +298,7 @@ fn from_variable(variable: &str) -> Option<Run> {
     Some(Run { url: lines.next()?, name: lines.next()?, folder: lines.next()?.into() })
 }
 
-/// The URL of the server; `None` after `--help`.
+/// Returns the URL of the server; `None` after `--help`.
 fn arguments(program: &str, default_url: &str) -> Result<Option<String>, String> {
     let mut arguments = env::args().skip(1);
     let usage = format!(
@@ -313,13 +319,13 @@ fn arguments(program: &str, default_url: &str) -> Result<Option<String>, String>
     }
 }
 
-/// The first messages: everything but what takes long.
+/// Returns the first messages: all except the slow ones.
 fn first_messages() -> (Vec<Event>, Vec<Vec<u8>>) {
     let event = |order: u64, copy, mishap| Event { order, cents: 100 + order, copy, mishap };
     let mut events =
         vec![event(1_001, 1, Mishap::WorkerDies), event(1_002, 1, Mishap::FailsTwice), event(1_003, 1, Mishap::Poison)];
     for order in 1..=PLAIN {
-        // Every third one is published twice, and every twelfth three times.
+        // Every third order is published twice, and every twelfth three times.
         let copies = if order % 12 == 0 { 3 } else { 1 + u32::from(order % 3 == 0) };
         events.extend((1..=copies).map(|copy| event(order, copy, Mishap::None)));
     }
@@ -340,7 +346,7 @@ fn payload(event: &Event) -> Vec<u8> {
 struct Fleet<'a> {
     run: &'a Run,
     workers: Vec<Child>,
-    /// The processes that have been killed.
+    /// Processes that were killed.
     killed: BTreeSet<u32>,
     died: u32,
     stopped: u32,
@@ -353,13 +359,14 @@ impl Fleet<'_> {
         for _ in 0..WORKERS {
             self.workers.push(self.run.spawn()?);
         }
-        // One is stopped in the middle, and replaced.
+        // One worker is stopped in the middle, and replaced.
         self.until(events.len() / 3).await?;
         let worker = self.workers.remove(0);
         self.stop(worker).await?;
         self.workers.push(self.run.spawn()?);
         self.until(payloads.len()).await?;
-        // Nobody is killed from here on: what takes long is delivered once, although the broker would have given it up.
+        // No worker is killed from here on: each slow message is delivered once, although it takes longer than the
+        // broker waits.
         let slow: Vec<_> = slow_messages().iter().map(payload).collect();
         publish(self.run, &slow).await?;
         self.until(payloads.len() + slow.len()).await?;
@@ -369,7 +376,7 @@ impl Fleet<'_> {
         Ok(())
     }
 
-    /// Waits until this many messages are settled, and kills whoever asks for it.
+    /// Waits until this many messages are settled. Kills workers that announce their death.
     async fn until(&mut self, settled: usize) -> Result<(), Failure> {
         let began = Instant::now();
         loop {
@@ -407,7 +414,7 @@ impl Fleet<'_> {
         }
     }
 
-    /// Asks a worker to end, and waits for it.
+    /// Sends SIGTERM to a worker, and waits for its end.
     async fn stop(&mut self, mut worker: Child) -> Result<(), Failure> {
         let told = Command::new("kill").args(["-TERM", &worker.id().to_string()]).status();
         let began = Instant::now();
@@ -432,7 +439,7 @@ fn settled_tag(line: &str) -> Option<&str> {
     line.strip_prefix("acknowledged ").or_else(|| line.strip_prefix("aside "))
 }
 
-/// What the books say.
+/// Results of the books.
 struct Audit {
     deliveries: usize,
     bodies: usize,
@@ -450,6 +457,7 @@ impl Audit {
         let notes = run.notes();
         let lines = |prefix: &'static str| notes.lines().filter_map(move |line| line.strip_prefix(prefix));
         let mut charged = HashMap::new();
+        // Each payment file is a charge.
         for file in fs::read_dir(&run.folder).into_iter().flatten().flatten() {
             let name = file.file_name();
             let order = name.to_str().and_then(|name| name.strip_prefix("payment ")?.split(' ').next()?.parse().ok());
@@ -465,6 +473,7 @@ impl Audit {
                 wrong.push(what.to_owned());
             }
         };
+        // Each order must be charged once, except the poisoned one.
         let published: BTreeMap<u64, Mishap> =
             events.iter().chain(&slow).map(|event| (event.order, event.mishap)).collect();
         for (order, mishap) in &published {
@@ -472,13 +481,14 @@ impl Audit {
             let right = usize::from(*mishap != Mishap::Poison);
             check(times == right, &format!("order {order} was charged {times} times"));
         }
+        // Handlers may run again only for the faults that happened.
         let runs = |order: u64| {
             lines("body ").filter(|line| line.split(' ').next() == Some(order.to_string().as_str())).count()
         };
         check(runs(1_002) == 3, "the handler that fails twice did not run three times");
         check(runs(2_001) == 1, "the handler that takes long did not run once");
         let plain = (1..=PLAIN).filter(|order| runs(*order) > 1).count();
-        // The worker that is killed holds other messages, too; each of those may have to run again.
+        // The killed worker holds other messages as well, and each of them may have to run again.
         check(plain <= 8, "more handlers ran again than one worker holds");
         let slow_run = lines("body 2001 ").next().unwrap_or_default();
         let slow_deliveries = lines("delivered ").filter(|tag| *tag == slow_run).count();

@@ -8,7 +8,7 @@ const LAST_NAMES: &str = "Almeida Berg Costa Dahl Eriksen Fontaine García Hanse
 const CURRENCIES: [&str; 5] = ["EUR", "EUR", "EUR", "GBP", "USD"];
 const PRICES: [u64; 12] = [499, 899, 1_250, 1_999, 2_495, 3_490, 4_999, 7_900, 12_900, 19_950, 34_900, 89_900];
 
-/// The bundled file: 2 000 orders, the same at every call.
+/// Returns the content of the bundled file: 2 000 orders, the same at every call.
 pub fn generate() -> String {
     let first_names: Vec<_> = FIRST_NAMES.split(' ').collect();
     let last_names: Vec<_> = LAST_NAMES.split(' ').collect();

@@ -1,4 +1,4 @@
-//! The topics of the example `kafka`, on a cluster or on the mock of one in this process.
+//! Topics of the example `kafka`, on a cluster or on a mock broker in this process.
 
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
@@ -10,24 +10,24 @@ use crate::fleet::{self, Failure};
 
 const PARTITIONS: i32 = 4;
 
-/// The mock of a broker.
+/// A mock broker.
 pub type Mock = MockCluster<'static, DefaultProducerContext>;
 
 fn topics(name: &str) -> [String; 3] {
     ["orders", "retry", "dead"].map(|topic| format!("{name}-{topic}"))
 }
 
-/// A client of librdkafka with the server at `url`.
+/// Returns the configuration of a librdkafka client for the server at `url`.
 pub fn config(url: &str) -> ClientConfig {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", url);
     config
 }
 
-/// The mock of a broker for this process and its workers, with the topics; `None` if the command line names a server.
+/// Starts the mock broker for this process and its workers, with the topics; `None` if the command line names a server.
 ///
 /// # Errors
-/// If the mock can't be made.
+/// If the mock can't be created.
 pub fn mock() -> Result<Option<Mock>, Failure> {
     if !fleet::needs_server() {
         return Ok(None);
@@ -39,17 +39,17 @@ pub fn mock() -> Result<Option<Mock>, Failure> {
     Ok(Some(mock))
 }
 
-/// Makes the topics of the run `name` unless they are there.
+/// Creates the topics of the run `name` unless they exist.
 ///
 /// # Errors
 /// If the server does not answer.
 pub async fn make_topics(url: &str, name: &str) -> Result<(), Failure> {
-    // The mock has them already, and knows no such request.
+    // The mock has them already, and does not support this request.
     if !fleet::needs_server() {
         let topics = topics(name);
         let topics = topics.each_ref().map(|topic| NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(-1)));
         let admin: AdminClient<DefaultClientContext> = config(url).create()?;
-        // Each has a result of its own; all of them are there already when this is called again.
+        // Each topic has its own result, which is ignored: in a repeated call all topics exist already.
         admin.create_topics(&topics, &AdminOptions::new()).await?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The books of a payment provider, in a file.
+//! Books of a payment provider, in a file.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Charges, Order};
 
-/// Charges that outlive the process, one a line.
+/// Charges that outlive the process, one per line.
 #[derive(Default, Debug)]
 pub struct Ledger {
     charges: Charges,
@@ -30,7 +30,7 @@ impl Ledger {
         let mut file = File::options().read(true).append(true).create(true).open(path)?;
         let mut text = String::new();
         file.read_to_string(&mut text)?;
-        // A process that was killed while it wrote a line has not made that charge.
+        // If a process was killed while it wrote a line, that charge was not made.
         let whole = text.rfind('\n').map_or(0, |at| at + 1);
         file.set_len(whole as u64)?;
         file.seek(io::SeekFrom::End(0))?;
@@ -42,7 +42,7 @@ impl Ledger {
         Ok(Self { charges, file: Some(file) })
     }
 
-    /// Charges the customer of `order`, unless that was done under `payment_key` before.
+    /// Charges the customer of `order`, unless a charge under `payment_key` exists.
     ///
     /// # Errors
     /// The system's error; there is no charge then.
@@ -57,7 +57,7 @@ impl Ledger {
         Ok(self.charges.charge(payment_key, order))
     }
 
-    /// All charges in the ledger.
+    /// Returns all charges in the ledger.
     pub fn into_charges(self) -> Charges {
         self.charges
     }
@@ -76,7 +76,7 @@ mod tests {
         let mut ledger = Ledger::open(&path).unwrap();
         assert!(ledger.charge("1".into(), &order("A")).unwrap());
         assert!(!ledger.charge("1".into(), &order("A")).unwrap());
-        // Killed in the middle of a line.
+        // As after a kill in the middle of a line.
         fs::write(&path, fs::read_to_string(&path).unwrap() + "{\"payment").unwrap();
         let mut ledger = Ledger::open(&path).unwrap();
         assert!(!ledger.charge("1".into(), &order("A")).unwrap());

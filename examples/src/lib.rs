@@ -1,6 +1,6 @@
 //! Shared by the examples: the command line, the orders, the faults, the table at the end, and claims.
 //!
-//! Nothing here is about idempotency; that is in the examples themselves.
+//! Idempotency does not appear here, but in the examples themselves.
 
 #[cfg(feature = "rmcp")]
 pub mod agent;
@@ -75,7 +75,7 @@ pub fn main<E: Into<Box<dyn Error>>>(
     if report.is_correct() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// An error with all its causes, except those that it quotes itself.
+/// Formats an error with its causes, except causes that its text already contains.
 pub fn explain(error: &dyn Error) -> String {
     let text = error.to_string();
     match error.source().map(explain) {
@@ -84,7 +84,7 @@ pub fn explain(error: &dyn Error) -> String {
     }
 }
 
-/// Prints `text`. A reader that has gone, as behind `| head`, doesn't change the exit code.
+/// Prints `text`. A reader that has gone (`| head`) does not change the exit code.
 fn show(text: &str) {
     let _ = io::stdout().write_all(text.as_bytes());
 }

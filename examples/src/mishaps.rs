@@ -1,11 +1,11 @@
-//! The faults of the examples. An order's place in the file decides them, so that two runs meet the same ones.
+//! The faults of the examples. An order's place in the file decides them, so each run has the same faults.
 
 use crate::Event;
 
 /// The fault of a charge on its way to the payment provider and back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mishap {
-    /// Nothing.
+    /// No fault.
     None,
     /// The provider can't be reached; no customer is charged.
     Unreachable,
@@ -14,16 +14,16 @@ pub enum Mishap {
     /// The provider takes longer than the broker waits for an acknowledgement, so the message is delivered again in the
     /// meantime.
     Slow,
-    /// The customer is charged, and then the worker dies with all calls that it is running.
+    /// The customer is charged, and then the worker dies with all its running calls.
     WorkerDies,
 }
 
 impl Mishap {
-    /// The fault of a charge for `event`; only the first charge of an event has one.
+    /// Returns the fault of a charge for `event`; only the first charge of an event has one.
     pub fn of(event: &Event, is_first: bool) -> Self {
         match event.index {
             _ if !is_first => Self::None,
-            // Few, however long the file is, as each takes time.
+            // Few, even in a long file, because each takes time.
             index @ ..2_000 if index % 500 == 5 => Self::WorkerDies,
             index @ ..2_000 if index % 200 == 2 => Self::Slow,
             index if index % 20 == 1 => Self::Unreachable,
@@ -33,7 +33,7 @@ impl Mishap {
     }
 }
 
-/// The messages of a producer that is not sure whether an earlier try got through: every tenth event twice in a row, every
+/// Returns the messages of a producer that publishes again when it is in doubt: every tenth event twice in a row, every
 /// 25th once more at the end.
 pub fn deliveries(events: &[Event]) -> impl Iterator<Item = &Event> {
     let in_order =

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A paid order, as in one line of the file.
+/// A paid order, one line of the file.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub struct Order {
     /// Identifies the order; two lines with the same id are about the same order.
@@ -17,7 +17,7 @@ pub struct Order {
     pub currency: String,
 }
 
-/// As a JSON line.
+/// Writes the order as a JSON line.
 impl fmt::Display for Order {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&serde_json::to_string(self).map_err(|_| fmt::Error)?)
@@ -27,9 +27,9 @@ impl fmt::Display for Order {
 /// An order and its place in the file.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub struct Event {
-    /// Its place among the valid lines, from 0.
+    /// Index among the valid lines, from 0.
     pub index: usize,
-    /// The number of its line, from 1.
+    /// Number of the line, from 1.
     pub line: usize,
     /// The order in the line.
     pub order: Order,
@@ -38,7 +38,7 @@ pub struct Event {
 /// A line that is not an order.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Malformed {
-    /// Its number, from 1.
+    /// Number of the line, from 1.
     pub line: usize,
     /// The reason.
     pub reason: String,
@@ -71,7 +71,7 @@ fn order(line: &[u8]) -> Result<Option<Order>, String> {
         return Ok(None);
     }
     let order: Order = serde_json::from_str(line).map_err(|error| {
-        // The parser counts lines by itself and has seen only one.
+        // The parser got a single line, so its line number is useless.
         let text = error.to_string();
         let reason = text.split(" at line ").next().unwrap_or_default();
         format!("{reason} (column {})", error.column())

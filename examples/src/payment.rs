@@ -1,4 +1,4 @@
-//! The answers of a payment provider.
+//! Answers of a payment provider.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ pub struct Receipt {
     pub amount_cents: u64,
 }
 
-/// The reason why there is no receipt.
+/// Reason why there is no receipt.
 #[derive(Debug)]
 pub enum PaymentError {
     /// The provider can't be reached.

@@ -1,5 +1,5 @@
-//! HTTP without TLS for the AWS SDK, so that the examples need to build none. With AWS itself the SDK's own client is used: its
-//! feature `default-https-client`.
+//! HTTP without TLS for the AWS SDK, so that the examples build no TLS library. For AWS itself, use the SDK's own
+//! client (feature `default-https-client`).
 
 use std::io;
 
@@ -12,7 +12,7 @@ use aws_smithy_runtime_api::client::http::{
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// An HTTP client that makes a connection for each request.
+/// An HTTP client that opens a connection for each request.
 #[derive(Clone, Debug)]
 pub struct PlainHttp;
 

@@ -10,13 +10,13 @@ use tokio::time::{Instant, sleep};
 
 use crate::Event;
 
-/// How long a broker of the examples waits for an acknowledgement before it delivers a message again.
+/// Time after which a broker of the examples redelivers a message that was not acknowledged.
 const VISIBILITY_TIMEOUT: Duration = Duration::from_millis(300);
-/// How soon a message is delivered again after its handler failed.
+/// Time until a message is redelivered after its handler failed.
 const RETRY: Duration = Duration::from_millis(50);
 const POLL: Duration = Duration::from_millis(5);
 
-/// When a message is due next, and a number that identifies it.
+/// Due time of a message, and its number.
 type Receipt = (Instant, u64);
 
 /// A queue that delivers at least once: a message that is not acknowledged in time is delivered again.
@@ -40,7 +40,7 @@ pub struct Message {
 }
 
 impl Queue {
-    /// A queue with these messages.
+    /// Creates a queue with these messages.
     pub fn new<'a>(events: impl IntoIterator<Item = &'a Event>) -> Self {
         let now = Instant::now();
         let by_time: BTreeMap<_, _> =
@@ -48,7 +48,7 @@ impl Queue {
         Self(Mutex::new(Messages { last: by_time.len() as u64, by_time }))
     }
 
-    /// The next message; `None` once all are acknowledged.
+    /// Returns the next message; `None` once all are acknowledged.
     pub async fn receive(&self) -> Option<Message> {
         loop {
             if let Poll::Ready(message) = self.messages().take() {
@@ -63,7 +63,7 @@ impl Queue {
         self.messages().by_time.remove(&message.receipt);
     }
 
-    /// Returns the message, to be delivered again; if a time is given, not before it has passed.
+    /// Returns the message to the queue. It is delivered again after `after`, or after a short time if `None`.
     pub fn nack(&self, message: &Message, after: Option<Duration>) {
         let mut messages = self.messages();
         if let Some(event) = messages.by_time.remove(&message.receipt) {
@@ -77,7 +77,7 @@ impl Queue {
 }
 
 impl Messages {
-    /// The first message that is due; `None` if there are no messages at all.
+    /// Takes the first message that is due; `None` if the queue is empty.
     fn take(&mut self) -> Poll<Option<Message>> {
         match self.by_time.first_key_value() {
             Some(((due, _), _)) if *due > Instant::now() => Poll::Pending,

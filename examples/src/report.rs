@@ -7,30 +7,30 @@ use idem_runtime::{Disposition, Outcome, Refusal};
 
 use crate::{Event, Order};
 
-/// Something that is counted.
+/// An event that is counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Count {
     /// A message was delivered.
     Delivery,
-    /// A delivery ran the handler, and its result was recorded.
+    /// A delivery ran the handler, and the result was recorded.
     Handled,
-    /// A delivery was answered with the recorded result.
+    /// A delivery got the recorded result.
     Replay,
     /// A delivery ended with an error; the message is delivered again.
     Failure,
-    /// A delivery was rejected, as the handler was running for another one; the message is delivered again.
+    /// A delivery was rejected because the handler was running for another one; the message is delivered again.
     InProgress,
     /// A message was set aside for a person.
     DeadLetter,
     /// The body of the handler started.
     BodyRun,
-    /// A delivery waited for a running attempt first.
+    /// A delivery first waited for a running attempt.
     Wait,
     /// A worker died.
     WorkerDied,
     /// An attempt took over from a dead one.
     Takeover,
-    /// The payment provider was asked again for a charge that it had already made.
+    /// The payment provider got a repeated request for a charge that it had made.
     RepeatedCharge,
     /// An order had a recorded result before this run.
     FinishedBefore,
@@ -39,7 +39,7 @@ pub enum Count {
 }
 
 impl Count {
-    /// All.
+    /// All counts.
     pub const ALL: [Self; 13] = [
         Self::Delivery,
         Self::Handled,
@@ -56,10 +56,10 @@ impl Count {
         Self::OnRecord,
     ];
 
-    /// How a delivery can end. A delivery that ends in none of these ways was cut off: its worker died.
+    /// Possible ends of a delivery. A delivery without such an end was cut off: its worker died.
     const ENDS: [Self; 5] = [Self::Handled, Self::Replay, Self::Failure, Self::InProgress, Self::DeadLetter];
 
-    /// The name in the table.
+    /// Returns the name in the table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Delivery => "deliveries",
@@ -78,7 +78,7 @@ impl Count {
         }
     }
 
-    /// The explanation in the table.
+    /// Returns the explanation in the table.
     fn note(self, idempotent: bool) -> &'static str {
         match self {
             Self::Delivery => "each message at least once; they ended in these ways:",
@@ -99,7 +99,7 @@ impl Count {
     }
 }
 
-/// The counts that one delivery to an idempotent handler adds: how it ended, and what else it met.
+/// Returns the counts that one delivery to an idempotent handler adds: its end, and its other events.
 pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
     let end = if outcome.replayed() {
         Count::Replay
@@ -116,7 +116,7 @@ pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
     [end].into_iter().chain(met.into_iter().filter_map(|(happened, count)| happened.then_some(count)))
 }
 
-/// How often each [`Count`] happened.
+/// Number of occurrences of each [`Count`].
 #[derive(Clone, Default, Debug)]
 pub struct Counts([u64; Count::ALL.len()]);
 
@@ -131,25 +131,25 @@ impl Counts {
     }
 }
 
-/// The books of a payment provider that accepts idempotency keys: each charge under its key.
+/// Books of a payment provider that accepts idempotency keys: each charge under its key.
 #[derive(Default, Debug)]
 pub struct Charges(HashMap<String, Order>);
 
 impl Charges {
-    /// Charges the customer of `order`, unless that was done under `payment_key` before.
+    /// Charges the customer of `order`, unless a charge under `payment_key` exists.
     pub fn charge(&mut self, payment_key: String, order: &Order) -> bool {
         let charges = self.0.len();
         self.0.entry(payment_key).or_insert_with(|| order.clone());
         self.0.len() > charges
     }
 
-    /// Whether there is a charge under `payment_key`.
+    /// Returns whether there is a charge under `payment_key`.
     pub fn contains(&self, payment_key: &str) -> bool {
         self.0.contains_key(payment_key)
     }
 }
 
-/// The result of an example.
+/// Result of an example.
 #[derive(Debug)]
 pub struct Report {
     idempotent: bool,
@@ -157,7 +157,7 @@ pub struct Report {
     orders: usize,
     malformed: usize,
     counts: Counts,
-    /// Amounts in the file and amounts charged, by currency.
+    /// Amount in the file and amount charged, by currency.
     totals: BTreeMap<String, (u128, u128)>,
     double: usize,
     missing: usize,
@@ -166,7 +166,7 @@ pub struct Report {
 impl Report {
     /// Compares the file with the charges.
     ///
-    /// If the file has several amounts for one order, any one of them is right; the others are dead letters.
+    /// If the file has several amounts for one order, any of them is right; the others are dead letters.
     pub fn new(events: &[Event], malformed: usize, counts: Counts, charges: &Charges, idempotent: bool) -> Self {
         let mut versions: HashMap<&str, Vec<&Order>> = HashMap::new();
         for Event { order, .. } in events {
@@ -189,25 +189,25 @@ impl Report {
         Self { idempotent, events: events.len(), orders: versions.len(), malformed, counts, totals, double, missing }
     }
 
-    /// Whether every order was charged and handled exactly once.
+    /// Returns whether every order was charged and handled exactly once.
     pub fn is_correct(&self) -> bool {
         self.problems().is_empty()
     }
 
-    /// How often an order was handled again although it was done. The payment provider's own idempotency must not hide
-    /// this.
+    /// Returns the number of orders that were handled again although they were done. The payment provider's own
+    /// idempotency must not hide them.
     fn needless(&self) -> u64 {
         let open = (self.orders as u64).saturating_sub(self.counts.get(Count::FinishedBefore));
         self.counts.get(Count::Handled).saturating_sub(open)
     }
 
-    /// How many deliveries have no end: their workers died.
+    /// Returns the number of deliveries without an end, because their workers died.
     fn cut_off(&self) -> u64 {
         let ended = Count::ENDS.map(|end| self.counts.get(end)).iter().sum();
         self.counts.get(Count::Delivery).saturating_sub(ended)
     }
 
-    /// What is wrong, each in a few words.
+    /// Lists the problems, each in a few words.
     fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         let mut add = |is_wrong: bool, problem: String| problems.extend(is_wrong.then_some(problem));
@@ -259,6 +259,7 @@ impl Report {
                 several(died, "dead worker", "dead workers"),
             )?;
         }
+        // Without the attribute, only the provider's keys prevented double charges.
         if !self.idempotent {
             if repeated > 0 {
                 let refused = several(repeated, "repeated charge", "repeated charges");

@@ -1,4 +1,4 @@
-//! The queues of the example `sqs`, and what a redrive does to a message.
+//! Queues of the example `sqs`, and the redrive of a message.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use aws_sdk_sqs::types::{Message, QueueAttributeName, SendMessageBatchRequestEnt
 use crate::PlainHttp;
 use crate::fleet::Failure;
 
-/// A client of an emulator. With AWS: `aws_config::load_defaults`, and nothing of this.
+/// Creates a client of an emulator. With AWS, use `aws_config::load_defaults` in place of all this.
 pub fn client(url: &str) -> Client {
     let config = Config::builder()
         .behavior_version(BehaviorVersion::v2026_01_12())
@@ -21,10 +21,10 @@ pub fn client(url: &str) -> Client {
     Client::from_conf(config.build())
 }
 
-/// Makes a queue unless it is there, and returns its URL.
+/// Creates a queue unless it exists, and returns its URL.
 ///
 /// # Errors
-/// What the server says.
+/// The server's error.
 pub async fn queue(
     sqs: &Client,
     name: &str,
@@ -35,10 +35,10 @@ pub async fn queue(
     Ok(created.queue_url.ok_or("a queue without a URL")?)
 }
 
-/// The setting that sends a message of a queue to `dead_letters` after `max_receive_count` deliveries.
+/// Returns the setting that moves a message of a queue to `dead_letters` after `max_receive_count` deliveries.
 ///
 /// # Errors
-/// What the server says.
+/// The server's error.
 pub async fn redrive_policy(
     sqs: &Client,
     dead_letters: &str,
@@ -54,7 +54,7 @@ pub async fn redrive_policy(
 /// Sends `messages` to `queue`.
 ///
 /// # Errors
-/// What the server says, of a single message, too.
+/// The server's error, even if only one message fails.
 pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<(), Failure> {
     for messages in messages.chunks(10) {
         let entry = |(id, message): (usize, &Vec<u8>)| {
@@ -70,11 +70,11 @@ pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<
     Ok(())
 }
 
-/// A message that was in the dead-letter queue, and is in its own again: what `StartMessageMoveTask` does, which the emulator
-/// has not.
+/// Moves a message through the dead-letter queue back to its own queue, and receives it there. This stands for
+/// `StartMessageMoveTask`, which the emulator lacks.
 ///
 /// # Errors
-/// What the server says, or that the message has kept its id.
+/// The server's error, or an error if the message has kept its id.
 pub async fn redriven(sqs: &Client, dead_letters: &str, queue: &str, body: &str) -> Result<Message, Failure> {
     sqs.send_message().queue_url(dead_letters).message_body(body).send().await?;
     let before = find(sqs, dead_letters, body).await?;

@@ -1,4 +1,4 @@
-//! Recorded results, and bytes that are no results.
+//! Recorded results, and bytes that are not results.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
@@ -48,7 +48,8 @@ enum Untagged {
     Map(BTreeMap<String, Untagged>),
 }
 
-/// A value that can be read is written again, and read as the same value; nonsense is an error.
+/// Asserts that a value which can be read is written again and read as the same value, and that other bytes are an
+/// error.
 pub fn codecs(data: &[u8]) {
     let mut input = Input(data);
     match input.below(4) {
@@ -68,7 +69,7 @@ fn with_codec<C: Codec>(data: &[u8]) {
     stays::<C, Vec<Vec<u8>>>(data);
     stays::<C, Result<(u8, i64), String>>(data);
     stays::<C, (f64, char, Option<bool>)>(data);
-    // Values read as these types are not what is written from them. They only have to end, without a panic.
+    // Values of these types are not written as they were read. They only have to end without a panic.
     let _ = C::decode::<Untagged>(data);
     let _ = C::decode::<serde_json::Value>(data);
     let _ = C::decode::<Vec<[u64; 16]>>(data);
@@ -93,7 +94,7 @@ fn stays<C: Codec, T: Serialize + DeserializeOwned + Debug>(data: &[u8]) {
         Ok(again) => again,
         Err(error) => panic!("{}: {value:?} is read once only: {error}", C::NAME),
     };
-    // Compared by their bytes, in which a NaN equals itself.
+    // Compared by their bytes: a NaN does not equal itself as a value.
     assert_eq!(C::encode(&again).expect("writes"), written, "{}: {value:?} became {again:?}", C::NAME);
     let mut longer = written;
     longer.push(b'x');

@@ -1,6 +1,6 @@
-//! The parts of a record as SQLite, PostgreSQL and DynamoDB keep them: each in its own place, of any type.
+//! The parts of a record as SQLite, PostgreSQL and DynamoDB store them: each in its own column, of any type.
 //!
-//! An input is a record in columns, some of which are overwritten. The layout is written here a second time, so that a
+//! An input is a record in columns, some of which are overwritten. This file writes the layout a second time, so that a
 //! mistake in the library is not repeated.
 
 use std::collections::HashMap;
@@ -48,7 +48,7 @@ const OWNER: usize = 2;
 const LAPSES_AT: usize = 12;
 const EXPIRES_AT: usize = 13;
 
-/// The types of the columns in PostgreSQL.
+/// Types of the columns in PostgreSQL.
 const TYPES: [Type; 21] = [
     Type::INT2,
     Type::TEXT,
@@ -73,7 +73,7 @@ const TYPES: [Type; 21] = [
     Type::BOOL,
 ];
 
-/// The content of one place.
+/// Content of one column.
 #[derive(Clone, PartialEq, Debug)]
 enum Cell {
     Null,
@@ -96,7 +96,7 @@ impl Cell {
         }
     }
 
-    /// Whether it has the type that the library writes there.
+    /// Returns whether the cell has the type that the library writes in column `at`.
     fn fits(&self, at: usize) -> bool {
         match (self, &TYPES[at]) {
             (Self::Null, _) => {
@@ -115,7 +115,7 @@ impl Cell {
 
 type Columns = [Cell; 21];
 
-/// The columns of `record`.
+/// Returns the columns of `record`.
 fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
     let millis =
         |duration: std::time::Duration| Cell::Int(i64::try_from(duration.as_millis()).expect("as it was made"));
@@ -165,7 +165,8 @@ fn payload_columns(payload: &StoredResult) -> (Cell, Cell, Cell) {
     }
 }
 
-/// A record is read as it was written. Nonsense is an error in every store: never another record, and never "no record".
+/// Asserts that a record is read as it was written, and that other columns are an error in every store: never another
+/// record, and never "no record".
 pub fn columns_as_stored(data: &[u8]) {
     let mut input = Input(data);
     let written = input.record();
@@ -192,7 +193,7 @@ pub fn columns_as_stored(data: &[u8]) {
     if altered == 0 {
         assert_eq!(dynamo.as_ref(), Some(&written));
     }
-    // A record read from nonsense is written in one form, which then reads as the same record.
+    // A record that was read from altered columns has one written form, which is read as the same record.
     for record in [postgres, dynamo].into_iter().flatten() {
         let row = columns(&record, lapses_at, expires_at);
         assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));
@@ -200,7 +201,7 @@ pub fn columns_as_stored(data: &[u8]) {
     }
 }
 
-/// An unreadable value must be reported as `Corrupt`, and nothing else.
+/// Asserts that an unreadable value is reported as `Corrupt`.
 fn corrupt<T>(answer: Result<T, StoreError>) -> Option<T> {
     answer.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}")).ok()
 }
@@ -208,7 +209,7 @@ fn corrupt<T>(answer: Result<T, StoreError>) -> Option<T> {
 // ---- SQLite ----------------------------------------------------------------------------------------------------------
 
 thread_local! {
-    // Columns without types, so that each value stays as it is written.
+    // The columns have no types, so that each value stays as it was written.
     static TABLE: Connection = {
         let connection = Connection::open_in_memory().expect("opens");
         let columns = format!("CREATE TABLE idem_records (key PRIMARY KEY, {}, listed_at)", NAMES.join(", "));
@@ -217,12 +218,12 @@ thread_local! {
     };
 }
 
-/// The retention of the record has ended.
+/// Error: the retention of the record has ended.
 struct Ended;
 
-/// SQLite's reading of a row.
+/// Reads a row as SQLite stores it.
 fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Record>, Ended> {
-    // A time that must be present in one state, and absent in the others.
+    // `lapses_at` belongs to pending records alone. In the other states a number there is left out.
     let lapses = row[STATE] == Cell::Text("pending".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
     values.extend(row.iter().enumerate().map(|(at, cell)| match cell {
@@ -234,6 +235,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
         Cell::Text(text) => Value::from(text.clone()),
         Cell::Blob(bytes) => Value::from(bytes.clone()),
     }));
+    // Inspect and reserve the same row, so that both answers can be compared.
     let (seen, reserved) = TABLE.with(|connection| {
         let marks = vec!["?"; values.len()].join(", ");
         let insert = format!("INSERT OR REPLACE INTO idem_records VALUES ({marks}, NULL)");
@@ -242,7 +244,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
     });
     let seen: Option<Option<Inspection>> = corrupt(seen);
     match seen {
-        // No reservation succeeds on an unreadable record.
+        // No reservation succeeds with an unreadable record.
         None => {
             reserved.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt)).expect_err("reserved");
             Ok(None)
@@ -253,12 +255,14 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
                 Cell::Bool(flag) => Some(flag.into()),
                 _ => None,
             };
+            // Only the retention of a row of this version may have ended.
             assert_eq!(integer(FORMAT), Some(1), "another version's times are judged");
             assert!(integer(EXPIRES_AT).is_some_and(|at| at <= now), "forgotten too early");
             assert!(matches!(reserved, Ok(Reservation::Granted { takeover: false, .. })), "{reserved:?}");
             Err(Ended)
         }
         Some(Some(Inspection { record, lapses_in, .. })) => {
+            // The reservation in SQL must decide as `Record::admit` does.
             match (record.admit(request, lapses_in.unwrap_or_default()), reserved) {
                 (Admission::Answer(expected), Ok(answer)) => assert_eq!(answer.aged(None), expected),
                 (Admission::Replace { with, takeover }, Ok(answer)) => {
@@ -273,7 +277,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
 
 // ---- PostgreSQL ------------------------------------------------------------------------------------------------------
 
-/// A row as the driver has it: bytes, and the types named by the server.
+/// A row in the driver's form: bytes, and the types named by the server.
 struct Row(Vec<(Type, Option<Vec<u8>>)>);
 
 impl Cells for Row {
@@ -286,7 +290,7 @@ impl Cells for Row {
     }
 }
 
-/// PostgreSQL's reading of a row. `mangled` bytes don't match their type.
+/// Reads a row as PostgreSQL stores it. With `mangled`, some bytes don't match their type.
 fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
     let mut cells: Vec<_> = row
         .iter()
@@ -306,15 +310,15 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
         })
         .collect();
     cells.insert(EXPIRES_AT + 1, (Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
-    // The server answers with what a replay needs first: `began_at` takes the place of `holder`, which follows with
-    // `first_seen_at`.
+    // The statement returns the columns of a replay first: `began_at` and `holder` change places, and `first_seen_at`
+    // follows.
     cells.swap(EXPIRES_AT + 2, EXPIRES_AT + 7);
     cells.swap(EXPIRES_AT + 6, EXPIRES_AT + 7);
     let begun = cells.pop().expect("the last one");
     cells.insert(EXPIRES_AT + 6, begun);
     match corrupt(read_row(&Row(cells)))? {
         Some(Inspection { record, .. }) => Some(record),
-        // A row that was inserted just now has none of its columns.
+        // A row that this statement has just inserted has no values in these columns.
         None => {
             assert!([FORMAT, STATE, OWNER].iter().all(|at| row[*at] == Cell::Null), "no record: {row:?}");
             None
@@ -324,7 +328,7 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
 
 // ---- DynamoDB --------------------------------------------------------------------------------------------------------
 
-/// DynamoDB's reading of an item with these attributes.
+/// Reads an item with these attributes as DynamoDB stores it.
 fn dynamo(row: &Columns) -> Option<Record> {
     let attribute = |cell: &Cell| {
         Some(match cell {

@@ -18,15 +18,15 @@ use object_store::{ObjectStoreExt, PutPayload};
 
 use super::input::Input;
 
-/// The path of the object.
+/// Path of the object.
 const PATH: &str = "idem/object";
 
-/// A wrapped result is unwrapped unchanged. Nonsense is an unavailable result: never an error that could let the body run
-/// again, and never another result.
+/// Asserts that a wrapped result is unwrapped unchanged. Other bytes give an unavailable result: never an error that
+/// could let the body run again, and never another result.
 pub fn envelopes(data: &[u8]) {
     let mut input = Input(data);
     let objects = Arc::new(InMemory::new());
-    // Its clock stands still: a call that waits is never answered.
+    // The clock does not advance, so a call that waits is never answered.
     let inner = MemoryStore::options().clock(ManualClock::new()).build();
     let (offload, above) = (input.flag(), input.byte().into());
     let around = |inner: &MemoryStore| match offload {
@@ -37,6 +37,7 @@ pub fn envelopes(data: &[u8]) {
     match input.flag() {
         true => {
             let codec = input.codec();
+            // A result that the wrapper itself writes.
             let times = 1 + usize::from(input.byte());
             let (at, mask) = (u16::from_be_bytes(input.array()), input.byte());
             let bytes = Bytes::from(input.rest().repeat(times));
@@ -61,6 +62,7 @@ pub fn envelopes(data: &[u8]) {
             }
         }
         false => {
+            // An envelope that another writer may have left.
             let codec = if offload { "idem:object" } else { "idem:zstd" };
             let codec = CodecName::new(codec.as_bytes()).expect("a name");
             let bytes = match input.below(3) {
@@ -77,7 +79,7 @@ pub fn envelopes(data: &[u8]) {
     }
 }
 
-/// An envelope in which every part may be right or wrong, and an object for it.
+/// Builds an envelope in which every part may be right or wrong, and an object for it.
 fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     let form = input.below(4);
     let name = if input.below(8) == 0 { input.bytes() } else { b"json" };
@@ -89,7 +91,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.extend_from_slice(name);
     out.extend_from_slice(&size.to_be_bytes());
     match form {
-        // A zstd frame that claims the same size.
+        // A zstd frame with the same stated size.
         1 => {
             out.extend_from_slice(&[0x28, 0xb5, 0x2f, 0xfd, 0xe0]);
             out.extend_from_slice(&size.to_le_bytes());
@@ -105,7 +107,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.into()
 }
 
-/// The digest of the empty text, so that some digest is right.
+/// Digest of the empty text, so that some digest is right.
 const SHA_OF_NOTHING: [u8; 32] = [
     0xe3, 0xb0, 0xc4, 0x42, 0x98, 0xfc, 0x1c, 0x14, 0x9a, 0xfb, 0xf4, 0xc8, 0x99, 0x6f, 0xb9, 0x24, 0x27, 0xae, 0x41,
     0xe4, 0x64, 0x9b, 0x93, 0x4c, 0xa4, 0x95, 0x99, 0x1b, 0x78, 0x52, 0xb8, 0x55,
@@ -126,7 +128,7 @@ fn finish(store: &dyn Store, payload: StoredResult) {
     assert_eq!(now(store.finish(&lease, &Finish::Completed(payload))).expect("finishes"), Verdict::Applied);
 }
 
-/// The result that a duplicate gets, and an operator as well.
+/// Returns the result that both a duplicate and an operator get.
 fn replay(store: &dyn Store) -> StoredResult {
     let Ok(Reservation::Finished { record, .. }) = now(store.reserve(&request(2))) else {
         panic!("a finished record is replayed")
@@ -142,7 +144,7 @@ fn replay(store: &dyn Store) -> StoredResult {
     payload
 }
 
-/// The output of `future`, which must be ready at once: nothing here waits.
+/// Returns the output of `future`, which must be ready in its first poll.
 fn now<T>(future: impl Future<Output = T>) -> T {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(answer) => answer,

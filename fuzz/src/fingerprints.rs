@@ -1,4 +1,4 @@
-//! Fingerprints of the payloads that producers send.
+//! Fingerprints of producers' payloads.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,8 @@ use idem_runtime::key::Fingerprint;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Equal JSON has equal fingerprints, however it is written, and other JSON has others.
+/// Asserts that equal JSON has equal fingerprints in every spelling, and that different JSON has different
+/// fingerprints.
 pub fn fingerprints(data: &[u8]) {
     // Split at a byte that no text contains.
     let mut documents = data.split(|byte| *byte == 0xff).filter_map(|text| serde_json::from_slice::<Value>(text).ok());
@@ -22,7 +23,7 @@ pub fn fingerprints(data: &[u8]) {
     }
 }
 
-/// Whether two values are equal, with numbers compared by value: `1` is `1.0`.
+/// Returns whether two values are equal. Numbers are compared by value: `1` is `1.0`.
 fn equal(one: &Value, other: &Value) -> bool {
     match (one, other) {
         (Value::Number(one), Value::Number(other)) => decimal(&one.to_string()) == decimal(&other.to_string()),
@@ -37,7 +38,7 @@ fn equal(one: &Value, other: &Value) -> bool {
     }
 }
 
-/// Sign, digits without zeros at either end, and the exponent of the last digit.
+/// Returns the sign, the digits without zeros at either end, and the exponent of the last digit.
 fn decimal(number: &str) -> (bool, String, i32) {
     let (digits, exponent) = number.split_once('e').unwrap_or((number, "0"));
     let behind = digits.split_once('.').map_or(0, |(_, behind)| behind.len());
@@ -53,7 +54,7 @@ fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
     Fingerprint::of(value).expect("JSON serializes")
 }
 
-/// The same value in other Rust types.
+/// Converts a value to other Rust types that mean the same.
 fn typed(value: &Value) -> Typed<'_> {
     match value {
         Value::Null => Typed::Absent(None),

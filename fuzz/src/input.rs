@@ -9,7 +9,7 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::OwnerToken;
 
-/// The rest of an input.
+/// The remaining bytes of an input.
 #[derive(Clone, Copy)]
 pub(crate) struct Input<'a>(pub(crate) &'a [u8]);
 
@@ -25,7 +25,7 @@ impl<'a> Input<'a> {
         self.array::<1>()[0]
     }
 
-    /// A number below `n`.
+    /// Returns a number below `n`.
     pub(crate) fn below(&mut self, n: u8) -> u8 {
         self.byte() % n
     }
@@ -34,7 +34,7 @@ impl<'a> Input<'a> {
         self.byte() & 1 == 1
     }
 
-    /// Mostly a meaningful number, sometimes any.
+    /// Returns a number: mostly a meaningful one, sometimes any.
     pub(crate) fn integer(&mut self) -> i64 {
         match self.byte() {
             255 => i64::from_be_bytes(self.array()),
@@ -51,7 +51,7 @@ impl<'a> Input<'a> {
         taken
     }
 
-    /// Bytes preceded by their length.
+    /// Returns bytes that are preceded by their length.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = self.byte();
         self.take(len.into())
@@ -65,7 +65,7 @@ impl<'a> Input<'a> {
         std::mem::take(&mut self.0)
     }
 
-    /// A duration of whole milliseconds, as records store them.
+    /// Returns a duration in whole milliseconds, as records store durations.
     pub(crate) fn duration(&mut self) -> Duration {
         Duration::from_millis(self.integer().unsigned_abs().min(i64::MAX.unsigned_abs()))
     }
@@ -77,7 +77,7 @@ impl<'a> Input<'a> {
     pub(crate) fn fingerprint(&mut self) -> Option<Fingerprint> {
         self.flag().then(|| {
             let mut bytes = [self.byte(); Fingerprint::BYTES];
-            // Mostly of one version, so that they can be compared.
+            // Mostly the same version, so that fingerprints can be compared.
             bytes[0] = Fingerprint::VERSION + u8::from(bytes[0] == u8::MAX);
             Fingerprint::from_bytes(bytes)
         })
@@ -108,7 +108,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// A record that an attempt could have written.
+    /// Returns a record that an attempt could have written.
     pub(crate) fn record(&mut self) -> Record {
         let attempt = u32::from_be_bytes(self.array()).max(1);
         let starts = u32::from_be_bytes(self.array()).min(attempt);

@@ -10,7 +10,7 @@ use syn::LitStr;
 
 use super::input::Input;
 
-// The attribute's own parsers: a crate of macros has no other interface.
+// The attribute's own parsers, included as files: a macro crate has no other interface.
 #[allow(dead_code, unused_imports, unreachable_pub)]
 #[path = "../../idem-macros/src/duration.rs"]
 mod duration;
@@ -20,10 +20,10 @@ mod template;
 
 use template::Part;
 
-/// Longer templates could nest deeper than the compiler can parse.
+/// Longer templates could be nested deeper than the compiler can parse.
 const MAX_TEMPLATE_BYTES: usize = 256;
 
-/// Everything that can be read has one written form; different values never make the same key.
+/// Asserts that every readable text has one written form, and that different values never give the same key.
 pub fn keys(data: &[u8]) {
     let mut input = Input(data);
     let which = input.below(5);
@@ -42,6 +42,7 @@ fn templates(text: &str) {
         return;
     }
     let parse = |text: &str| template::parse(&LitStr::new(text, Span::call_site()));
+    // A refused template needs a message, nothing else.
     let parts = match parse(text) {
         Ok(parts) => parts,
         Err(error) => {
@@ -60,12 +61,13 @@ fn templates(text: &str) {
             Part::Value(value) => {
                 assert!(!matches!(parts.get(at + 1), Some(Part::Value(_))), "{text}: values run into each other");
                 values += 1;
-                // With a space before it, so that a block's brace is not taken for a literal one.
+                // With a space in front, so that a block's brace is not read as a literal brace.
                 write!(again, "{{ {} }}", value.to_token_stream()).expect("a `String` takes everything");
             }
         }
     }
     assert!(values > 0, "{text}: every call has the same key");
+    // The template is written again from its parts, and must be read as the same parts.
     let again = match parse(&again) {
         Ok(again) => again,
         Err(error) => panic!("{text} is read, {again} is not: {error}"),
@@ -103,7 +105,7 @@ fn displayed(text: &str) {
     }
 }
 
-/// Whether the text has no visible character.
+/// Returns whether the text has no visible character.
 fn is_blank(text: &str) -> bool {
     let of_no_width = |c: char| ['\u{200b}', '\u{200c}', '\u{200d}', '\u{2060}', '\u{feff}'].contains(&c);
     text.trim_matches(|c: char| c.is_whitespace() || c.is_control() || of_no_width(c)).is_empty()
@@ -133,13 +135,13 @@ fn one_part(input: &mut Input<'_>) {
     }
 }
 
-/// A key that the attribute builds from a template, read back by that template.
+/// Builds a key from a template as the attribute does, and reads its values back by that template.
 fn several_parts(input: &mut Input<'_>) {
     static SCOPE: Scope = Scope::named("fuzz");
     let mut separator = || input.text().replace(|c: char| c == '%' || c.is_control(), "");
     let separators = [separator(), separator(), separator(), separator()];
     let values = [input.text(), input.text(), input.text()];
-    // A template needs text between two values, or it is refused.
+    // A template without text between two values is refused.
     if separators[1..3].iter().any(String::is_empty) {
         return;
     }
@@ -170,7 +172,7 @@ fn several_parts(input: &mut Input<'_>) {
     assert_eq!(rest, "");
 }
 
-/// Reads a value up to the first unescaped `next`, or the end.
+/// Reads a value up to the first unescaped `next`, or to the end.
 fn value(text: &str, next: Option<char>) -> Option<(Vec<u8>, &str)> {
     let mut value = Vec::new();
     let mut rest = text;

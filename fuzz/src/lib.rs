@@ -1,7 +1,7 @@
-//! The handling of untrusted input: records that any client may have written, results of other releases, keys.
+//! Handling of untrusted input: records that any client may have written, results of other releases, keys.
 //!
-//! Each target takes any bytes, and panics if the library breaks a promise about them. The programs in `fuzz_targets`
-//! search for such bytes; `tests/corpora.rs` includes this file and runs every target over the corpora.
+//! Each target takes arbitrary bytes, and panics if the library breaks a promise about them. The programs in
+//! `fuzz_targets` search for such bytes; `tests/corpora.rs` includes this file and runs every target over the corpora.
 
 pub mod codecs;
 pub mod columns;
@@ -11,10 +11,10 @@ mod input;
 pub mod keys;
 pub mod record;
 
-/// A target: its name, which its corpus and its program share, and its function.
+/// A target: its name, which is also the name of its corpus and its program, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// Every target.
+/// All targets.
 pub const TARGETS: [Target; 6] = [
     ("codecs", codecs::codecs),
     ("columns", columns::columns_as_stored),

@@ -1,4 +1,4 @@
-//! The bytes of a record, as Redis and Valkey keep them.
+//! Bytes of a record, as Redis and Valkey store them.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -11,15 +11,15 @@ use idem_runtime::store::{Reservation, ReserveRequest};
 
 use super::input::Input;
 
-/// A record is read as it was written, and nothing else can be read.
+/// Asserts that a record is read as it was written, and that no other bytes are readable.
 pub fn record(data: &[u8]) {
     if let Ok(record) = format::decode(&Bytes::copy_from_slice(data)) {
-        // Each record has one written form, except for the mark of waiters.
+        // Each record has one written form, apart from the mark for waiters.
         let mut unmarked = data.to_vec();
         unmarked[FLAGS_AT] &= !FLAG_WAITED_FOR;
-        // The times are the store's, and no part of the record.
+        // The times belong to the store, not to the record.
         unmarked[IDENTITY_END..HEADER_BYTES].fill(0);
-        // A script that ends an attempt leaves its `on_crash` flag behind, which no longer counts.
+        // A script that ends an attempt leaves the `on_crash` flag, which has no meaning then.
         let written = format::encode(&record);
         if record.is_pending() {
             assert_eq!(written, unmarked);
@@ -32,7 +32,7 @@ pub fn record(data: &[u8]) {
     let record = input.record();
     let written = Bytes::from(format::encode(&record));
     assert_eq!(format::decode(&written).as_ref(), Ok(&record));
-    // The end of a result is the end of the value; the end of all other states is known.
+    // A result extends to the end of the value. All other states have a known length.
     if !matches!(record.state.result(), Some(StoredResult::Encoded { .. })) {
         let mut longer = written.to_vec();
         longer.push(input.byte());
@@ -43,7 +43,7 @@ pub fn record(data: &[u8]) {
     admit(&record, input);
 }
 
-/// A reservation that meets a readable record gets an answer that agrees with the record.
+/// Asserts that a reservation on a readable record gets an answer that agrees with the record.
 fn admit(record: &Record, mut input: Input<'_>) {
     let request = request(&mut input);
     let lapses_in = input.duration();
@@ -64,7 +64,7 @@ fn admit(record: &Record, mut input: Input<'_>) {
     let _: Duration = record.retention(request.ttl);
 }
 
-/// Any request.
+/// Returns an arbitrary request.
 pub(crate) fn request(input: &mut Input<'_>) -> ReserveRequest {
     ReserveRequest::new(Key::new("fuzz", "key").expect("a key"), input.owner(), input.duration(), input.duration())
         .fingerprint(input.fingerprint())

@@ -1,7 +1,7 @@
 //! The crate `idempotent` on Redis, as a child process of the bench `peers`. The argument is the server's port.
 //!
-//! It speaks the protocol of `sides.py`, with threads as tasks: it reads `WORK COUNT PROCESSES TASKS FIRST`, and answers
-//! with thousands of calls a second.
+//! The program speaks the protocol of `sides.py`, with threads as tasks: it reads `WORK COUNT PROCESSES TASKS FIRST`,
+//! and answers with thousands of calls per second.
 
 use std::io::BufRead;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use idempotent::store::valkey::ValkeyStore;
 use idempotent::store::{IdempotencyStore, InsertResult};
 use serde::{Deserialize, Serialize};
 
-/// How many orders there are to replay.
+/// Number of orders to replay.
 const SHIPPED: u64 = 1000;
 const TTL: Duration = Duration::from_secs(7 * 86_400);
 
@@ -29,7 +29,7 @@ struct Receipt {
     express: bool,
 }
 
-/// The same result as on every other side.
+/// Returns the same result as every other side.
 fn receipt(order_id: u64) -> Receipt {
     Receipt {
         order_id,
@@ -42,7 +42,7 @@ fn receipt(order_id: u64) -> Receipt {
     }
 }
 
-/// A handler as in the documentation of the crate.
+/// A handler as in the crate's documentation.
 async fn ship(store: &ValkeyStore, order_id: u64) -> (bool, Receipt) {
     let key = IdempotencyKey::new(format!("bench:order:{order_id}")).expect("a valid key");
     let fingerprint = DefaultFingerprintStrategy.compute("ship", &order_id.to_le_bytes());

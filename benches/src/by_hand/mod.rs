@@ -11,15 +11,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::task::JoinSet;
 
-/// `count` orders that no side has shipped yet. The first million is reserved for replays.
+/// Returns `count` orders that no side has shipped yet. The first million is reserved for replays.
 pub fn new_orders(count: u64) -> Range<u64> {
     static NEXT: AtomicU64 = AtomicU64::new(1_000_000);
     let first = NEXT.fetch_add(count, Ordering::Relaxed);
     first..first + count
 }
 
-/// Distributes `count` calls over `tasks` tasks. `task` makes the future of one task, from its number and those of its
-/// calls.
+/// Distributes `count` calls over `tasks` tasks. `task` makes the future of one task from its number and the numbers of
+/// its calls.
 pub async fn share<F>(tasks: u64, count: u64, mut task: impl FnMut(u64, StepBy<Range<u64>>) -> F)
 where
     F: Future<Output = ()> + Send + 'static,

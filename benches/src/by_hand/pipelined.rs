@@ -1,7 +1,8 @@
-//! What a hand-written client of Redis can do: one connection, one write for all commands that have gathered, and answers
-//! that nobody decodes. The limit that no library reaches, as each has to do more.
+//! A hand-written client of Redis with minimal work: one connection, one write for all commands that have gathered, and
+//! no decoding of answers. No library reaches this limit, because every library does more.
 //!
-//! A command is written at once while nothing is in flight; otherwise it goes with the others that come until the next
+//! A command is written immediately while none is in flight. Otherwise it is written together with other commands, when
+//! the next answers have been read.
 //! answers are read.
 
 use std::collections::VecDeque;
@@ -26,11 +27,11 @@ pub struct Pipelined {
     owners: Arc<AtomicU64>,
 }
 
-/// The commands that the next write takes.
+/// The commands for the next write.
 #[derive(Default)]
 struct Gathering {
     next: Mutex<Next>,
-    /// Notified by the first of them.
+    /// Notified by the first command.
     begun: Notify,
 }
 
@@ -58,7 +59,7 @@ impl Pipelined {
         connected
     }
 
-    /// The answer to a command, as it came.
+    /// Returns the answer to a command, undecoded.
     async fn ask(&self, command: &[&[u8]]) -> Bytes {
         let (sender, answer) = oneshot::channel();
         let is_first = {
@@ -83,12 +84,12 @@ impl Pipelined {
         self.ask(&[b"SET", key.as_bytes(), owner.as_bytes(), b"NX", b"GET", b"PX", lease.as_bytes()]).await
     }
 
-    /// A first run: `SET key owner NX GET PX lease`, the handler, and an owner-checked `SET` as a script.
+    /// Makes a first run: `SET key owner NX GET PX lease`, the handler, and an owner-checked `SET` as a script.
     pub async fn ship(&self, order_id: u64) -> Receipt {
         self.run(order_id, || Receipt::of(order_id)).await
     }
 
-    /// The same with a handler of any result.
+    /// Makes a first run with a handler of any result.
     pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         let key = key(order_id);
         let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
@@ -102,14 +103,14 @@ impl Pipelined {
         result
     }
 
-    /// `GET` of the record, not decoded.
+    /// Makes a replay: `GET` of the record, not decoded.
     pub async fn replay(&self, order_id: u64) -> Bytes {
         let found = self.ask(&[b"GET", key(order_id).as_bytes()]).await;
         assert!(found.len() > 5, "there is no record");
         found
     }
 
-    /// `SET key owner NX GET PX lease` that finds another owner.
+    /// Makes a call in progress: `SET key owner NX GET PX lease` that finds another owner.
     pub async fn in_progress(&self, order_id: u64) -> Bytes {
         let found = self.reserve(&key(order_id), "0000000000000000").await;
         assert!(found.len() > 5, "nobody has it");
@@ -117,7 +118,7 @@ impl Pipelined {
     }
 }
 
-/// Writes what gathers and hands the answers out, until the connection or its users are gone.
+/// Writes the gathered commands and distributes the answers, until the connection or its users are gone.
 async fn drive(mut stream: TcpStream, gathering: Arc<Gathering>) {
     let (mut writing, mut in_flight) = (Vec::new(), VecDeque::new());
     let mut read = BytesMut::with_capacity(1 << 16);
@@ -143,12 +144,12 @@ async fn drive(mut stream: TcpStream, gathering: Arc<Gathering>) {
             let caller: oneshot::Sender<Bytes> = in_flight.pop_front().expect("as many answers as commands");
             let _ = caller.send(answer);
         }
-        // Those who were just answered run first, so that their next commands go with the next write.
+        // Tasks that were just answered run first, so that the next write includes their next commands.
         tokio::task::yield_now().await;
     }
 }
 
-/// The length of the first answer in `read`, if all of it is there: a number, a status or a string.
+/// Returns the length of the first answer in `read`, if it is complete: a number, a status or a string.
 fn whole(read: &BytesMut) -> Option<usize> {
     let line = read.iter().position(|byte| *byte == b'\n')? + 1;
     match read.first()? {
@@ -159,7 +160,7 @@ fn whole(read: &BytesMut) -> Option<usize> {
     }
 }
 
-/// The string in an answer.
+/// Returns the string in an answer.
 fn value(answer: &Bytes) -> &[u8] {
     let line = answer.iter().position(|byte| *byte == b'\n').expect("a whole answer") + 1;
     &answer[line..answer.len() - 2]
@@ -169,7 +170,7 @@ fn number(digits: &[u8]) -> usize {
     std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).expect("a number")
 }
 
-/// `*7\r\n` or `$24\r\n`.
+/// Writes a number in the protocol's form: `*7\r\n` or `$24\r\n`.
 fn write_number(bytes: &mut Vec<u8>, kind: u8, number: usize) {
     use std::io::Write as _;
     bytes.push(kind);

@@ -26,8 +26,8 @@ const BLOG_RESERVE: &str = "INSERT INTO blog (key, status) VALUES ($1, 'pending'
 const BLOG_COMPLETE: &str = "UPDATE blog SET status = 'done', result = $2::text::jsonb WHERE key = $1";
 const BLOG_REPLAY: &str = "SELECT result::text FROM blog WHERE key = $1 AND status = 'done'";
 
-/// A connection with its statements. First runs have a table of their own, like the library's; replays read what the
-/// library wrote.
+/// A connection with its statements. First runs have their own table, like the library's; replays read the library's
+/// records.
 pub struct ByHand {
     client: Client,
     reserve: Statement,
@@ -37,7 +37,7 @@ pub struct ByHand {
 }
 
 impl ByHand {
-    /// Makes so many connections, and the tables they need. The library's table must exist.
+    /// Opens this many connections, and creates their tables. The library's table must exist.
     pub async fn connections(url: &str, count: usize) -> Vec<Arc<Self>> {
         let client = connect(url).await;
         let made = client.batch_execute(&[&PostgresStore::schema_sql("hand"), ";", BLOG_SCHEMA].concat()).await;
@@ -57,12 +57,12 @@ impl ByHand {
         Self { client, reserve, complete, replay, blog }
     }
 
-    /// A first run: `INSERT … ON CONFLICT DO NOTHING`, the handler, and an owner-checked `UPDATE`.
+    /// Makes a first run: `INSERT … ON CONFLICT DO NOTHING`, the handler, and an owner-checked `UPDATE`.
     pub async fn ship(&self, order_id: u64) -> Receipt {
         self.run(order_id, || Receipt::of(order_id)).await
     }
 
-    /// The same with a handler of any result.
+    /// Makes a first run with a handler of any result.
     pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         assert_eq!(self.reserve(order_id).await, 1, "reserved by somebody else");
         let result = handler();
@@ -73,22 +73,23 @@ impl ByHand {
         result
     }
 
-    /// How many rows the reservation inserted: none if the order is taken.
+    /// Returns the number of rows that the reservation inserted: zero if the order is taken.
     pub async fn reserve(&self, order_id: u64) -> u64 {
         let (key, owner) = (key(order_id), owner(order_id));
         let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;
         made.expect("answers")
     }
 
-    /// A `SELECT` of the library's result by primary key, not decoded.
+    /// Makes a replay: a `SELECT` of the library's result by primary key, not decoded.
     pub async fn replay(&self, order_id: u64) -> Vec<u8> {
         let rows = self.client.query(&self.replay, &[&key(order_id)]).await.expect("answers");
         assert_eq!(rows.len(), 1);
         rows[0].get(0)
     }
 
-    /// The pattern of common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and `UPDATE`, or
-    /// `SELECT`. Returns whether the handler ran. No lease, no owner: a crash in between blocks the key for ever.
+    /// Makes a call in the pattern of common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and
+    /// `UPDATE`, or `SELECT`. Returns whether the handler ran. Without lease and owner, a crash in between blocks the
+    /// key forever.
     pub async fn as_in_blogs(&self, order_id: u64) -> (bool, Receipt) {
         let [reserve, complete, replay] = &self.blog;
         let key = order_id.to_string();

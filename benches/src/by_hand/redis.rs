@@ -13,14 +13,14 @@ use serde::de::DeserializeOwned;
 use crate::Receipt;
 
 pub(super) const LEASE: Duration = Policy::DEFAULT_LEASE;
-/// The retention of results.
+/// Retention of results.
 pub const TTL: Duration = Duration::from_secs(7 * 86_400);
 pub(super) const OWNER_CHECKED_SET: &str = "\
     if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
     redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
     return 1";
 
-/// A connection with its script. It uses the library's keys, so that it can read what the library wrote.
+/// A connection with its script. It uses the library's keys, so that it can read the library's records.
 #[derive(Clone)]
 pub struct ByHand {
     connection: MultiplexedConnection,
@@ -49,12 +49,12 @@ impl ByHand {
         set.query_async(&mut self.connection).await.expect("answers")
     }
 
-    /// A first run: `SET key owner NX GET PX lease`, the handler, and an owner-checked `SET` as a script.
+    /// Makes a first run: `SET key owner NX GET PX lease`, the handler, and an owner-checked `SET` as a script.
     pub async fn ship(&mut self, order_id: u64) -> Receipt {
         self.run(order_id, || Receipt::of(order_id)).await
     }
 
-    /// The same with a handler of any result.
+    /// Makes a first run with a handler of any result.
     pub async fn run<T: serde::Serialize>(&mut self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         let key = key(order_id);
         let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
@@ -68,7 +68,7 @@ impl ByHand {
         result
     }
 
-    /// `GET` of the record, whose result is decoded by the codec that the library uses.
+    /// Makes a replay: `GET` of the record, decoded by the library's codec.
     pub async fn replay<T: DeserializeOwned>(&mut self, order_id: u64) -> T {
         let mut get = redis::cmd("GET");
         get.arg(key(order_id));
@@ -76,15 +76,15 @@ impl ByHand {
         Json::decode(result(&record)).expect("decodes")
     }
 
-    /// `SET key owner NX GET PX lease` that finds another owner.
+    /// Makes a call in progress: `SET key owner NX GET PX lease` that finds another owner.
     pub async fn in_progress(&mut self, order_id: u64) -> Vec<u8> {
         self.reserve(&key(order_id), "0000000000000000").await.expect("somebody has it")
     }
 
-    /// The pattern of common blog posts: `SET NX`, then either the handler and `SET`, or `GET`. Returns whether the handler
-    /// ran.
+    /// Makes a call in the pattern of common blog posts: `SET NX`, then either the handler and `SET`, or `GET`. Returns
+    /// whether the handler ran.
     ///
-    /// No owner is checked: a handler that comes back after its lease overwrites the result of its successor.
+    /// No owner is checked: a handler that goes on after its lease overwrites the result of its successor.
     pub async fn as_in_blogs(&mut self, order_id: u64) -> (bool, Receipt) {
         let key = format!("blog:{order_id}");
         let mut set = redis::cmd("SET");
@@ -104,10 +104,11 @@ impl ByHand {
     }
 }
 
-/// The result in a finished record, which is all that is read of it: what follows the name of its codec.
+/// Returns the result in a finished record: the bytes after the name of its codec. The rest of the record is not
+/// parsed.
 fn result(record: &[u8]) -> &[u8] {
     const NAME: &[u8] = b"\x04json";
-    // Owner token and counters are in front of byte 48 and may hold anything.
+    // Owner token and counters are before byte 48 and may contain any bytes.
     let at = record.get(48..).and_then(|rest| rest.windows(NAME.len()).position(|it| it == NAME));
     &record[48 + at.expect("finished, as JSON") + NAME.len()..]
 }

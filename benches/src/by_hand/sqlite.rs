@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use crate::by_hand::new_orders;
 use crate::{Receipt, thousands_per_second, timed};
 
-/// A connection that threads take in turn.
+/// A connection that threads use in turn.
 pub struct ByHand(Mutex<Connection>);
 
 /// A step, and the channel to the task that waits for it.
@@ -24,7 +24,7 @@ enum Step {
     Complete(u64, Vec<u8>),
 }
 
-/// The statements of both steps.
+/// Statements of both steps.
 struct Steps<'c> {
     insert: Statement<'c>,
     update: Statement<'c>,
@@ -82,7 +82,7 @@ impl ByHand {
         Self(Mutex::new(connection))
     }
 
-    /// Thousands of first runs a second, `group` in a transaction.
+    /// Returns thousands of first runs per second, with `group` in each transaction.
     pub fn loops(&self, group: u64, count: u64) -> f64 {
         let connection = self.0.lock().expect("no panic before");
         let mut steps = Steps::new(&connection);
@@ -100,7 +100,7 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Thousands of first runs a second that `tasks` tasks delegate to a thread, grouped as they arrive.
+    /// Returns thousands of first runs per second that `tasks` tasks delegate to a thread, grouped as they arrive.
     pub fn grouped(&self, runtime: &Runtime, tasks: u64, count: u64) -> f64 {
         let (jobs, waiting) = mpsc::channel::<Job>();
         let connection = &self.0;
@@ -142,7 +142,8 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Thousands of replays a second, of the first `orders` orders that the library has shipped into this file.
+    /// Returns thousands of replays per second, over the first `orders` orders that the library has shipped into this
+    /// file.
     pub fn replays(&self, orders: u64, count: u64) -> f64 {
         let sql = "SELECT owner, attempt, state, expires_at, result FROM idem_records WHERE key = ?1";
         let connection = self.0.lock().expect("no panic before");
@@ -175,7 +176,7 @@ fn owner(order_id: u64) -> Vec<u8> {
     u128::from(order_id).to_be_bytes().to_vec()
 }
 
-#[allow(clippy::disallowed_methods)] // As by hand.
+#[allow(clippy::disallowed_methods)] // The hand-written side reads the clock itself.
 fn now() -> i64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or(Duration::ZERO);
     i64::try_from(now.as_millis()).expect("not yet")

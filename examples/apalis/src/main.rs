@@ -1,17 +1,18 @@
-//! How do workers of apalis 1 use the layer for tower, and what happens when one is killed?
+//! Shows workers of apalis 1 that use the layer for tower, and survive the kill of one of them.
 //!
-//! `cargo run --manifest-path examples/apalis/Cargo.toml` pushes orders with duplicates as tasks and charges each exactly once, with a
-//! Redis as the queue. Records are in a SQLite file. `-- --url redis://host` uses another server than the local one.
+//! `cargo run --manifest-path examples/apalis/Cargo.toml` pushes orders with duplicates as tasks and charges each
+//! exactly once, with a Redis as the queue. Records are in a SQLite file. `-- --url redis://host` uses another server
+//! than the local one.
 //!
-//! - *Key*: the order, from the arguments of the task. Whoever pushes the order again makes another `TaskId`, and the
-//!   `idempotency_key` of apalis keeps a task from being pushed twice: it says nothing about running twice.
-//! - *Slow handlers*: nothing to extend. A worker that sends no heartbeats loses its tasks, also when it is merely frozen.
-//! - *Where the layer goes*: around the service that the task's function calls. A layer of the worker is outside of what apalis
-//!   keeps its books by: a task that such a layer answers without the function, as a replay is, would stay pending and be handed
-//!   out again at once, for ever.
-//! - *Retry*: `RetryAfterError`. The queue in Redis reads no time from it: it waits a second more after each attempt, and gives
-//!   up after 25. *Poison*: `AbortError`, which moves the task to the dead ones.
-//! - *Arguments*: as text, so that what can't be read is ours to set aside.
+//! - *Key*: the order, from the arguments of the task. Another push of the order gives another `TaskId`. The
+//!   `idempotency_key` of apalis prevents a second push of a task, not a second run.
+//! - *Slow handlers*: nothing to extend. A worker that sends no heartbeats loses its tasks, even if it is only frozen.
+//! - *Place of the layer*: around the service that the task's function calls. A layer of the worker is outside of
+//!   apalis's own bookkeeping: if such a layer answers a task without the function, as it does for a replay, the task
+//!   stays pending and is handed out again immediately, forever.
+//! - *Retry*: `RetryAfterError`. The queue in Redis ignores its time: the queue waits one second longer after each
+//!   attempt, and gives up after 25. *Poison*: `AbortError`, which moves the task to the dead tasks.
+//! - *Arguments*: as text, so that the example itself can set aside arguments that can't be read.
 #![allow(clippy::disallowed_methods, reason = "a worker that is stopped is given some time")]
 
 use std::io;
@@ -30,9 +31,9 @@ use tokio::time::sleep;
 use tower::{Layer as _, Service, ServiceExt as _, service_fn};
 
 const HANDLERS: usize = 8;
-/// How long a worker that is stopped may take. Longer than a handler.
+/// Time in which a stopped worker must end. Longer than a handler.
 const GRACE: Duration = Duration::from_secs(2);
-/// After how many attempts the queue gives a task up.
+/// Number of attempts after which the queue gives up a task.
 const ATTEMPTS: u32 = 25;
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .lease(Duration::from_secs(2))
@@ -41,12 +42,12 @@ const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
 async fn charge(run: Run, event: Event) -> Result<Receipt, Failure> {
-    // The worker can die between the charge and its record. The bank knows the payment by this key on every attempt.
+    // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(run.charge(&event, payment).await?)
 }
 
-/// One delivery, by a service that has an `OperationLayer`.
+/// Handles one delivery, with a service that has an `OperationLayer`.
 async fn deliver<S>(run: Run, service: S, payload: String, id: TaskId, attempt: Attempt) -> Result<Receipt, BoxDynError>
 where
     S: Service<Event, Response = Receipt, Error = Failure>,
@@ -69,7 +70,7 @@ where
             run.acknowledged(&event, &outcome)?;
             result
         }
-        // A handler may return `Ok` all the same: it swallowed the error of a call.
+        // A handler may still return `Ok`, although it swallowed the error of a call.
         Disposition::Retry { after } => Err(RetryAfterError::new(fleet::reason(result), after).into()),
         Disposition::DeadLetter => {
             let error = fleet::reason(result);
@@ -80,7 +81,7 @@ where
     }
 }
 
-/// A worker process.
+/// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
     let (shutdown, late) = (run.shutdown()?, run.shutdown()?);
     let store = run.store().await?;
@@ -103,7 +104,7 @@ async fn work(run: Run) -> Result<(), Failure> {
         shutdown.await;
         Ok::<_, io::Error>(())
     };
-    // It finishes what it has begun. It may also never end; whatever is then cancelled is handed out again.
+    // The worker finishes its running tasks, but may never end. Tasks that are then cancelled are handed out again.
     let late = async move {
         late.await;
         sleep(GRACE).await;

@@ -1,6 +1,8 @@
-//! The route of the bench `http` behind `axum-idempotent`, with its session on a Valkey. The argument is the server's port.
+//! The route of the bench `http` behind `axum-idempotent`, with its session on a Valkey. The argument is the server's
+//! port.
 //!
-//! It says `ready` and where it listens. A request to `/login` gets the cookie of a session, without which the layer does nothing.
+//! The program prints `ready` and its address. A request to `/login` gets the cookie of a session, without which the
+//! layer does nothing.
 
 use std::sync::Arc;
 
