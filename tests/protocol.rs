@@ -3,30 +3,31 @@
 //!
 //! # What is modelled
 //!
-//! - *The store* (`model/protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
-//!   runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state` and
-//!   `Release::state`, each step atomic.
-//! - *The calls* (`model/protocol/steps.rs`): the steps of `engine.rs`, `ending.rs` and `heartbeat.rs`. A reservation is
-//!   repeated with the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped
-//!   by its heartbeat; a completion is repeated while the lease can be held; the rest of a dropped call is written late. A
-//!   call has a belief of its own about its lease, which counts from when it asked.
+//! - *The store* (`protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
+//!   runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state`
+//!   and `Release::state`, each step atomic.
+//! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/heartbeat/`. A reservation is repeated with
+//!   the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped by its
+//!   heartbeat; a completion is repeated while the lease can be held; the rest of a dropped call is written late. A
+//!   call has its own view of its lease, which counts from the time of the request.
 //! - *The network*: a request arrives once, late, twice or never, in any order, and so do answers. A call that gets no
 //!   answer goes on without one, and its request may arrive long after the call has ended.
-//! - *Time*: a small clock. It may tick between any two steps, so a lease may lapse at any time. Where the store has no
-//!   clock, each call has one that is ahead of true time, read in whole ticks.
-//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators look at records, and reopen them later.
+//! - *Time*: a small clock. It may tick between any two steps, so a lease may lapse at any time. If the store has no
+//!   clock, each call has a clock that is ahead of true time, read in whole ticks.
+//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators look at records and
+//!   reopen them later.
 //!
-//! The parts that don't share the runtime's code are compared with it on random traces (`model/protocol/traces.rs`): the
-//! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by request
-//! and result by result.
+//! The parts that don't share the runtime's code are compared with it on random traces (`protocol/traces.rs`): the
+//! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by
+//! request and result by result.
 //!
 //! # What is left out
 //!
-//! The bytes, statements and scripts of the stores (the conformance suite has them); the batching of heartbeats; pauses (a
-//! retry follows at once, or any time later); the order in which tasks are polled. A dropped store call counts as one that
-//! gets no answer. A body is one step long, or as long as it takes. Owner tokens are distinct by construction. A
-//! reservation is tried two or three times. No call uses its own key from inside its body. Mode `off` and a missing key
-//! make no store call, so they are left out.
+//! The bytes, statements and scripts of the stores (the conformance suite covers them); the batching of heartbeats;
+//! pauses (a retry follows immediately, or any time later); the order in which tasks are polled. A dropped store call
+//! counts as a call that gets no answer. A body is one step long, or has no bound. Owner tokens are distinct by
+//! construction. A reservation is tried two or three times. No call uses its own key from inside its body. Mode `off`
+//! and a missing key make no store call, so they are left out.
 //!
 //! # How to read and rerun
 //!
@@ -41,13 +42,13 @@
 //!
 //! With the feature `dynamodb`, the traces also need the emulator that `scripts/test` provides.
 //!
-//! For a broken rule, the shortest history that breaks it is printed, one step a line, with the record and the state of
-//! each call: `Deliver(1)` delivers the second message of the plan; at `StoreDoes(1)` the store executes that call's
-//! request; at `Hears(1)` the answer arrives. A request that no call waits for any more is `ArrivesLate` or `IsLost`.
+//! For a broken rule, the test prints the shortest history that breaks it, one step a line, with the record and the
+//! state of each call: `Deliver(1)` delivers the second message of the plan; at `StoreDoes(1)` the store executes that
+//! call's request; at `Hears(1)` the answer arrives. A request whose call no longer waits is `ArrivesLate` or `IsLost`.
 //!
-//! Rules are checked in every step (`model/protocol/properties.rs`), independently of the code that keeps them. "Every call
-//! ends" is sound because the model has no cycles: time and the budget of faults are used up
-//! (`no_configuration_goes_round_in_circles`), so that every path ends.
+//! Rules are checked in every step (`protocol/properties.rs`), independently of the code that keeps them. "Every call
+//! ends" is sound because the model has no cycles: each step uses up time or the budget of faults
+//! (`no_configuration_goes_round_in_circles`), so every path ends.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::match_same_arms,
@@ -132,14 +133,14 @@ fn is_large() -> bool {
     std::env::var("IDEM_PROTOCOL_BOUND").is_ok_and(|bound| bound == "large")
 }
 
-/// A history that shows `property`: one that breaks a rule, or leads to a scene. It is short, as states are checked in the
-/// order of their depth, but not the shortest: the checker looks at more states before it stops, and keeps the last
-/// history.
+/// Returns a history that shows `property`: a history that breaks a rule, or leads to a scene. It is short, as states
+/// are checked in the order of their depth, but not the shortest: the checker looks at more states before it stops, and
+/// keeps the last history.
 fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);
     let checker = match at_most {
-        // The first state is at depth 1, and the deepest states are left out.
+        // The first state is at depth 1, and the checker leaves out the deepest states.
         Some(steps) => checker.target_max_depth(steps + 2),
         None => checker,
     };
@@ -147,10 +148,10 @@ fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Opt
     checker.discovery(property).map(stateright::Path::into_actions)
 }
 
-/// The shortest history that shows `property`.
+/// Returns the shortest history that shows `property`.
 fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     let mut shortest = found(config, property, None)?;
-    // For "every call ends", a search that stops early finds nothing.
+    // For "every call ends", a search that stops early finds no history.
     while property != ENDS
         && let Some(shorter) = found(config, property, Some(shortest.len() - 1))
     {
@@ -159,7 +160,7 @@ fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     Some(shortest)
 }
 
-/// The history, one step a line.
+/// Formats the history, one step a line.
 fn tell(config: &Config, story: &[Action]) -> String {
     let mut told = String::new();
     let mut world = config.init_states().remove(0);
@@ -186,8 +187,8 @@ fn tell(config: &Config, story: &[Action]) -> String {
     told
 }
 
-/// A mistake in one step is noticed by the property made for it. Without the mistake the same configuration breaks no rule,
-/// as a test of its own shows.
+/// The property made for a mistake notices it. Without the mistake the same configuration breaks no rule, as its own
+/// test shows.
 #[test]
 fn every_mistake_is_noticed_by_its_property() {
     let only = std::env::var("IDEM_PROTOCOL_MUTANT").ok();
@@ -219,7 +220,7 @@ fn the_page_lists_what_is_checked() {
     let mut written = String::new();
     let mut rows = 0;
     for line in page.lines() {
-        // The rows of a list follow its head and the line below that, and are replaced.
+        // The rows of a list follow its head and the line below the head, and are replaced.
         rows = if line.starts_with('|') { rows + 1 } else { 0 };
         if rows <= 2 {
             writeln!(written, "{line}").unwrap();
@@ -286,7 +287,7 @@ fn every_property_notices_a_mistake() {
     assert_eq!(noticed, rules);
 }
 
-/// "Every call ends" is not checked on a path without an end.
+/// "Every call ends" would not be checked on a path without an end.
 #[test]
 fn no_configuration_goes_round_in_circles() {
     for name in ["waiting", "waits_and_fails", "two_keys", "restarts", "fingerprints"] {

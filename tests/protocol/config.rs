@@ -1,4 +1,4 @@
-//! The configurations that are checked: the calls, their policies, and how many faults occur.
+//! Configurations that are checked: the calls, their policies, and the number of faults.
 
 use idem_runtime::OnCrash;
 use idem_runtime::store::ReserveRequest;
@@ -8,15 +8,15 @@ use super::properties::Scene;
 use super::state::{Budget, CALLS, Token, Who, holder};
 use super::store;
 
-/// One call that will be made.
+/// Call that will be made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) key: u8,
-    /// The payload, told apart by its fingerprint.
+    /// Payload, represented by its fingerprint.
     pub(crate) mark: Option<u8>,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<u8>,
-    /// How long it waits for a running attempt; `None` is `in_progress = reject`.
+    /// Time for which the call waits for a running attempt, in ticks; `None` is `in_progress = reject`.
     pub(crate) wait: Option<u8>,
     /// `on_error = record`.
     pub(crate) record_errors: bool,
@@ -24,18 +24,18 @@ pub(crate) struct Plan {
     pub(crate) open: bool,
     /// `mode = shadow`: the call reserves and records, but nothing is refused.
     pub(crate) shadow: bool,
-    /// Its result is larger than the store can hold.
+    /// True if the result is larger than the store can hold.
     pub(crate) too_large: bool,
-    /// How long its body may run, in ticks.
+    /// Time for which the body may run, in ticks.
     pub(crate) timeout: Option<u8>,
-    /// How its body may return; if neither way is allowed, it hangs.
+    /// Allowed returns of the body (`Ok` here, `Err` below). Without either, the body hangs.
     pub(crate) may_succeed: bool,
     pub(crate) may_fail: bool,
-    /// By how much its clock is ahead of true time, in steps of true time.
+    /// Lead of the call's clock over true time, in steps of true time.
     pub(crate) ahead: u8,
 }
 
-/// A call by the default policy, whose body may do anything.
+/// Call with the default policy, whose body may end in any way.
 const CALL: Plan = Plan {
     key: 0,
     mark: None,
@@ -59,7 +59,7 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// Whether its body never returns.
+    /// True if the body never returns.
     pub(crate) fn hangs(&self) -> bool {
         !self.may_succeed && !self.may_fail
     }
@@ -70,33 +70,33 @@ const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
-/// A configuration: the model itself.
+/// Configuration: the model itself.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) name: &'static str,
-    /// What it shows.
+    /// Events that the configuration shows.
     pub(crate) about: &'static str,
-    /// The calls, in the order in which their messages are delivered.
+    /// Calls, in the order in which their messages are delivered.
     pub(crate) plans: Vec<Plan>,
-    /// How many of them run at a time.
+    /// Number of calls that run concurrently.
     pub(crate) workers: usize,
     pub(crate) keys: u8,
-    /// How long a lease is, in ticks.
+    /// Length of a lease, in ticks.
     pub(crate) lease: u8,
-    /// How often a reservation is tried.
+    /// Number of tries of a reservation.
     pub(crate) tries: u8,
     pub(crate) budget: Budget,
-    /// Whether the store also answers that it can't do a request, now or ever.
+    /// True if the store may also answer that it can't execute a request, now or ever.
     pub(crate) refusals: bool,
-    /// Whether a reservation replaces a record in one step, whichever record it meets then.
+    /// True if a reservation replaces a record in one step, whichever record it finds in that step.
     pub(crate) one_step: bool,
-    /// Whether the end of an attempt replaces the whole record, as in stores where a record is one value.
+    /// True if the end of an attempt replaces the whole record, as in stores where a record is one value.
     pub(crate) whole: bool,
-    /// The store has no clock; the clocks of its clients differ by up to so many ticks.
+    /// For a store without a clock: largest difference between the clocks of its clients, in ticks.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
     pub(crate) mutant: Option<Mutant>,
-    /// The request of each call, ready for the runtime's own functions.
+    /// Request of each call, ready for the runtime's own functions.
     pub(crate) requests: Vec<ReserveRequest>,
 }
 
@@ -124,7 +124,8 @@ impl Config {
         base.prepared()
     }
 
-    /// Calls for a trace, which brings its own faults; reservations are tried as often as the engine does.
+    /// Returns a configuration for a trace, which brings its own faults. A reservation has as many tries as in the
+    /// engine.
     pub(crate) fn of(plans: &[Plan]) -> Self {
         let plenty = 100;
         let budget = Budget {
@@ -145,7 +146,7 @@ impl Config {
         self
     }
 
-    /// The request of the call that `token` belongs to.
+    /// Request of the call that owns `token`.
     pub(crate) fn request(&self, token: Token) -> ReserveRequest {
         let who = holder(token);
         match token == who {
@@ -158,12 +159,12 @@ impl Config {
         Self { scenes, ..self }
     }
 
-    /// The same configuration with a mistake in it.
+    /// The same configuration with a mistake.
     pub(crate) fn with(&self, mutant: Mutant) -> Self {
         Self { mutant: Some(mutant), scenes: &[], ..self.clone() }
     }
 
-    /// The same configuration with one more of every fault.
+    /// The same configuration with a larger budget: one more of every fault.
     pub(crate) fn larger(mut self) -> Self {
         let budget = &mut self.budget;
         for more in [&mut budget.faults, &mut budget.ticks, &mut budget.beats] {
@@ -176,13 +177,13 @@ impl Config {
         Who::try_from(self.plans.len()).expect("few calls")
     }
 
-    /// Whether the number of bodies makes a difference; otherwise it is not part of the state.
+    /// True if the number of bodies makes a difference; otherwise it is not part of the state.
     pub(crate) fn counts_bodies(&self) -> bool {
         self.plans.iter().any(|plan| plan.max_attempts.is_some())
     }
 }
 
-/// Every configuration.
+/// All configurations.
 pub(crate) fn all() -> Vec<Config> {
     use Scene::{
         BelievesAfterRenewal, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion, LeaseLost, Mismatch,
@@ -190,6 +191,7 @@ pub(crate) fn all() -> Vec<Config> {
     };
     let nothing = Budget::default();
     let config = Config::new;
+    // For each configuration: name, events, calls, number of workers, and budget. Its scenes must occur.
     vec![
         config(
             "lost",
@@ -508,7 +510,7 @@ impl Config {
     }
 }
 
-/// The configuration of that name.
+/// Configuration with this name.
 pub(crate) fn named(name: &str) -> Config {
     let found = all().into_iter().find(|config| config.name == name);
     found.unwrap_or_else(|| panic!("no configuration is called {name:?}"))

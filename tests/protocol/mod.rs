@@ -1,4 +1,4 @@
-//! The protocol as a state machine; `tests/protocol.rs` explains it and how to read its output.
+//! The protocol as a state machine; `tests/protocol.rs` explains it and its output.
 
 pub(crate) mod config;
 pub(crate) mod mutants;

@@ -1,6 +1,6 @@
-//! The protocol with one mistake at a time, and the property that has to notice it.
+//! The protocol with one mistake at a time, and the property that must notice it.
 //!
-//! Mistakes of calls are made where the step is made; mistakes of the store's decisions are made here.
+//! Mistakes of calls are made in `steps.rs`, where the step is taken; mistakes of the store's decisions are made here.
 
 use idem_runtime::OnCrash;
 use idem_runtime::record::{Record, State};
@@ -9,10 +9,11 @@ use idem_runtime::store::{OwnerToken, ReserveRequest};
 use super::properties::{ENDS, Rule};
 use super::state::Slot;
 
-/// Declares the mistakes: the name, the property that notices it, the configuration in which it does, and a description.
+/// Declares the mistakes: name, property that notices it, configuration in which that property notices it, and
+/// description.
 macro_rules! mutants {
     ($($(#[doc = $about:literal])+ $mutant:ident => $noticed:expr, $config:literal;)*) => {
-        /// One mistake.
+        /// A mistake.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub(crate) enum Mutant {
             $($(#[doc = $about])+ $mutant,)*
@@ -21,21 +22,21 @@ macro_rules! mutants {
         impl Mutant {
             pub(crate) const ALL: &[Self] = &[$(Self::$mutant,)*];
 
-            /// The name of the property that has to notice.
+            /// Name of the property that must notice the mistake.
             pub(crate) fn noticed_by(self) -> &'static str {
                 match self {
                     $(Self::$mutant => Noticed::from($noticed).0,)*
                 }
             }
 
-            /// The configuration in which the property notices.
+            /// Configuration in which the property notices the mistake.
             pub(crate) fn config(self) -> &'static str {
                 match self {
                     $(Self::$mutant => $config,)*
                 }
             }
 
-            /// The description of the mistake.
+            /// Description of the mistake.
             pub(crate) fn about(self) -> &'static str {
                 match self {
                     $(Self::$mutant => concat!($($about),+).trim_ascii_start(),)*
@@ -65,174 +66,174 @@ mutants! {
     LiveTakenOver => Rule::S1, "crashes";
     /// An operator may reopen a record whose lease is live.
     ReopenLive => Rule::S1, "operators";
-    /// A renewal looks at no owner token.
+    /// A renewal does not compare the owner token.
     RenewAnybodys => Rule::S2, "beats";
-    /// A completion looks at no owner token.
+    /// A completion does not compare the owner token.
     FinishAnybodys => Rule::S2, "lost";
-    /// A release looks at no owner token.
+    /// A release does not compare the owner token.
     ReleaseAnybodys => Rule::S2, "drops";
-    /// A takeover keeps the owner token of the attempt it takes over from.
+    /// A takeover keeps the owner token of the lapsed attempt.
     TakeoverKeepsToken => Rule::S2, "crashes";
-    /// A finished record is overwritten by a later completion.
+    /// A later completion overwrites a finished record.
     FinishOverFinished => Rule::S3, "lost";
-    /// A finished record is overwritten by a later release.
+    /// A later release overwrites a finished record.
     ReleaseOverFinished => Rule::S3, "drops";
-    /// A finished record is reserved anew.
+    /// A reservation replaces a finished record.
     ReserveOverFinished => Rule::S3, "lost";
     /// A takeover keeps the number of the attempt.
     TakeoverKeepsNumber => Rule::S4, "crashes";
-    /// A completion looks at the owner token, and not at the number of the attempt.
+    /// A completion compares the owner token, but not the number of the attempt.
     FinishAnyAttempt => Rule::S4, "doubled_reservation";
-    /// A renewal looks at the owner token, and not at the number of the attempt.
+    /// A renewal compares the owner token, but not the number of the attempt.
     RenewAnyAttempt => Rule::S2, "doubled_reservation";
     /// A release deletes the record, so that attempts start at 1 again.
     ReleaseForgets => Rule::S4, "drops";
-    /// A pending record is forgotten when its lease lapses.
+    /// The store forgets a pending record when its lease lapses.
     RetentionIsTheLease => Rule::S4, "crashes";
     /// An operator's reopening forgets the number of the attempt.
     ReopenForgetsNumber => Rule::S4, "operators";
-    /// A decision compares the number of the attempt alone.
+    /// A decision compares only the number of the attempt.
     DecidesUnseen => Rule::S15, "two_operators";
-    /// A decision leaves the owner token of the record as it was.
+    /// A decision does not change the owner token of the record.
     DecisionKeepsOwner => Rule::S15, "two_operators";
-    /// At takeover, `on_crash = fail` of the attempt that died is ignored.
+    /// A takeover ignores `on_crash = fail` of the attempt that died.
     FailOfOwnerIgnored => Rule::S5, "one_side_fails";
-    /// At takeover, `on_crash = fail` of the caller is ignored.
+    /// A takeover ignores `on_crash = fail` of the caller.
     FailOfCallerIgnored => Rule::S5, "one_side_fails";
-    /// A mark that arrives after the lease of its attempt is made.
+    /// The store applies a mark that arrives after the lease of its attempt.
     MarkedAfterLapse => Rule::S14, "late_landings";
-    /// An attempt that lapses without a mark is interrupted under `fail`.
+    /// Under `fail`, an attempt that lapses without a mark is interrupted.
     UnmarkedIsInterrupted => Rule::S14, "late_landings";
     /// An attempt that lapses without a mark counts against `max_attempts`.
     UnmarkedCounts => Rule::S14, "late_landings_counted";
-    /// A body under `fail` begins without a mark.
+    /// Under `fail`, a body begins without a mark.
     BeginsUnmarked => Rule::S5, "at_most_once";
     /// A body begins although its mark was refused.
     MarkRefusedStartsBody => Rule::S5, "late_landings";
-    /// A call whose mark was refused leaves its reservation in the record, and asks as another.
+    /// A call whose mark was refused does not release its reservation, and reserves again with another owner token.
     RefusedMarkKeepsKey => Rule::S12, "marks_between_clocks";
-    /// An interrupted record may be reserved.
+    /// A reservation may replace an interrupted record.
     InterruptedRunsAgain => Rule::S5, "at_most_once";
-    /// A reservation that is repeated with the same owner token is taken for somebody else's.
+    /// A reservation that is repeated with the same owner token counts as another attempt's.
     OwnReservationIsForeign => Rule::S8, "lost";
-    /// A completion that is repeated is refused.
+    /// The store refuses a repeated completion.
     RepeatedFinishRefused => Rule::S8, "lost";
-    /// A release that is repeated is refused.
+    /// The store refuses a repeated release.
     RepeatedReleaseRefused => Rule::S8, "drops";
-    /// A release that is repeated refunds its attempt once more.
+    /// A repeated release refunds its attempt again.
     RefundRepeated => Rule::S8, "attempts_refunded";
-    /// An attempt whose lease lapsed may not end, although nobody took over.
+    /// The store refuses the end of an attempt whose lease lapsed, although no other attempt took over.
     LapsedOwnerRefused => Rule::LateEnd, "lost";
-    /// The fingerprint is not looked at while an attempt runs.
+    /// The fingerprint is not compared while an attempt runs.
     FingerprintSkippedWhileLive => Rule::Fingerprint, "fingerprints";
-    /// The fingerprint is not looked at in a takeover.
+    /// The fingerprint is not compared in a takeover.
     FingerprintSkippedAtTakeover => Rule::Fingerprint, "fingerprints";
-    /// The fingerprint is not looked at once a record is released.
+    /// The fingerprint is not compared once a record is released.
     FingerprintSkippedWhenReleased => Rule::Fingerprint, "fingerprints";
-    /// The fingerprint is not looked at before a replay.
+    /// The fingerprint is not compared before a replay.
     FingerprintSkippedAtReplay => Rule::Fingerprint, "fingerprints";
-    /// `max_attempts` is not looked at.
+    /// `max_attempts` is ignored.
     MaxAttemptsIgnored => Rule::MaxAttempts, "max_attempts";
     /// A first attempt that was released is never counted.
     ReleasedFirstIsNotCounted => Rule::MaxAttempts, "attempts_refunded";
     /// Two keys share a record.
     KeysShareRecord => Rule::KeysApart, "two_keys";
-    /// A lapsed lease is honoured for ever, so that a crash never frees its key.
+    /// A lapsed lease is honoured forever, so that a crash never frees its key.
     LapsedStaysLive => Rule::L1, "crashes";
-    /// A completion wakes nobody.
+    /// A completion wakes no waiter.
     FinishWakesNobody => Rule::L3, "waiting";
-    /// A release wakes nobody.
+    /// A release wakes no waiter.
     ReleaseWakesNobody => Rule::L3, "waiting";
-    /// A takeover wakes nobody.
+    /// A takeover wakes no waiter.
     TakeoverWakesNobody => Rule::L3, "waiting";
-    /// A duplicate waits without a look whether the attempt has ended meanwhile.
+    /// A duplicate starts to wait without checking whether the attempt has ended meanwhile.
     WaitsWithoutLooking => Rule::L3, "waiting";
-    /// A wait tells that an attempt goes on whose lease has lapsed.
+    /// A wait answers "in progress" for an attempt whose lease has lapsed.
     ToldOfLapsed => Rule::L1, "waits_and_fails";
-    /// A call whose own reservation may have landed is told that an attempt goes on.
+    /// A wait answers "in progress" to a call whose own reservation may have landed.
     ToldOfItsOwn => Rule::S8, "waits_and_fails";
-    /// Where clocks differ, times are compared as if they did not.
+    /// The clocks differ, and times are compared without the allowed skew.
     SkewIgnored => Rule::S1, "clocks_that_differ";
-    /// Where clocks differ, the part of a tick that a reading leaves out is forgotten.
+    /// The clocks differ, and a comparison ignores the part of a tick that a reading leaves out.
     SkewNotRoundedUp => Rule::S1, "clocks_that_differ";
-    /// Where the times are the senders', a late renewal cuts short what a later one has confirmed.
+    /// The senders set the times, and a late renewal shortens the lease that a later renewal has confirmed.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
     // Decisions of a call.
-    /// The lease counts from when the answer to the reservation came.
+    /// The lease counts from the answer to the reservation.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
-    /// The lease counts from the latest of several reservations, although an earlier one may be what was granted.
+    /// The lease counts from the latest of several reservations, although the store may have granted an earlier one.
     LeaseCountsFromLastRequest => Rule::S1Belief, "waits_and_fails";
-    /// A body starts although its lease has lapsed before the answer came.
+    /// A body starts although its lease had lapsed before the answer came.
     LateAnswerStartsBody => Rule::S1Start, "crashes";
-    /// The lease counts from when the answer to the renewal came.
+    /// The lease counts from the answer to the renewal.
     RenewalCountsFromAnswer => Rule::S1Belief, "beats";
-    /// A rejected duplicate releases the record it met.
+    /// A rejected duplicate releases the record that it found.
     RejectedDuplicateReleases => Rule::S2, "crashes";
-    /// A body that is dropped under `on_crash = fail` is released.
+    /// A body that is dropped under `on_crash = fail` is released, not interrupted.
     DroppedUnderFailIsReleased => Rule::S5, "at_most_once";
-    /// A store that fails is read as "no record".
+    /// A failure of the store is read as "no record".
     ErrorReadAsNoRecord => Rule::S6, "refusals";
-    /// `Ok` is told while the completion is under way.
+    /// The caller gets `Ok` while the completion is under way.
     OkBeforeRecorded => Rule::S7, "lost";
-    /// A completion that is refused is taken for done.
+    /// A refused completion counts as done.
     RefusalReadAsDone => Rule::S7, "crashes";
-    /// A completion whose answer does not come is taken for done.
+    /// A completion without an answer counts as done.
     NoAnswerReadAsDone => Rule::S7, "lost";
-    /// Recording is given up after the first failure.
+    /// The call stops recording after the first failure.
     GivesUpWithinLease => Rule::S7Retry, "lost";
     /// A late write is given up after the first failure.
     LateWriteGivesUp => Rule::S12, "drops";
     /// A success that could not be recorded is released.
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
-    /// A body that is dropped counts as not started.
+    /// A dropped body counts as not started.
     DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
-    /// A reservation that replaces a record replaces whichever it meets, although its sender has seen another one.
+    /// A reservation that replaces a record replaces any record, although its sender has seen another one.
     ReplacesUnseen => Rule::S12, "drops";
-    /// A takeover replaces a record whose lease was renewed since its sender has met it.
+    /// A takeover replaces a record whose lease was renewed after the sender saw it.
     ReplacesRevived => Rule::S12, "late_takeovers";
-    /// A reservation that arrives after its own release reserves the key once more.
+    /// A reservation that arrives after its own release reserves the key again.
     LateReservationPasses => Rule::S12, "drops_in_one_step";
-    /// What an unanswered reservation may hold is released, and a refusal is the end of it.
+    /// The clean-up of an unanswered reservation only releases, and ends with a refusal.
     CleanUpOnlyReleases => Rule::S12, "drops";
-    /// A call that is dropped frees nothing.
+    /// A dropped call frees nothing.
     DropWritesNothing => Rule::S12, "drops";
-    /// A reservation whose answer is not awaited is not released.
+    /// A reservation is not released if its call does not await the answer.
     UnansweredNotReleased => Rule::S12, "drops";
     /// A key is freed before the values of its body are dropped.
     ReleasedBeforeValues => Rule::S17, "drops";
-    /// The lease is not renewed while the values of a body that has run for too long are dropped.
+    /// The lease is not renewed while the values of a body that exceeded its time-out are dropped.
     ValuesWithoutLease => Rule::L6, "hangs";
-    /// A body waits for a lease although the store has refused for good to renew it.
+    /// A body waits for a lease that the store has permanently refused to renew.
     RefusedWaitsOn => ENDS, "refused_renewals";
     /// A body that returns an error keeps its key.
     ErrorKeepsKey => Rule::L2, "drops";
-    /// A body is registered for heartbeats when its first poll has ended.
+    /// A body is registered for heartbeats only after its first poll.
     RegisteredWhenPending => Rule::L6, "polls";
-    /// Renewals that are asked for together are heard when all of them are answered.
+    /// The answers to concurrent renewals are processed only when all of them have come.
     RenewedTogether => Rule::L6, "stuck_keys";
-    /// A body is polled although the clock of its process says that its lease is over.
+    /// A body is polled although its lease is over by the clock of its process.
     PolledBeyondLease => Rule::S11, "polls";
-    /// A body may run for ever.
+    /// A body may run forever.
     TimeoutIgnored => ENDS, "hangs";
-    /// The lease of a body that has run for too long is renewed.
+    /// The lease of a body that exceeded its time-out is renewed.
     RenewedBeyondTimeout => Rule::L7, "hangs";
-    /// An end that can't be written is given up when a heartbeat finds the lease lost.
+    /// A heartbeat that finds the lease lost ends the tries to write the end of the attempt.
     BeatRefusalEndsEnding => Rule::S7Retry, "beats";
-    /// An end is tried for as long as the lease can be renewed.
+    /// The end of an attempt is tried for as long as the lease can be renewed.
     EndsForEver => Rule::EndsInTime, "endings";
-    /// That a release in place of an error is refused is taken for the loss of the lease.
+    /// A refused release, sent in place of an error, counts as a lost lease.
     ShortenedRefusalIsFinal => Rule::Told, "endings";
-    /// A heartbeat that finds the lease lost lets the body run on.
+    /// A body goes on after a heartbeat has found its lease lost.
     LostLeaseRunsOn => Rule::L4, "beats";
-    /// A store that fails for the moment ends the wait of a duplicate.
+    /// A temporary failure of the store ends the wait of a duplicate.
     FailureEndsWait => Rule::L3Outage, "waits_in_outages";
-    /// A duplicate waits until it is woken, however long that takes.
+    /// A duplicate waits until it is woken, without a limit.
     WaitsForEver => ENDS, "waiting";
 }
 
 impl Mutant {
-    /// Applies the mistake to a reservation and the record that it meets.
+    /// Applies the mistake to a reservation and the record that it finds.
     pub(crate) fn before_meeting(
         self,
         met: &Slot,
@@ -241,6 +242,8 @@ impl Mutant {
         lapses_in: &mut u8,
     ) {
         let lapsed = met.is_pending() && *lapses_in == 0;
+        // The fingerprint checks that some mistakes leave out: without a fingerprint in the request nothing is
+        // compared.
         let skips_fingerprint = match self {
             Self::FingerprintSkippedWhileLive => met.is_pending() && !lapsed,
             Self::FingerprintSkippedAtTakeover => lapsed,
@@ -251,6 +254,7 @@ impl Mutant {
         if skips_fingerprint {
             asked.fingerprint = None;
         }
+        // The other mistakes: `admit` decides about a changed record, request or lease.
         match self {
             Self::LiveTakenOver => *lapses_in = 0,
             Self::LapsedStaysLive => *lapses_in = (*lapses_in).max(1),
@@ -288,7 +292,7 @@ impl Mutant {
         }
     }
 
-    /// Whether an attempt may end although the record belongs to another owner.
+    /// True if an attempt may end although the record belongs to another owner.
     pub(crate) fn ends_anybodys(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishAnybodys => with_result && met.is_pending(),
@@ -297,12 +301,12 @@ impl Mutant {
         }
     }
 
-    /// Whether an attempt may end although the record has another attempt number.
+    /// True if an attempt may end although the record has another attempt number.
     pub(crate) fn ends_any_attempt(self, met: &Slot, with_result: bool) -> bool {
         self == Self::FinishAnyAttempt || self.ends_anybodys(met, with_result)
     }
 
-    /// Whether an attempt may end although the record has ended.
+    /// True if an attempt may end although the record has ended.
     pub(crate) fn ends_what_has_ended(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishOverFinished => with_result && met.result().is_some(),

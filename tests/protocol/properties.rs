@@ -1,4 +1,4 @@
-//! The rules, written without regard to the code that keeps them: from grants, writes and answers.
+//! Rules, written without regard to the code that keeps them: from grants, writes and answers.
 //!
 //! Every rule is checked in every step. A broken rule is noted in the state, so that one pass checks all.
 
@@ -12,7 +12,7 @@ use super::state::{
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
 
-/// The rules that hold in every state.
+/// Rules that hold in every state.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(u8)]
 pub(crate) enum Rule {
@@ -120,7 +120,7 @@ impl Rule {
     }
 
     fn property(self) -> Property<Config> {
-        /// A property is a function pointer and can't capture the rule; this makes one function for each rule.
+        /// Makes one function for each rule: a property is a function pointer and can't capture the rule.
         macro_rules! kept {
             ($($rule:ident)*) => {
                 match self {
@@ -134,12 +134,12 @@ impl Rule {
     }
 }
 
-/// Every call ends, whatever happens: none hangs. The model has no cycle (a test of its own), so every path ends in a state
-/// without steps. A call that has ended stays ended, so the checker misses nothing although it doesn't tell apart two paths
-/// to one state.
+/// Every call ends, and none hangs. The model has no cycle (which its own test checks), so every path ends in a state
+/// without steps. A call that has ended stays ended. So the checker misses nothing, although it treats two paths to one
+/// state as one.
 pub(crate) const ENDS: &str = "every call ends";
 
-/// The rules that were broken on the way to this state.
+/// Rules that were broken on the way to this state.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Broken(u32);
 
@@ -159,7 +159,7 @@ impl std::fmt::Debug for Broken {
     }
 }
 
-/// An event that must occur in some history of a configuration, so that its rules don't hold for lack of events.
+/// Event that must occur in some history of a configuration, so that its rules don't hold for lack of events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Scene {
     Replay,
@@ -190,6 +190,7 @@ impl Scene {
         fn any(world: &World, is: impl Fn(&Slot) -> bool) -> bool {
             world.slots.iter().flatten().any(is)
         }
+        // The test of each event, by the state of calls and records.
         let (name, condition): (_, fn(&Config, &World) -> bool) = match self {
             Self::Replay => ("a result is replayed", |_, world| told(world, Class::Replayed)),
             Self::Takeover => ("a body runs after a crash", |config, world| {
@@ -284,15 +285,17 @@ pub(crate) fn audit(
     let deed = world.call(who).deed;
     let was_finished = old.is_some_and(|old| old.result().is_some());
     let was_pending = old.is_some_and(|old| old.is_pending());
-    // A reservation that arrives again may have given the same call a later attempt without its knowledge.
+    // A repeated reservation may have given the same call a later attempt without its knowledge.
     let named = match ask {
         Ask::Begin { attempt, .. } | Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
         Ask::Reserve { .. } | Ask::Release(_) => past.attempt,
     };
     let holds = past.holder == token && past.attempt == named;
     let broken = &mut world.broken;
+    // For every request.
     broken.note(Rule::KeysApart, others);
     broken.note(Rule::S3, was_finished && changed);
+    // For each kind of request.
     match ask {
         Ask::Reserve { .. } => {
             audit_reservation(config, world, old, request, answer);
@@ -301,7 +304,8 @@ pub(crate) fn audit(
         Ask::Begin { .. } => {
             let done = answer == Answer::Write(Done::Done);
             broken.note(Rule::S2, !was_pending && done);
-            // A request that arrives after the lease marks nothing; where senders set the times, that can't be told.
+            // The store must refuse a mark that arrives after the lease. If senders set the times, this can't be
+            // checked.
             let late = old.is_some_and(|old| !old.begun() && old.lapses_at <= world.now);
             broken.note(Rule::S14, done && late && config.skew.is_none());
         }
@@ -319,7 +323,7 @@ pub(crate) fn audit(
             broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
         }
     }
-    // For renewals, completions and releases.
+    // For every write of an owner.
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
@@ -330,6 +334,7 @@ pub(crate) fn audit(
         return;
     }
     broken.note(Rule::S17, deed.values && !matches!(ask, Ask::Begin { .. } | Ask::Renew { .. }));
+    // The write has been applied: note the effect for later checks.
     let promised = promise(config, world, who, ask);
     let deed = &mut world.call_mut(who).deed;
     match ask {
@@ -342,10 +347,10 @@ pub(crate) fn audit(
     }
 }
 
-/// The time until which a store that executes `ask` now promises to keep others out.
+/// Time until which the store promises to keep other attempts out if it executes `ask` now.
 fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
     let from = match (config.skew, ask) {
-        // By true time: the sender believes in its lease from when it asked.
+        // By true time, because the sender counts its lease from its request.
         (Some(_), Ask::Reserve { sent, .. } | Ask::Begin { sent, .. } | Ask::Renew { sent, .. }) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
@@ -366,6 +371,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     let before = holder(past.holder);
     let mut broken = world.broken;
 
+    // Another payload gets a mismatch in every state, and no other payload gets one.
     let differs = old.is_some() && past.mark.is_some() && plan.mark.is_some() && past.mark != plan.mark;
     broken.note(Rule::Fingerprint, differs != (answer == Answer::Mismatch) || (differs && old != new));
     match answer {
@@ -379,14 +385,14 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             };
             broken.note(Rule::S1, (0..config.count()).any(promised));
             let dead_under_fail = before != NOBODY && is_fail(&config.plans[usize::from(before)]);
-            // An attempt under `fail` that is not marked has no body.
+            // Under `fail` an unmarked attempt has no body.
             let interrupted = if dead_under_fail { was(Slot::begun) } else { is_fail(plan) };
             broken.note(Rule::S5, was_pending && interrupted);
             broken.note(Rule::S5, was(|old| old.stand == Stand::Interrupted));
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
-            // How much later than the lease a lapse may be noticed when clocks differ.
+            // Largest delay between the lapse of a lease and its discovery, if clocks differ.
             let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
             let until = world.call(before.min(who)).deed.promised_until;
             let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };
@@ -405,12 +411,13 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         }
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
-            // A call that was dropped before its body started, and has cleaned up, has interrupted nothing.
+            // A call that was dropped before its body started, and has cleaned up, must have interrupted nothing.
             let it = world.call(before.min(CALLS as Who - 1));
             let started = it.deed.body != Body::NotStarted;
-            // A process that died after its mark landed can't tell whether it polled the body. A clean-up may be under way.
+            // After its mark landed, a dead process leaves it open whether it polled the body. A clean-up may be under
+            // way.
             let open = it.is_active() || (it.phase == Phase::Dead && was(Slot::begun));
-            // A body under `retry` may begin without a mark; its operation is not repeated by a caller under `fail`.
+            // Under `retry` a body may begin without a mark; a caller under `fail` must not repeat its operation.
             let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::S14, !started && !open && !unmarked);
             let fail = is_fail(plan) || before == NOBODY || is_fail(&config.plans[usize::from(before)]);
@@ -419,6 +426,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         _ => {}
     }
     world.broken = broken;
+    // The reservation was granted: note the promise and the attempt for later checks.
     if let Answer::Reserved { attempt, .. } = answer {
         let promised = promise(config, world, who, ask);
         let deed = &mut world.call_mut(who).deed;
@@ -464,7 +472,7 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
         other != who && its.key == plan.key && is_fail(its) && open
     };
     let followed = (0..config.count()).any(unreturned);
-    // An attempt that an operator has declared dead before its body began is the operator's responsibility.
+    // After an operator declares an attempt dead before its body began, the operator is responsible for it.
     world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
@@ -479,7 +487,7 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// Checks a body that is polled again.
+/// Checks a further poll of a body.
 pub(crate) fn polls(config: &Config, world: &mut World, who: Who) {
     let enforced = !config.plans[usize::from(who)].shadow;
     world.broken.note(Rule::S11, enforced && world.believed(config, who) == 0);
@@ -491,7 +499,7 @@ pub(crate) fn passes(config: &Config, world: &mut World) {
         let call = world.call(who);
         let plan = &config.plans[usize::from(who)];
         let lapses = world.holds_in_body_or_end(who) && world.believed(config, who) == 1;
-        // Past its time-out, no renewal is due.
+        // After its time-out a body needs no renewal.
         let is_over = call.stop_at > 0 && call.stop_at <= world.now;
         let held_up = matches!(call.beat, Beat::Answered { .. }) && !may_hear(config, world);
         let tried = !held_up && (call.beat != Beat::None || call.lost || call.registered);
@@ -499,7 +507,7 @@ pub(crate) fn passes(config: &Config, world: &mut World) {
     }
 }
 
-/// Checks an end that is tried once more, after its store has failed since `since`.
+/// Checks another try of an end whose store has failed since `since`.
 pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
     let limit = since + config.span();
     world.broken.note(Rule::EndsInTime, world.now >= limit);
@@ -528,7 +536,7 @@ pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Tr
     world.broken.note(rule, too_early);
 }
 
-/// Checks a call that asks the store no more, because the store has failed.
+/// Checks a call that makes no more requests because the store has failed.
 pub(crate) fn ends_wait(world: &mut World, who: Who, trouble: Trouble) {
     let may_wait = world.call(who).give_up_at > world.now;
     world.broken.note(Rule::L3Outage, may_wait && trouble.is_transient());
@@ -538,6 +546,8 @@ pub(crate) fn ends_wait(world: &mut World, who: Who, trouble: Trouble) {
 pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();
+    // For each call: a lost body stands still, no renewal passes a time-out, a waiter waits for a running attempt, and
+    // a lease that a call counts on is real.
     for who in 0..config.count() {
         let call = world.call(who);
         let key = usize::from(config.plans[usize::from(who)].key);

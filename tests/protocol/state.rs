@@ -1,7 +1,7 @@
 //! A state of the model: records, calls, requests under way, and the promises so far.
 //!
-//! All values are small numbers, so that millions of states fit. A call is identified by its place in the plan, which is
-//! also its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in that form;
+//! All values are small numbers, so that millions of states fit in memory. The place of a call in the plan is also its
+//! owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in that form;
 //! `store.rs` converts in both directions.
 
 use idem_runtime::OnCrash;
@@ -9,67 +9,67 @@ use idem_runtime::store::{Release, Verdict};
 
 use super::properties::Broken;
 
-/// A call, by its place in the plan.
+/// Call, by its place in the plan.
 pub(crate) type Who = u8;
 /// No call.
 pub(crate) const NOBODY: Who = u8::MAX;
-/// An owner token. The token of a call's first attempts is its place in the plan. A call whose key was released, by itself
-/// or by an operator, needs another one.
+/// Owner token. The token of a call's first attempts is its place in the plan. A call needs another token after it, or
+/// an operator, has released its key.
 pub(crate) type Token = u8;
 
-/// The token of generation `generation` of `who`.
+/// Token of generation `generation` of `who`.
 pub(crate) fn token(who: Who, generation: u8) -> Token {
     who + generation * CALLS as Who
 }
 
-/// The call that the token belongs to.
+/// Call that owns `token`.
 pub(crate) fn holder(token: Token) -> Who {
     if token == NOBODY { NOBODY } else { token % CALLS as Who }
 }
-/// How many calls a configuration may plan.
+/// Largest number of calls in a configuration.
 pub(crate) const CALLS: usize = 4;
-/// How many keys it may have.
+/// Number of keys in the model.
 pub(crate) const KEYS: usize = 2;
-/// How many operators may have looked at a record and not yet decided.
+/// Largest number of operators that have looked at a record and not yet decided.
 pub(crate) const OPERATORS: usize = 2;
 
 /// One state of the model.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct World {
-    /// True time. No part of the modelled protocol knows it when clocks differ.
+    /// True time. If clocks differ, no part of the modelled protocol can read it.
     pub(crate) now: u8,
     pub(crate) slots: [Option<Slot>; KEYS],
     pub(crate) calls: [Call; CALLS],
-    /// Requests under way whose answer no call waits for: late ones, and duplicates. Sorted, so that their order makes no
+    /// Requests under way whose answer no call awaits: late ones, and duplicates. Sorted, so that their order makes no
     /// difference; they arrive in any order, or never.
     pub(crate) net: Vec<Request>,
-    /// How many events outside of the protocol may still happen.
+    /// Number of events outside of the protocol that may still happen.
     pub(crate) left: Budget,
-    /// What operators have seen and not yet decided about.
+    /// Looks of operators that have not decided yet.
     pub(crate) sights: [Option<Sight>; OPERATORS],
     pub(crate) history: [History; KEYS],
     pub(crate) broken: Broken,
 }
 
-/// A record as an operator saw it.
+/// Record as an operator saw it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Sight {
     pub(crate) key: u8,
     pub(crate) operator: u8,
     pub(crate) slot: Slot,
-    /// Whether its lease held.
+    /// True if the lease was live at the look.
     pub(crate) live: bool,
-    /// How many decisions about the key had been applied. The protocol never reads this.
+    /// Number of decisions about the key that had been applied. The protocol never reads this.
     pub(crate) decided: u8,
 }
 
-/// A record, and when its lease lapses.
+/// Record, and the time at which its lease lapses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Slot {
     pub(crate) owner: Token,
-    /// How many decisions were applied since the latest attempt began: each changes the owner token of the record.
+    /// Number of decisions applied since the latest attempt began: each changes the owner token of the record.
     pub(crate) decisions: u8,
-    /// The operator who decided last; the first one gives no name, nor is there any before a decision.
+    /// Operator who decided last. 0 before a decision, and for the first operator, who gives no name.
     pub(crate) by: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
@@ -77,7 +77,8 @@ pub(crate) struct Slot {
     pub(crate) stand: Stand,
     /// By the clock of the store; without one, by the clock of the call that wrote the record.
     pub(crate) lapses_at: u8,
-    /// How often its lease was renewed after it had lapsed; how often it was renewed at all where senders set the times.
+    /// Number of renewals after the lease had lapsed. If senders set the times: number of all renewals that extended
+    /// the lease.
     pub(crate) revived: u8,
 }
 
@@ -86,7 +87,7 @@ impl Slot {
         matches!(self.stand, Stand::Pending { .. })
     }
 
-    /// Whether its body has begun, as far as the record says.
+    /// True if the record has the mark that its body has begun.
     pub(crate) fn begun(&self) -> bool {
         matches!(self.stand, Stand::Pending { begun: true, .. })
     }
@@ -109,14 +110,14 @@ pub(crate) enum Stand {
     Failed(Kept),
 }
 
-/// The recorded result: the call it comes from, and whether the store holds it.
+/// Recorded result: its call, and whether the store holds the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Kept {
     Stored(Who),
     TooLarge(Who),
 }
 
-/// A request of a call to the store.
+/// Request of a call to the store.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Request {
     pub(crate) who: Who,
@@ -126,23 +127,23 @@ pub(crate) struct Request {
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Ask {
-    /// With the true time at which it was sent, if the clocks of the senders count; 0 otherwise. It inserts a record where
-    /// there is none, or replaces the record that its sender has met.
+    /// `sent`: true time of the request if the senders' clocks count, else 0. The request inserts a record if there is
+    /// none, or replaces the record `over` that its sender has seen.
     Reserve {
         sent: u8,
         over: Option<Met>,
     },
-    /// With the same time, and the number of the attempt.
+    /// `sent` as in `Reserve`, and the number of the attempt.
     Renew {
         sent: u8,
         attempt: u8,
     },
-    /// Marks that the body begins; with the same time, and the number of the attempt.
+    /// Marks that the body begins. `sent` as in `Reserve`, and the number of the attempt.
     Begin {
         sent: u8,
         attempt: u8,
     },
-    /// With the number of the attempt. Its starts go into the record if records are written whole.
+    /// Number of the attempt. Its starts go into the record if records are written whole.
     Finish {
         kept: Kept,
         ok: bool,
@@ -152,7 +153,7 @@ pub(crate) enum Ask {
     Release(How),
 }
 
-/// A record as a reservation met it: the parts that a store compares before it replaces one.
+/// Record as a reservation saw it: the parts that a store compares before it replaces one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Met {
     pub(crate) owner: Token,
@@ -180,13 +181,13 @@ impl How {
         }
     }
 
-    /// How a dropped body ends its attempt.
+    /// Release of an attempt whose body was dropped.
     pub(crate) fn dropped(on_crash: OnCrash) -> Self {
         if on_crash == OnCrash::Fail { Self::Interrupted } else { Self::Returned }
     }
 }
 
-/// An answer of the store.
+/// Answer of the store.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Answer {
     Reserved {
@@ -207,7 +208,7 @@ pub(crate) enum Answer {
     Exhausted,
     /// The owner of the request has already released the key.
     Released,
-    /// The key is free. Its record is to be replaced by a second request, or looked at again.
+    /// The key is free. A second request has to replace its record, or to look again.
     Free(Option<Met>),
     Write(Done),
     /// The result is larger than the store can hold.
@@ -230,34 +231,34 @@ impl From<Verdict> for Done {
     }
 }
 
-/// One call of an idempotent function: from its delivery to its result, and on to its late write.
+/// Call of an idempotent function: from its delivery to its result, and on to its late write.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Call {
     pub(crate) phase: Phase,
-    /// How many owner tokens it has had before this one.
+    /// Number of owner tokens that the call has used up.
     pub(crate) generation: u8,
-    /// When the last confirmed reservation or renewal was asked for.
+    /// Time at which the last confirmed reservation or renewal was sent.
     pub(crate) asked_at: u8,
-    /// When the first reservation without an answer was sent: it may have landed, or may yet.
+    /// Time of the first reservation without an answer: it may have landed, or may yet.
     pub(crate) unanswered: Option<u8>,
-    /// When a waiting call gives up; 0 before it waits.
+    /// Time at which a waiting call gives up; 0 before it waits.
     pub(crate) give_up_at: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
-    /// Whether its lease is kept alive.
+    /// True if heartbeats renew the lease.
     pub(crate) registered: bool,
-    /// When its body reaches its time-out; 0 for never.
+    /// Time at which the body reaches its time-out; 0 for never.
     pub(crate) stop_at: u8,
-    /// Since when its end could not be written.
+    /// Time since which the end of the attempt could not be written.
     pub(crate) fails_since: Option<u8>,
-    /// Whether a renewal sent since then was confirmed before its last write was sent.
+    /// True if a renewal sent after `fails_since` was confirmed before the last write was sent.
     pub(crate) renewed: bool,
     pub(crate) beat: Beat,
-    /// Whether the heartbeat has found the lease lost.
+    /// True if the heartbeat has found the lease lost.
     pub(crate) lost: bool,
-    /// Whether the store has refused for good to renew its lease.
+    /// True if the store has permanently refused to renew the lease.
     pub(crate) refused: bool,
-    /// Whether its record may say that its body has begun.
+    /// True if the record may have the mark that the body has begun.
     pub(crate) marked: bool,
     pub(crate) deed: Deed,
 }
@@ -303,29 +304,30 @@ impl Call {
 pub(crate) enum Phase {
     /// Not delivered yet.
     Idle,
-    /// Asking for the key. `landed`: an unanswered try may have taken effect.
+    /// A reservation is under way. `landed`: an unanswered try may have taken effect.
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
-    /// The reservation was answered after its lease: it is renewed, since `at`, before the body may start.
+    /// The reservation was answered after its lease: a renewal, sent at `at`, must confirm it before the body may
+    /// start.
     Confirming { at: u8, line: Line },
-    /// The record is to say, since `at`, that the body begins.
+    /// The record must get the mark, sent at `at`, that the body begins.
     Marking { tries: u8, at: u8, line: Line },
-    /// Its mark was refused: it releases its reservation, and asks as another.
+    /// The mark was refused: the call releases its reservation, and reserves with another owner token.
     GivingBack { line: Line },
     /// Waiting for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
-    /// The body is being polled, and may block there; or it waits to be polled.
+    /// The body is being polled, and may block there; or it waits for the next poll.
     Body { polled: bool },
-    /// The body has ended early, and its values are being dropped. Then the end is written; the caller was told `told`.
+    /// The body has ended early, and its values are being dropped. Then the end is written; the caller got `told`.
     Dropping { ending: Ending, told: Class },
-    /// The last write. `late` is what the caller was told, if no caller waits for the write any more.
+    /// The last write. `late` is the answer to the caller, if the caller no longer waits for the write.
     Ending { ending: Ending, late: Option<Class>, line: Line },
-    /// Nothing is left to do.
+    /// The call has no more steps.
     Over(Class),
     /// The process died.
     Dead,
 }
 
-/// The progress of a request whose sender waits for the answer.
+/// Progress of a request whose sender awaits the answer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Line {
     /// The request is under way.
@@ -339,9 +341,9 @@ pub(crate) enum Line {
 /// One request of a reservation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Reserving {
-    /// The record that it replaces.
+    /// Record that the request replaces.
     pub(crate) over: Option<Met>,
-    /// When it was sent, if the clocks of the senders count; 0 otherwise.
+    /// Time of the request if the senders' clocks count; 0 otherwise.
     pub(crate) at: u8,
 }
 
@@ -352,7 +354,7 @@ pub(crate) enum Beat {
     Answered { at: u8, done: Done },
 }
 
-/// How an attempt ends.
+/// Last write of an attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Ending {
     Finish {
@@ -360,17 +362,17 @@ pub(crate) enum Ending {
         ok: bool,
     },
     Release(How),
-    /// A release in place of an error that the store can't hold; tried again as the completion that it replaces.
+    /// A release in place of an error that the store can't hold; repeated as the completion that it replaces.
     Instead,
-    /// The completion without its result, or a release in place of an error, tried beside the whole one.
+    /// The completion without its result, or a release in place of an error, tried in addition to the whole end.
     Shortened {
         ok: bool,
     },
-    /// The same for a result that the store can't hold, tried for the first time.
+    /// The same for a result that the store can't hold, at its first try.
     LeftOut {
         ok: bool,
     },
-    /// For a reservation that may have landed, or may yet: reserves again, and then releases what it holds.
+    /// Clean-up of a reservation that may have landed, or may yet: reserves again, and then releases the key.
     CleanUp(Reserving),
     /// Releases the key that the clean-up has reserved.
     GiveBack,
@@ -378,12 +380,12 @@ pub(crate) enum Ending {
     TryRelease,
 }
 
-/// The answer to the caller.
+/// Answer to the caller.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Class {
-    /// The body's own value.
+    /// Value of the body.
     Ok,
-    /// The body's own error.
+    /// Error of the body.
     Err,
     /// A recorded value, or a recorded error.
     Replayed,
@@ -401,22 +403,23 @@ pub(crate) enum Class {
     Dropped,
 }
 
-/// What a call has done, whether or not it knows. The protocol never reads this; only the properties do.
+/// Facts about a call, including those that the call can't observe. The protocol never reads this; only the properties
+/// do.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Deed {
     pub(crate) body: Body,
-    /// Its body has values.
+    /// The body has values.
     pub(crate) values: bool,
-    /// The store has granted it an attempt.
+    /// The store has granted an attempt to the call.
     pub(crate) granted: bool,
-    /// Its result was recorded.
+    /// The result was recorded.
     pub(crate) recorded: bool,
-    /// Its reservation was released.
+    /// The reservation was released.
     pub(crate) released: bool,
     /// Its last write was given up: the store can't do it, or could not be reached for a lease. A shadow gives up
     /// immediately.
     pub(crate) abandoned: bool,
-    /// The time until which the store has promised to keep others out.
+    /// Time until which the store has promised to keep other attempts out.
     pub(crate) promised_until: u8,
 }
 
@@ -427,24 +430,24 @@ pub(crate) enum Body {
     Returned {
         ok: bool,
     },
-    /// It started and will not return: crashed, cancelled, panicked, or stopped because the lease was lost.
+    /// The body started and will not return: crashed, cancelled, panicked, or stopped because the lease was lost.
     Gone,
     /// An operator, or the end of the retention, has closed the attempt, whether or not its body had started.
     Forgiven,
 }
 
-/// The events of a key since its record was last absent or reopened. The protocol never reads this.
+/// Events of a key since its record was last absent or reopened. The protocol never reads this.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct History {
-    /// The owner token of the latest attempt.
+    /// Owner token of the latest attempt.
     pub(crate) holder: Token,
-    /// The number of the latest attempt.
+    /// Number of the latest attempt.
     pub(crate) attempt: u8,
-    /// The payload of the key.
+    /// Payload of the key.
     pub(crate) mark: Option<u8>,
-    /// The first result that was recorded.
+    /// First recorded result.
     pub(crate) result: Option<Kept>,
-    /// How many bodies started.
+    /// Number of bodies that started.
     pub(crate) bodies: u8,
     /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not
     /// counted.
@@ -458,7 +461,7 @@ impl History {
         Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0, spared: false, decided: 0 };
 }
 
-/// How many events outside of the protocol may happen.
+/// Number of events outside of the protocol that may happen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub(crate) struct Budget {
     /// Store calls that fail: the request or the answer is lost or late, or the store refuses to work.
@@ -477,7 +480,7 @@ pub(crate) struct Budget {
     pub(crate) ticks: u8,
     /// Ends of retention.
     pub(crate) ends: u8,
-    /// Records that an operator looks at, and then lets run again.
+    /// Records that an operator looks at, and then reopens.
     pub(crate) reopens: u8,
     /// Restarts of the store, or breaks of all connections.
     pub(crate) restarts: u8,

@@ -1,7 +1,7 @@
-//! The steps: those of a call (as in `engine.rs`, `ending.rs` and `heartbeat.rs`), those of the store, and the events of
-//! network, processes and time that affect both.
+//! Steps of the model: the steps of a call (as in `engine/` and `store/heartbeat/`), the steps of the store, and the
+//! events of network, processes and time that affect both.
 //!
-//! `traces.rs` runs the calls of this file beside the real engine.
+//! `traces.rs` runs the calls of this file and the real engine side by side.
 
 use idem_runtime::OnCrash;
 use idem_runtime::store::Verdict;
@@ -16,7 +16,7 @@ use super::state::{
 };
 use super::store::{self, End, Reading};
 
-/// One step. Calls are named by their place in the plan.
+/// One step. A call is named by its place in the plan.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Action {
     /// A message is delivered: the call sends its reservation.
@@ -31,15 +31,15 @@ pub(crate) enum Action {
     IsTurnedAway(Who),
     /// The store can't execute the request at all, and has done nothing.
     IsRefusedForGood(Who),
-    /// The connection of the call broke: an error without an answer, as above.
+    /// The connection of the call broke: an error without an answer, as in `GetsNoAnswer`.
     IsCutOff(Who),
-    /// The request of the call is under way twice.
+    /// A second copy of the call's request is under way.
     Doubles(Who),
-    /// A request whose answer no call waits for arrives after all.
+    /// A request arrives whose answer no call awaits.
     ArrivesLate(Request),
-    /// Such a request never arrives.
+    /// A request whose answer no call awaits never arrives.
     IsLost(Request),
-    /// The heartbeat asks for a renewal.
+    /// The heartbeat sends a renewal.
     Beats(Who),
     StoreDoesBeat(Who),
     HearsBeat(Who),
@@ -47,7 +47,7 @@ pub(crate) enum Action {
     BeatFails(Who),
     /// The store refuses to renew the lease, now and ever.
     BeatIsRefusedForGood(Who),
-    /// The lease of a body has lapsed, and is not renewed ever: the body is cancelled.
+    /// The lease of a body has lapsed, and will never be renewed: the body is cancelled.
     GivesUp(Who),
     /// The body returns.
     Returns(Who, bool),
@@ -61,11 +61,11 @@ pub(crate) enum Action {
     IsDropped(Who),
     /// The last value of a body that has ended early is dropped.
     LosesValues(Who),
-    /// Its process dies.
+    /// The process of the call dies.
     Dies(Who),
-    /// The waiting call asks again: it was woken, or its time is over.
+    /// The waiting call reserves again: it was woken, or its time is over.
     StopsWaiting(Who),
-    /// The wait of the call ends as well, and tells what is recorded: the call needs not ask.
+    /// The wait of the call ends too, and returns the recorded end: the call need not reserve again.
     IsTold(Who),
     /// Time passes.
     Tick,
@@ -73,23 +73,23 @@ pub(crate) enum Action {
     Ends(u8),
     /// An operator looks at a record.
     Looks(u8),
-    /// An operator lets the record that they have looked at run again.
+    /// An operator reopens the record that this operator has looked at.
     Reopens(u8),
     /// The store restarts, and loses nothing but its connections.
     Restarts,
 }
 
-/// The number of owner tokens that a call may use.
+/// Number of owner tokens that a call may use.
 const TOKENS: u8 = 3;
 
-/// The error that a call gets instead of an answer.
+/// Error that a call gets instead of an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Trouble {
     /// The write may have landed.
     Unknown,
-    /// Nothing was written; it may work later.
+    /// Nothing was written; a later try may succeed.
     Unavailable,
-    /// Nothing was written, and never will be.
+    /// Nothing was written, and no try will succeed.
     Fatal,
 }
 
@@ -125,7 +125,7 @@ impl Model for Config {
 impl Config {
     fn start(&self) -> World {
         World {
-            // 0 is then a time that has passed by every clock.
+            // Start late enough that 0 has passed by every clock.
             now: self.start_at(),
             slots: [None; 2],
             calls: [Call::IDLE; CALLS],
@@ -141,17 +141,17 @@ impl Config {
         self.unit() * (self.lease + 2 * self.skew.unwrap_or_default() + 2)
     }
 
-    /// The steps of true time in one tick of a clock.
+    /// Steps of true time in one tick of a clock.
     pub(crate) fn unit(&self) -> u8 {
         if self.skew.is_some() { 2 } else { 1 }
     }
 
-    /// The length of a lease, in steps of true time.
+    /// Length of a lease, in steps of true time.
     pub(crate) fn span(&self) -> u8 {
         self.unit() * self.lease
     }
 
-    /// The reading of the clock that decides about a request that `who` sent at `sent`.
+    /// Reading of the clock that decides about a request that `who` sent at `sent`.
     fn reading(&self, world: &World, who: Who, sent: u8) -> Reading {
         match self.skew {
             None => Reading { now: world.now, skew: None },
@@ -175,6 +175,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     let left = &world.left;
     let everybody = 0..config.count();
     let active = everybody.clone().filter(|who| world.call(*who).is_active()).count();
+    // The next message, if a worker is free.
     let next = everybody.clone().find(|who| world.call(*who).phase == Phase::Idle);
     if let Some(who) = next.filter(|_| active < config.workers) {
         actions.push(Action::Deliver(who));
@@ -184,6 +185,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         if !call.is_active() {
             continue;
         }
+        // The request of each call, or the phase that it is in.
         match call.phase {
             Phase::Reserving { line, .. }
             | Phase::Confirming { line, .. }
@@ -244,8 +246,9 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Dropping { .. } => actions.push(Action::LosesValues(who)),
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
         }
+        // The heartbeat of each call.
         match call.beat {
-            // A body that waits for its lease gets as many beats as that takes.
+            // A body that waits for its lease gets as many beats as it needs.
             Beat::None if beats(config, world, who) && (left.beats > 0 || waits_for_lease(config, world, who)) => {
                 actions.push(Action::Beats(who));
             }
@@ -262,6 +265,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Beat::Answered { .. } if may_hear(config, world) => actions.push(Action::HearsBeat(who)),
             Beat::Answered { .. } => {}
         }
+        // Drops and deaths, which may come at any time.
         let told = matches!(call.phase, Phase::Ending { late: Some(_), .. } | Phase::Dropping { .. });
         if left.cancels > 0 && !told {
             actions.push(Action::IsDropped(who));
@@ -279,6 +283,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         }
         last = Some(request);
     }
+    // Ends of retention, and looks and decisions of operators.
     for key in 0..config.keys {
         let slot = &world.slots[usize::from(key)];
         if left.ends > 0 && slot.is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= world.now) {
@@ -309,7 +314,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     }
 }
 
-/// Whether the lease of the call is renewed.
+/// True if heartbeats renew the lease of the call.
 fn beats(config: &Config, world: &World, who: Who) -> bool {
     let call = world.call(who);
     let kept = match call.phase {
@@ -322,23 +327,23 @@ fn beats(config: &Config, world: &World, who: Who) -> bool {
     kept && !call.lost && call.registered
 }
 
-/// Whether the answer to a renewal can be heard.
+/// True if the answer to a renewal can be processed.
 pub(crate) fn may_hear(config: &Config, world: &World) -> bool {
     let stuck = |call: &Call| matches!(call.beat, Beat::Sent { .. });
     !config.is(Mutant::RenewedTogether) || !world.calls.iter().any(stuck)
 }
 
-/// Whether the body has reached its time-out.
+/// True if the body has reached its time-out.
 fn is_over(config: &Config, world: &World, call: &Call) -> bool {
     call.stop_at > 0 && call.stop_at <= world.now && !config.is(Mutant::TimeoutIgnored)
 }
 
-/// Whether the process believes in the lease of the body, so that it may poll the body.
+/// True if the process counts on the lease of the body, so that it may poll the body.
 fn may_be_polled(config: &Config, world: &World, who: Who) -> bool {
     world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
 }
 
-/// Whether the body would wait for a lease that is never renewed.
+/// True if the body would wait for a lease that is never renewed.
 fn gives_up(config: &Config, world: &World, who: Who) -> bool {
     world.call(who).refused && waits_for_lease(config, world, who) && !config.is(Mutant::RefusedWaitsOn)
 }
@@ -347,7 +352,7 @@ fn waits_for_lease(config: &Config, world: &World, who: Who) -> bool {
     world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
 }
 
-/// What a wait that ends now tells its call, as the answer to a reservation; `None` if the call has to reserve.
+/// Record at the end of a wait, as the answer to a reservation; `None` if the call has to reserve.
 fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
     let call = world.call(who);
     let mut slot = world.slots[usize::from(config.plan(who).key)];
@@ -357,7 +362,7 @@ fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
     let alone = call.unanswered.is_some() && !config.is(Mutant::ToldOfItsOwn);
     if met.is_pending() {
         let lapses_in = reading.until(met.lapses_at, config.mutant).max(u8::from(config.is(Mutant::ToldOfLapsed)));
-        // The wait goes on, for the attempt that runs now. A call that may yet find its own reservation asks.
+        // The wait goes on, for the attempt that runs now. But a call that may find its own reservation has to reserve.
         let goes_on = !alone && lapses_in > 0 && call.give_up_at > world.now;
         return goes_on.then_some(Answer::Pending { attempt: met.attempt, lapses_in });
     }
@@ -373,6 +378,7 @@ fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
 pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     match action {
         Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(config, world, who),
+        // The answer of a wait is checked like the answer to a reservation.
         Action::IsTold(who) => {
             let answer = told(config, world, who).expect("there is something to tell");
             reserve_anew(config, world, who);
@@ -389,6 +395,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             let Line::Answered(answer) = *line(world.call_mut(who)) else { unreachable!("nothing to hear") };
             hears(config, world, who, answer);
         }
+        // The first of these three failures leaves a request that may still arrive; the other two had no effect.
         Action::GetsNoAnswer(who) => {
             world.left.faults -= 1;
             orphan(config, world, who);
@@ -413,6 +420,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             store_does(config, world, request);
         }
         Action::IsLost(request) => take_out(world, request),
+        // Heartbeats.
         Action::Beats(who) => {
             world.left.beats = world.left.beats.saturating_sub(1);
             let at = world.now;
@@ -436,6 +444,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             let call = world.call_mut(who);
             (call.beat, call.refused) = (Beat::None, true);
         }
+        // A body whose lease can't be renewed ends like a body that exceeds its time-out.
         Action::GivesUp(who) => {
             body_is_gone(world, who);
             drops_values(config, world, who, How::dropped(config.plan(who).on_crash), Class::LeaseLost);
@@ -451,6 +460,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             drops_values(config, world, who, How::dropped(config.plan(who).on_crash), Class::TimedOut);
         }
         Action::LosesValues(who) => loses_values(config, world, who),
+        // A drop leaves a late write; a death leaves only the requests that are under way.
         Action::IsDropped(who) => {
             world.left.cancels -= 1;
             is_dropped(config, world, who);
@@ -474,6 +484,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                 }
             }
         }
+        // The end of a retention removes the record: its attempts may be followed by others.
         Action::Ends(key) => {
             world.left.ends -= 1;
             world.slots[usize::from(key)] = None;
@@ -483,6 +494,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::Looks(key) => looks(world, key),
         Action::Reopens(operator) => reopens(config, world, operator),
+        // A restart breaks connections; requests that have not reached the store yet go on.
         Action::Restarts => {
             world.left.restarts -= 1;
             for who in 0..config.count() {
@@ -497,7 +509,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                     {
                         *line = Line::Cut;
                     }
-                    // An error instead of a wake-up: the call asks again.
+                    // An error instead of a wake-up: the call reserves again.
                     Phase::Waiting { woken, .. } => *woken = true,
                     _ => {}
                 }
@@ -541,13 +553,13 @@ impl World {
         &mut self.calls[usize::from(who)]
     }
 
-    /// How long the call believes it holds its lease.
+    /// Time for which the call counts on its lease.
     pub(crate) fn believed(&self, config: &Config, who: Who) -> u8 {
         if self.call(who).lost { 0 } else { self.may_be_held(config, who) }
     }
 
-    /// How long its lease may be held, whatever a heartbeat was told: a beat is also refused if the attempt's own end has
-    /// landed.
+    /// Time for which the lease may be held, even if a heartbeat was refused: the store also refuses a beat after the
+    /// attempt's own end has landed.
     pub(crate) fn may_be_held(&self, config: &Config, who: Who) -> u8 {
         (self.call(who).asked_at + config.span()).saturating_sub(self.now)
     }
@@ -571,7 +583,7 @@ fn line(call: &mut Call) -> &mut Line {
     }
 }
 
-/// The request whose answer the call waits for, as it would be sent.
+/// Request whose answer the call awaits, as it would be sent now.
 pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Option<Request> {
     let call = world.call(who);
     let ask = match call.phase {
@@ -586,7 +598,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
                 kept,
                 ok,
                 attempt: call.attempt,
-                // Only if it is written.
+                // Zero unless the starts are written, so that equal requests are equal.
                 starts: if config.whole { call.starts } else { 0 },
             },
             Ending::Release(how) => Ask::Release(how),
@@ -604,7 +616,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
     Some(Request { who, token: token(who, call.generation), ask })
 }
 
-/// The renewal that was sent at `at`.
+/// Renewal that was sent at `at`.
 fn renewal(config: &Config, world: &World, who: Who, at: u8) -> Request {
     let sent = if config.skew.is_some() { at } else { 0 };
     let call = world.call(who);
@@ -621,7 +633,7 @@ fn take_out(world: &mut World, request: Request) {
     world.net.remove(at);
 }
 
-/// The call no longer waits for its request; if the store has not executed it yet, it may do so later.
+/// The call stops waiting for its request; if the store has not executed the request yet, it may do so later.
 fn orphan(config: &Config, world: &mut World, who: Who) {
     let sent = match world.call(who).phase {
         Phase::Reserving { line, .. }
@@ -645,11 +657,12 @@ fn orphan_beat(config: &Config, world: &mut World, who: Who) {
     world.call_mut(who).beat = Beat::None;
 }
 
-/// The store executes a request, and the properties check it.
+/// The store executes a request, and the properties check the answer.
 pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
     let Request { who, token, ask } = request;
     let key = if config.is(Mutant::KeysShareRecord) { 0 } else { config.plan(who).key };
     let before = world.slots;
+    // The answer, by the kind of request.
     let answer = {
         let reading = |world: &World, sent| config.reading(world, who, sent);
         match ask {
@@ -740,7 +753,7 @@ fn forgive(config: &Config, world: &mut World, key: u8) {
 fn reserve_anew(config: &Config, world: &mut World, who: Who) {
     let now = world.now;
     let call = world.call_mut(who);
-    // The lease of a repeated reservation may have begun when the first one was sent.
+    // The lease of a repeated reservation may count from its first request.
     let since = call.unanswered.filter(|_| !config.is(Mutant::LeaseCountsFromLastRequest));
     call.asked_at = since.unwrap_or(now);
     let landed = call.unanswered.is_some();
@@ -748,16 +761,18 @@ fn reserve_anew(config: &Config, world: &mut World, who: Who) {
     world.call_mut(who).phase = Phase::Reserving { tries: 1, landed, what, line: Line::Sent };
 }
 
-/// A reservation that replaces `over`, sent now.
+/// Reservation that replaces `over`, sent now.
 fn message(config: &Config, world: &World, over: Option<Met>) -> Reserving {
     Reserving { over, at: if config.skew.is_some() { world.now } else { 0 } }
 }
 
-/// The call gets the store's answer.
+/// The call receives the store's answer.
 pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer) {
     let now = world.now;
     let plan = config.plan(who);
     match (world.call(who).phase, answer) {
+        // Steps before a body: a granted lease that is over is confirmed, and the record is marked if the body needs a
+        // mark to begin.
         (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, .. }) => {
             if config.is(Mutant::LeaseCountsFromAnswer) {
                 world.call_mut(who).asked_at = now;
@@ -792,11 +807,11 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) if config.is(Mutant::RefusedMarkKeepsKey) => {
             reserve_as_another(config, world, who, Trouble::Unavailable);
         }
-        // The lease has lapsed, by the store's clock, or another attempt has taken over.
+        // The lease has lapsed by the store's clock, or another attempt has taken over.
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
             world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
         }
-        // Released, or another attempt's.
+        // The reservation is released, or the record is another attempt's.
         (Phase::GivingBack { .. }, Answer::Write(_)) => {
             reserve_as_another(config, world, who, Trouble::Unavailable);
         }
@@ -812,6 +827,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
                 call.give_up_at = now + limit;
             }
             let left = call.give_up_at.saturating_sub(now);
+            // The time of the wait is over, or the policy has none: the duplicate is rejected.
             if left == 0 {
                 if config.is(Mutant::RejectedDuplicateReleases) {
                     let holder = world.slots[usize::from(plan.key)].map_or(who, |slot| slot.owner);
@@ -824,25 +840,28 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
                 }
                 return refused(config, world, who, Class::InProgress);
             }
-            // The store checks the attempt before it lets a call wait, so that no end is missed in between.
+            // The store checks the attempt before a call waits, so that no end is missed in between.
             let slot = world.slots[usize::from(plan.key)];
             let woken = !slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt)
                 && !config.is(Mutant::WaitsWithoutLooking);
             let until = now + left.min(lapses_in * config.unit());
             world.call_mut(who).phase = Phase::Waiting { attempt, until, woken };
         }
+        // Final answers: the body does not run.
         (Phase::Reserving { .. }, Answer::Finished { .. }) => refused(config, world, who, Class::Replayed),
         (Phase::Reserving { .. }, Answer::Mismatch) => refused(config, world, who, Class::Mismatch),
         (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
         (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
         (Phase::Reserving { .. }, Answer::Released) => {
-            // Requests under way with the old token meet its released record.
+            // Requests under way with the old token find its released record.
             reserve_as_another(config, world, who, Trouble::Fatal);
         }
+        // The key is free: the next request replaces the record that this one found.
         (Phase::Reserving { tries, landed, .. }, Answer::Free(over)) => {
             let what = message(config, world, over);
             world.call_mut(who).phase = Phase::Reserving { tries, landed, what, line: Line::Sent };
         }
+        // A clean-up goes on until its reservation can't land any more.
         (Phase::Ending { ending: Ending::CleanUp(_), late, .. }, answer) => {
             let ending = match answer {
                 Answer::Reserved { .. } => Ending::GiveBack,
@@ -859,6 +878,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         ) if !config.is(Mutant::CleanUpOnlyReleases) => {
             ending_fails(config, world, who, Trouble::Unavailable, (ending, late));
         }
+        // The result is too large for the store: the end is tried without it.
         (Phase::Ending { ending, late: None, .. }, Answer::TooLarge) if plan.shadow => {
             ending_fails(config, world, who, Trouble::Fatal, (ending, None));
         }
@@ -873,6 +893,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
         {
             ending_fails(config, world, who, Trouble::Unknown, (Ending::Shortened { ok: false }, late));
         }
+        // The end is written, or the lease is lost.
         (Phase::Ending { ending, late, .. }, Answer::Write(done)) => {
             let refused = done == Done::Refused && !config.is(Mutant::RefusalReadAsDone);
             if refused {
@@ -885,12 +906,12 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
     }
 }
 
-/// The body does not run, except in shadow mode, where it runs without a reservation.
+/// Ends a call without a body, except in shadow mode, where the body runs without a reservation.
 fn refused(config: &Config, world: &mut World, who: Who, told: Class) {
     over(config, world, who, if config.plan(who).shadow { Class::Unprotected } else { told });
 }
 
-/// The result is not recorded; a shadow doesn't tell its caller.
+/// Ends a call whose result is not recorded. A shadow does not report this to its caller.
 fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>, told: Class) {
     let own = match world.call(who).phase {
         Phase::Ending { ending, .. } if is_ok(ending) => Class::Ok,
@@ -899,12 +920,12 @@ fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>,
     over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
 }
 
-/// Whether the body of the attempt with this end has succeeded.
+/// True if the body of the attempt with this end has succeeded.
 fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
 
-/// Another attempt needs another token. A call that has had enough of them fails with `trouble`.
+/// Reserves with another token for another attempt. A call that has used all tokens fails with `trouble`.
 fn reserve_as_another(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
     if world.call(who).generation + 1 == TOKENS {
         return over(config, world, who, unanswered(config.plan(who), trouble));
@@ -914,7 +935,7 @@ fn reserve_as_another(config: &Config, world: &mut World, who: Who, trouble: Tro
     reserve_anew(config, world, who);
 }
 
-/// Whether the record has to say that the body of this attempt begins before it does.
+/// True if the body of this attempt may begin only once the record is marked.
 fn marks(config: &Config, plan: &Plan, attempt: u8) -> bool {
     let counts = plan.max_attempts.is_some_and(|max| attempt > 1 || max == 1);
     (is_fail(plan) || counts) && !config.is(Mutant::BeginsUnmarked)
@@ -971,6 +992,7 @@ fn loses(config: &Config, world: &mut World, who: Who) {
 pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
     match world.call(who).phase {
         Phase::Reserving { tries, landed, .. } => {
+            // An unanswered reservation may have landed: the lease may count from it, and the key may be held.
             let landed = landed || trouble == Trouble::Unknown;
             if trouble == Trouble::Unknown {
                 let call = world.call_mut(who);
@@ -981,12 +1003,14 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
                 return starts_body(config, world, who);
             }
             if tries_again(config, world, who, tries, trouble) {
-                // With the same owner token: a reservation that landed is recognised.
+                // The same owner token, so that the store recognises a reservation that landed.
                 let what = message(config, world, None);
                 let tries = config.tries.min(tries + 1);
                 world.call_mut(who).phase = Phase::Reserving { tries, landed, what, line: Line::Sent };
                 return;
             }
+            // No more tries: the error ends the call, and the clean-up frees the key that an unanswered request may
+            // hold.
             properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
             let told = unanswered(plan, trouble);
@@ -1008,6 +1032,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
         Phase::GivingBack { .. } if tries_again(config, world, who, config.tries, trouble) => {
             world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
         }
+        // The steps before the body have failed: the reservation is cleaned up.
         Phase::Confirming { .. } | Phase::Marking { .. } | Phase::GivingBack { .. } => {
             properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
@@ -1023,13 +1048,13 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
     }
 }
 
-/// Whether a request that failed `tries` times is sent again. In a wait it is, for as long as the call may wait.
+/// True if a request that failed `tries` times is sent again. In a wait it is, for as long as the call may wait.
 fn tries_again(config: &Config, world: &World, who: Who, tries: u8, trouble: Trouble) -> bool {
     let waits = world.call(who).give_up_at > world.now && !config.is(Mutant::FailureEndsWait);
     trouble.is_transient() && (tries < config.tries || waits)
 }
 
-/// What the caller is told of a store that failed. An unreadable record counts as an answer.
+/// Answer to the caller of a store that failed. An unreadable record counts as an answer of the store.
 fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
     match (plan.open && trouble.is_transient()) || plan.shadow {
         true => Class::Unprotected,
@@ -1059,11 +1084,12 @@ fn ending_fails(
     let next = |world: &mut World, ending| {
         world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
     };
+    // The whole end to go back to after this try.
     let whole = match ending {
-        // Left out for good: an error that can't be replayed does not justify ending the operation.
+        // The result is left out permanently. An error that can't be replayed does not justify ending the operation.
         Ending::LeftOut { ok: true } => Ending::Finish { kept: Kept::TooLarge(who), ok: true },
         Ending::LeftOut { ok: false } => Ending::Instead,
-        // Whether or not the shortened one landed.
+        // Back to the whole end, even if the shortened one has landed.
         Ending::Shortened { ok } => Ending::Finish { kept: Kept::Stored(who), ok },
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
@@ -1075,10 +1101,11 @@ fn ending_fails(
     if let (Ending::Finish { kept: Kept::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
-    // The reservation may have landed all the same.
+    // The reservation may still have landed.
     if matches!(ending, Ending::CleanUp(_)) && trouble == Trouble::Unknown {
         return next(world, Ending::TryRelease);
     }
+    // Try again within one lease, while the lease may be held; some late writes go on for longer.
     let held = match config.mutant {
         Some(Mutant::BeatRefusalEndsEnding) => world.believed(config, who),
         _ => world.may_be_held(config, who),
@@ -1096,6 +1123,7 @@ fn ending_fails(
         }
         return next(world, whole);
     }
+    // Give up: a release in place of an error goes on late; a success leaves its key held.
     if whole == Ending::Instead && late.is_none() {
         return self::late(config, world, who, whole, Class::Err);
     }
@@ -1114,7 +1142,8 @@ fn ending_fails(
     unrecorded(config, world, who, late, Class::Unrecorded);
 }
 
-/// Whether a late write goes on after its lease: the end of a body that keeps all others out, and the clean-up of a mark.
+/// True if a late write goes on after its lease: the end of a body that keeps all others out, and the clean-up of a
+/// mark.
 fn outlasts_lease(config: &Config, world: &World, who: Who, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {
@@ -1152,7 +1181,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
     if call.deed.body == Body::Running {
         call.deed.body = Body::Returned { ok };
     }
-    // In one step: what follows waits for it.
+    // Dropped in the same step, because all later steps wait for it.
     call.deed.values = false;
     call.phase = Phase::Ending { ending, late: None, line: Line::Sent };
     if !ok && config.is(Mutant::ErrorKeepsKey) {
@@ -1172,7 +1201,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
         return over(config, world, who, Class::Dropped);
     }
     match call.phase {
-        // Whether or not it landed.
+        // Cleaned up in any case, as the reservation may have landed.
         Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. } | Phase::GivingBack { .. }
             if !config.is(Mutant::UnansweredNotReleased) =>
         {
@@ -1198,8 +1227,8 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-/// The values of a body that has ended early are dropped before its key is freed. The lease is renewed meanwhile, also beyond
-/// the time-out of the body.
+/// Drops the values of a body that has ended early, before its key is freed. The lease is renewed meanwhile, also
+/// beyond the time-out of the body.
 fn drops_values(config: &Config, world: &mut World, who: Who, how: How, told: Class) {
     let ending = Ending::Release(how);
     if config.is(Mutant::ReleasedBeforeValues) {
@@ -1218,27 +1247,27 @@ fn loses_values(config: &Config, world: &mut World, who: Who) {
     late(config, world, who, ending, told);
 }
 
-/// Frees the key of a reservation that may have landed, or may yet; the caller was told `told`.
+/// Frees the key of a reservation that may have landed, or may yet; the caller got `told`.
 fn clean_up(config: &Config, world: &mut World, who: Who, told: Class) {
     let ending = match config.mutant {
         Some(Mutant::CleanUpOnlyReleases) => Ending::Release(How::NotStarted),
         _ => Ending::CleanUp(message(config, world, None)),
     };
     late(config, world, who, ending, told);
-    // Tried for one lease from now on.
+    // The clean-up is tried for one lease from now on.
     let now = world.now;
     let call = world.call_mut(who);
     (call.asked_at, call.fails_since) = (now, Some(now));
 }
 
-/// Goes on with `ending` although no caller waits for it; the caller was told `told`.
+/// Goes on with `ending` although no caller waits for it; the caller got `told`.
 fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
     (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
     call.registered = false;
     call.stop_at = 0;
-    // All that a late write knows of its lease is when it was last confirmed.
+    // A late write keeps only the time at which its lease was last confirmed.
     (call.lost, call.refused) = (false, false);
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
     properties::caller_hears(config, world, who, told);
@@ -1265,7 +1294,7 @@ fn body_is_gone(world: &mut World, who: Who) {
     }
 }
 
-/// Whether this call must not take over.
+/// True if this call must not take over.
 pub(crate) fn is_fail(plan: &Plan) -> bool {
     plan.on_crash == OnCrash::Fail
 }

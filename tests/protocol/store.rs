@@ -1,6 +1,6 @@
-//! The store's answer to a request, made of the runtime's own functions in the same way as `stores/memory.rs`.
+//! Answers of the store to requests, made of the runtime's own functions in the same way as in `stores/memory`.
 //!
-//! `traces.rs` compares this with the real memory store, answer by answer.
+//! `traces.rs` compares these answers with the answers of the real memory store.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -21,11 +21,11 @@ use super::state::{Answer, Done, How, Kept, Met, OPERATORS, Sight, Slot, Stand, 
 pub(crate) const TICK: Duration = Duration::from_secs(1);
 /// Longer than any configuration lasts: the end of a retention is an event of its own.
 pub(crate) const TTL: Duration = Duration::from_secs(3600);
-/// The names of the operators.
+/// Names of the operators.
 const NAMES: [&str; OPERATORS] = ["", "bob"];
 const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
 
-/// The request of a call, as the engine would make it.
+/// Request of a call, as the engine would make it.
 pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> ReserveRequest {
     ReserveRequest::new(
         Key::new("model", u32::from(plan.key)).expect("a key"),
@@ -104,7 +104,7 @@ impl From<&State> for Stand {
 }
 
 impl Slot {
-    /// The record in the runtime's form.
+    /// Record in the runtime's form.
     pub(crate) fn record(&self, lease: u8) -> Record {
         let owner = decided(owner(self.owner), self.decisions.into());
         let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
@@ -116,7 +116,7 @@ impl Slot {
 
     /// `record` in the model's form.
     pub(crate) fn of(record: &Record, lapses_at: u8) -> Self {
-        // A token of the model is the same byte throughout, unless decisions have moved it.
+        // All bytes of a model's token are equal, unless decisions have moved the token.
         let origin = |decisions: &u8| {
             let tokens = 0..=Token::MAX;
             tokens.into_iter().find(|token| decided(owner(*token), (*decisions).into()) == record.owner)
@@ -150,7 +150,7 @@ impl Met {
     }
 }
 
-/// The store's answer in the model's form.
+/// Answer of the store in the model's form.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
         Reservation::Granted { lease, takeover, .. } => {
@@ -172,17 +172,17 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
     }
 }
 
-/// A reading of the clock that the store, or its client, uses.
+/// Reading of the clock that the store, or its client, uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
-    /// The time.
+    /// Time of the clock.
     pub(crate) now: u8,
-    /// The extra time that must pass before a time counts as over; `None` if it is the store's own clock.
+    /// Extra time that must pass before a time counts as over; `None` for the store's own clock.
     pub(crate) skew: Option<u8>,
 }
 
 impl Reading {
-    /// The time left until `time` has passed by every clock; zero only if it has.
+    /// Time left until `time` has passed by every clock; zero only if it has.
     pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
         match (self.skew, mutant) {
             (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
@@ -197,10 +197,10 @@ fn in_one_step(config: &Config) -> bool {
     config.one_step || config.mutant == Some(Mutant::ReplacesUnseen)
 }
 
-/// Reserves the key of `slot` for `token`, whose request replaces `over`, or inserts a record where there is none.
+/// Reserves the key of `slot` for `token`, whose request replaces `over`, or inserts a record if there is none.
 ///
-/// A store either decides in one step, or compares the record with the one that the sender met: then a request that arrives
-/// late changes nothing that its sender has not seen.
+/// A store either decides in one step, or compares the record with the one that the sender saw. In the second case a
+/// request that arrives late changes nothing that its sender has not seen.
 pub(crate) fn reserves(
     config: &Config,
     slot: &mut Option<Slot>,
@@ -254,9 +254,9 @@ pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: Who) -> Answer {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct End {
     pub(crate) stand: Stand,
-    /// How many attempts it takes back.
+    /// Number of attempts that the write takes back.
     pub(crate) refund: u8,
-    /// The numbers of the attempt and of the starts, as far as its call knows them.
+    /// Number of the attempt and of its starts, if the write names them.
     pub(crate) numbers: Option<(u8, u8)>,
     pub(crate) now: u8,
 }
@@ -279,10 +279,12 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let with_result = matches!(stand, Stand::Completed(_) | Stand::Failed(_));
+    // Only the owner's attempt may end, before any decision.
     let own = met.owner == token && met.decisions == 0;
     if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && !own {
         return Done::Refused;
     }
+    // An ended record: the runtime decides whether this write is a repetition.
     if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_what_has_ended(met, with_result)) {
         if mutant == Some(Mutant::RefundRepeated) {
             met.starts = met.starts.saturating_sub(refund);
@@ -305,6 +307,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     if mutant == Some(Mutant::LapsedOwnerRefused) && met.lapses_at <= now {
         return Done::Refused;
     }
+    // A completion must name the attempt of the record.
     let anyones = mutant.is_some_and(|mutant| mutant.ends_any_attempt(met, with_result));
     if !anyones && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
         return Done::Refused;
@@ -313,11 +316,12 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
         *slot = None;
         return Done::Done;
     }
+    // Apply the end.
     met.starts = met.starts.saturating_sub(refund);
     met.stand = stand;
     (met.lapses_at, met.revived) = (0, 0);
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
-        // If a record is one value, its end is written from the lease of the attempt alone.
+        // If a record is one value, its end is written only from the lease of the attempt.
         let request = &config.request(token);
         let lease = {
             let mut lease = Record::first(request).lease(request);
@@ -331,7 +335,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     Done::Done
 }
 
-/// Marks that the body of attempt `attempt` of `token` begins, and renews its lease; a lease that has lapsed is not marked.
+/// Marks that the body of attempt `attempt` of `token` begins, and renews its lease; refuses if the lease has lapsed.
 pub(crate) fn begins(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut().filter(|met| met.owner == token && met.attempt == attempt) else {
         return Done::Refused;
@@ -356,7 +360,7 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
         return Done::Refused;
     }
     let lapses_at = reading.now + config.lease;
-    // Where senders set the times, a late renewal must not cut short the lease that a later one has confirmed.
+    // If senders set the times, a late renewal must not shorten the lease that a later renewal has confirmed.
     if config.mutant == Some(Mutant::LateRenewalCutsShort) || met.lapses_at <= lapses_at {
         let revives = met.lapses_at <= reading.now || (reading.skew.is_some() && met.lapses_at < lapses_at);
         met.revived += u8::from(revives && config.mutant != Some(Mutant::ReplacesRevived));
@@ -365,13 +369,13 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
     Done::Done
 }
 
-/// What an operator sees of the record of `key`.
+/// Record of `key` as an operator sees it.
 pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> Sight {
     let live = slot.is_pending() && reading.until(slot.lapses_at, None) > 0;
     Sight { key, operator, slot, live, decided: 0 }
 }
 
-/// Lets the next delivery run again, if the record is the one that the operator saw. A recorded result is given up.
+/// Reopens the key, if the record is the one that the operator saw. Discards a recorded result.
 pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &Sight, reading: Reading) -> Verdict {
     let Some(met) = slot.as_mut() else { return Verdict::Refused };
     let lapses_in = |left: u8| TICK * u32::from(left);

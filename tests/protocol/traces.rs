@@ -1,8 +1,8 @@
-//! The parts of the model that don't share the runtime's code run beside it on random traces: the model's store beside the
-//! real memory store, its calls beside the real engine.
+//! Random traces that run the parts of the model without the runtime's code next to the real thing: the model's store
+//! next to the memory store, its calls next to the real engine.
 //!
-//! A failure prints the shortest trace that proptest finds, and a seed: `IDEM_PROTOCOL_SEED=…` runs the same traces again,
-//! `IDEM_PROTOCOL_TIMES=10` runs ten times as many.
+//! A failure prints the shortest trace that proptest finds, and a seed: `IDEM_PROTOCOL_SEED=…` runs the same traces
+//! again, `IDEM_PROTOCOL_TIMES=10` runs ten times as many.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -49,11 +49,11 @@ fn plans() -> impl Strategy<Value = Vec<Plan>> {
     })
 }
 
-/// One step of a trace of the store.
+/// Step of a trace of the store.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Reserve(Who),
-    /// The same request arrives again, without a call that waits for the answer.
+    /// The same request arrives again, without a call that awaits the answer.
     Again(Who),
     Begin(Who),
     Renew(Who),
@@ -86,7 +86,7 @@ fn new_seed() -> u64 {
     u64::try_from(SystemClock::default().entropy() >> 64).expect("the upper half")
 }
 
-/// Runs `cases` random traces; a failure says how to run them again.
+/// Runs `cases` random traces. A failure prints the seed that runs them again.
 fn many<S: Strategy>(cases: u32, traces: &S, compare: impl Fn(S::Value) -> Result<(), TestCaseError>) {
     let seed: u64 =
         std::env::var("IDEM_PROTOCOL_SEED").map_or_else(|_| new_seed(), |text| text.parse().expect("a whole number"));
@@ -108,7 +108,7 @@ fn the_store_agrees_with_the_memory_store() {
     many(1_000, &traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
 }
 
-/// The traces can tell stores apart: a store with a mistake is found to differ.
+/// The traces can distinguish stores: they find the difference of a store with a mistake.
 #[test]
 fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
@@ -120,6 +120,7 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
         TakeoverKeepsToken,
     };
     let runtime = runtime();
+    // Mistakes that show in the answers or in the records.
     for mutant in [
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
@@ -157,7 +158,7 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     }
 }
 
-/// The numbers of the attempt and of the starts in a lease.
+/// Numbers of the attempt and of the starts in a lease.
 fn numbers(lease: &Lease) -> (u8, u8) {
     let small = |number: u32| number.try_into().expect("numbers of the model are small");
     (small(lease.attempt), small(lease.attempts_used))
@@ -171,6 +172,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     for step in steps {
         let key_of = |who: Who| usize::from(config.plans[usize::from(who)].key);
         let reading = Reading { now, skew: None };
+        // The same step for both stores; both must give the same answer.
         match *step {
             Step::Reserve(who) | Step::Again(who) => {
                 let found = real.reserve(&config.requests[usize::from(who)]).await.unwrap();
@@ -218,6 +220,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 now += 1;
             }
         }
+        // After each step both must hold the same records.
         for (key, slot) in (0..).zip(&slots) {
             let found = real.inspect(&key_named(key)).await.unwrap();
             let modelled = slot.map(|slot| slot.record(config.lease));
@@ -238,14 +241,14 @@ fn key_named(key: u8) -> Key {
     Key::new("model", u32::from(key)).unwrap()
 }
 
-/// A request of the engine to its store, and the channel for its verdict.
+/// Request of the engine to its store, and the channel for its verdict.
 #[derive(Debug)]
 struct Asked {
     what: Real,
     verdict: oneshot::Sender<Fate>,
 }
 
-/// A request as the engine made it.
+/// Request as the engine made it.
 #[derive(Clone, Debug)]
 enum Real {
     Reserve(ReserveRequest),
@@ -256,7 +259,7 @@ enum Real {
 }
 
 impl Real {
-    /// Whether it is the request that the model makes.
+    /// Reports whether this is the request that the model makes.
     fn is(&self, ask: Ask) -> bool {
         match (self, ask) {
             (Self::Reserve(_), Ask::Reserve { .. }) => true,
@@ -272,7 +275,7 @@ impl Real {
         }
     }
 
-    /// Executes it, without the engine.
+    /// Executes the request, without the engine.
     async fn arrives(&self, store: &MemoryStore) {
         match self {
             Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
@@ -284,16 +287,16 @@ impl Real {
     }
 }
 
-/// The fate of a request.
+/// Fate of a request.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Done,
-    /// It is done, and the answer is lost.
+    /// The request is done, and the answer is lost.
     DoneUnheard,
     Failed(StoreErrorKind),
 }
 
-/// A store that asks the trace for the fate of each request.
+/// Store that lets the trace decide the fate of each request.
 #[derive(Clone, Debug)]
 struct Scripted {
     inner: MemoryStore,
@@ -308,7 +311,7 @@ impl Scripted {
     ) -> StoreFuture<'a, T> {
         let desk = Arc::clone(&self.desk);
         StoreFuture::new(async move {
-            // Only once it is polled: the engine also checks whether a store answers at once.
+            // Ask only when polled: the engine also polls once to find out whether a store answers immediately.
             let (verdict, decided) = oneshot::channel();
             desk.lock().unwrap().push(Asked { what, verdict });
             let failed = |kind| StoreError::new(kind, "failed by the trace");
@@ -382,7 +385,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// The policy of a plan.
+/// Policy of a plan.
 fn policy(config: &Config, plan: &Plan) -> Policy {
     // The model has no outage that outlasts the pause of a body.
     let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash).max_pause(TTL);
@@ -404,7 +407,7 @@ fn policy(config: &Config, plan: &Plan) -> Policy {
 
 type Ended = (Result<u32, Failure>, Outcome);
 
-/// One call of the real engine beside call 0 of the model. The other calls are requests made by hand.
+/// Call of the real engine next to call 0 of the model. The other calls are requests made by hand.
 struct Pair<'a> {
     config: &'a Config,
     world: World,
@@ -413,19 +416,19 @@ struct Pair<'a> {
     call: Option<Pin<Box<dyn Future<Output = Ended>>>>,
     ended: Option<Ended>,
     body: Option<oneshot::Sender<bool>>,
-    /// The output of the body at its next poll.
+    /// Output of the body at its next poll.
     returns: Option<bool>,
-    /// Whether the body has started in the model.
+    /// True if the body has started in the model.
     ran: bool,
     started: Arc<Mutex<bool>>,
-    /// The model's requests under way for which no call waits, with the engine's own requests.
+    /// The model's requests under way whose answer no call awaits, each with the engine's own request.
     late: Vec<(Request, Real)>,
     main: Option<Asked>,
     beat: Option<Asked>,
     faults: u8,
 }
 
-/// The next move of the trace.
+/// Next move of the trace.
 #[derive(Clone, Copy, Debug)]
 enum Move {
     Answer,
@@ -434,7 +437,7 @@ enum Move {
     TurnAway,
     RefuseForGood,
     Drop,
-    /// Lets the body return when it is polled.
+    /// Lets the body return at its next poll.
     Return(bool),
     AnswerBeat,
     FailBeat,
@@ -493,7 +496,7 @@ impl<'a> Pair<'a> {
         take(self.config, &mut self.world, action);
     }
 
-    /// The steps that the model can take now.
+    /// Steps that the model can take now.
     fn actions(&self) -> Vec<Action> {
         let mut actions = Vec::new();
         self.config.actions(&self.world, &mut actions);
@@ -535,20 +538,20 @@ impl<'a> Pair<'a> {
         self.compare().await
     }
 
-    /// What the store tells at the end of a wait decides as much as it can.
+    /// Ends the wait, with the record at its end if that record decides.
     fn stops_waiting(&mut self) {
         let told = Action::IsTold(0);
         self.does(if self.actions().contains(&told) { told } else { Action::StopsWaiting(0) });
     }
 
-    /// The engine drops the values of a body and asks for the release in one step.
+    /// The engine drops the values of a body and sends the release in one step.
     fn loses_values(&mut self) {
         if matches!(self.phase(), Phase::Dropping { .. }) {
             self.does(Action::LosesValues(0));
         }
     }
 
-    /// The steps of the body that need no store.
+    /// Takes the steps of the body that need no store.
     fn follow_body(&mut self) {
         if self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
@@ -601,11 +604,13 @@ impl<'a> Pair<'a> {
                 | Phase::GivingBack { .. }
                 | Phase::Ending { .. }
         );
+        // Both have a request under way, or none has.
         prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
         let told = match phase {
             Phase::Over(told) | Phase::Ending { late: Some(told), .. } => Some(told),
             _ => None,
         };
+        // The caller got the same answer.
         match told {
             Some(Class::Dropped) => prop_assert!(self.call.is_none() && self.ended.is_none()),
             // The body runs now, without a reservation.
@@ -625,13 +630,15 @@ impl<'a> Pair<'a> {
             }
             None => prop_assert!(self.ended.is_none(), "ended with {:?} in {:?}", self.ended, phase),
         }
+        // Both have started the body, or none has.
         self.ran |= matches!(phase, Phase::Body { .. }) || told == Some(Class::Unprotected);
         let ran = self.ran;
         prop_assert_eq!(*self.started.lock().unwrap(), ran, "the body has started, in {:?}", phase);
         let found = self.store.inspect(&key_named(0)).await.unwrap();
+        // The records are equal; owner tokens are compared only by whether they are another call's.
         let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
         let shown = |record: &Record| {
-            // The model's tokens consist of one repeated byte.
+            // A model's token repeats one byte.
             let bytes = record.owner.as_bytes();
             let modelled = bytes.windows(2).all(|bytes| bytes[0] == bytes[1]);
             let others = modelled && holder(bytes[0]) > 0;
@@ -668,7 +675,7 @@ impl<'a> Pair<'a> {
                 moves.push(Move::FailBeat);
             }
         } else if self.world.now < 20 {
-            // A beat without an answer for a lease is given up.
+            // A beat without an answer for a lease is given up, so no ticks are made while one is under way.
             moves.extend([Move::Tick; 8]);
         }
         for at in 0..self.late.len() {
@@ -690,6 +697,7 @@ impl<'a> Pair<'a> {
 
     async fn make(&mut self, it: Move) {
         match it {
+            // Answers and failures of the engine's request; each failure counts.
             Move::Answer => {
                 self.does(Action::StoreDoes(0));
                 let too_large = matches!(
@@ -726,6 +734,7 @@ impl<'a> Pair<'a> {
                 self.tell_main(Fate::Failed(StoreErrorKind::Corrupt));
                 self.faults += 1;
             }
+            // A dropped call leaves its request under way.
             Move::Drop => {
                 let request = pending_request(self.config, &self.world, 0);
                 if let (Some(request), Some(asked)) = (request, self.main.take()) {
@@ -739,6 +748,7 @@ impl<'a> Pair<'a> {
                 self.returns = Some(ok);
                 self.body.take().unwrap().send(ok).unwrap();
             }
+            // Answers and failures of the heartbeat.
             Move::AnswerBeat => {
                 let beat = self.beat.take().unwrap();
                 if matches!(self.world.call(0).beat, Beat::Sent { .. }) {
@@ -758,6 +768,7 @@ impl<'a> Pair<'a> {
                 beat.verdict.send(Fate::Failed(StoreErrorKind::Unconfirmed)).unwrap();
                 self.faults += 1;
             }
+            // Requests under way that arrive late, or never.
             Move::Arrive(at) => {
                 let (request, real) = self.late.remove(at);
                 self.does(Action::ArrivesLate(request));
@@ -769,6 +780,7 @@ impl<'a> Pair<'a> {
                 let (request, _) = self.late.remove(at);
                 self.does(Action::IsLost(request));
             }
+            // Other calls, which act on the store without an engine.
             Move::OtherReserves(who) => {
                 let real = Real::Reserve(self.config.requests[usize::from(who)].clone());
                 self.other(Request { who, token: who, ask: Ask::Reserve { sent: 0, over: None } }, &real).await;
@@ -797,7 +809,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// The lease that `who` holds, or would hold if its attempt was the first.
+    /// Lease that `who` holds, or would hold in its first attempt.
     fn lease(&self, who: Who) -> Lease {
         let request = &self.config.requests[usize::from(who)];
         let slot = self.world.slots[usize::from(self.config.plans[usize::from(who)].key)];
@@ -805,7 +817,7 @@ impl<'a> Pair<'a> {
         held.unwrap_or_else(|| Record::first(request)).lease(request)
     }
 
-    /// The engine's renewal whose answer no call waits for any more.
+    /// The engine's renewal whose answer no call awaits any more.
     fn late_renewal(&self) -> Request {
         let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, Ask::Renew { .. });
         *self.world.net.iter().find(is_it).expect("it is under way")
@@ -831,7 +843,7 @@ fn fail(ended: Option<&Ended>, phase: Phase) -> Result<(), TestCaseError> {
     Err(TestCaseError::fail(format!("the engine has {ended:?}, the model {phase:?}")))
 }
 
-/// The answer to the engine's caller.
+/// Answer to the engine's caller.
 fn class((result, outcome): &Ended) -> Option<Class> {
     match result {
         _ if outcome.replayed() => Some(Class::Replayed),
@@ -841,12 +853,13 @@ fn class((result, outcome): &Ended) -> Option<Class> {
     }
 }
 
-/// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer:
-/// whatever the store answers, whenever it does, and whichever other calls there are.
+/// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer, for
+/// any answers of the store, at any time, and with any other calls.
 #[test]
 fn the_calls_agree_with_the_engine() {
     let runtime = runtime();
     let told = Mutex::new(BTreeMap::new());
+    // Policies of every kind, and choices that pick one of the possible moves each.
     let plan = (
         (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
         proptest::option::of(1..3_u8),
@@ -874,6 +887,7 @@ fn the_calls_agree_with_the_engine() {
             let mut pair = Pair::new(&config);
             pair.meet().await?;
             let mut made = Vec::new();
+            // After each move both must agree.
             for choice in &choices {
                 let moves = pair.moves();
                 let it = moves[usize::from(*choice) % moves.len()];
@@ -890,6 +904,7 @@ fn the_calls_agree_with_the_engine() {
     });
     let told = told.into_inner().unwrap();
     println!("what the callers were told: {told:?}");
+    // The traces must reach every kind of end.
     for class in [
         Class::Ok,
         Class::Err,
@@ -903,7 +918,7 @@ fn the_calls_agree_with_the_engine() {
     }
 }
 
-/// A model that merely followed the engine would agree with any engine: this one is told another ending.
+/// The comparison must not simply follow the engine: it fails if the model has another ending.
 #[test]
 fn another_ending_is_not_agreed_with() {
     let config = Config::of(&[Plan::default()]);
@@ -920,7 +935,7 @@ fn another_ending_is_not_agreed_with() {
     assert!(disagrees.is_err());
 }
 
-/// The model's store, with the clocks of its clients, answers like the store that has no clock.
+/// The model's store with differing clocks of its clients answers like the store that has no clock.
 #[cfg(feature = "dynamodb")]
 #[test]
 fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
@@ -935,6 +950,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
     let endpoint = Kind::Dynoxide.shared();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let clocks: [_; 4] = std::array::from_fn(|_| OddClock::at(0));
+    // A store for each client, with a clock that the trace sets.
     let stores = clocks.each_ref().map(|clock| {
         DynamoStore::options()
             .namespace("protocol:")
@@ -949,6 +965,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
         let mut config = Config::of(&plans);
         config.lease = LEASE;
         let history = histories.fetch_add(1, Ordering::SeqCst);
+        // Each trace uses its own keys.
         let of = |request: &ReserveRequest| {
             request
                 .clone()
@@ -967,6 +984,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                 }
                 let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
                 let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
+                // The same step for both stores; both must give the same answer.
                 match step {
                     Step::Reserve(who) | Step::Again(who) => {
                         let at = usize::from(who);
