@@ -1,12 +1,11 @@
 //! The real engine under a hostile scheduler: processes, workers, a broker and an operator in one thread, on simulated
-//! time, over a store that fails in every way the contract allows. One seed decides everything.
+//! time, with a store that fails in every way the contract allows. One seed decides everything.
 //!
-//! Every history is checked for linearizability, and the books of what the bodies did are checked against everything that
-//! the README guarantees; see [`Check`]. That the checks can fail is shown by breaking the store and the surroundings of
-//! the engine.
+//! Every history is checked for linearizability, and the books of the bodies are checked against all guarantees of the
+//! README; see [`Check`]. Breaks of the store and of the engine's surroundings show that each check can fail.
 //!
-//! A failure prints its seed, the history of the key, and the rule that it breaks. `IDEM_SIM_SEED=… cargo test -p
-//! idem-tests --test simulation` repeats it and prints its whole history; `IDEM_SIM_RUNS=100000` is a long run, and
+//! A failure prints its seed, the history of the key, and the broken rule. `IDEM_SIM_SEED=… cargo test -p idem-tests
+//! --test simulation` repeats it and prints its whole history; `IDEM_SIM_RUNS=100000` is a long run, and
 //! `IDEM_SIM_FIRST` its first seed.
 
 #[path = "simulation/cancel.rs"]
@@ -41,10 +40,10 @@ use plain::Mistake as M;
 use store::Prank;
 use world::{Broken, Report, run};
 
-/// How many worlds are run (default).
+/// Number of worlds in a run (default: 1000).
 const RUNS: u64 = 1_000;
 
-/// Seeds that once found something, and the tests of `engine.rs` that show it:
+/// Seeds that once found a problem, and the tests of `engine.rs` that show it:
 /// - `a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is`
 /// - none: a history that a search of 20 000 configurations could not decide
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
@@ -104,7 +103,7 @@ fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..threads {
-            // Tasks that block are polled inside each other, which needs a deep stack.
+            // Blocking tasks are polled inside each other, which needs a deep stack.
             let thread = std::thread::Builder::new().stack_size(64 << 20);
             let spawned = thread.spawn_scoped(scope, || {
                 while let Some(item) =
@@ -118,7 +117,7 @@ fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
     });
 }
 
-/// The first part of a failed world to read.
+/// Part of a failed world's report to read first.
 fn story(report: &Report) -> Option<String> {
     let first = report.findings.first()?;
     let all: Vec<String> = report.findings.iter().map(ToString::to_string).collect();
@@ -171,7 +170,7 @@ fn worlds_keep_every_promise() {
 
 #[test]
 fn a_seed_repeats_its_history() {
-    // They are still the worlds that found something.
+    // The seeds must still produce the worlds that found the problems.
     for seed in FOUND {
         let counts = run(seed, Broken::Nothing).counts;
         let later = [
@@ -190,7 +189,7 @@ fn a_seed_repeats_its_history() {
     }
 }
 
-/// The time at which the store did an operation only tells the search where to begin; it is no part of the answer.
+/// The time at which the store executed an operation is only a hint for the search, and no part of the answer.
 #[test]
 fn histories_are_judged_the_same_from_outside() {
     let broken = [M::LeaseCutShort, M::FinishNotRepeatable, M::ReleaseUpserts, M::RenewByKey].map(Broken::Store);
@@ -222,8 +221,8 @@ fn histories_are_judged_the_same_from_outside() {
     assert!(contradicted > 10, "some of them are contradicted: {contradicted}");
 }
 
-/// A deliberate break, and the check that has to notice. Store mistakes that no engine can show (the size of results that
-/// are kept, keys that share a record) are left to the conformance suite.
+/// Each deliberate break with the check that must notice it. Mistakes of the store that no engine can show (the size of
+/// kept results, keys that share a record) are left to the conformance suite.
 const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(Prank::SlowClock), Check::Belief),
     (Broken::Between(Prank::StaleReads), Check::Linearizable),
@@ -338,7 +337,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Store(M::FingerprintNotOnceReleased), Check::Linearizable),
 ];
 
-/// How many worlds there are in which a break has to be noticed.
+/// Number of worlds within which a break must be noticed.
 const WORLDS_TO_NOTICE: u64 = 4_000;
 
 #[test]
@@ -358,7 +357,7 @@ fn every_break_is_noticed() {
     assert!(unnoticed.is_empty(), "not noticed: {unnoticed:#?}");
 }
 
-/// The same store without a mistake, and an undisturbed line: no check fails.
+/// The second store without a mistake, and an undisturbed line: no check fails.
 #[test]
 fn a_second_store_keeps_every_promise() {
     for seed in 0..100 {

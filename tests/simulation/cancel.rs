@@ -1,6 +1,6 @@
-//! A call is dropped at each of its awaits, however many there are: a first run counts its polls, then each poll is the
-//! last one of a run of its own. A call dropped by its caller leaves its key free, interrupted or recorded at once; one
-//! that dies with its process does so within a lease.
+//! Drops a call at each of its awaits, however many there are: a first run counts the polls, and then each poll is the
+//! last one of its own run. A call that its caller drops leaves its key free, interrupted or recorded immediately; a
+//! call that dies with its process does so within a lease.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -34,7 +34,7 @@ enum Failure {
     Idempotency(Told),
 }
 
-/// The answers to a caller that matter here.
+/// Answers to a caller that matter here.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Told {
     Interrupted,
@@ -52,7 +52,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// The path that a call takes.
+/// Path that a call takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scenario {
     First,
@@ -125,16 +125,16 @@ const ALL: [Scenario; 24] = [
     S::LastAttempt,
 ];
 
-/// How a call is ended early.
+/// Early end of a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
-    /// The caller drops it.
+    /// The caller drops the call.
     Cancelled,
     /// The process dies: no late write follows.
     Crashed,
 }
 
-/// The facts about the body under test.
+/// Facts about the body under test.
 #[derive(Default)]
 struct Facts {
     started: Cell<bool>,
@@ -147,10 +147,10 @@ struct Stage {
     simulation: Simulation,
     scenario: Scenario,
     policy: Policy,
-    /// The store of the call under test: a process of its own, with the faults of the scenario.
+    /// Store of the call under test: its own process, with the faults of the scenario.
     line: Line,
     store: FaultyStore,
-    /// The store of another process.
+    /// Store of another process.
     other: MemoryStore,
     facts: Facts,
 }
@@ -241,7 +241,7 @@ impl Stage {
         result
     }
 
-    /// One call, by the process under test or by another one.
+    /// Makes one call, by the process under test or by another one.
     async fn call(self: Rc<Self>, store: &dyn Store) -> (Result<u32, Failure>, Outcome) {
         let operation = Operation::new(store, Ok(key()), self.policy);
         let body = Rc::clone(&self).body(store.handle());
@@ -251,7 +251,7 @@ impl Stage {
         }
     }
 
-    /// One call by another process, whose body takes `time`.
+    /// Makes one call by another process, whose body takes `time`.
     async fn other(self: Rc<Self>, time: Duration, result: Result<u32, Failure>) -> Outcome {
         let operation = Operation::new(&self.other, Ok(key()), POLICY.lease(LEASE));
         let body = async {
@@ -261,7 +261,7 @@ impl Stage {
         observe(operation.run(body)).await.1
     }
 
-    /// Sets up the record before the call under test, and the calls beside it.
+    /// Prepares the record before the call under test, and the concurrent calls.
     async fn prepare(self: &Rc<Self>) -> Option<idem_runtime::testing::Task<Outcome>> {
         let clock = self.simulation.clock();
         let stage = Rc::clone(self);
@@ -288,7 +288,7 @@ impl Stage {
             }
             S::AnsweredTooLate | S::MarkTooLate => {
                 self.simulation.spawn(async move {
-                    // As soon as the reservation has landed. The number of looks is limited, because time stands still
+                    // Wait until the reservation has landed. The number of looks is limited, because time stands still
                     // meanwhile.
                     for _ in 0..200 {
                         if stage.state().is_some() {
@@ -303,7 +303,7 @@ impl Stage {
                 return Some(self.simulation.spawn(async move {
                     clock.sleep(LEASE + Duration::from_secs(1)).await;
                     let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
-                    // The line works again, and reports what happened.
+                    // The line works again, and lets the refusal through.
                     stage.store.always(Call::Renew, Fault::None);
                     outcome
                 }));
@@ -319,12 +319,13 @@ impl Stage {
         found.map(|found| found.record.state)
     }
 
-    /// Checks that the key is as promised, wherever the call was dropped.
+    /// Checks that the key is as promised, at each place where a call can be dropped.
     async fn check(self: &Rc<Self>, at: u64, end: End, beside: Option<idem_runtime::testing::Task<Outcome>>) {
         let Facts { started, returned, effects, inner_effects } = &self.facts;
         let (started, returned, before) = (started.get(), returned.borrow().clone(), effects.get());
         let context = format!("{:?}, {end:?} at poll {at}, {:?}, {:?}", self.scenario, self.policy, self.state());
         let clock = self.simulation.clock();
+        // Wait until all is over: late writes after a drop, a lease after a crash.
         if let Some(beside) = beside {
             beside.await.unwrap();
         }
@@ -334,13 +335,14 @@ impl Stage {
             self.store.heartbeats().flush().await;
             assert_eq!(self.store.heartbeats().live(), 0, "{context}");
         }
+        // Look at the record, and make another call.
         let record = self.other.inspect(&key()).await.unwrap().map(|found| found.record);
         let began = clock.now();
         let (again, outcome) = Rc::clone(self).call(&self.other.peer()).await;
         let took = clock.now().saturating_since(began);
         let context = format!("{context}, then {record:?}, then {again:?}, {outcome:?} after {took:?}");
         let ran = outcome.executed();
-        // At once, except for the time of the body itself.
+        // Immediate, except for the time of the body itself.
         let own = if ran { 4 * LEASE } else { Duration::ZERO };
         assert!(took <= own, "{context}");
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
@@ -352,6 +354,7 @@ impl Stage {
         let state = record.as_ref().map(|record| &record.state);
         let is_marked = matches!(state, Some(State::Pending { begun: true, .. }));
         let protected = self.scenario != S::Unprotected;
+        // Scenarios with another attempt, whose result decides.
         match self.scenario {
             S::Replay | S::WaitsForResult => {
                 assert!(!started && !ran && again == Ok(1), "{context}");
@@ -376,15 +379,16 @@ impl Stage {
             }
             _ => {}
         }
+        // All other scenarios, by the progress of the dropped body.
         match (returned, started) {
             (Some(_), _) if !protected => assert!(ran, "{context}"),
             (Some(result), _) if end == End::Cancelled && (result.is_ok() || self.scenario == S::ErrorRecorded) => {
-                // The store refuses the result once, so a late write may be the second one to bring it.
+                // The store refuses the result once, so a late write may be the second one to record it.
                 let kept = self.scenario != S::ResultTooLarge || again == result;
                 let expected = if kept { result } else { Err(Failure::Idempotency(Told::Other)) };
                 assert!(!ran && again == expected && outcome.replayed() == kept && effects.get() == 1, "{context}");
             }
-            // It is unknown whether it was recorded or released before the process died.
+            // The result may have been recorded, or released, or neither, before the process died.
             (Some(result), _) if end == End::Crashed => {
                 let kept = again == result || self.scenario == S::ResultTooLarge;
                 let may_run = !final_crash || result.is_err();
@@ -406,7 +410,7 @@ impl Stage {
                 assert_eq!(before.attempts_used, earlier, "an attempt that never started is refunded: {context}");
             }
         }
-        // The inner operation has a key of its own, and keeps its result whatever happens to the outer one.
+        // The inner operation has its own key, and keeps its result even if the outer one is dropped.
         if self.scenario == S::Nested && end == End::Cancelled {
             assert!(
                 inner_effects.get() <= 2 && (returned_once(self) || inner_effects.get() >= u32::from(ran)),
@@ -420,7 +424,7 @@ fn returned_once(stage: &Stage) -> bool {
     stage.facts.returned.borrow().is_some()
 }
 
-/// Plays `scenario`, ends the call at its poll `at`, and returns how often it was polled.
+/// Plays `scenario`, ends the call at its poll `at`, and returns the number of its polls.
 fn play(scenario: Scenario, on_crash: OnCrash, slow: u32, at: u64, end: End) -> u64 {
     let stage = Stage::new(scenario, on_crash, slow);
     let polls = Cell::new(0);

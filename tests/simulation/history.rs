@@ -1,4 +1,4 @@
-//! The requests of a world's processes to the store, and the answers that they heard.
+//! Requests of a world's processes to the store, and the answers that they received.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -16,14 +16,14 @@ use idem_tests::decided;
 
 use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight};
 
-/// One operation on one key. A renewal of several leases is one operation for each.
+/// Operation on one key. A renewal of several leases is one operation for each.
 #[derive(Clone, Debug)]
 pub(crate) enum Asked {
     Reserve(Ask),
-    /// With the number of the attempt.
+    /// Has the number of the attempt.
     Begin(Ask, u32),
     Renew(Ask, u32),
-    /// With the number of the attempt.
+    /// Has the number of the attempt.
     Finish(Ask, u32, Finish),
     Release(Ask, Release),
     Decide {
@@ -34,7 +34,7 @@ pub(crate) enum Asked {
     Inspect,
 }
 
-/// The answer to an operation.
+/// Answer to an operation.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Said {
     Reservation(Answer),
@@ -42,14 +42,14 @@ pub(crate) enum Said {
     Inspection(Option<Entry>),
 }
 
-/// How an operation ended for its caller.
+/// End of an operation for its caller.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum End {
-    /// The caller got no answer: it may take effect at any time after its invocation, or never.
+    /// The caller got no answer: the operation may take effect at any time after its invocation, or never.
     Unanswered,
-    /// The store said that nothing was written.
+    /// The store answered that nothing was written.
     NothingDone,
-    /// The answer, and the reading of the store's clock when it was made.
+    /// The answer, and the reading of the store's clock at its time.
     Answered { said: Said, at: u64 },
 }
 
@@ -58,21 +58,21 @@ pub(crate) struct Op {
     pub(crate) process: usize,
     pub(crate) key: usize,
     pub(crate) asked: Asked,
-    /// When it was invoked and when its answer was heard, as places in the order of all events.
+    /// Invocation, and arrival of the answer, as places in the order of all events.
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
-    /// When the store executed it, if it did: as an event, and by the store's clock.
+    /// Execution by the store, if any: its place in the order of events, and its time by the store's clock.
     pub(crate) landed: Option<(u64, u64)>,
     /// Whether the store says that an operator's decision, or a mark, was applied, heard or not.
     pub(crate) applied: bool,
-    /// The number of the attempt that a reservation was granted, heard or not.
+    /// Number of the attempt that a reservation was granted, even if the answer got lost.
     pub(crate) granted: Option<u32>,
     pub(crate) end: End,
 }
 
-/// All operations at the store. Keys, owners and fingerprints are numbered in the order in which they first appear, so that
-/// two runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
+/// All operations at the store. Keys, owners and fingerprints are numbered in the order of their first appearance, so
+/// that two runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
 #[derive(Debug)]
 pub(crate) struct History {
     clock: SimulatedClock,
@@ -81,9 +81,9 @@ pub(crate) struct History {
     fingerprints: Vec<Fingerprint>,
     pub(crate) ops: Vec<Op>,
     events: u64,
-    /// Every time at which the store executed an operation.
+    /// Times at which the store executed an operation.
     pub(crate) ticks: BTreeSet<u64>,
-    /// Other events worth reading, each with the operation that it follows.
+    /// Other events worth reading, each with the operation before it.
     notes: Vec<(usize, u64, String)>,
 }
 
@@ -205,21 +205,21 @@ impl History {
         at
     }
 
-    /// Whether a decision after which `key` may run again landed at one of `events`.
+    /// Reports whether a decision that lets `key` run again landed at one of `events`.
     pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
         let reopens = |op: &Op| matches!(&op.asked, Asked::Decide { action, .. } if action.finish().is_none());
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
-    /// Whether an operator had `key` forgotten, so that its numbers began anew.
+    /// Reports whether an operator had `key` forgotten, so that its attempts count from 1 again.
     pub(crate) fn was_forgotten(&self, key: usize) -> bool {
         self.ops.iter().any(|op| {
             op.key == key && op.landed.is_some() && matches!(&op.asked, Asked::Decide { action: Action::Forget, .. })
         })
     }
 
-    /// The results that operators have given to attempts of `key`: when each landed, for which attempt, and what it is.
+    /// Results that operators have given to attempts of `key`: the landing, the attempt and the result of each.
     pub(crate) fn resolved(&self, key: usize) -> Vec<(u64, u32, Finish)> {
         let resolved = self.ops.iter().filter(|op| op.key == key && op.applied);
         let given = resolved.filter_map(|op| match (&op.asked, op.landed) {
@@ -231,7 +231,7 @@ impl History {
         given.collect()
     }
 
-    /// Whether an operator broke the lease of attempt `number` of `key` before the event `before`.
+    /// Reports whether an operator broke the lease of attempt `number` of `key` before the event `before`.
     pub(crate) fn was_broken(&self, key: usize, number: u32, before: u64) -> bool {
         let breaks = |op: &Op| match &op.asked {
             Asked::Decide { sight, action, .. } => *action == Action::BreakLease && sight.attempt == number,
@@ -295,7 +295,7 @@ impl History {
         }
     }
 
-    /// What an operator saw.
+    /// An operator's look at a record.
     pub(crate) fn sight(&self, seen: &Revision) -> Sight {
         let text = seen.to_string();
         let (_, tag) = text.rsplit_once('-').expect("a mark");
@@ -303,7 +303,7 @@ impl History {
         Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
     }
 
-    /// The owner whose token is the one that is meant, or whose token is after as many decisions.
+    /// Owner from whose token some number of decisions leads to a matching token, and that number.
     fn descent(&self, is_meant: impl Fn(&OwnerToken) -> bool) -> (usize, u32) {
         let owners = self.owners.iter().enumerate();
         let mut all =
@@ -311,7 +311,8 @@ impl History {
         all.find(|(.., token)| is_meant(token)).map_or((NOBODY, 0), |(owner, decisions, _)| (owner, decisions))
     }
 
-    /// Whether a caller asked and heard, between these events, that attempt `attempt` of `key` has lost its lease.
+    /// Reports whether, between these events, a request of attempt `attempt` of `key` was sent and answered with the
+    /// loss of its lease.
     pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key).any(|op| {
@@ -321,7 +322,7 @@ impl History {
         })
     }
 
-    /// Whether the end of attempt `attempt` of `key` was asked for between these events.
+    /// Reports whether the end of attempt `attempt` of `key` was requested between these events.
     pub(crate) fn was_ended(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key && during.contains(&op.invoked)).any(|op| match &op.asked {
@@ -330,7 +331,7 @@ impl History {
         })
     }
 
-    /// The process that asked for attempt `attempt` of `key`, whether or not it heard the answer, and its policy for a crash.
+    /// Process that was granted attempt `attempt` of `key`, even if the answer got lost, and its policy for a crash.
     pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
         self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
             Asked::Reserve(ask) => Some((op.process, ask.on_crash)),
@@ -398,7 +399,7 @@ impl History {
         self.ops.iter().filter(|op| op.key == key).filter(confirms).map(|op| op.invoked_at).max()
     }
 
-    /// When the first release of attempt `attempt` of `key` landed.
+    /// Event at which the first release of attempt `attempt` of `key` landed.
     pub(crate) fn released_at(&self, key: usize, attempt: u32) -> Option<u64> {
         let owner =
             self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
@@ -409,17 +410,17 @@ impl History {
         self.ops.iter().filter(|op| op.key == key).filter(ends).filter_map(|op| op.landed).map(|(_, at)| at).min()
     }
 
-    /// The latest attempt of `key` that was granted.
+    /// Latest attempt of `key` that was granted.
     pub(crate) fn latest(&self, key: usize) -> u32 {
         self.ops.iter().filter(|op| op.key == key).filter_map(|op| op.granted).max().unwrap_or_default()
     }
 
-    /// The key of number `key`.
+    /// Key of number `key`.
     pub(crate) fn key_of(&self, key: usize) -> Key {
         self.keys[key].clone()
     }
 
-    /// The owner that was told that it has attempt `attempt` of `key`.
+    /// Owner that received attempt `attempt` of `key` as an answer.
     fn owner_of(&self, key: usize, attempt: u32) -> Option<usize> {
         self.ops.iter().filter(|op| op.key == key).find_map(|op| match (&op.asked, &op.end) {
             (
@@ -430,7 +431,7 @@ impl History {
         })
     }
 
-    /// The operations on `key`, and the notes between them; all operations without a key.
+    /// Text of the operations on `key` and of the notes between them; without a key, of all operations.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();
         let mut notes = self.notes.iter().peekable();

@@ -1,19 +1,20 @@
-//! Whether a store that executes one operation after the other could have had a given history.
+//! Judges whether a store that executes one operation after the other could have had a given history.
 //!
-//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of configurations
-//! that Lowe added ("Testing for linearizability", 2017): pick an operation before which no other one had to end, execute
-//! it on the sequential specification (`model/reference.rs`), compare the answer, go on, and take the operation back if
-//! that leads nowhere. Keys are independent of each other, and linearizability is local, so each key is searched alone.
+//! The search is the search of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
+//! configurations that Lowe added ("Testing for linearizability", 2017). It picks an operation before which no other
+//! one had to end, executes it on the sequential specification (`histories/reference.rs`), compares the answer, and
+//! goes on. If no order of the rest fits, it takes the operation back. Keys are independent of each other, and
+//! linearizability is local, so each key is searched alone.
 //!
-//! Time is part of the specification. An answer carries the reading of the store's clock when it was made, so an answered
-//! operation can have happened at one time only. That is stricter than any time between invocation and answer, and holds
-//! because the clock of a simulation stands still while the store works. An operation without an answer can have happened
-//! at any time after its invocation, or never. It is enough to try the times at which the store executed some operation: no
-//! state changed at any other time, so a history that is linearizable at all is so with these. An operation of which the
-//! store said that nothing was done is left out.
+//! Time is part of the specification. An answer carries the reading of the store's clock at its time, so an answered
+//! operation can have happened at one time only. That is stricter than any time between invocation and answer, and
+//! holds because the clock of a simulation stands still while the store works. An operation without an answer can have
+//! happened at any time after its invocation, or never. For it, the search tries only the times at which the store
+//! executed some operation: no state changed at any other time, so a linearizable history is also linearizable with
+//! these times. An operation is left out if the store answered that nothing was done.
 //!
-//! Operations are tried in the order in which the store executed them, as far as that is known. For a correct history this
-//! is the first order that is tried, and the search never turns back; for any other it is only a beginning.
+//! Operations are tried in the order in which the store executed them, as far as that is known. For a correct history
+//! this is the first order that is tried, and the search never goes back; for any other history it is only a start.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -25,16 +26,16 @@ use idem_runtime::store::Finish;
 use crate::history::{Asked, End, History, Op, Said};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
-/// How many configurations are searched before the search gives up. For a correct history with known times there are as
-/// many as operations; without the times, some three million worlds needed 47 578 at most. Histories of outages have many
-/// operations without an answer: a wrong one may be left undecided, which is a finding as well.
+/// Largest number of configurations in a search. A correct history with known times needs as many as it has operations;
+/// without the times, some three million worlds needed 47 578 at most. Histories of outages have many operations
+/// without an answer: a wrong one may remain undecided, which is a finding as well.
 const LIMIT: usize = 1_000_000;
 const LIMIT_WITH_TIMES: usize = 5_000;
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Judgement {
     Linearizable,
-    /// How many operations the longest order explained, and the operation that it could not.
+    /// Number of operations that the longest order explained, and the operation that it could not explain.
     NotLinearizable {
         explained: usize,
         stuck_at: String,
@@ -43,12 +44,12 @@ pub(crate) enum Judgement {
     Undecided,
 }
 
-/// Whether the operations on `key` are linearizable.
+/// Judges whether the operations on `key` are linearizable.
 pub(crate) fn check(history: &History, key: usize) -> Judgement {
     search(history, key, true)
 }
 
-/// The same without the knowledge when the store executed each operation.
+/// Like `check`, without the times at which the store executed each operation.
 pub(crate) fn check_from_outside(history: &History, key: usize) -> Judgement {
     search(history, key, false)
 }
@@ -66,10 +67,10 @@ fn search(history: &History, key: usize, hints: bool) -> Judgement {
 }
 
 struct Search<'a> {
-    /// The operations in the order of their invocation.
+    /// Operations in the order of their invocation.
     ops: Vec<&'a Op>,
     ticks: Vec<u64>,
-    /// Whether to begin with the order in which the store executed them.
+    /// True if the search starts with the order in which the store executed the operations.
     hints: bool,
     seen: HashSet<u64>,
     best: usize,
@@ -77,13 +78,14 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Whether the operations that are not `done` can follow on the state of `reference`; `None` if that takes too much
-    /// work. `reached`: the event at which the store executed the operation before.
+    /// Returns whether the operations that are not `done` can follow on the state of `reference`; `None` if the search
+    /// exceeds its limit. `reached`: event at which the store executed the operation before.
     fn explain(&mut self, done: &mut [bool], depth: usize, reached: u64, reference: &Reference) -> Option<bool> {
         let open = |done: &[bool], n: usize| !done[n];
-        // An operation can't happen before another one that had ended when it began.
+        // An operation can't happen before another operation that had ended when it began.
         let first_end = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| self.ops[n].responded).min();
         let Some(first_end) = first_end else { return Some(true) };
+        // A configuration that was searched before failed then.
         if !self.seen.insert(digest(done, reference, self.ops[0].key)) {
             return Some(false);
         }
@@ -100,6 +102,7 @@ impl Search<'_> {
         if next_at < reference.now {
             return Some(false);
         }
+        // Try each candidate as the next operation.
         for (n, at) in self.candidates(done, first_end, reached, reference.now, next_at) {
             let op = self.ops[n];
             let mut after = reference.clone();
@@ -116,7 +119,7 @@ impl Search<'_> {
                 _ => {
                     let mut unchanged = reference.clone();
                     unchanged.now = at;
-                    // An operation that changed nothing is the same as one that never happened.
+                    // An operation that changed nothing is equivalent to an operation that never happened.
                     if after.look(op.key) == unchanged.look(op.key) {
                         continue;
                     }
@@ -133,9 +136,10 @@ impl Search<'_> {
         Some(false)
     }
 
-    /// The operations that may happen next and their times, the likeliest first: those that the store executed first, then
-    /// those answered at `next_at`, and last those without an answer, which mostly never happened or can wait. An operation
-    /// without an answer that the store executed before `reached` changed nothing then: it belongs to the last.
+    /// Operations that may happen next with their times, the likeliest first: first in the order in which the store
+    /// executed them, then those answered at `next_at`, and last those without an answer, which mostly never happened
+    /// or can wait. If the store executed an unanswered operation before `reached`, it changed nothing at that time, so
+    /// it belongs to the last ones.
     fn candidates(&self, done: &[bool], first_end: u64, reached: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();
@@ -156,7 +160,7 @@ impl Search<'_> {
                 found.push(((if is_hint { unlikely } else { u64::MAX }, true), n, *at));
             }
         }
-        // Stable: where times are unknown, the order of invocation and of time stays.
+        // The sort is stable: without known times, the order of invocation and of time stays.
         found.sort_by_key(|(order, ..)| *order);
         found.into_iter().map(|(_, n, at)| (n, at)).collect()
     }
@@ -167,7 +171,7 @@ fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said 
     reference.now = at;
     match asked {
         Asked::Reserve(ask) => Said::Reservation(match reference.reserve(ask) {
-            // A replay says nothing about retention.
+            // A replay does not hold the retention.
             Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
             answer => answer,
         }),
@@ -178,7 +182,7 @@ fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said 
         Asked::Decide { sight, action, by } => Said::Write(reference.decide(key, sight, action, by)),
         Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
             if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
-                // The time at which a lapsed lease has lapsed is told to no caller.
+                // No answer holds the time at which a lapsed lease lapsed.
                 *lapses_at = at.max(*lapses_at);
             }
             entry
@@ -216,7 +220,7 @@ fn hash(entry: &Entry, hasher: &mut impl Hasher) {
     }
 }
 
-/// The search itself, on histories written by hand.
+/// Tests of the search, on histories written by hand.
 mod by_hand {
     use std::time::Duration;
 
@@ -237,7 +241,7 @@ mod by_hand {
         seconds * 1_000_000_000
     }
 
-    /// One key, whose operations are entered one after the other or overlap.
+    /// One key, whose operations are entered one after the other or overlapping.
     struct Script {
         clock: SimulatedClock,
         history: History,
@@ -323,7 +327,7 @@ mod by_hand {
             it.answer(first, pending(1, 30));
             it.answer(second, reserved(1, false));
         })));
-        // One after the other, they have only one order.
+        // Operations one after the other have only one order.
         assert!(!holds(&script(|it| {
             it.done(reserve(1), pending(1, 30));
             it.done(reserve(2), reserved(1, false));
@@ -340,7 +344,7 @@ mod by_hand {
                 it.done(reserve(2), if landed { pending(1, 20) } else { reserved(1, false) });
             })));
         }
-        // Not before it was requested.
+        // Not before its invocation.
         assert!(!holds(&script(|it| {
             it.done(reserve(2), pending(1, 30));
             it.ask(reserve(1));
@@ -354,7 +358,7 @@ mod by_hand {
             it.pass(30);
             it.done(reserve(4), pending(3, 30));
         })));
-        // Not if the store says that it was not done.
+        // Not if the store answered that nothing was done.
         assert!(!holds(&script(|it| {
             let op = it.ask(reserve(1));
             it.history.respond(op, End::NothingDone);

@@ -1,4 +1,5 @@
-//! Faults that last: outages, whose requests land afterwards or never, and rights that a process loses for the rest of its life.
+//! Faults that last: outages, whose requests land afterwards or never, and rights that a process loses for the rest of
+//! its life.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,25 +13,25 @@ use tokio::sync::{Notify, oneshot};
 use crate::dice::Dice;
 use crate::store::{Landed, Line, Net, Request};
 
-/// The time in which no request of a process reaches the store, and no answer reaches the process.
+/// Time in which no request of a process reaches the store, and no answer reaches the process.
 pub(crate) struct Outage {
-    /// The process that is cut off; `None`: all of them.
+    /// Process that is cut off; `None`: all processes.
     process: Option<usize>,
     length: Duration,
-    /// The time that a caller waits for its answer.
+    /// Time that a caller waits for its answer.
     patience: Duration,
-    /// Whether held requests never land, as over a line that refuses connections.
+    /// True if held requests never land, as on a line that refuses connections.
     swallows: bool,
-    /// Whether held requests land in another order than the one in which they were sent.
+    /// True if held requests land in another order than they were sent in.
     shuffles: bool,
-    /// The longest pause between two held requests that land.
+    /// Longest pause between two held requests that land.
     pause: Duration,
     held: Mutex<Vec<Held>>,
     is_over: AtomicBool,
     over: Notify,
 }
 
-/// A request that waits for the end of an outage.
+/// Request that waits for the end of an outage.
 struct Held {
     line: Line,
     request: Request,
@@ -71,7 +72,7 @@ impl Outage {
         self.held.lock().unwrap().push(Held { line, request, ops, answer: None });
     }
 
-    /// Holds a request, and returns its answer if it lands before its caller has lost patience.
+    /// Holds a request. Returns its answer if it lands before its caller's time is over.
     pub(crate) async fn hold(&self, net: &Net, line: Line, request: Request, ops: Vec<usize>) -> Option<Landed> {
         let (answer, hears) = oneshot::channel();
         self.held.lock().unwrap().push(Held { line, request, ops, answer: Some(answer) });
@@ -82,7 +83,7 @@ impl Outage {
         }
     }
 
-    /// Waits until the outage is over. Returns false if the caller has lost patience before.
+    /// Waits until the outage is over. Returns false if the caller's time is over before.
     pub(crate) async fn lets_through(&self, net: &Net) -> bool {
         let over = self.over.notified();
         if self.is_over.load(Ordering::SeqCst) {
@@ -95,7 +96,7 @@ impl Outage {
         }
     }
 
-    /// Ends the outage: the requests that it holds land or are lost, whether or not their callers are still there.
+    /// Ends the outage: the held requests land or are lost, even if their callers are gone.
     pub(crate) async fn end(&self, net: &Net, dice: &Dice) {
         self.is_over.store(true, Ordering::SeqCst);
         self.over.notify_waiters();
@@ -126,7 +127,7 @@ impl Outage {
     }
 }
 
-/// An operation that a process may lose the right to.
+/// Operation to which a process may lose the right.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Right {
     Begin,
@@ -134,23 +135,23 @@ pub(crate) enum Right {
     Finish,
 }
 
-/// The loss of a right, for the rest of the life of a process.
+/// Loss of a right, for the rest of the life of a process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Loss {
     pub(crate) right: Right,
     pub(crate) kind: StoreErrorKind,
-    /// When the right is lost, in nanoseconds.
+    /// Time of the loss, in nanoseconds.
     pub(crate) from: u64,
 }
 
 impl Loss {
-    /// Draws what a process loses, at `from`.
+    /// Draws the right that a process loses at `from`.
     pub(crate) fn draw(dice: &Dice, from: u64) -> Self {
         let right = dice.pick(&[Right::Begin, Right::Renew, Right::Renew, Right::Finish]);
         Self { right, kind: dice.pick(&[StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt]), from }
     }
 
-    /// The refusal of `request` at `now`, if it needs the right that is lost.
+    /// Refusal of `request` at `now`, if it needs the lost right.
     pub(crate) fn refuses(&self, request: &Request, now: u64) -> Option<StoreError> {
         let needed = match request {
             Request::Begin(_) => Right::Begin,
@@ -162,7 +163,7 @@ impl Loss {
     }
 }
 
-/// Whether a release says that its body did not begin, or has returned.
+/// True for a release that reports a body that did not begin, or that has returned.
 pub(crate) fn frees(request: &Request) -> bool {
     matches!(request, Request::Release(_, Release::NotStarted | Release::Returned))
 }

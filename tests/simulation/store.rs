@@ -1,6 +1,6 @@
-//! A store that keeps the contract and is otherwise as bad as it may be: one handle for each simulated process, with a line
-//! in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land after their
-//! caller has given up. Requests and answers are entered in the [`History`].
+//! Store that keeps the contract and is otherwise as bad as possible. Each simulated process has its own handle, with a
+//! line in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land
+//! after their caller has given up. Requests and answers are entered in the [`History`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -24,48 +24,49 @@ use crate::dice::Dice;
 use crate::history::{Asked, End, History, Said, nanos};
 use crate::outage::{Loss, Outage, frees};
 
-/// How bad the lines of a world are.
+/// Quality of the lines of a world.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weather {
-    /// How many calls in a thousand meet a fault.
+    /// Number of calls in a thousand with a fault.
     pub(crate) faults: u64,
-    /// Whether abandoned calls may still land.
+    /// True if abandoned calls may still land.
     pub(crate) late: bool,
-    /// The longest delay in each direction of a call that meets no fault.
+    /// Longest delay in each direction of a call without a fault.
     pub(crate) calm: Duration,
-    /// The longest lease of the world: a call that hangs does so for about as long.
+    /// Longest lease of the world: a hanging call hangs for about as long.
     pub(crate) lease: Duration,
 }
 
-/// A deliberate break between the engine and the store, which has to be found.
+/// Deliberate break between the engine and the store, which must be noticed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Prank {
     None,
-    /// A finish is confirmed and not done: a lost update, or an engine that returns before it has recorded.
+    /// A finish is confirmed but not done: a lost update, or an engine that returns before it has recorded.
     FinishesNothing,
-    /// The same for a release: an engine that forgets to free its key.
+    /// A release is confirmed but not done: an engine that forgets to free its key.
     ReleasesNothing,
-    /// The same for renewals: an engine whose heart does not beat.
+    /// A renewal is confirmed but not done: an engine without heartbeats.
     RenewsNothing,
-    /// Now and then a reservation gets an answer that was true some time ago.
+    /// Some reservations get an answer that was true some time ago.
     StaleReads,
-    /// A write that is said not to have been done is done.
+    /// A write is done although its answer denies it.
     FailsAfterAll,
-    /// The same for the result that an operator gives.
+    /// An operator's result is confirmed but not recorded.
     ResolvesNothing,
-    /// Lapsed leases are believed to be held: the engine's clock is slow.
+    /// Processes count on lapsed leases: the engine's clock is slow.
     SlowClock,
     /// Two processes draw the same owner tokens.
     OwnersRepeat,
-    /// A mark is confirmed and not made: an engine that starts bodies without one.
+    /// A mark is confirmed but not made: an engine that starts bodies without a mark.
     MarksNothing,
-    /// A release is confirmed and not done once its process was cut off: an engine that gives up what an outage has held.
+    /// A release is confirmed but not done after its process was cut off: an engine that gives up the requests that an
+    /// outage held.
     ReleasesNothingAfterOutages,
-    /// The refusal of a right is told as an outage.
+    /// The refusal of a right is reported as an outage.
     RefusalsAreOutages,
 }
 
-/// The kind of a fault.
+/// Kind of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Cause {
     /// A fault of one call, or an outage.
@@ -74,7 +75,7 @@ pub(crate) enum Cause {
     Right,
 }
 
-/// A fault that occurred: its beginning and end, and whom it concerned.
+/// A fault that occurred: its process and keys, its beginning and end.
 #[derive(Clone, Debug)]
 pub(crate) struct Met {
     pub(crate) cause: Cause,
@@ -87,12 +88,12 @@ pub(crate) struct Met {
 }
 
 impl Met {
-    /// Whether the fault concerned `key`.
+    /// Reports whether the fault affected `key`.
     pub(crate) fn is_about(&self, key: usize) -> bool {
         self.keys.as_ref().is_none_or(|keys| keys.contains(&key))
     }
 
-    /// Whether the fault concerned `process`.
+    /// Reports whether the fault affected `process`.
     pub(crate) fn is_of(&self, process: usize) -> bool {
         self.process.is_none_or(|it| it == process)
     }
@@ -102,7 +103,7 @@ impl Met {
 pub(crate) struct Net {
     pub(crate) clock: SimulatedClock,
     pub(crate) dice: Dice,
-    /// A handle outside of all processes, to look at the real records.
+    /// Handle outside of all processes, for a look at the real records.
     truth: Arc<dyn Store>,
     weather: Weather,
     stormy: AtomicBool,
@@ -113,11 +114,11 @@ pub(crate) struct Net {
     counts: Mutex<BTreeMap<&'static str, u64>>,
     /// Earlier answers, for [`Prank::StaleReads`].
     stale: Mutex<HashMap<Key, Reservation>>,
-    /// When each attempt ended, or lost its record.
+    /// Time at which each attempt ended, or lost its record.
     ended: Mutex<HashMap<(Key, u32), u64>>,
-    /// The jumps of time: when, and how far.
+    /// Jumps of time: start and length of each.
     jumps: Mutex<Vec<(u64, u64)>>,
-    /// Waits that went on after the attempt that they waited for had ended.
+    /// Waits that went on after the end of their attempt.
     overslept: Mutex<Vec<(Key, String)>>,
     /// Decisions that were applied while an attempt was running.
     trespasses: Mutex<Vec<(Key, String)>>,
@@ -150,7 +151,7 @@ impl Net {
         }
     }
 
-    /// Everything stands still for `duration` except the clock of the store: all timers are late.
+    /// Lets the store's clock go on for `duration` while all else stands still, so that all timers are late.
     pub(crate) fn jump(&self, duration: Duration) {
         let from = self.now();
         self.clock.advance(duration);
@@ -159,7 +160,7 @@ impl Net {
         self.jumps.lock().unwrap().push((from, to));
     }
 
-    /// Whether time jumped between `from` and `to`.
+    /// Reports whether time jumped between `from` and `to`.
     pub(crate) fn jumped(&self, from: u64, to: u64) -> bool {
         self.jumps.lock().unwrap().iter().any(|(start, end)| *start <= to && *end >= from)
     }
@@ -172,12 +173,12 @@ impl Net {
         self.counts.lock().unwrap().clone()
     }
 
-    /// The outage that cuts off `process` now.
+    /// Outage that cuts off `process` now.
     fn outage_of(&self, process: usize) -> Option<Arc<Outage>> {
         self.outage.lock().unwrap().clone().filter(|outage| outage.cuts_off(process))
     }
 
-    /// Whether `process` was cut off by an outage before.
+    /// Reports whether an outage has cut off `process` before.
     fn was_cut_off(&self, process: usize) -> bool {
         self.met.lock().unwrap().iter().any(|it| it.cause == Cause::Line && it.keys.is_none() && it.is_of(process))
     }
@@ -192,7 +193,7 @@ impl Net {
         *self.outage.lock().unwrap() = Some(outage);
     }
 
-    /// Ends the outage: what it has held lands.
+    /// Ends the outage: the held requests land.
     pub(crate) async fn end_outage(&self, dice: &Dice) {
         let Some(outage) = self.outage.lock().unwrap().take() else { return };
         self.history().note("the outage is over".to_owned());
@@ -210,12 +211,12 @@ impl Net {
         self.trespasses.lock().unwrap().clone()
     }
 
-    /// The attempt that is pending for `key`.
+    /// Pending attempt of `key`.
     fn pending(&self, key: &Key) -> Option<u32> {
         self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
     }
 
-    /// The longest lease of the world. A call under way takes at most two of them.
+    /// Longest lease of the world. A call under way takes at most two of them.
     pub(crate) fn longest_lease(&self) -> Duration {
         self.weather.lease
     }
@@ -228,7 +229,7 @@ impl Net {
         nanos(self.clock.now().since_origin())
     }
 
-    /// Ends the faults: no call meets one from now on.
+    /// Ends the faults: no further call has one.
     pub(crate) fn clear_up(&self) {
         self.stormy.store(false, Ordering::SeqCst);
     }
@@ -237,17 +238,17 @@ impl Net {
         self.stormy.load(Ordering::SeqCst)
     }
 
-    /// The faults so far.
+    /// Faults so far.
     pub(crate) fn met(&self) -> Vec<Met> {
         self.met.lock().unwrap().clone()
     }
 
-    /// The real record of `key`, past the line.
+    /// Real record of `key`, without the line.
     pub(crate) fn truth(&self, key: &Key) -> Option<Inspection> {
         let mut asked = self.truth.inspect(key);
         match std::pin::Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(found) => found.expect("nothing is between"),
-            // A store that is torn on purpose: its record is unknown.
+            // The store is torn on purpose, so its record is unknown.
             Poll::Pending => None,
         }
     }
@@ -287,7 +288,7 @@ pub(crate) enum Request {
     Inspect(Key),
 }
 
-/// The answer to a request, when it was done, and what the history says of it.
+/// Answer to a request, the time of its effect, and the answer's entry in the history.
 pub(crate) type Landed = (Result<Reply, StoreError>, (u64, Option<Said>));
 
 #[derive(Clone, Debug)]
@@ -321,7 +322,7 @@ impl Request {
         }
     }
 
-    /// Enters the operations that it consists of.
+    /// Enters the operations of the request in the history.
     fn enter(&self, history: &mut History, process: usize) -> Vec<usize> {
         let entered: Vec<(&Key, Asked)> = match self {
             Self::Reserve(request) => vec![(&request.key, history.reserve(request))],
@@ -343,25 +344,25 @@ impl Request {
     }
 }
 
-/// What happens to one call.
+/// Fate of one call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Fate {
     Fine,
-    /// Is executed, and takes about a lease.
+    /// The call is executed, and takes about a lease.
     Slow,
-    /// Fails with an error; nothing is done.
+    /// The call fails with an error; nothing is done.
     Refused(StoreErrorKind),
-    /// Fails without an answer; nothing is done.
+    /// The call fails without an answer; nothing is done.
     Lost,
-    /// Is done; the answer gets lost.
+    /// The call is done; the answer gets lost.
     AnswerLost,
-    /// Fails without an answer, and is done some time later.
+    /// The call fails without an answer, and is done some time later.
     Late,
-    /// Gets no answer until about a lease is over; is done or not.
+    /// The call gets no answer for about a lease; it is done or not.
     Hangs,
 }
 
-/// The store of one process.
+/// Store of one process.
 #[derive(Clone)]
 pub(crate) struct Line(Arc<Process>);
 
@@ -371,7 +372,7 @@ struct Process {
     heartbeats: Heartbeats,
     net: Arc<Net>,
     dead: AtomicBool,
-    /// The right that the process loses.
+    /// Right that the process loses.
     loss: Option<Loss>,
 }
 
@@ -382,7 +383,7 @@ impl fmt::Debug for Line {
 }
 
 impl Line {
-    /// The line of process `number` to `inner`, its own handle.
+    /// Line of process `number` to `inner`, its own handle.
     pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>, loss: Option<Loss>) -> Self {
         let clock: Arc<dyn Clock> = match net.prank {
             Prank::SlowClock => Arc::new(OddClock::new(net.clock.clone()).half_speed()),
@@ -406,8 +407,8 @@ impl Line {
         self.0.number
     }
 
-    /// Kills the process: nothing leaves it any more, whatever in it is still to be dropped. Requests that have left may
-    /// land.
+    /// Kills the process: it sends no more requests, even if parts of it are still to be dropped. Requests that have
+    /// left may land.
     pub(crate) fn die(&self) {
         self.0.dead.store(true, Ordering::SeqCst);
     }
@@ -452,7 +453,7 @@ impl Line {
         self.hear(&ops, fate, done.filter(|_| arrives))
     }
 
-    /// Enters the operations of `request`, and draws what happens to it and the longest delay in each direction.
+    /// Enters the operations of `request`. Draws its fate, and the longest delay in each direction.
     fn send(&self, request: &Request) -> (Vec<usize>, Fate, Duration) {
         let net = &self.0.net;
         let mut history = net.history();
@@ -471,7 +472,7 @@ impl Line {
         (ops, fate, longest)
     }
 
-    /// Enters what the caller hears.
+    /// Enters the answer to the caller.
     fn hear(&self, ops: &[usize], fate: Fate, done: Option<Landed>) -> Result<Reply, StoreError> {
         let mut history = self.0.net.history();
         let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);
@@ -547,7 +548,7 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
     }
 }
 
-/// A request under way. If it is dropped before it has landed, it may land later.
+/// Request under way. If it is dropped before it has landed, it may land later.
 struct Flight<'a> {
     line: &'a Line,
     request: Option<Request>,
@@ -564,6 +565,7 @@ impl Flight<'_> {
 
 async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> Landed {
     let at = net.history().land(ops);
+    // A deliberate break confirms the request without executing it.
     let pretended = match (net.prank, request) {
         (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
             Some(Reply::Writes(vec![Verdict::Applied]))
@@ -581,6 +583,7 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         }
         _ => None,
     };
+    // A live lease refuses each decision except `BreakLease`: note the state before the request for the check below.
     let running = request.key().and_then(|key| Some((key, net.pending(key)?)));
     let is_live = |key: &Key| {
         let lapses_in = net.truth(key).and_then(|found| found.lapses_in);
@@ -606,15 +609,17 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
             net.trespasses.lock().unwrap().push((decision.key.clone(), text));
         }
     }
+    // The request has ended an attempt: its waiters must wake from now on.
     if let Some((key, attempt)) = running
         && net.pending(key) != Some(attempt)
     {
         net.ended.lock().unwrap().insert((key.clone(), attempt), at);
     }
-    // A forgotten record starts its numbers anew.
+    // A forgotten record counts its attempts from 1 again.
     if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
         net.ended.lock().unwrap().remove(&(key.clone(), attempt));
     }
+    // The answer as the history holds it.
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
             match reservation {
@@ -649,7 +654,7 @@ impl Drop for Flight<'_> {
         let clock = net.clock.clone();
         clock.spawn(Box::pin(async move {
             net.delay(longest).await;
-            // The caller is told nothing.
+            // The caller gets no answer.
             let _ = line.land(&request, &ops).await;
         }));
     }
