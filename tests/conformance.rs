@@ -1,4 +1,4 @@
-//! Every clause of the contract for every store, and a proof that each clause can fail.
+//! Runs every clause of the contract for every store, and shows that each clause can fail.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -45,24 +45,24 @@ store_conformance!(offloaded, idem_tests::wrapped::offloaded());
 store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
-/// Two handles of one store in memory.
+/// Subject with two handles of one store in memory.
 fn memory() -> Subject {
     let store = MemoryStore::new();
     Subject::new(store.clone()).peer(store.peer())
 }
 
-/// Acknowledged by the replica as well. It gets plenty of time, because nothing fails here.
+/// Options under which the replica acknowledges as well. The limit is long, because no server fails here.
 fn replicated() -> RedisOptions {
     RedisStore::options().min_replicas(1, Duration::from_secs(5))
 }
 
-/// A name that the macro must leave alone.
+/// Function with a common name, with which the macro must not collide.
 #[expect(clippy::unused_async)]
 async fn open() -> Subject {
     Plain::subject(Mistake::None)
 }
 
-/// Each mistake, and the clauses that catch it.
+/// Each mistake with the clauses that catch it.
 #[rustfmt::skip]
 const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::LeaseCutShort, &["first_reservation"]),

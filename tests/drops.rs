@@ -5,7 +5,7 @@
 //! order its writes land: once late writes are through, every key is free, recorded, or interrupted by a body that did not
 //! return, and stays so. After that, calls are dropped while their store does not answer for two leases.
 //!
-//! `IDEM_DROPS_SEED` repeats the draws of a run, but not the order in which servers work.
+//! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which servers work.
 #![allow(
     clippy::option_option,
     clippy::unused_async,
@@ -37,10 +37,10 @@ use scene::{Load, Scene};
 
 /// The lease of scenes without an outage: longer than they drop calls, and than a store may take to answer.
 const LEASE: Duration = Duration::from_secs(6);
-/// How long a store may take to answer.
+/// Time in which a store must answer.
 const ANSWER: Duration = Duration::from_secs(3);
 const EVEN: Line = Line::Pass;
-/// Requests sent at the same time over another connection may arrive this much later.
+/// Line on which a request over one connection may arrive this much later than a simultaneous one over another.
 const UNEVEN: Line = Line::Uneven(Duration::from_millis(4));
 
 /// One test for each store: its lines, and the number of calls in each scene under load.
@@ -92,7 +92,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
             }
         }
     }
-    // No late write lands after that.
+    // No late write lands after this pause.
     tokio::time::sleep(LEASE).await;
     let (mut figures, mut problems) = (String::new(), String::new());
     for scene in &mut scenes {

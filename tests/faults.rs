@@ -1,6 +1,7 @@
-//! Every store under every fault: processes at work, their answers while it lasts, and the records in the end.
+//! Every store under every fault: processes at work, the answers that they get during the fault, and the records at the
+//! end.
 //!
-//! The table in docs/faults.md is generated from the one here; each of its cells is a test with that name.
+//! The table in docs/faults.md is generated from the table here; each of its cells is a test of that name.
 // Deep futures: a store, its lanes and its connection, within a test.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
@@ -17,7 +18,7 @@ mod rigs;
 #[path = "faults/tools.rs"]
 mod tools;
 
-/// A fault. The names are those of tests.
+/// Fault. Each variant has the name of its tests.
 #[allow(non_camel_case_types)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
@@ -59,7 +60,7 @@ use Fault::{
     table_removed, threads_blocked, threads_exhausted, workers_killed, workers_stopped_and_continued,
 };
 
-/// The faults, and how each is caused.
+/// Each fault with its cause.
 const FAULTS: &[(Fault, &str)] = &[
     (workers_killed, "a worker is killed (`SIGKILL`)"),
     (workers_stopped_and_continued, "a worker is stopped beyond its lease and continued (`SIGSTOP`, `SIGCONT`)"),
@@ -100,7 +101,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (descriptors_exhausted, "a worker can open no descriptor (`RLIMIT_NOFILE`) for two leases"),
 ];
 
-/// The effect of a fault on the user.
+/// Effect of a fault on the user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Seen {
     TakenOver,
@@ -118,7 +119,7 @@ pub enum Seen {
     Unrenewed,
 }
 
-/// The words of the table, and their meanings.
+/// Words of the table with their meanings.
 const SEEN: &[(Seen, &str, &str)] = &[
     (
         Seen::TakenOver,
@@ -179,7 +180,7 @@ struct Column {
     absent: &'static [(Fault, &'static str)],
 }
 
-/// A module of tests for each store, and [`COLUMNS`].
+/// Generates a module of tests for each store, and [`COLUMNS`].
 macro_rules! stores {
     ($($store:ident ($title:literal, $start:expr) {
         $($fault:ident: $seen:ident,)*
@@ -395,7 +396,7 @@ stores! {
 const BEGIN: &str = "<!-- the table of faults -->\n";
 const END: &str = "<!-- the end of the table of faults -->\n";
 
-/// The table and the meaning of its words, as in docs/faults.md.
+/// The table and the meaning of its words, as text of docs/faults.md.
 fn written() -> String {
     use std::fmt::Write as _;
     let mut text = String::from("\n| fault |");
@@ -427,7 +428,7 @@ fn written() -> String {
     text + "\n"
 }
 
-/// With `IDEM_FAULTS=write` it writes the table instead.
+/// With `IDEM_FAULTS=write` this test writes the table instead of comparing it.
 #[test]
 fn the_table_in_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/faults.md");

@@ -1,6 +1,6 @@
-//! A second, minimal store that makes one mistake on request.
+//! Second, minimal store that makes one mistake on request.
 //!
-//! It shares no decision with the library (not even `Record::admit`), so that it checks the suite as much as the suite
+//! The store shares no decision with the library (not even `Record::admit`): it checks the suite as much as the suite
 //! checks it. Most mistakes were found in the field.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -24,7 +24,7 @@ use tokio::sync::Notify;
 
 macro_rules! mistakes {
     ($($name:ident,)*) => {
-        /// The mistake of a broken store.
+        /// Mistake of a broken store.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub(crate) enum Mistake { None, $($name,)* }
 
@@ -35,7 +35,7 @@ macro_rules! mistakes {
 }
 
 mistakes! {
-    // Reserving.
+    // Reservations.
     LeaseCutShort, RepeatIsADuplicate, RepeatIsATakeover, ReadThenWrite, NobodyWaits, TakeoverKeepsNumber,
     TakeoverUnannounced, ReleaseDeletes, ReleaseRefunds, LapseDoesNotCount, NotStartedCounts, NotStartedTakesNumberBack,
     LimitBeforeResult, LimitBeforeLease, LiveLeaseHasNoTimeLeft, OneTimeForLeaseAndRetention, LateReservationPasses,
@@ -44,7 +44,7 @@ mistakes! {
     // Fingerprints.
     FingerprintOnlyOnceFinished, FingerprintNotAtTakeover, FingerprintNotOnReplay, FingerprintNotOnceReleased,
     AbsentFingerprintDiffers, FingerprintLostAtFinish, FingerprintLostAtTakeover, FingerprintLostAtRelease,
-    // Writing.
+    // Writes of an owner.
     ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
     BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
@@ -69,7 +69,7 @@ mistakes! {
     BreakIgnoresFail, BreakRefunds, BreakCountsUnbegun, BreakEndsResults, BreakRenewsRetention, ForgetsLiveLease,
     ForgetsAnyAttempt,
     ForgetOnlyReleases, DecisionsWakeNobody,
-    // Telling.
+    // Information about attempts and decisions.
     HolderForgotten, HolderLostAtFinish, HolderLostAtRelease, HolderCutShort, HolderStays, TraceparentForgotten, TraceparentStays,
     TakeoverIsFirstSeen, BeganIsFirstSeen, RenewalRestartsBegan, FinishRestartsFirstSeen, AgeUntold, AgeOfTheKey, AgeStandsStill, DecisionUnnamed,
     DecisionNamesPileUp, DecisionForgottenByTheNext,
@@ -78,7 +78,7 @@ mistakes! {
     ListIgnoresAge, ListShowsExpired, ListShowsResults, ListTellsNoHolder, PingKnowsNothing,
     // Robustness.
     HandleIsACopy, OwnersRepeat, DroppedReservationLands, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
-    // Damage.
+    // Damaged values.
     DamageFailsTheLook, DamageFailsTheList, DamageIsUnlisted, DamageIsCertain, DamageIsNeverForgotten, DamageIsForgottenUnseen,
     DamageLooksTheSame, DamageIsForgottenByAll, DamageWasNoChange,
 }
@@ -92,7 +92,7 @@ struct Slot {
     expires_at: Instant,
     first_seen: Instant,
     began: Instant,
-    /// The owner of the latest attempt, and the last decision about that.
+    /// Owner of the latest attempt before any decision, and the last decision about that attempt.
     decided: Option<(OwnerToken, Decision)>,
 }
 
@@ -109,14 +109,14 @@ type Values = BTreeMap<String, Value>;
 struct Shared {
     values: Mutex<Values>,
     written: Notify,
-    /// What the first wait for each key told.
+    /// Record that the first wait for each key returned.
     told: Mutex<HashMap<Key, Inspection>>,
-    /// The keys that another session has locked.
+    /// Keys that another session has locked.
     locked: Mutex<HashSet<String>>,
     unlocked: Notify,
 }
 
-/// Unlocks a key when it is dropped.
+/// Guard that unlocks a key when it is dropped.
 struct Lock(Arc<Shared>, String);
 
 impl Drop for Lock {
@@ -126,7 +126,7 @@ impl Drop for Lock {
     }
 }
 
-/// The store.
+/// Store that makes `mistake`.
 #[derive(Clone, Debug)]
 pub(crate) struct Plain {
     mistake: Mistake,
@@ -140,13 +140,13 @@ impl Plain {
         Self { mistake, reachable: true, shared: Arc::default(), heartbeats: heartbeats(mistake) }
     }
 
-    /// A store that measures time by `clock`.
+    /// Returns a store that measures time by `clock`.
     #[allow(dead_code, reason = "the suite runs on real time")]
     pub(crate) fn with_clock(mistake: Mistake, clock: Arc<dyn Clock>) -> Self {
         Self { mistake, reachable: true, shared: Arc::default(), heartbeats: Arc::new(Heartbeats::new(clock)) }
     }
 
-    /// A subject with everything that it can have.
+    /// Returns a subject with every optional part.
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);
         let peer = Self { heartbeats: heartbeats(mistake), ..store.clone() };
@@ -169,7 +169,7 @@ impl Plain {
         Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil).block(block)
     }
 
-    /// Waits while another session has locked the record, for a limited time.
+    /// Waits while another session has locked the record, at most 200 ms unless a mistake waits forever.
     async fn unlocked(&self, name: &str) -> Result<(), StoreError> {
         let for_ever = self.is(M::RenewWaitsForEach) || self.is(M::RenewAnswersTogether);
         let unlocked = async {
@@ -214,7 +214,7 @@ impl Plain {
         }
     }
 
-    /// Applies `step` to the record of `key`, in one step unless that is the mistake.
+    /// Applies `step` to the record of `key`: atomically, unless the mistake is to be torn.
     fn one<'a, T: Send + 'a>(
         &'a self,
         key: &'a Key,
@@ -222,6 +222,7 @@ impl Plain {
         mut step: impl FnMut(&mut Option<Slot>) -> T + Send + 'a,
     ) -> StoreFuture<'a, T> {
         StoreFuture::new(async move {
+            // An unreachable store is an error; the mistake reads it as "no record".
             if !self.reachable {
                 if !self.is(M::ErrorsAreAbsent) {
                     return Err(StoreError::new(StoreErrorKind::Unavailable, "no server"));
@@ -230,6 +231,7 @@ impl Plain {
             }
             let name = self.key(key);
             self.unlocked(&name).await?;
+            // An expired record counts as absent. A value that is not a record stays and is an error.
             let take = |values: &mut Values| match values.remove(&name) {
                 Some(Value::Slot(slot)) => {
                     Ok(Some(slot).filter(|slot| self.is(M::NeverForgets) || slot.expires_at > self.now()))
@@ -245,6 +247,7 @@ impl Plain {
                     values.insert(name.clone(), Value::Slot(slot));
                 }
             };
+            // Mistakes that are not atomic: other tasks run between the read and the write.
             let torn = self.is(if writes { M::TornWrites } else { M::TornReads });
             if torn || self.is(M::ReadThenWrite) {
                 let mut slot = {
@@ -289,6 +292,7 @@ impl Plain {
             begun: self.is(M::ReservationBegins),
         };
         let fingerprint = request.fingerprint.or(recorded);
+        // Retention counts from the end of the lease; the mistakes count from elsewhere.
         let retention = match self.mistake {
             M::PendingExpiresAtTtl => request.ttl,
             M::PendingNeverExpires => Duration::from_secs(100_000),
@@ -296,6 +300,7 @@ impl Plain {
             M::LongTimesAreCut => (request.lease + request.ttl).min(Duration::from_millis(i32::MAX as u64)),
             _ => request.lease + request.ttl,
         };
+        // A takeover starts a new retention, but keeps `first_seen`.
         let expires_at = match record {
             Some(slot) if self.is(M::TtlSurvivesTakeover) => slot.expires_at,
             _ => now.saturating_add(retention),
@@ -304,6 +309,7 @@ impl Plain {
             Some(slot) if !self.is(M::TakeoverIsFirstSeen) => slot.first_seen,
             _ => now,
         };
+        // The attempt begins now, and no decision is about it yet.
         Slot {
             first_seen,
             began: if self.is(M::BeganIsFirstSeen) { first_seen } else { now },
@@ -320,7 +326,7 @@ impl Plain {
         }
     }
 
-    /// What the record of `request` tells, after one that told `before`.
+    /// Returns the trail of a record for `request`. `before`: trail of the replaced record.
     fn trail(&self, request: &ReserveRequest, before: Option<&Trail>) -> Trail {
         let before = before.cloned().unwrap_or_default();
         let asked = &request.trail;
@@ -373,18 +379,22 @@ impl Plain {
             lease.on_crash = request.on_crash;
             Reservation::granted(lease, takeover && !self.is(M::TakeoverUnannounced))
         };
+        // No record: this is the first attempt.
         let Some(found) = slot.as_ref() else {
             let first = slot.insert(self.pending(request, 1, 1, None));
             return reserved(first.record.lease(request), false);
         };
         let record = &found.record;
+        // Decisions move the record's owner token: compare the token before them.
         let owner = found.decided.as_ref().map_or(record.owner, |(owner, _)| *owner);
         let lapses_in = found.lapses_at.saturating_since(now);
         let lapsed = lapses_in.is_zero();
         let attempt = record.attempt;
+        // The fingerprint comes first, in any state of the record.
         if self.mismatches(record, lapsed, request) {
             return Reservation::FingerprintMismatch { attempt };
         }
+        // The mistakes refuse by `max_attempts` before they look at the result or the lease.
         let used_up = request.max_attempts.is_some_and(|max| record.attempts_used >= max.get());
         let mut unmarked = false;
         if used_up && (self.is(M::LimitBeforeResult) && record.is_finished() || self.is(M::LimitBeforeLease) && !lapsed)
@@ -392,6 +402,7 @@ impl Plain {
             return Reservation::AttemptsExhausted { attempts: record.attempts_used };
         }
         let mut takeover = false;
+        // The state decides: return an answer, or go on to the next attempt below.
         match &record.state {
             State::Completed(_) | State::Failed(_) if self.is(M::ResultRunsAgain) => {}
             State::Completed(_) | State::Failed(_) => {
@@ -433,10 +444,12 @@ impl Plain {
             }
             other => unreachable!("{other:?}"),
         }
+        // A takeover of an attempt whose body did not begin does not count that attempt.
         let counted = record.attempts_used - u32::from(unmarked && record.attempts_used > 0);
         if request.max_attempts.is_some_and(|max| counted >= max.get()) {
             return Reservation::AttemptsExhausted { attempts: counted };
         }
+        // The next attempt has a larger number; waiters of the last attempt must wake.
         let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
         let starts = counted + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
         let next = self.pending(request, attempt, starts, Some(found));
@@ -495,6 +508,7 @@ impl Plain {
     fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Verdict {
         let now = self.now();
         let upserts = if release.is_some() { M::ReleaseUpserts } else { M::FinishUpserts };
+        // Without a record no write succeeds; the mistakes insert one.
         let Some(found) = slot else {
             if self.is(upserts) {
                 let expires_at = now.saturating_add(lease.ttl);
@@ -504,6 +518,7 @@ impl Plain {
             }
             return Verdict::Refused;
         };
+        // Only the owner may write, and a finish must also name its attempt.
         let by_key = if release.is_some() { M::ReleaseByKey } else { M::FinishByKey };
         if found.record.owner != lease.owner && !self.is(by_key) {
             return Verdict::Refused;
@@ -516,12 +531,14 @@ impl Plain {
         if named && found.record.attempt != lease.attempt {
             return Verdict::Refused;
         }
+        // A body that never began gives its attempt back.
         let refund = u32::from(match release {
             Some(Release::NotStarted) => !self.is(M::NotStartedCounts),
             Some(Release::Returned) => self.is(M::ReleaseRefunds),
             _ => false,
         });
         let ended = found.record.is_finished();
+        // A pending record takes any end, even after its lease lapsed. An ended record takes only repetitions.
         match found.record.state {
             State::Pending { .. } if self.is(M::NoLateFinish) && release.is_none() && found.lapses_at <= now => {
                 return Verdict::Refused;
@@ -560,6 +577,7 @@ impl Plain {
             self.wake(false);
             return Verdict::Applied;
         }
+        // Apply the end. The record keeps its fingerprint and trail, except for the mistakes that lose them.
         let record = &mut found.record;
         record.attempts_used = record.attempts_used.saturating_sub(refund);
         if release == Some(Release::NotStarted) && self.is(M::NotStartedTakesNumberBack) {
@@ -584,6 +602,7 @@ impl Plain {
             state => state,
         };
         found.lapses_at = now;
+        // The retention counts from the end of the attempt.
         if !self.is(M::TtlFromReservation) {
             found.expires_at = now.saturating_add(lease.ttl);
         }
@@ -607,7 +626,7 @@ impl Plain {
         }
     }
 
-    /// Returns whether the record takes this end.
+    /// Applies an operator's result. Returns false if the record refuses it.
     fn resolve(&self, found: &mut Slot, finish: &Finish) -> bool {
         let same = found.record.state == finish.state();
         let has = |result: &StoredResult| matches!(result, StoredResult::Encoded { .. });
@@ -631,14 +650,14 @@ impl Plain {
         true
     }
 
-    /// The record as a person sees it.
+    /// Inspection of the record, as an operator's look returns it.
     fn inspection(&self, slot: &Slot) -> Inspection {
         let is_pending = matches!(slot.record.state, State::Pending { .. });
         let lapses_in = is_pending.then(|| slot.lapses_at.saturating_since(self.now()));
         Inspection::new(slot.record.clone(), Duration::ZERO, lapses_in)
     }
 
-    /// Whether the person who decides saw this record.
+    /// Reports whether the operator's decision is about the present record.
     fn is_seen(&self, slot: &Slot, decision: &Decision) -> bool {
         let (is, seen) = (self.inspection(slot).revision(), decision.seen.with_attempt(slot.record.attempt));
         let broken = decision.action == Action::BreakLease
@@ -652,6 +671,7 @@ impl Plain {
     #[expect(clippy::too_many_lines, reason = "one decision, to be read together")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> Decided {
         let now = self.now();
+        // Mistakes that decide about any attempt, or at any time.
         let any = match decision.action {
             Action::Reopen | Action::Discard => M::ReopensAnyAttempt,
             Action::Resolve(_) => M::ResolvesAnyAttempt,
@@ -665,6 +685,7 @@ impl Plain {
             _ => M::None,
         };
         let no_reason = self.is(M::RefusesWithoutReason);
+        // No record: the decision has no object; the mistake inserts one.
         let Some(found) = slot else {
             if self.is(M::ReopenUpserts) {
                 let nobody = OwnerToken::from_bytes([0; OwnerToken::BYTES]);
@@ -675,24 +696,29 @@ impl Plain {
             }
             return Decided::NoRecord;
         };
+        // Refuse a decision about another record than the one that the operator saw: a damaged value, or another
+        // attempt.
         if decision.seen.standing() == Standing::Damaged && !self.is(M::DamageWasNoChange) {
             return Decided::changed(self.inspection(found).standing());
         }
         if found.record.attempt != decision.seen.attempt() && !(any != M::None && self.is(any)) {
             return if no_reason { Decided::NoRecord } else { Decided::other_attempt(found.record.attempt) };
         }
+        // The same person repeats the decision: it has been applied already.
         if let Some((_, last)) = &found.decided
             && (&last.seen, &last.action, &last.by) == (&decision.seen, &decision.action, &decision.by)
             && !(matches!(decision.action, Action::Resolve(_)) && self.is(M::ResolveNotRepeatable))
         {
             return Decided::Applied;
         }
+        // A live lease refuses each decision except `BreakLease`.
         let pending = matches!(found.record.state, State::Pending { .. });
         let live = pending && found.lapses_at > now && decision.action != Action::BreakLease;
         if live && !(at_any_time != M::None && self.is(at_any_time)) {
             let lapses_in = found.lapses_at.saturating_since(now);
             return if no_reason { Decided::NoRecord } else { Decided::live_lease(lapses_in) };
         }
+        // Refuse a record that has changed since the operator saw it, and name the operator who changed it.
         let excused = (any != M::None && self.is(any)) || (at_any_time != M::None && self.is(at_any_time));
         if !excused && !self.is_seen(found, decision) {
             let mut changed = Decided::changed(self.inspection(found).standing());
@@ -703,6 +729,7 @@ impl Plain {
         }
         let finished = found.record.is_finished();
         let owner = found.decided.as_ref().map_or(found.record.owner, |(owner, _)| *owner);
+        // Apply the decision to the record, or refuse it.
         match &decision.action {
             Action::Discard if !finished && !self.is(M::DiscardsNothing) => return Decided::Unfinished,
             Action::Discard if self.is(M::DiscardSparesResults) => return Decided::Finished,
@@ -752,6 +779,8 @@ impl Plain {
             Action::Forget => *slot = None,
             _ => unreachable!("the suite knows no other action"),
         }
+        // Each decision moves the owner token, so that no write of the attempt and no other decision matches the
+        // record.
         if let Some(found) = slot.as_mut() {
             found.lapses_at = now;
             found.decided = Some((owner, decision.clone()));
@@ -761,12 +790,14 @@ impl Plain {
                 found.record.owner = idem_tests::decided(found.record.owner, 1);
             }
         }
+        // Name the operator in the record.
         if let Some(found) = slot.as_mut().filter(|_| !self.is(M::DecisionUnnamed)) {
             let says_something = !decision.by.is_empty() || !decision.reason.is_empty();
             if says_something || !self.is(M::DecisionNamesPileUp) {
                 found.record.trail = found.record.trail.with_decision(&decision.by, &decision.reason);
             }
         }
+        // Waiters of the attempt have to look again.
         if !self.is(M::DecisionsWakeNobody) {
             self.wake(false);
         }
@@ -775,7 +806,7 @@ impl Plain {
 }
 
 fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
-    // Two handles share the times in their records, so they share the clock of these times.
+    // Two handles compare the times in their records, so they need one clock.
     static CLOCK: std::sync::LazyLock<SystemClock> = std::sync::LazyLock::new(SystemClock::default);
     let clock = OddClock::new(*CLOCK);
     Arc::new(Heartbeats::new(Arc::new(if mistake == M::OwnersRepeat { clock.without_chance() } else { clock })))
@@ -794,7 +825,7 @@ async fn pause(mut times: u32) {
     .await;
 }
 
-/// A reservation under way, which lands whether or not its caller still waits for it.
+/// Reservation in flight: it lands even if its caller is dropped.
 struct Flight<'a>(&'a Plain, Option<ReserveRequest>);
 
 impl Flight<'_> {
@@ -816,7 +847,7 @@ impl Drop for Flight<'_> {
 }
 
 impl Plain {
-    /// What a wait for `key` tells.
+    /// Returns the record at the end of a wait for `key`.
     async fn told(&self, key: &Key) -> Result<Option<Inspection>, StoreError> {
         let mut found = self.inspect(key).await?;
         if self.is(M::WaitTellsNoFingerprint)
@@ -836,7 +867,7 @@ impl Plain {
         })
     }
 
-    /// The value of `key` that is not a record, if there is one that can be reached.
+    /// Value of `key` that is not a record, if one exists and the store is reachable.
     fn foreign(&self, key: &Key) -> Option<String> {
         match self.shared.values.lock().unwrap().get(&self.key(key)) {
             Some(Value::Foreign(text)) if self.reachable => Some(text.clone()),
@@ -849,7 +880,7 @@ impl Plain {
         Inspection::damaged("not a record", [stored])
     }
 
-    /// The answer to a decision about a value that is not a record.
+    /// Answer to a decision about a value that is not a record.
     fn decide_about_damage(&self, decision: &Decision) -> Option<Decided> {
         let text = self.foreign(&decision.key).filter(|_| !self.is(M::ForeignIsAbsent))?;
         let is_seen = decision.seen == self.damaged(&text).revision() || self.is(M::DamageIsForgottenUnseen);
@@ -877,7 +908,7 @@ impl Plain {
         inspection.since(first_seen, began)
     }
 
-    /// Whether `filter` asks for this record.
+    /// Reports whether `filter` selects this record.
     fn asks_for(&self, filter: &Filter, key: &Key, seen: &Inspection) -> bool {
         let standing = match (&seen.record.state, seen.lapses_in) {
             _ if seen.damage.is_some() && !self.is(M::DamageIsCertain) => Standing::Damaged,
@@ -994,11 +1025,13 @@ impl Store for Plain {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
+            // Mistakes about the size of a batch.
             if leases.is_empty() && self.is(M::EmptyBatchFails) {
                 return Err(StoreError::new(StoreErrorKind::Unconfirmed, "syntax error near IN ()"));
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
             let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
+            // Answer each lease as soon as it is renewed, unless the mistake is to answer them together.
             let one = |at: usize, lease: &'a Lease| async move {
                 let renewed = match at {
                     at if at >= limit => Ok(Verdict::Refused),
@@ -1017,6 +1050,7 @@ impl Store for Plain {
                 renewed
             };
             let renewals = leases.iter().enumerate().map(|(at, lease)| one(at, lease));
+            // Renew all leases concurrently, so that a locked record delays no other; the mistake waits for each.
             let renewed = if self.is(M::RenewWaitsForEach) {
                 let mut renewed = Vec::new();
                 for (at, renewal) in renewals.enumerate() {
@@ -1028,6 +1062,7 @@ impl Store for Plain {
             } else {
                 join_all(renewals).await
             };
+            // Mistakes that answer at the end: in another order, or one answer for all leases.
             let mut answers = renewed.into_iter().collect::<Result<Vec<_>, _>>()?;
             if self.is(M::RenewGroupsAnswers) {
                 answers.sort_by_key(|answer| *answer == Verdict::Refused);

@@ -1,4 +1,4 @@
-//! The state in which every key must be once late writes are through.
+//! State that every key must have once all late writes have landed.
 
 use std::sync::Arc;
 
@@ -9,20 +9,20 @@ use idem_runtime::{Error, OnCrash, Outcome, Store};
 use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Scene};
 
-/// How many keys are checked side by side.
+/// Number of keys that are checked concurrently.
 const AT_ONCE: usize = 32;
 
-/// A key in a wrong state.
+/// Key in a wrong state.
 enum Wrong {
-    /// Held, although no call is under way.
+    /// The key is held, although no call is under way.
     Held(String),
-    /// Recorded as interrupted, although no body was.
+    /// The key is recorded as interrupted, although no body was.
     Interrupted(String),
     Otherwise(String),
 }
 
 impl Scene {
-    /// Looks at all keys at once, and calls every other one.
+    /// Checks all keys concurrently, and calls every other one.
     pub async fn look(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;
@@ -38,7 +38,7 @@ impl Scene {
         .await;
     }
 
-    /// Looks at all keys again: no write has landed since. Then calls the keys that were not called before.
+    /// Checks all keys again: no write may have landed since `look`. Then calls the keys that were not called before.
     pub async fn look_again(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;
@@ -81,7 +81,7 @@ impl Scene {
     }
 }
 
-/// A fresh call runs, or is told the state of the key at once.
+/// Makes a fresh call, which must run or return the state of the key immediately.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
     let (result, outcome) = calls.fresh(store, key).await;
     let last = book.runs.last().map_or(0, |run| run.attempt);
@@ -108,7 +108,7 @@ async fn inspect(store: &Arc<dyn Store>, calls: &Calls, key: usize) -> Option<Re
     found.map(|inspection| inspection.record)
 }
 
-/// Whether `record` is the one that must follow from `book`.
+/// Checks that `record` follows from `book`.
 fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), Wrong> {
     let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {record:?}")));
     let numbers: Vec<u32> = book.runs.iter().map(|run| run.attempt).collect();

@@ -16,14 +16,14 @@ use idem_tests::sqlite::{self, Folder};
 
 use crate::outage::Outage;
 
-/// So long that no server is replaced.
+/// Time-out of nodes in milliseconds: so long that no server is replaced.
 const NEVER: u32 = 600_000;
 
-/// A store, its lines and its servers.
+/// Store, its lines and its servers.
 pub struct Rig {
-    /// The handle whose calls are dropped.
+    /// Handle whose calls are dropped.
     pub store: Arc<dyn Store>,
-    /// The handle of another process.
+    /// Handle of another process.
     pub peer: Arc<dyn Store>,
     pub lines: Vec<Proxy>,
     /// The file of a store without lines, and the transaction that locks it.

@@ -1,4 +1,4 @@
-//! Calls, their bodies, the ways to drop them, and the books of what bodies did.
+//! Calls, their bodies, the ways to drop them, and the books: a log of each body that ran.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -19,19 +19,19 @@ use tokio::task::JoinError;
 use crate::rigs::Rig;
 
 const TTL: Duration = Duration::from_secs(3600);
-/// How many tasks make calls under load.
+/// Number of tasks that make calls under load.
 const TASKS: usize = 64;
 /// The same while the store does not answer.
 const TASKS_IN_AN_OUTAGE: usize = 24;
 /// The last await at which calls are dropped: a call that nothing holds up has fewer.
 const AWAITS: usize = 6;
-/// How many keys are finished before any call is dropped.
+/// Number of keys that are finished before any call is dropped.
 const FINISHED: usize = 40;
 
-/// The load beside a call.
+/// Load during a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Load {
-    /// Nothing.
+    /// No other calls.
     Lone,
     /// 64 tasks make calls, most of them for new keys.
     Busy,
@@ -41,36 +41,36 @@ pub enum Load {
     Outage,
 }
 
-/// How a call ends.
+/// Way in which a call ends.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// It is not dropped.
+    /// The call is not dropped.
     Whole,
-    /// Dropped when it is pending for the n-th time.
+    /// Dropped when the call is pending for the n-th time.
     AtAwait(usize),
-    /// The same, on a thread that has no runtime.
+    /// Dropped when the call is pending for the n-th time, on a thread that has no runtime.
     Elsewhere(usize),
     /// Dropped by a time-out.
     TimedOut(Duration),
-    /// Dropped by a `select!`, after so many turns of other tasks.
+    /// Dropped by a `select!`, after this number of turns of other tasks.
     Selected(u32),
-    /// Its task is aborted.
+    /// The task of the call is aborted.
     Aborted(Duration),
-    /// Its runtime ends, after so many turns.
+    /// The runtime of the call ends, after this number of turns.
     WithItsRuntime(u32),
 }
 
-/// The work of a body.
+/// Work of a body.
 #[derive(Clone, Copy, Debug)]
 struct Work {
     turns: u32,
     sleep: Option<Duration>,
-    /// How long the drop of its guard takes.
+    /// Duration of the drop of the body's guard.
     undo: Option<Duration>,
     succeeds: bool,
 }
 
-/// Why a call has no result.
+/// Reason why a call has no result.
 #[derive(Debug)]
 pub enum Failure {
     Of(Error),
@@ -83,26 +83,26 @@ impl From<Error> for Failure {
     }
 }
 
-/// A body that began.
+/// Body that began.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Run {
     pub attempt: u32,
-    /// Whether it returned `Ok`, if it returned.
+    /// `Some(true)` if the body returned `Ok`; `None` if it has not returned.
     pub returned: Option<bool>,
 }
 
-/// The book of one key.
+/// Book of one key.
 #[derive(Clone, Default, Debug)]
 pub struct Book {
     pub runs: Vec<Run>,
-    /// The record at the first look; `None` if the key has been called since.
+    /// Record at the first look; `None` if the key has been called since.
     pub first_look: Option<Option<Record>>,
-    /// The attempt whose body has a [`Guard`] now.
+    /// Attempt whose body has a [`Guard`] now.
     guarded: Option<u32>,
 }
 
 impl Book {
-    /// The attempt whose result is recorded.
+    /// Attempt whose result is recorded.
     pub fn result(&self) -> Option<u32> {
         self.runs.iter().find(|run| run.returned == Some(true)).map(|run| run.attempt)
     }
@@ -146,7 +146,7 @@ impl Books {
         runs.len() - 1
     }
 
-    /// Enters the guard of a body. Returns the attempt whose guard is there still.
+    /// Enters the guard of a body. Returns the attempt whose guard still exists.
     fn guard(&self, key: usize, attempt: u32) -> Option<u32> {
         self.0.lock().unwrap()[key].guarded.replace(attempt)
     }
@@ -161,13 +161,13 @@ impl Books {
     }
 }
 
-/// A value of a body that no other body of its key may meet: its drop takes a while, as that of a transaction or of a
-/// temporary directory does.
+/// Value of a body that must not coexist with another body of its key. Its drop takes time, as with a transaction or a
+/// temporary directory.
 struct Guard {
     calls: Arc<Calls>,
     key: usize,
     undo: Option<Duration>,
-    /// The attempt whose body began with this guard.
+    /// Attempt whose body began with this guard.
     attempt: Cell<Option<u32>>,
 }
 
@@ -195,10 +195,10 @@ impl Drop for Guard {
     }
 }
 
-/// The calls under one load, on one kind of line, under one policy.
+/// Calls under one load, on one kind of line, under one policy.
 #[derive(Debug)]
 pub struct Calls {
-    /// The number of the scene.
+    /// Number of the scene.
     number: usize,
     load: Load,
     on_crash: OnCrash,
@@ -206,27 +206,27 @@ pub struct Calls {
     made: AtomicUsize,
     dropped: AtomicUsize,
     refused: AtomicUsize,
-    /// How long a call that was not dropped took lately, in microseconds.
+    /// Moving average of the duration of a call that was not dropped, in microseconds.
     usual: AtomicU64,
     books: Arc<Books>,
-    /// Answers that callers must not get, and panics in drops.
+    /// Problems: answers that callers must not get, and panics in drops.
     told: Mutex<Vec<String>>,
 }
 
-/// The calls of one scene, and the findings afterwards.
+/// Calls of one scene, and the findings afterwards.
 pub struct Scene {
     store: &'static str,
     /// What its lines do.
     how: &'static str,
     calls: Arc<Calls>,
     took: Duration,
-    /// Keys that are held without a call.
+    /// Keys that are held although no call is under way.
     pub held: BTreeSet<usize>,
     /// Keys recorded as interrupted, although no body was.
     pub interrupted: BTreeSet<usize>,
-    /// How many keys are wrong in other ways.
+    /// Number of keys that are wrong in other ways.
     pub others: usize,
-    /// All problems, in words.
+    /// Descriptions of all problems.
     pub problems: Vec<String>,
 }
 
@@ -280,7 +280,7 @@ impl Scene {
         &self.calls
     }
 
-    /// Drops calls, and waits until those that were not dropped have ended.
+    /// Drops calls, and waits until the calls that were not dropped have ended.
     pub async fn drop_calls(&mut self, rig: &Rig, seed: u64, how_many: usize) {
         let started = Instant::now();
         let chance = Chance::seeded(seed).of(self.calls.number);
@@ -385,11 +385,12 @@ impl Calls {
         let n = self.made.fetch_add(1, Ordering::Relaxed);
         let again = if self.load == Load::Replays { 85 } else { 15 };
         let key = match chance.percent(again) {
-            // Finished, free, interrupted, or with another call at work.
+            // A key that is finished, free, interrupted, or used by another call.
             true if self.load == Load::Replays => chance.below(FINISHED),
             true => chance.below(self.books.len()),
             false => self.books.open(),
         };
+        // Most bodies are short; some sleep, clean up slowly or fail.
         let work = Work {
             turns: if chance.percent(50) { 0 } else { 1 + u32::try_from(chance.below(3)).expect("small") },
             sleep: match self.load {
@@ -399,6 +400,7 @@ impl Calls {
             undo: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
             succeeds: chance.percent(85),
         };
+        // Drop within twice the usual duration, so that some drops come in the last steps of a call.
         let longest = Duration::from_micros(2 * self.usual.load(Ordering::Relaxed));
         let turns = u32::try_from(chance.below(60)).expect("small");
         let way = match chance.below(100) {
@@ -416,6 +418,7 @@ impl Calls {
         };
         let asked = Instant::now();
         let call = Box::pin(self.call(store, key, work, in_progress));
+        // The books and the look at the end judge dropped calls; an answered call is judged here.
         match way.lead(call).await {
             Ok(None) => {
                 self.dropped.fetch_add(1, Ordering::Relaxed);
@@ -449,7 +452,7 @@ impl Calls {
         }
     }
 
-    /// One call of a handler that enters its run in the books, and returns the number of its attempt.
+    /// One call of a handler that enters its run in the books and returns the number of its attempt.
     fn call(
         self: &Arc<Self>,
         store: &Arc<dyn Store>,
@@ -475,7 +478,7 @@ impl Calls {
         observe(operation.run(body))
     }
 
-    /// A call with an empty body, made only for its outcome.
+    /// Call with an empty body, made only for its outcome.
     pub async fn fresh(self: &Arc<Self>, store: &Arc<dyn Store>, key: usize) -> (Result<u32, Failure>, Outcome) {
         self.call(store, key, Work { turns: 0, sleep: None, undo: None, succeeds: true }, InProgress::Reject).await
     }
@@ -483,7 +486,7 @@ impl Calls {
 
 type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// A call that is dropped when it is pending for the n-th time.
+/// Call that is dropped when it is pending for the n-th time.
 struct UpTo<T> {
     call: Call<T>,
     left: usize,
@@ -502,7 +505,7 @@ impl<T> Future for UpTo<T> {
 }
 
 impl Way {
-    /// Runs a call to its end and returns its output; `None` if it was dropped.
+    /// Runs a call to its end and returns its output; `None` if the call was dropped.
     async fn lead<T: Send + 'static>(self, mut call: Call<T>) -> Result<Option<T>, Panicked> {
         Ok(match self {
             Self::Whole => Some(call.await),
@@ -542,7 +545,7 @@ impl Way {
     }
 }
 
-/// A panic in the drop of a call.
+/// Panic in the drop of a call.
 struct Panicked;
 
 fn ended<T>(task: Result<T, JoinError>) -> Result<Option<T>, Panicked> {

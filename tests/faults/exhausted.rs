@@ -6,11 +6,11 @@ use crate::leases::{HELD, Scene};
 use crate::rigs::Rig;
 use crate::tools::{allow_descriptors, allow_threads, take_descriptors, threads, without_threads};
 
-/// The number of keys that the process serves again and again, in addition to those that it holds.
+/// Number of keys that the process serves repeatedly, in addition to the keys that it holds.
 const BESIDE: usize = 2;
 
 impl<R: Rig> Scene<R> {
-    /// The process has no thread but its first one from its start on.
+    /// The process has only its first thread, from its start on.
     pub async fn threads_exhausted(&mut self) {
         self.rig.let_other_users_in();
         self.crew.set_wrapper(without_threads());
@@ -36,7 +36,7 @@ impl<R: Rig> Scene<R> {
     /// The process holds bodies and serves other keys when its descriptors run out.
     pub async fn descriptors_exhausted(&mut self) {
         let holder = self.hold(0, Keys::Beside(HELD, BESIDE), Work::Quiet, Place::One).await;
-        // Renewals have their connection by then.
+        // The connection of the renewals exists by then.
         self.goes_on(holder, 1, "with descriptors").await;
         take_descriptors(holder);
         self.goes_on(holder, 2, "without descriptors").await;
@@ -44,7 +44,8 @@ impl<R: Rig> Scene<R> {
         self.ran_once(&[holder], 0..HELD, HELD + BESIDE).await;
     }
 
-    /// Shows that `holder` serves keys for so many leases, and that a call fails there only because its store is not available.
+    /// Shows that `holder` serves keys for `leases` leases, and that its calls fail only because their store is not
+    /// available.
     async fn goes_on(&mut self, holder: u32, leases: u32, how: &str) {
         let since = race::now();
         tokio::time::sleep(leases * self.lease()).await;

@@ -1,5 +1,5 @@
-//! Faults that cost no lease except for the keys that they affect: bodies go on while their processes, runtimes, lines and
-//! stores are hindered, and duplicates would take over if they could.
+//! Faults that cost no lease, except for the keys that they affect: bodies go on while their processes, runtimes, lines
+//! and stores are hindered, and duplicates would take over if they could.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -12,12 +12,12 @@ use idem_tests::stores;
 use crate::Fault;
 use crate::rigs::{Rig, set_all};
 
-/// How many bodies a process holds at the same time.
+/// Number of bodies that a process holds concurrently.
 pub const HELD: usize = 6;
-/// A lease has time for at least this many calls in a row, at the current speed of the machine.
+/// Least number of consecutive calls for which a lease has time, at the current speed of the machine.
 const CALLS_IN_A_LEASE: u32 = 30;
 const LONGEST_LEASE: Duration = Duration::from_secs(3);
-/// How long a store is full.
+/// Time for which a store is full.
 const MOMENT: Duration = Duration::from_millis(500);
 
 /// Causes `fault` in `rig`, and shows that leases are kept.
@@ -60,8 +60,8 @@ impl<R: Rig> Scene<R> {
         self.crew.orders().lease
     }
 
-    /// Starts a process whose bodies for the keys from `begin` on are held, and another one that delivers those messages
-    /// again and again until they are acknowledged. Returns once all bodies have begun.
+    /// Starts a process whose bodies for the keys from `begin` on are held, and another one that delivers those
+    /// messages repeatedly until they are acknowledged. Returns once all bodies have begun.
     pub async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
         self.crew.orders().place = place;
         let holder = self.crew.start(begin, keys, work);
@@ -86,7 +86,7 @@ impl<R: Rig> Scene<R> {
         self.crew.audit(keys, &Rules::STRICT).await.0
     }
 
-    /// The answers to calls that `worker` began after `since`, with their keys.
+    /// Answers to calls that `worker` began after `since`, with their keys.
     pub fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
         let lines = self.crew.lines();
         let of_worker = || lines.iter().filter(|line| line.worker == worker);
@@ -96,15 +96,15 @@ impl<R: Rig> Scene<R> {
         told.map(|line| (line.key, line.event.clone())).collect()
     }
 
-    /// Opens the gates of `holders`, and waits until all processes have ended: for each of `keys`, out of `all`, one body
-    /// ran.
+    /// Opens the gates of `holders`, waits until all processes have ended, and checks that one body ran for each of
+    /// `keys`, out of `all`.
     pub async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
         for holder in holders {
             self.crew.open_gate(*holder);
         }
         let effects = self.ended(all).await;
         let lines = self.crew.lines();
-        // A server that is starved of its processor for a lease takes no result; its body was not taken over, and runs again.
+        // A server without its processor for a lease takes no result. The body was not taken over, and runs again.
         let unrecorded = |key| lines.iter().any(|line| line.key == key && line.event == Event::Unrecorded);
         let interrupted = |key| lines.iter().any(|line| line.key == key && line.event == Event::Interrupted);
         let again = |key: &usize| (effects[*key].len() != 1 || interrupted(*key)) && !unrecorded(*key);
@@ -137,7 +137,7 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn bodies_paused(&mut self) {
-        // Key 0 is taken over, key 1 is interrupted for its duplicate, and nobody wants the others.
+        // Key 0 is taken over, and key 1 is interrupted for its duplicate. Keys 2 and 3 have no duplicates.
         let stopped: Vec<_> = (0..4).map(|key| self.crew.start(key, Keys::Together(1), Work::Polled)).collect();
         self.crew
             .until("the bodies are polled", |lines| {
@@ -145,10 +145,12 @@ impl<R: Rig> Scene<R> {
                 stopped.iter().all(|worker| polled(*worker))
             })
             .await;
+        // Stop the processes for longer than a lease: their leases lapse.
         for worker in &stopped {
             self.rig.stop(&self.crew, *worker).await;
         }
         tokio::time::sleep(2 * self.lease()).await;
+        // The others find the lapsed leases: one is taken over, one is reported as interrupted.
         let successors = self.crew.start(0, Keys::Together(2), Work::Held);
         self.crew
             .until("their leases have lapsed for the others", |lines| {
@@ -160,6 +162,7 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         let woken = race::now();
+        // The stopped processes wake: the one that was taken over loses its lease, the others go on.
         for worker in &stopped {
             self.crew.signal(*worker, "-CONT");
         }
@@ -175,6 +178,7 @@ impl<R: Rig> Scene<R> {
         assert!(matches!(told[0], (_, Event::LeaseLost)), "{told:?}");
         let lines = self.crew.lines();
         let polled = |line: &&race::Line| line.worker == stopped[0] && line.call == 1 && line.event == Event::Polled;
+        // The body of the taken-over key must not go on: at most one poll was under way when the process woke.
         let polls = lines.iter().filter(|line| line.at > woken).filter(polled).count();
         assert!(polls <= 1, "the body was polled {polls} times after its key had been taken over");
         let all = [&stopped[..], &[successors]].concat();
@@ -199,8 +203,8 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         let told = self.told(holder, since);
-        // The first connections are opened beside all the results. A call that found this too slow has not begun, and is
-        // repeated.
+        // The worker opens its first connections while the results are transferred. A call that found this too slow has
+        // not begun, and is repeated.
         let has_not_begun = |(key, event): &(usize, Event)| *key < held && matches!(event, Event::Store(_));
         let replayed_or_to_come = |it: &&(usize, Event)| matches!(it.1, Event::Replayed(_)) || has_not_begun(it);
         let lost: Vec<_> = told.iter().filter(|it| !replayed_or_to_come(it)).collect();
@@ -227,7 +231,8 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn insert_uncommitted(&mut self) {
-        // Key 0 is inserted; some keys are held, some replayed again and again, and the rest begin meanwhile.
+        // Key 0 is inserted by the open transaction; some keys are held, some are replayed repeatedly, and the rest
+        // begin meanwhile.
         let (beside, all) = (2, 40);
         self.rig.break_down(Fault::insert_uncommitted).await;
         let holder = self.crew.start(0, Keys::Beside(1 + HELD, beside), Work::Quiet);
@@ -318,13 +323,13 @@ impl<R: Rig> Scene<R> {
         let told = self.told(holder, 0);
         for key in 0..HELD {
             let first = told.iter().find(|(of, _)| *of == key).map(|(_, event)| event);
-            // Under `retry` a duplicate may take over before the refusal is heard.
+            // Under `retry` a duplicate may take over before the refusal arrives.
             let taken_over = key % 2 == 0 && first == Some(&Event::LeaseLost);
             let unrenewed = first == Some(&Event::Unrenewed("Misconfigured".to_owned()));
             assert!(unrenewed || taken_over, "key {key}: {first:?}");
         }
         self.rig.heal(Fault::renewals_refused).await;
-        // Bodies of two leases need renewals.
+        // These bodies run for two leases, so they need renewals.
         self.crew.start(HELD, Keys::Together(HELD), Work::Long);
         self.ran_once(&[holder], HELD..2 * HELD, 2 * HELD).await;
     }
@@ -346,7 +351,7 @@ async fn without_waiting<T>(rig: &impl Rig, work: impl Future<Output = T>) -> T 
     }
 }
 
-/// The longest duration among some calls that nothing hinders.
+/// Longest duration among some calls without a fault.
 async fn longest_call(spec: &str) -> Duration {
     const LEASE: Duration = Duration::from_secs(30);
     const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);

@@ -1,4 +1,4 @@
-//! How each kind of fault is played: racers at work, the fault, the answers meanwhile, and the audit.
+//! Play of each kind of fault: racers at work, the fault, the answers meanwhile, and the audit.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,9 +11,9 @@ use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
 use crate::{Fault, Seen, leases};
 
-/// How many keys have to be done before a store counts as working.
+/// Number of keys that must be done before a store counts as working.
 const PROGRESS: usize = 5;
-/// How far clocks are stepped, in seconds.
+/// Step of the clocks, in seconds.
 const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
 /// How many keys a worker begins side by side once the server is stopped.
@@ -21,7 +21,7 @@ const GATED: usize = 24;
 /// For how many leases the server is stopped.
 const STOPPED: u32 = 3;
 
-/// Causes `fault` in `rig` while racers work, and shows that they see what is promised: `seen`.
+/// Causes `fault` in `rig` while racers work, and shows that it has the promised effect, `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
     let is_of_the_process = matches!(fault, Fault::threads_exhausted | Fault::descriptors_exhausted);
     if is_of_the_process
@@ -47,7 +47,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
     scene.close(&rules).await;
 }
 
-/// Racers at work: one holds the key 0 from before the fault until [`Scene::close`], the others go from key to key.
+/// Racers at work: one holds key 0 from before the fault until [`Scene::close`], the others go from key to key.
 struct Scene<R> {
     rig: R,
     crew: Crew,
@@ -55,11 +55,11 @@ struct Scene<R> {
     others: [u32; 2],
 }
 
-/// The lines that the racers wrote, and what they say of calls.
+/// Lines that the racers wrote, and queries about their calls.
 struct Seens<'a>(&'a [race::Line]);
 
 impl Seens<'_> {
-    /// The answers to calls that began after `since`, with their workers.
+    /// Answers to calls that began after `since`, with their workers.
     fn told_since(&self, since: u64) -> impl Iterator<Item = &race::Line> {
         let asked: HashMap<_, _> = self
             .0
@@ -78,7 +78,7 @@ impl Seens<'_> {
         self.0.iter().rev().find(|line| line.worker == worker)
     }
 
-    /// How often the store refused `worker` in calls that it began after `since`.
+    /// Number of times that the store refused `worker` in calls that began after `since`.
     fn refused_since(&self, since: u64, worker: u32) -> usize {
         let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
         self.told_since(since).filter(refused).count()
@@ -97,7 +97,7 @@ impl<R: Rig> Scene<R> {
         let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
         crew.set_env(right);
         if fault == Fault::connections_delayed {
-            // Connecting takes several exchanges.
+            // A connection takes several round trips to open.
             crew.orders().lease = 30 * DELAY;
         }
         let holder = crew.start(0, Keys::Open, Work::Held);
@@ -126,8 +126,8 @@ impl<R: Rig> Scene<R> {
         self.until(what, |seen| seen.ran_since(now) >= PROGRESS).await;
     }
 
-    /// Waits until every worker was told that the store can't be used, in calls made from now on. A worker that is
-    /// recording a result is told nothing for as long as its lease can be renewed.
+    /// Waits until the store has failed for every worker, in calls made from now on. A worker that is recording a
+    /// result gets no answer for as long as its lease can be renewed.
     async fn told(&self) {
         let now = race::now();
         self.until("everybody is refused", |seen| {
@@ -174,7 +174,7 @@ impl<R: Rig> Scene<R> {
         })
         .await;
         self.progress("the others go on").await;
-        // Their bodies overlap now; a worker that wakes has nothing left to do but to record its result.
+        // The bodies overlap now; a worker that wakes has only to record its result.
         self.crew.open_gate(self.holder);
         self.crew.signal(self.holder, "-CONT");
         self.crew.signal(self.others[0], "-CONT");
@@ -204,7 +204,7 @@ impl<R: Rig> Scene<R> {
 
     async fn is_refused(&mut self, fault: Fault) -> Rules {
         if fault == Fault::connections_cut {
-            // Before an answer, and in the middle of one: in both cases it is unknown what was done.
+            // Cut before an answer, and in the middle of one: in both cases the effect is unknown to the client.
             for line in [Line::ResetOnReply, Line::LoseReplies, Line::LoseRequests] {
                 set_all(self.rig.lines(), line);
                 self.told().await;
@@ -334,7 +334,7 @@ impl<R: Rig> Scene<R> {
         let stepped = self.others[1];
         for step in [STEP, -STEP] {
             clock.step(step);
-            // A call that meets a running attempt waits for it.
+            // A call that finds a running attempt waits for it.
             let duplicate = self.crew.start(0, Keys::Open, Work::Some);
             let (now, wanted) = (race::now(), step * 1000);
             self.until("a body runs at another time", |seen| {

@@ -1,4 +1,4 @@
-//! Each store, and how every fault is caused in it.
+//! Each store, and the cause of every fault in it.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -22,32 +22,32 @@ use tokio_postgres::error::SqlState;
 use crate::Fault;
 use crate::tools::{Disk, FULL, READ_ONLY};
 
-/// A store, its servers, and the faults that they can have.
+/// Store, its servers, and their possible faults.
 pub trait Rig {
-    /// The store that racers open.
+    /// Store that racers open.
     fn spec(&self) -> String;
 
-    /// The environment of the racers.
+    /// Environment of the racers.
     fn env(&self) -> Env {
         Env::new()
     }
 
-    /// The lines between racers and servers.
+    /// Lines between racers and servers.
     fn lines(&self) -> &[Proxy] {
         &[]
     }
 
-    /// Whether all processes have the clock of one host, and the store has no other.
+    /// True if all processes use the clock of one host, and the store has no other.
     fn clock_of_the_host(&self) -> bool {
         false
     }
 
-    /// Whether a full disk leaves it room in its existing files.
+    /// True if a full disk leaves the store room in its existing files.
     fn fills_up_slowly(&self) -> bool {
         false
     }
 
-    /// Whether a stopped process keeps all others from the store.
+    /// Reports whether a stopped process keeps all others from the store.
     async fn is_held_up(&self) -> bool {
         false
     }
@@ -63,45 +63,45 @@ pub trait Rig {
         }
     }
 
-    /// The size of the results exchanged over slow lines, and how many bytes a second these carry.
+    /// Size of the results that slow lines carry, and the bytes a second of these lines.
     fn slow_line(&self) -> (usize, u32) {
         (1024 * 1024, 2_000_000)
     }
 
-    /// The length of leases while records are locked.
+    /// Length of leases while records are locked.
     fn lease_of_locked(&self) -> Duration {
         race::LEASE
     }
 
-    /// How often the record of the key 0 is locked, and for how long.
+    /// Number of times that the record of key 0 is locked, and the duration of each lock.
     fn locked_for(&self, lease: Duration) -> (usize, Duration) {
         (1, 3 * lease)
     }
 
-    /// Whether other keys can be served while one is locked.
+    /// True if the store serves other keys while one is locked.
     fn goes_on_beside_a_lock(&self) -> bool {
         true
     }
 
-    /// A statement that waits for the transaction that has inserted the key 0, if there is one.
+    /// Returns a statement that waits for the transaction that has inserted key 0, if one exists.
     async fn waits_for_the_insert(&self) -> Option<String> {
         None
     }
 
-    /// Whether the node that serves this key is running.
+    /// Reports whether the node that serves this key is running.
     fn is_of_a_healthy_node(&self, _key: usize) -> bool {
         true
     }
 
-    /// Lets processes of other users use the store.
+    /// Gives processes of other users access to the store.
     fn let_other_users_in(&self) {}
 
-    /// Whether a process that can start no thread can open the store.
+    /// Reports whether a process that can start no thread can open the store.
     fn opens_without_threads(&self) -> bool {
         true
     }
 
-    /// The ways in which it can be full, or refuse writes.
+    /// Ways in which the store can be full, or refuse writes.
     fn moments(&self) -> &'static [Fault];
 
     /// Causes the fault.
@@ -111,7 +111,7 @@ pub trait Rig {
     async fn heal(&mut self, fault: Fault);
 }
 
-/// So long that no server is replaced unless that is the fault.
+/// Node time-out in milliseconds: so long that no server is replaced, unless that is the fault.
 const NEVER: u32 = 600_000;
 
 fn is_of_lines(fault: Fault) -> bool {
@@ -130,11 +130,11 @@ pub fn set_all(lines: &[Proxy], line: Line) {
 
 // SQLite.
 
-/// A file.
+/// A database in a file.
 pub struct Sqlite {
     folder: Folder,
     disk: Disk,
-    /// A transaction of the user.
+    /// Transaction of the user.
     lock: Option<rusqlite::Connection>,
 }
 
@@ -145,7 +145,7 @@ impl Sqlite {
         Self { disk: Disk::of(folder.path()), folder, lock: None }
     }
 
-    /// The files of the database, here and in the folder to which they can be moved.
+    /// Files of the database: each path here, and its path in the folder to which they can be moved.
     fn files(&self) -> impl Iterator<Item = (PathBuf, PathBuf)> {
         let away = self.folder.path().join("away");
         std::fs::create_dir_all(&away).expect("a folder");
@@ -195,7 +195,7 @@ impl Rig for Sqlite {
 
     async fn is_held_up(&self) -> bool {
         let path = self.folder.file();
-        // Waits half a minute for a lock.
+        // This connection waits half a minute for a lock.
         let locked = move || sqlite::raw(&path).execute_batch("BEGIN IMMEDIATE; ROLLBACK").is_err();
         tokio::task::spawn_blocking(locked).await.expect("asked")
     }
@@ -216,7 +216,7 @@ impl Rig for Sqlite {
                 lock.execute_batch("BEGIN IMMEDIATE").expect("locks");
                 let (index, _) = self.files().last().expect("three files");
                 std::fs::remove_file(index).expect("can be removed");
-                // The log stays, whoever closes the file last.
+                // The log stays, whichever connection closes the file last.
                 lock.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).expect("is set");
             }
             Fault::record_locked => {
@@ -251,7 +251,7 @@ impl Rig for Sqlite {
 
 // Redis: one server, a cluster, or a primary with sentinels.
 
-/// The servers of one topology.
+/// Servers of one topology.
 pub struct Redis {
     servers: Servers,
     lines: Vec<Proxy>,
@@ -265,10 +265,10 @@ enum Servers {
     Watched(Watched),
 }
 
-/// The primary that is stopped alone.
+/// Index of the primary that is stopped alone.
 const STOPPED: usize = 1;
 
-/// The settings with which a server starts.
+/// Settings with which a server starts.
 fn settings(fault: Fault) -> Vec<String> {
     let settings: &[&str] = match fault {
         Fault::server_killed_and_restarted => &["--appendonly", "yes", "--appendfsync", "always"],
@@ -278,7 +278,7 @@ fn settings(fault: Fault) -> Vec<String> {
     settings.iter().map(ToString::to_string).collect()
 }
 
-/// Proxies in front of `ports` if the fault is one of lines, and the ports to connect to.
+/// Starts proxies in front of `ports` if the fault is one of lines. Returns them and the ports to connect to.
 async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
     let mut lines = Vec::new();
     if is_of_lines(fault) {
@@ -290,7 +290,7 @@ async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
     (lines, through)
 }
 
-/// The environment of a server whose disk may fail; the other faults need none.
+/// Environment of a server whose disk may fail; for other faults it is empty.
 fn disk_env(fault: Fault, disk: &Disk) -> Env {
     if matches!(fault, Fault::disk_full | Fault::full_for_a_moment) { disk.env() } else { Env::new() }
 }
@@ -336,7 +336,7 @@ impl Redis {
         Self { servers: Servers::Watched(watched), lines, disk, replicated }
     }
 
-    /// The servers that clients write to.
+    /// Servers to which clients write.
     fn primaries(&mut self) -> &mut [RedisServer] {
         match &mut self.servers {
             Servers::One(server) => std::slice::from_mut(server),
@@ -364,7 +364,8 @@ impl Redis {
                 let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
                 watched.servers[0].kill();
                 until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-                // No write counts there until it has a replica. The old primary is told what the sentinels would tell it.
+                // The promoted server confirms no write until it has a replica. Give the old primary now the command
+                // that the sentinels would send later.
                 watched.servers[0].run();
                 ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
             }
@@ -386,7 +387,7 @@ impl Rig for Redis {
             Servers::One(_) => format!("redis://{hosts}"),
             Servers::Cluster(cluster) if hosts.is_empty() => cluster.url(),
             Servers::Cluster(_) => format!("redis-cluster://{hosts}"),
-            // They name the proxy as the primary.
+            // The sentinels name the proxy as the primary.
             Servers::Watched(watched) => watched.url(),
         };
         format!("{} {url} race:", if self.replicated { "replicated" } else { "redis" })
@@ -421,7 +422,7 @@ impl Rig for Redis {
             Fault::disk_full => self.disk.fail(FULL),
             Fault::read_only => match self.servers {
                 Servers::One(_) => self.say("REPLICAOF 127.0.0.1 1"),
-                // The cluster, or the sentinels, decide which of these are replicas.
+                // The cluster or the sentinels decide which servers are replicas.
                 Servers::Cluster(_) | Servers::Watched(_) => self.say("CONFIG SET min-replicas-to-write 9"),
             },
             Fault::records_deleted => self.say("FLUSHALL"),
@@ -450,27 +451,27 @@ impl Rig for Redis {
 
 // PostgreSQL.
 
-/// A server.
+/// A PostgreSQL server.
 pub struct Postgres {
     server: PostgresServer,
     lines: Vec<Proxy>,
     disk: Disk,
-    /// The user of the workers.
+    /// Login of the workers.
     login: &'static str,
-    /// The connection that holds all of a resource.
+    /// Connection that holds all of a resource.
     hoarder: Option<tokio_postgres::Client>,
-    /// A call in an open transaction: its process in the server, and its task.
+    /// Call in an open transaction: its process in the server, and its task.
     inserted: Option<(i32, AbortHandle)>,
 }
 
 impl Postgres {
     pub async fn start(fault: Fault) -> Self {
         let disk = Disk::of(&std::env::temp_dir());
-        // Few locks, so that they can be exhausted.
+        // Few locks, so that they can run out.
         let settings = ["max_locks_per_transaction=10"];
         let server = PostgresServer::start_in(&settings, &disk_env(fault, &disk));
         let (lines, _) = proxied(fault, &[server.port()]).await;
-        // No right can be taken from a superuser.
+        // A superuser can't lose a right.
         let login = if fault == Fault::renewals_refused { "worker" } else { "postgres" };
         let rig = Self { server, lines, disk, login, hoarder: None, inserted: None };
         rig.make_table().await;
@@ -490,7 +491,7 @@ impl Postgres {
         }
     }
 
-    /// Calls a handler for the key 0 in a transaction that stays open.
+    /// Calls a handler for key 0 in a transaction that stays open.
     async fn insert(&mut self) {
         let mut raw = self.server.raw().await;
         let pid = raw.query_one("SELECT pg_backend_pid()", &[]).await.expect("answers").get(0);
@@ -513,7 +514,7 @@ impl Postgres {
     async fn hoard(&mut self) {
         let raw = self.server.raw().await;
         let (mut next, mut refused) = (0_u32, 0);
-        // Other connections may still be releasing some.
+        // Other connections may still release some locks.
         while refused < 50 {
             let more = if refused == 0 { 1000 } else { 1 };
             let sql = format!("SELECT count(pg_advisory_lock(n)) FROM generate_series({next}, {}) n", next + more - 1);
@@ -574,7 +575,8 @@ impl Rig for Postgres {
                 self.hoarder = Some(raw);
             }
             Fault::disk_full => {
-                // There is log ahead: without it a server that can't write ends itself, which is another fault.
+                // Switch to a new log segment first: a server that can't write its log ends itself, which is another
+                // fault.
                 self.say("SELECT pg_switch_wal();CHECKPOINT").await;
                 self.disk.fail(FULL);
             }
@@ -612,12 +614,12 @@ impl Rig for Postgres {
 
 // DynamoDB.
 
-/// An emulator that keeps its tables on disk.
+/// Emulator that keeps its tables on disk.
 pub struct Dynamo {
     emulator: Emulator,
     lines: Vec<Proxy>,
     disk: Disk,
-    /// By how many seconds the clocks of its users may differ, if that is more than almost nothing.
+    /// Largest difference between the clocks of its users in seconds, if it is more than almost nothing.
     skew: Option<u64>,
 }
 

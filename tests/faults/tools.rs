@@ -1,5 +1,5 @@
-//! A failing disk, a clock that can be set, and limits of threads and descriptors, without the knowledge of the processes that
-//! have them.
+//! A failing disk, a clock that can be set, and limits of threads and descriptors, all without the knowledge of the
+//! affected processes.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_tests::server::Env;
 
-/// A file whose content sets the behaviour of processes; deleted when dropped.
+/// File whose content sets the behaviour of processes; deleted when dropped.
 #[derive(Debug)]
 struct Switch(PathBuf);
 
@@ -21,7 +21,7 @@ impl Switch {
     }
 
     fn set(&self, text: &str) {
-        // Written as a whole or not at all.
+        // Rename a draft, so that readers see the whole text or the old one.
         let draft = self.0.with_extension("draft");
         std::fs::write(&draft, text).expect("can be written");
         std::fs::rename(draft, &self.0).expect("can be written");
@@ -38,7 +38,7 @@ impl Drop for Switch {
     }
 }
 
-/// A folder that can refuse writes, for some processes.
+/// Folder that can refuse writes, for some processes.
 #[derive(Debug)]
 pub struct Disk {
     folder: PathBuf,
@@ -47,16 +47,16 @@ pub struct Disk {
 
 /// No space left (`ENOSPC`).
 pub const FULL: u32 = 28;
-/// A file system that was remounted read-only (`EROFS`).
+/// File system that was remounted read-only (`EROFS`).
 pub const READ_ONLY: u32 = 30;
 
 impl Disk {
-    /// A disk that works, under `folder`.
+    /// Returns a working disk under `folder`.
     pub fn of(folder: &Path) -> Self {
         Self { folder: folder.to_owned(), switch: Switch::new() }
     }
 
-    /// The environment of the processes that use it.
+    /// Environment of the processes that use this disk.
     pub fn env(&self) -> Env {
         vec![
             ("LD_PRELOAD".to_owned(), library().into()),
@@ -70,13 +70,13 @@ impl Disk {
         self.switch.set(&error.to_string());
     }
 
-    /// It works again.
+    /// Lets writes succeed again.
     pub fn heal(&self) {
         self.switch.unset();
     }
 }
 
-/// `disk.c`, compiled.
+/// Path of the compiled `disk.c`.
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
@@ -92,26 +92,26 @@ fn library() -> &'static Path {
     })
 }
 
-/// The wall clock of some processes.
+/// Wall clock of some processes.
 #[derive(Debug)]
 pub struct WallClock(Switch);
 
 impl WallClock {
-    /// A clock that shows the right time.
+    /// Returns a clock that shows the right time.
     pub fn new() -> Self {
         let clock = Self(Switch::new());
         clock.step(0);
         clock
     }
 
-    /// The environment of the processes that use it.
+    /// Environment of the processes that use this clock.
     pub fn env(&self) -> Env {
         let set = |name: &str, value: &str| (name.to_owned(), value.into());
         vec![
             ("LD_PRELOAD".to_owned(), libfaketime().into()),
             ("FAKETIME_TIMESTAMP_FILE".to_owned(), self.0.0.clone().into()),
             set("FAKETIME_NO_CACHE", "1"),
-            // Steps of a wall clock leave the monotonic clock alone.
+            // Steps of a wall clock do not change the monotonic clock.
             set("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
         ]
     }
@@ -122,7 +122,7 @@ impl WallClock {
     }
 }
 
-/// The library at `IDEM_TEST_FAKETIME`, or where Debian installs it.
+/// Library at `IDEM_TEST_FAKETIME`, or at the path to which Debian installs it.
 fn libfaketime() -> PathBuf {
     if let Some(library) = std::env::var_os("IDEM_TEST_FAKETIME") {
         return library.into();
@@ -132,10 +132,10 @@ fn libfaketime() -> PathBuf {
     libraries.find(|library| library.exists()).expect("there is no libfaketime; run ./scripts/test")
 }
 
-/// The words in front of a program that can start no thread. It runs as another user if this one is root, whom no limit of
-/// threads binds.
+/// Words in front of a program that can start no thread. If this process is root, the program runs as another user,
+/// because no limit of threads binds root.
 pub fn without_threads() -> Vec<String> {
-    /// The number of users so far. Each worker has one of its own, as a limit of threads is that of a user.
+    /// Number of users so far. Each worker needs its own user, as a limit of threads applies to a user.
     static USERS: AtomicU32 = AtomicU32::new(0);
     let mut words = match user_of(std::process::id()) {
         0 => as_user(1_000_000 + 64 * std::process::id() + USERS.fetch_add(1, Ordering::Relaxed)),
@@ -149,7 +149,7 @@ fn user_of(process: u32) -> u32 {
     std::fs::metadata(format!("/proc/{process}")).expect("it runs").uid()
 }
 
-/// The arguments of `setpriv` that make it another user.
+/// Arguments of `setpriv` for another user.
 fn as_user(user: u32) -> Vec<String> {
     let user = user.to_string();
     ["--reuid", &user, "--regid", &user, "--clear-groups"].map(ToOwned::to_owned).to_vec()
@@ -160,14 +160,14 @@ pub fn allow_threads(worker: u32) {
     limit(worker, "--nproc=500:");
 }
 
-/// The number of threads of `worker`.
+/// Number of threads of `worker`.
 pub fn threads(worker: u32) -> usize {
     std::fs::read_dir(format!("/proc/{worker}/task")).expect("it runs").count()
 }
 
 /// Takes all free descriptors from `worker`.
 pub fn take_descriptors(worker: u32) {
-    // The kernel gives out the smallest number that is free, which has to be below the limit.
+    // The kernel gives out the smallest free number, which has to be below the limit.
     let is_open = |number: &u32| std::fs::symlink_metadata(format!("/proc/{worker}/fd/{number}")).is_ok();
     let free = (0..u32::MAX).find(|number| !is_open(number)).expect("a number");
     limit(worker, &format!("--nofile={free}:"));
