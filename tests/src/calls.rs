@@ -9,26 +9,26 @@ use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest};
 use idem_runtime::{Error, Json, Key, Operation, Outcome, Policy, Store, StoreError, observe};
 
-/// Longer than any test takes.
+/// Longer than the duration of any test.
 pub const LEASE: Duration = Duration::from_secs(60);
-/// The retention of records.
+/// Retention of records.
 pub const TTL: Duration = Duration::from_secs(3600);
-/// A trace of somebody's.
+/// Example of a trace.
 pub const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-/// A policy with this lease and retention.
+/// Policy with this lease and retention.
 pub const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 
-/// A key in the scope of tests.
+/// Key in the scope of tests.
 pub fn key(name: &str) -> Key {
     Key::new("test", name).expect("a valid key")
 }
 
-/// A reservation of `name` for a new attempt.
+/// Reservation of `name` for a new attempt.
 pub fn request(store: &impl Store, name: &str) -> ReserveRequest {
     ReserveRequest::new(key(name), store.heartbeats().new_owner(), LEASE, TTL)
 }
 
-/// The lease in an answer that the key is reserved.
+/// Lease in the answer to a granted reservation.
 pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
     match answer {
         Ok(Reservation::Granted { lease, .. }) => lease,
@@ -51,17 +51,17 @@ pub fn stored(bytes: impl Into<Bytes>) -> StoredResult {
     StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() }
 }
 
-/// A completion with some result.
+/// Completion with some result.
 pub fn done() -> Finish {
     Finish::Completed(stored("42"))
 }
 
-/// One call of a handler that counts its runs, and returns the count.
+/// Makes one call of a handler that counts its runs, and returns the count.
 pub async fn call(store: &impl Store, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
     call_with(store, name, POLICY, runs).await
 }
 
-/// The same with another policy.
+/// Makes such a call with another policy.
 pub async fn call_with(
     store: &impl Store,
     name: &str,

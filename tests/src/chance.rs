@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-/// Numbers that follow from a seed (`SplitMix64`).
+/// Pseudo-random numbers from a seed (`SplitMix64`).
 #[derive(Clone, Debug)]
 pub struct Chance(u64);
 
 impl Chance {
-    /// The numbers that follow from `seed`.
+    /// Returns the numbers of `seed`.
     pub fn seeded(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// Other numbers, for the `n`th user of the same seed.
+    /// Returns other numbers, for the `n`th user of the same seed.
     #[must_use]
     pub fn of(&self, n: usize) -> Self {
         let mut other = Self(self.0 ^ (n as u64).wrapping_mul(0xd6e8_feb8_6659_fd93));
@@ -28,17 +28,17 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    /// A number below `n`, which is not zero.
+    /// Number below `n`, which must not be zero.
     pub fn below(&mut self, n: usize) -> usize {
         usize::try_from(self.next() % n as u64).expect("below a `usize`")
     }
 
-    /// Whether an event of this probability, in percent, happens.
+    /// Returns true with this probability, in percent.
     pub fn percent(&mut self, times: usize) -> bool {
         self.below(100) < times
     }
 
-    /// A time up to `longest`.
+    /// Random duration, at most `longest`.
     pub fn up_to(&mut self, longest: Duration) -> Duration {
         let micros = usize::try_from(longest.as_micros()).expect("short");
         Duration::from_micros(self.below(micros + 1) as u64)

@@ -1,4 +1,4 @@
-//! The clocks of tests that are neither the machine's nor moved by hand alone.
+//! Clocks of tests that differ from the machine's clock and from one that only a test advances.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -6,32 +6,32 @@ use std::time::Duration;
 
 use idem_runtime::clock::{Clock, Instant, Sleep, SystemClock, Task};
 
-/// Another clock, except for what a test sets.
+/// Another clock, with the differences that a test sets.
 #[derive(Clone, Debug)]
 pub struct OddClock {
     inner: Arc<dyn Clock>,
-    /// The wall clock, in milliseconds since 1970.
+    /// Reading of the wall clock, in milliseconds since 1970.
     wall: Option<Arc<AtomicI64>>,
-    /// How far the wall clock is ahead, in milliseconds.
+    /// Lead of the wall clock, in milliseconds.
     ahead: i64,
-    /// How many times slower it runs.
+    /// Factor by which the clock runs slower.
     slowness: u32,
     entropy: Option<u128>,
     tasks: Option<SystemClock>,
 }
 
 impl OddClock {
-    /// As `inner`.
+    /// Returns a clock equal to `inner`.
     pub fn new(inner: impl Clock) -> Self {
         Self { inner: Arc::new(inner), wall: None, ahead: 0, slowness: 1, entropy: None, tasks: None }
     }
 
-    /// The machine's clock beside a wall clock that stands at `millis` since 1970.
+    /// Returns the machine's clock with a wall clock that stands still at `millis` since 1970.
     pub fn at(millis: i64) -> Self {
         Self { wall: Some(Arc::new(AtomicI64::new(millis))), ..Self::new(SystemClock::default()) }
     }
 
-    /// The machine's clock beside a wall clock that is `millis` ahead of the machine's.
+    /// Returns the machine's clock with a wall clock that is `millis` ahead.
     pub fn ahead_by(millis: i64) -> Self {
         Self { ahead: millis, ..Self::new(SystemClock::default()) }
     }
@@ -41,13 +41,13 @@ impl OddClock {
         self.wall.as_ref().expect("a clock made by `at`").store(millis, Ordering::SeqCst);
     }
 
-    /// Runs at half speed.
+    /// Makes the clock run at half speed.
     #[must_use]
     pub fn half_speed(self) -> Self {
         Self { slowness: 2, ..self }
     }
 
-    /// Draws the same random number every time.
+    /// Makes each random number the same.
     #[must_use]
     pub fn without_chance(self) -> Self {
         Self { entropy: Some(7), ..self }

@@ -13,7 +13,7 @@ use redis::{Connection, FromRedisValue, Value};
 use crate::server::{Env, Kind, RedisServer, forever, free_port, keep};
 pub use crate::server::{until, wait_until};
 
-/// A blocking connection to the server on `port`.
+/// Opens a blocking connection to the server on `port`.
 pub fn dial(port: u16) -> Option<Connection> {
     let client = redis::Client::open(format!("redis://127.0.0.1:{port}")).expect("a URL");
     let connection = client.get_connection_with_timeout(Duration::from_secs(2)).ok()?;
@@ -21,7 +21,7 @@ pub fn dial(port: u16) -> Option<Connection> {
     Some(connection)
 }
 
-/// The answer of the server on `port` to the words of `command`; `''` is an empty word.
+/// Answer of the server on `port` to the words of `command`; `''` is an empty word.
 ///
 /// # Errors
 /// If the server is away, refuses, or answers with another type.
@@ -34,45 +34,46 @@ pub fn ask<T: FromRedisValue>(port: u16, command: &str) -> Result<T, String> {
     asked.query(&mut dial(port).ok_or("nobody answers")?).map_err(|error| error.to_string())
 }
 
-/// One line of `INFO` or `CLUSTER INFO`.
+/// Value of one field of `INFO` or `CLUSTER INFO`.
 pub fn field(port: u16, command: &str, name: &str) -> Option<String> {
     let text: String = ask(port, command).ok()?;
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(|value| value.trim().to_owned())
 }
 
-/// How many replicas of the server on `port` are connected and up to date.
+/// Number of replicas of the server on `port` that are connected and up to date.
 pub fn replicas_online(port: u16) -> usize {
     let text: String = ask(port, "INFO replication").unwrap_or_default();
     text.lines().filter(|line| line.starts_with("slave") && line.contains("state=online")).count()
 }
 
-/// A cluster: the primaries, then their replicas in the same order.
+/// Cluster: the primaries, then their replicas in the same order.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Every node.
+    /// All nodes.
     pub nodes: Vec<RedisServer>,
     primaries: usize,
 }
 
 impl Cluster {
-    /// Three primaries and three replicas. A node that does not answer for `node_timeout` milliseconds is replaced.
+    /// Starts three primaries and three replicas. A node that does not answer for `node_timeout` milliseconds is
+    /// replaced.
     pub fn start(node_timeout: u32) -> Self {
         Self::start_with(3, 3, node_timeout)
     }
 
-    /// A cluster of this many nodes; at most one replica for each primary.
+    /// Starts a cluster of this many nodes, with at most one replica for each primary.
     pub fn start_with(primaries: usize, replicas: usize, node_timeout: u32) -> Self {
         Self::start_of(&vec![Kind::Redis; primaries + replicas], primaries, node_timeout)
     }
 
-    /// A cluster of nodes of these kinds, primaries first.
+    /// Starts a cluster of nodes of these kinds, primaries first.
     pub fn start_of(kinds: &[Kind], primaries: usize, node_timeout: u32) -> Self {
         let ports: Vec<u16> = kinds.iter().map(|_| free_port()).collect();
         let args = |_| vec!["--appendonly".to_owned(), "no".to_owned()];
         Self::start_each(kinds, &ports, primaries, node_timeout, args, &Vec::new())
     }
 
-    /// A cluster on these ports, primaries first, each node with these arguments and this environment.
+    /// Starts a cluster on these ports, primaries first, each node with these arguments and this environment.
     pub fn start_at(
         ports: &[u16],
         primaries: usize,
@@ -121,6 +122,7 @@ impl Cluster {
                 env,
             )
         };
+        // The primaries get their slots before the nodes meet, so that no two nodes claim the same slot.
         let replicas = ports.len() - primaries;
         let cluster = Self { nodes: ports.iter().enumerate().map(node).collect(), primaries };
         let say = |port: u16, command: &str| ask::<Value>(port, command).unwrap_or_else(|error| panic!("{error}"));
@@ -142,6 +144,7 @@ impl Cluster {
             });
         };
         all_say("cluster_known_nodes", &known);
+        // A replica can follow only a node in its own view of the cluster.
         for (replica, primary) in ports[primaries..].iter().zip(ports) {
             let id: String = ask(*primary, "CLUSTER MYID").expect("an id");
             wait_until("replicated", || ask::<Value>(*replica, &format!("CLUSTER REPLICATE {id}")).is_ok());
@@ -154,21 +157,21 @@ impl Cluster {
         cluster
     }
 
-    /// The ports of all nodes.
+    /// Ports of all nodes.
     pub fn ports(&self) -> Vec<u16> {
         self.nodes.iter().map(RedisServer::port).collect()
     }
 
-    /// A URL with all primaries as seeds.
+    /// URL with all primaries as seeds.
     pub fn url(&self) -> String {
         url(&self.ports()[..self.primaries])
     }
 
-    /// The node that serves `key` as a primary now, according to the living nodes.
+    /// Index of the node that serves `key` as a primary now, according to the living nodes.
     pub fn serves(&self, key: &str) -> Option<usize> {
         let ports = self.ports();
         let slot: i64 = ports.iter().find_map(|port| ask(*port, &format!("CLUSTER KEYSLOT {key}")).ok())?;
-        // Only the node that serves it names itself.
+        // Only the node that serves the key names itself.
         (0..ports.len()).find(|n| {
             let ranges = slots(ports[*n]).unwrap_or_default();
             field(ports[*n], "INFO replication", "role").as_deref() == Some("master")
@@ -176,7 +179,7 @@ impl Cluster {
         })
     }
 
-    /// Waits until all living nodes say that the cluster is complete, and agree on the slots of each node.
+    /// Waits until all living nodes report a complete cluster, and agree on the slots of each node.
     pub fn wait_agreed(&self) {
         wait_until("the nodes agree", || {
             let views: Vec<_> = self
@@ -189,7 +192,7 @@ impl Cluster {
         });
     }
 
-    /// Sets `key` to `value`, on whichever node it is.
+    /// Sets `key` to `value`, on the node that serves it.
     pub fn set(&self, key: &str, value: &str) {
         set(&self.ports(), key, value);
     }
@@ -207,7 +210,7 @@ fn set(ports: &[u16], key: &str, value: &str) {
     assert!(done, "no node takes it");
 }
 
-/// The owners of slots according to the node on `port`: first slot, last slot, port.
+/// Owners of slots according to the node on `port`: first slot, last slot, port.
 fn slots(port: u16) -> Option<Vec<(i64, i64, u16)>> {
     let ranges: Vec<Vec<Value>> = ask(port, "CLUSTER SLOTS").ok()?;
     let mut ranges = ranges
@@ -224,7 +227,7 @@ fn slots(port: u16) -> Option<Vec<(i64, i64, u16)>> {
     Some(ranges)
 }
 
-/// A primary and its replica, which is up to date.
+/// Starts a primary and its replica, and waits until the replica is up to date.
 pub fn pair(kind: Kind) -> (RedisServer, RedisServer) {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
     let primary = RedisServer::start_with(kind, &args);
@@ -232,7 +235,8 @@ pub fn pair(kind: Kind) -> (RedisServer, RedisServer) {
     (primary, replica)
 }
 
-/// A replica of the server on port `of`, which it reaches by port `through`. Returns once it is up to date.
+/// Starts a replica of the server on port `of`, which it reaches by port `through`. Returns once the replica is up to
+/// date.
 fn replica(kind: Kind, of: u16, through: u16) -> RedisServer {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
     let replica =
@@ -250,18 +254,18 @@ pub struct Watched {
     pub sentinels: Vec<Sentinel>,
 }
 
-/// The name of the primary.
+/// Name of the primary.
 pub const NAME: &str = "mymaster";
 
 impl Watched {
-    /// A primary that does not answer for `down_after` milliseconds is replaced.
+    /// Starts all servers. A primary that does not answer for `down_after` milliseconds is replaced.
     pub fn start(down_after: u32) -> Self {
         let primary = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--repl-diskless-sync-delay", "0"]);
         let through = primary.port();
         Self::start_at(primary, through, down_after)
     }
 
-    /// The same around a running primary, which all others reach by port `through`.
+    /// Starts replica and sentinels of a running primary, which they reach by port `through`.
     pub fn start_at(primary: RedisServer, through: u16, down_after: u32) -> Self {
         let replica = replica(Kind::Redis, primary.port(), through);
         let sentinels = (0..3).map(|_| Sentinel::start(through, down_after)).collect();
@@ -270,7 +274,7 @@ impl Watched {
         watched
     }
 
-    /// Waits until the sentinels know each other and the replica; only then can they replace the primary.
+    /// Waits until the sentinels have found each other and the replica; only then can they replace the primary.
     pub fn wait_ready(&self) {
         wait_until("the sentinels are ready", || {
             self.sentinels.iter().all(|sentinel| {
@@ -283,23 +287,23 @@ impl Watched {
         });
     }
 
-    /// The sentinels' hosts and the name of the primary, as a URL.
+    /// URL of the sentinels' hosts and the name of the primary.
     pub fn url(&self) -> String {
         let hosts: Vec<_> = self.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port)).collect();
         format!("redis-sentinel://{}/{NAME}", hosts.join(","))
     }
 
-    /// The port that every sentinel names, if they agree.
+    /// Port that every sentinel names, if they agree.
     pub fn primary(&self) -> Option<u16> {
         let named: Vec<_> = self.sentinels.iter().map(Sentinel::names).collect();
         named[0].filter(|_| named.iter().all(|port| *port == named[0]))
     }
 }
 
-/// A sentinel process; killed when dropped.
+/// Sentinel process; killed when dropped.
 #[derive(Debug)]
 pub struct Sentinel {
-    /// Its port.
+    /// Port of the sentinel.
     pub port: u16,
     folder: PathBuf,
     child: Child,
@@ -331,20 +335,20 @@ impl Sentinel {
         Self { port, folder, child }
     }
 
-    /// One field of what the sentinel says about the primary.
+    /// One field of the sentinel's report about the primary.
     pub fn says(&self, field: &str) -> Option<String> {
         let fields: std::collections::HashMap<String, String> =
             ask(self.port, &format!("SENTINEL MASTER {NAME}")).ok()?;
         fields.get(field).cloned()
     }
 
-    /// The port of the server that it names.
+    /// Port of the server that the sentinel names as the primary.
     pub fn names(&self) -> Option<u16> {
         let named: (String, u16) = ask(self.port, &format!("SENTINEL GET-MASTER-ADDR-BY-NAME {NAME}")).ok()?;
         Some(named.1)
     }
 
-    /// `kill -9`.
+    /// Kills the sentinel (`kill -9`).
     pub fn kill(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();
@@ -360,10 +364,10 @@ impl Drop for Sentinel {
 
 // For the conformance suite.
 
-/// A store on the cluster that the whole test process shares, and a second handle as another process would open it.
+/// Store on the cluster that the whole test process shares, and a second handle as another process would open it.
 pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<Vec<u16>> = OnceLock::new();
-    // A long time-out: no node dies here, and a busy machine is no failure.
+    // A long time-out: no node dies here, and a busy machine must not look like a failure.
     let ports = SHARED.get_or_init(|| forever(|| keep(Cluster::start(20_000), Cluster::ports))).clone();
     let url = url(&ports);
     let spoil = move |key: Key| {
@@ -373,7 +377,7 @@ pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     subject(&url, options).await.unreachable(unreachable_cluster()).spoil(spoil)
 }
 
-/// A store on the sentinels that the whole test process shares, and a second handle as another process would open it.
+/// Store on the sentinels that the whole test process shares, and a second handle as another process would open it.
 pub async fn sentinel_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<(String, u16)> = OnceLock::new();
     let (url, primary) =
@@ -388,7 +392,7 @@ async fn subject(url: &str, options: fn() -> RedisOptions) -> Subject {
     Subject::new(store).peer(peer)
 }
 
-/// A store on a cluster that is gone.
+/// Store on a cluster that is gone.
 fn unreachable_cluster() -> RedisStore {
     static GONE: OnceLock<RedisStore> = OnceLock::new();
     let start = || {

@@ -28,12 +28,12 @@ use tokio::sync::Semaphore;
 
 use crate::server::{Env, forever, free_port, keep, signal};
 
-/// The table that tests use.
+/// Table that tests use.
 pub const TABLE: &str = "idempotency";
-/// How far apart the clocks of one machine are, with some room.
+/// Difference between two clocks of one machine, with some reserve.
 pub const SKEW: Duration = Duration::from_millis(5);
 
-/// A kind of emulator, and the environment variable that names its program; `scripts/test` sets them.
+/// Kind of emulator, with the environment variable that names its program; `scripts/test` sets them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// `IDEM_TEST_DYNOXIDE`.
@@ -52,7 +52,7 @@ impl Kind {
         program.unwrap_or_else(|| panic!("`{variable}` names no emulator; run ./scripts/test")).into()
     }
 
-    /// The endpoint of one emulator for the whole test process, with the table in it.
+    /// Endpoint of one emulator for the whole test process, with the table in it.
     pub fn shared(self) -> String {
         static EMULATORS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
         let mut emulators = EMULATORS.get_or_init(Mutex::default).lock().unwrap();
@@ -69,7 +69,7 @@ impl Kind {
         endpoint
     }
 
-    /// A store on the shared emulator, and a second handle as another process would open it.
+    /// Store on the shared emulator, and a second handle as another process would open it.
     #[expect(clippy::unused_async, reason = "as for every other store")]
     pub async fn subject(self) -> Subject {
         let endpoint = self.shared();
@@ -92,18 +92,18 @@ impl Kind {
     }
 }
 
-/// A store for processes of one machine, so that a lapsed lease is taken over a moment after its time; for emulators of any
-/// speed.
+/// Store for processes of one machine and for emulators of any speed: a lapsed lease is taken over a moment after its
+/// time.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
     options().build(client(&Wire::to(endpoint)), table)
 }
 
-/// The settings of such a store.
+/// Options of such a store.
 pub fn options() -> DynamoOptions {
     DynamoStore::options().max_clock_skew(SKEW).response_timeout(Duration::from_secs(60))
 }
 
-/// Whether HTTP is spoken on this port. A program may listen before it answers.
+/// Reports whether an HTTP server answers on this port. A program may listen before it answers.
 fn answers(port: u16) -> bool {
     let ask = || -> io::Result<bool> {
         let mut stream = std::net::TcpStream::connect(("127.0.0.1", port))?;
@@ -116,7 +116,7 @@ fn answers(port: u16) -> bool {
     ask().unwrap_or(false)
 }
 
-/// An emulator process; killed when dropped.
+/// Emulator process; killed when dropped.
 #[derive(Debug)]
 pub struct Emulator {
     kind: Kind,
@@ -128,17 +128,17 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// A new emulator without tables, which keeps them in memory.
+    /// Starts an emulator without tables, which keeps tables in memory.
     pub fn start(kind: Kind) -> Self {
         Self::start_with(kind, false, &Vec::new())
     }
 
-    /// A dynoxide that keeps its tables on disk, with the table.
+    /// Starts a dynoxide that keeps its tables on disk, with the table.
     pub async fn durable() -> Self {
         Self::durable_in(&Vec::new()).await
     }
 
-    /// The same with this environment.
+    /// Starts such a dynoxide with this environment.
     pub async fn durable_in(env: &Env) -> Self {
         let emulator = Self::start_with(Kind::Dynoxide, true, env);
         emulator.ensure_table().await;
@@ -154,19 +154,19 @@ impl Emulator {
         emulator
     }
 
-    /// The same, with the table.
+    /// Starts an emulator that keeps tables in memory, with the table.
     pub async fn with_table(kind: Kind) -> Self {
         let emulator = Self::start(kind);
         emulator.ensure_table().await;
         emulator
     }
 
-    /// Its port.
+    /// Port of the emulator.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The URL at which it listens.
+    /// URL at which the emulator listens.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
@@ -205,7 +205,7 @@ impl Emulator {
             child.unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..3000 {
-            // An answer in place of an emulator that has ended comes from another process.
+            // The emulator has ended: an answer would come from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if answers(self.port) {
@@ -216,7 +216,7 @@ impl Emulator {
         panic!("{} does not answer on port {}", program.display(), self.port);
     }
 
-    /// `kill -9`.
+    /// Kills the process (`kill -9`).
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().ok();
@@ -237,12 +237,12 @@ impl Drop for Emulator {
     }
 }
 
-/// A client that sends each request over `wire` once.
+/// Client that sends each request over `wire` once.
 pub fn client(wire: &Wire) -> Client {
     client_with(wire, RetryConfig::disabled())
 }
 
-/// A client that sends its requests over `wire`, and repeats them as `retries` says.
+/// Client that sends its requests over `wire`, and repeats them as `retries` says.
 pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
     let config = Config::builder()
         .behavior_version(BehaviorVersion::v2026_01_12())
@@ -250,13 +250,13 @@ pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
         .region(Region::new("eu-central-1"))
         .endpoint_url(wire.0.endpoint.clone())
         .retry_config(retries)
-        // The store's own limit is then the only one.
+        // So that the store's own limit is the only one.
         .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
         .http_client(wire.clone());
     Client::from_conf(config.build())
 }
 
-/// The fate of a request.
+/// Fate of a request.
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// The emulator's answer.
@@ -274,7 +274,7 @@ pub enum Reply {
 }
 
 impl Reply {
-    /// A refusal as DynamoDB words it; the emulator never sees the request.
+    /// Refusal in DynamoDB's format; the emulator never sees the request.
     pub fn error(status: u16, code: &str) -> Self {
         let body = format!("{{\"__type\":\"com.amazonaws.dynamodb.v20120810#{code}\",\"message\":\"as scripted\"}}");
         Self::Instead(status, body)
@@ -289,7 +289,7 @@ struct Idle {
 }
 
 impl Idle {
-    /// The connections of this process. Inherited ones are left alone: even closing them would affect the parent's.
+    /// Connections of this process. Inherited ones are left alone: closing them would affect the parent's.
     fn of_this_process(&mut self) -> &mut Vec<BufReader<TcpStream>> {
         let this = std::process::id();
         if self.process != this {
@@ -300,7 +300,7 @@ impl Idle {
     }
 }
 
-/// Plain HTTP to one endpoint. It counts the requests, and handles them as a script says.
+/// Plain HTTP client of one endpoint. It counts the requests, and handles them by a script.
 #[derive(Clone)]
 pub struct Wire(Arc<Shared>);
 
@@ -312,7 +312,7 @@ struct Shared {
 }
 
 impl Wire {
-    /// A wire to `endpoint`, without a script.
+    /// Returns a wire to `endpoint`, without a script.
     pub fn to(endpoint: &str) -> Self {
         let endpoint = endpoint.to_owned();
         Self(Arc::new(Shared { endpoint, idle: Mutex::default(), script: Mutex::default(), seen: Mutex::default() }))
@@ -323,12 +323,12 @@ impl Wire {
         *self.0.script.lock().unwrap() = replies.into_iter().collect();
     }
 
-    /// How many entries of the script are left.
+    /// Number of entries left in the script.
     pub fn left(&self) -> usize {
         self.0.script.lock().unwrap().len()
     }
 
-    /// The operations requested since the last call, in order.
+    /// Operations requested since the last call, in order.
     pub fn seen(&self) -> Vec<String> {
         std::mem::take(&mut self.0.seen.lock().unwrap())
     }
@@ -386,7 +386,7 @@ impl Shared {
         }
     }
 
-    /// One exchange with the emulator, on a connection that it has to itself meanwhile.
+    /// Makes one exchange with the emulator, on a connection that no other exchange uses meanwhile.
     async fn exchange(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
         let address = self.endpoint.strip_prefix("http://").expect("plain HTTP");
         let idle = self.idle.lock().unwrap().of_this_process().pop();

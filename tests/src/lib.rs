@@ -1,4 +1,4 @@
-//! Shared by the test binaries.
+//! Tools that the test binaries share.
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
@@ -27,14 +27,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use self::reopen::{Reopen, decided, forget_damaged};
 pub use idem_runtime::testing::{Call, Fault, FaultyStore};
 
-/// Is pending this many times.
+/// Is pending `polls` times.
 pub async fn yields(polls: u32) {
     for _ in 0..polls {
         tokio::task::yield_now().await;
     }
 }
 
-/// A text that no record begins with: another one in each call.
+/// Text that no record begins with, and that differs in each call.
 pub fn nonsense() -> String {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     format!("not a record, {}", CALLS.fetch_add(1, Ordering::Relaxed))
@@ -50,16 +50,16 @@ pub async fn settle() {
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
 
-/// The same for the guide.
+/// Compiles and runs the code of the guide, in memory.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/guide.md")]
 pub struct Guide;
 
-/// The same for the page about HTTP.
+/// Compiles and runs the code of the page about HTTP.
 #[cfg(all(doctest, feature = "http", feature = "sqlite"))]
 #[doc = include_str!("../../docs/http.md")]
 pub struct HttpPage;
-/// The same for the page about brokers.
+/// Compiles and runs the code of the page about brokers, in memory.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/brokers.md")]
 pub struct Brokers;

@@ -1,4 +1,4 @@
-//! What is logged on one thread, as text.
+//! Log of one thread, as text.
 
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -6,14 +6,14 @@ use std::sync::{Arc, LazyLock, Mutex};
 use tracing::Dispatch;
 use tracing::subscriber::DefaultGuard;
 
-/// Makes `tracing` ask every subscriber. With a single one it asks that of whichever thread comes first to a place in the code
-/// whether anybody listens there, and the threads of other tests have none.
+/// Makes `tracing` ask every subscriber. With a single subscriber, the first thread that reaches a place in the code
+/// decides for all whether that place is logged, and the threads of other tests have no subscriber.
 pub fn hear_all() {
     static ANOTHER: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(tracing_subscriber::registry()));
     LazyLock::force(&ANOTHER);
 }
 
-/// Listens on this thread until it ends.
+/// Records the log of this thread until `end`.
 #[derive(Debug)]
 pub struct Log {
     text: Text,
@@ -34,7 +34,7 @@ impl io::Write for Text {
 }
 
 impl Log {
-    /// Begins to listen.
+    /// Starts to record.
     #[must_use]
     pub fn start() -> Self {
         hear_all();
@@ -44,7 +44,7 @@ impl Log {
         Self { text, listening: tracing::subscriber::set_default(subscriber) }
     }
 
-    /// What was logged since then.
+    /// Returns the log since the start.
     pub fn end(self) -> String {
         drop(self.listening);
         String::from_utf8(self.text.0.lock().unwrap().clone()).expect("text")

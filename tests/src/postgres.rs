@@ -1,6 +1,6 @@
 //! PostgreSQL servers for tests, and poolers in front of them.
 //!
-//! The programs are those of Debian's `postgresql` 15 and `pgbouncer`. `IDEM_TEST_POSTGRES` names another folder of
+//! The programs come from Debian's `postgresql` 15 and `pgbouncer`. `IDEM_TEST_POSTGRES` names another folder of
 //! programs, `IDEM_TEST_PGBOUNCER` another program. Neither runs as root, so root starts them as the user `postgres`.
 
 use std::os::unix::process::CommandExt;
@@ -18,7 +18,7 @@ use tokio_postgres::NoTls;
 use crate::proxy::{Line, Proxy};
 use crate::server::{Env, forever, free_port, keep, signal};
 
-/// A server process; stopped when dropped.
+/// Server process; stopped when dropped.
 #[derive(Debug)]
 pub struct PostgresServer {
     port: u16,
@@ -38,7 +38,7 @@ fn am_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|me| me.uid() == 0)
 }
 
-/// A folder that the server may write to.
+/// Creates a folder to which the server may write.
 fn folder(kind: &str, port: u16) -> PathBuf {
     let folder = std::env::temp_dir().join(format!("idem-test-{kind}-{}-{port}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder for the server");
@@ -54,7 +54,7 @@ fn give(path: &Path) {
     }
 }
 
-/// A server's command: not run as root, and ended by `signal` if this process dies first.
+/// Command of a server: not run as root, and ended by `signal` if this process dies first.
 fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
     let mut command = Command::new("setpriv");
     if let Some(signal) = signal {
@@ -68,17 +68,17 @@ fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
 }
 
 impl PostgresServer {
-    /// A server with its defaults, which lose nothing.
+    /// Starts a server with its defaults, which lose no committed data.
     pub fn start() -> Self {
         Self::start_with(&[])
     }
 
-    /// A server with these settings, such as `fsync=off`.
+    /// Starts a server with these settings, such as `fsync=off`.
     pub fn start_with(settings: &[&str]) -> Self {
         Self::start_in(settings, &Vec::new())
     }
 
-    /// A server with these settings and this environment.
+    /// Starts a server with these settings and this environment.
     pub fn start_in(settings: &[&str], env: &Env) -> Self {
         let port = free_port();
         let folder = folder("postgres", port);
@@ -95,7 +95,7 @@ impl PostgresServer {
         server
     }
 
-    /// A standby of this server, which follows it through the line at this port, and which nobody waits for.
+    /// Starts a standby of `primary`, which follows it through the line at this port. No commit waits for the standby.
     pub fn standby_of(primary: &Self, line: u16) -> Self {
         let port = free_port();
         let folder = folder("postgres", port);
@@ -112,17 +112,17 @@ impl PostgresServer {
         server
     }
 
-    /// Its port.
+    /// Port of the server.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The folder of its files; the server's own are in `data`.
+    /// Folder of the server's files; its own data is in `data`.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The URL at which it listens.
+    /// URL at which the server listens.
     pub fn url(&self) -> String {
         url(self.port)
     }
@@ -133,7 +133,7 @@ impl PostgresServer {
         self.url().rsplit_once('/').map(|(server, _)| format!("{server}/{name}")).expect("a URL")
     }
 
-    /// A file for the server to read, for example a key.
+    /// Writes a file for the server to read, for example a key.
     pub fn file(&self, name: &str, content: &[u8]) -> PathBuf {
         use std::os::unix::fs::PermissionsExt;
         let path = self.folder.join(name);
@@ -165,7 +165,7 @@ impl PostgresServer {
             .unwrap_or_else(|error| panic!("postgres can't be started: {error}; run ./scripts/test"));
         self.child = Some(child);
         for _ in 0..3000 {
-            // An answer in place of a server that has ended comes from another process.
+            // The server has ended: an answer would come from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "postgres ended at once on port {}: {ended:?}\n{}", self.port, self.log());
             if program_succeeds(&mut self.ready()) {
@@ -187,10 +187,11 @@ impl PostgresServer {
         std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// `kill -9` of the whole server. The processes of its connections would live on, and answer, until they notice.
+    /// Kills the whole server (`kill -9`). The processes of its connections would otherwise live on, and answer, until
+    /// they notice.
     pub fn kill(&mut self) {
         let Some(mut postmaster) = self.child.take() else { return };
-        // It starts no process meanwhile.
+        // Stop the parent first, so that it starts no process meanwhile.
         signal(postmaster.id(), "-STOP");
         let children = children(postmaster.id());
         for process in children.iter().chain([&postmaster.id()]) {
@@ -207,7 +208,7 @@ impl PostgresServer {
     /// Stops all processes of the server.
     pub fn stop(&self) {
         let postmaster = self.child.as_ref().expect("running").id();
-        // The parent first, so that it starts no process meanwhile.
+        // Stop the parent first, so that it starts no process meanwhile.
         assert!(signal(postmaster, "-STOP"), "it has ended");
         for child in children(postmaster) {
             signal(child, "-STOP");
@@ -224,12 +225,12 @@ impl PostgresServer {
         }
     }
 
-    /// A connection of the raw client.
+    /// Opens a connection of the raw client.
     pub async fn raw(&self) -> tokio_postgres::Client {
         raw(&self.url()).await
     }
 
-    /// The output of `pg_dump` or another program of the server.
+    /// Output of `pg_dump` or another program of the server.
     pub fn ask(&self, name: &str, args: &[&str]) -> String {
         let said = Command::new(program(name))
             .args(["-h", "127.0.0.1", "-U", "postgres", "-p", &self.port.to_string()])
@@ -241,14 +242,14 @@ impl PostgresServer {
     }
 }
 
-/// The processes of a server but the first; any of them may end at any time.
+/// Processes of a server except the first; any of them may end at any time.
 fn children(postmaster: u32) -> Vec<u32> {
     // A process that has ended has no children.
     let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
     children.unwrap_or_default().split_ascii_whitespace().map(|child| child.parse().expect("a process")).collect()
 }
 
-/// Whether a process still does anything. One that has ended may be listed until somebody asks for its status.
+/// Reports whether a process still runs. An ended process may be listed until its parent asks for its status.
 fn is_alive(process: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
@@ -260,10 +261,10 @@ fn program_succeeds(command: &mut Command) -> bool {
 
 impl Drop for PostgresServer {
     fn drop(&mut self) {
-        // A stopped process receives no signal but `SIGKILL`.
+        // A stopped process receives no signal except `SIGKILL`.
         self.go_on();
         if let Some(mut child) = self.child.take() {
-            // At once, but the shared memory is tidied up, which `kill -9` would leave behind.
+            // An immediate end that still removes the shared memory, which `kill -9` would leave behind.
             signal(child.id(), "-QUIT");
             child.wait().expect("was running");
         }
@@ -275,14 +276,14 @@ fn url(port: u16) -> String {
     format!("postgres://postgres@127.0.0.1:{port}/postgres")
 }
 
-/// A connection of the raw client.
+/// Opens a connection of the raw client.
 pub async fn raw(url: &str) -> tokio_postgres::Client {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await.expect("connects");
     tokio::spawn(connection);
     client
 }
 
-/// A pooler in front of a server, which gives each transaction a session of its own; killed when dropped.
+/// Pooler in front of a server, which gives each transaction its own session; killed when dropped.
 #[derive(Debug)]
 pub struct PgBouncer {
     port: u16,
@@ -291,7 +292,7 @@ pub struct PgBouncer {
 }
 
 impl PgBouncer {
-    /// A pooler in front of the server at `port`.
+    /// Starts a pooler in front of the server at `port`.
     pub fn start(server: u16) -> Self {
         let port = free_port();
         let folder = folder("pgbouncer", port);
@@ -332,7 +333,7 @@ impl PgBouncer {
         panic!("pgbouncer does not answer on port {}", self.port);
     }
 
-    /// `kill -9`.
+    /// Kills the process (`kill -9`).
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().ok();
@@ -340,12 +341,12 @@ impl PgBouncer {
         }
     }
 
-    /// Its port.
+    /// Port of the pooler.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The URL at which it listens.
+    /// URL at which the pooler listens.
     pub fn url(&self) -> String {
         url(self.port)
     }
@@ -358,7 +359,7 @@ impl Drop for PgBouncer {
     }
 }
 
-/// The ports of one server for the whole test process, and of a pooler in front of it.
+/// Ports of one server for the whole test process, and of a pooler in front of it.
 pub fn shared() -> (u16, u16) {
     static SHARED: OnceLock<(u16, u16)> = OnceLock::new();
     *SHARED.get_or_init(|| {
@@ -370,23 +371,23 @@ pub fn shared() -> (u16, u16) {
     })
 }
 
-/// The URL of the shared server, and the name of a schema for one test.
+/// URL of the shared server, and name of a schema for one test.
 pub fn shared_schema() -> (String, String) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     (url(shared().0), format!("test \"{}\"", NEXT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// A store on the shared server, in a schema of its own, and a second handle as another process would open it.
+/// Store on the shared server, in its own schema, and a second handle as another process would open it.
 pub async fn subject() -> Subject {
     subject_at(shared().0, PostgresStore::options()).await
 }
 
-/// The same with a table of hash partitions; the second handle is not told of them.
+/// Like `subject`, with a table of hash partitions; the options of the second handle have no partitions.
 pub async fn subject_partitioned() -> Subject {
     subject_at(shared().0, PostgresStore::options().partitions(4)).await
 }
 
-/// The same through the pooler.
+/// Like `subject`, through the pooler.
 pub async fn subject_behind_pgbouncer() -> Subject {
     subject_at(shared().1, PostgresStore::options().behind_pgbouncer()).await
 }
@@ -406,7 +407,7 @@ async fn subject_at(port: u16, options: PostgresOptions) -> Subject {
     Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)
 }
 
-/// Writes a row that no release up to this one has written.
+/// Writes a row that no release up to this one writes.
 pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
     let text = format!(
         "INSERT INTO {}.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, lapses_at, \

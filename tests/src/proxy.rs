@@ -12,17 +12,17 @@ use tokio::sync::watch;
 
 use crate::chance::Chance;
 
-/// How many bytes are carried at once.
+/// Largest number of bytes that are carried together.
 const PIECE: usize = 16 * 1024;
 
-/// What the proxy does with bytes.
+/// Behaviour of the proxy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Line {
-    /// Carries them.
+    /// Carries all bytes.
     Pass,
-    /// Carries them after this time, in both directions.
+    /// Carries bytes after this time, in both directions.
     Delay(Duration),
-    /// Carries each piece after a time of its own, at most this one: bytes on another connection may overtake it.
+    /// Carries each piece after a random time, at most this one: bytes on another connection may overtake it.
     Uneven(Duration),
     /// Carries this many bytes a second in each direction, for all connections together.
     Slow(u32),
@@ -32,9 +32,9 @@ pub enum Line {
     LoseReplies,
     /// Resets the connection instead of carrying an answer: the request was executed.
     ResetOnReply,
-    /// Resets every connection at once, old and new.
+    /// Resets every connection immediately, old and new.
     Refuse,
-    /// Swallows everything on existing connections, and carries new ones: a route that changed.
+    /// Swallows all bytes on existing connections, and carries new ones: a route that changed.
     Stale,
     /// Ends the stream to the client on existing connections, and still carries the client's bytes; carries new
     /// connections.
@@ -45,18 +45,18 @@ pub enum Line {
 }
 
 impl Line {
-    /// Whether connections made meanwhile are left alone.
+    /// True if connections made meanwhile are left alone.
     fn spares_new_ones(self) -> bool {
         matches!(self, Self::Stale | Self::EndToClient | Self::EndToServer)
     }
 
-    /// Whether a connection can go on after this. TCP never loses bytes from the middle of a stream.
+    /// True if a connection can go on after this behaviour. TCP never loses bytes from the middle of a stream.
     fn loses_nothing(self) -> bool {
         matches!(self, Self::Pass | Self::Delay(_) | Self::Uneven(_) | Self::Slow(_))
     }
 }
 
-/// A proxy in front of one server.
+/// Proxy in front of one server.
 #[derive(Debug)]
 pub struct Proxy {
     address: SocketAddr,
@@ -65,18 +65,18 @@ pub struct Proxy {
     sent: Sent,
 }
 
-/// How many bytes the client sent on each connection, in the order in which the connections were made.
+/// Number of bytes that the client sent on each connection, in the order in which the connections were made.
 type Sent = Arc<Mutex<Vec<Arc<AtomicUsize>>>>;
 
 /// One direction of all connections.
 #[derive(Debug, Default)]
 struct Direction {
-    /// When a slow line will have carried all bytes that it was given.
+    /// Time at which a slow line will have carried all bytes so far.
     free_at: Mutex<Option<Instant>>,
 }
 
 impl Direction {
-    /// Waits for as long as `line` takes to carry `bytes`.
+    /// Waits for the time that `line` takes to carry `bytes`.
     async fn takes(&self, line: Line, bytes: usize, chance: &mut Chance) {
         match line {
             Line::Delay(delay) => tokio::time::sleep(delay).await,
@@ -124,27 +124,27 @@ impl Proxy {
         Self { address, line, halved, sent }
     }
 
-    /// The URL at which it listens.
+    /// URL at which the proxy listens.
     pub fn url(&self) -> String {
         format!("redis://{}", self.address)
     }
 
-    /// The port on which it listens.
+    /// Port on which the proxy listens.
     pub fn port(&self) -> u16 {
         self.address.port()
     }
 
-    /// How many connections it has ended in one direction.
+    /// Number of connections that the proxy has ended in one direction.
     pub fn halved(&self) -> usize {
         self.halved.load(Ordering::Relaxed)
     }
 
-    /// How many bytes the client sent on each connection, in the order in which the connections were made.
+    /// Number of bytes that the client sent on each connection, in the order in which the connections were made.
     pub fn sent(&self) -> Vec<usize> {
         self.sent.lock().unwrap().iter().map(|sent| sent.load(Ordering::SeqCst)).collect()
     }
 
-    /// Sets what it does from now on.
+    /// Sets the behaviour from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);
     }
@@ -186,13 +186,13 @@ async fn carry(
     }
 }
 
-/// What `line` does to a connection.
+/// Behaviour of `line` for this connection.
 fn done_to(spared: bool, line: &mut watch::Receiver<Line>) -> Line {
     let line = *line.borrow_and_update();
     if spared && line.spares_new_ones() { Line::Pass } else { line }
 }
 
-/// The next event on `from`: some bytes, `None` at the end, or zero bytes if the line has changed.
+/// Next event on `from`: some bytes, `None` at the end, or zero bytes if the line has changed.
 async fn next(from: &mut OwnedReadHalf, buffer: &mut [u8], line: &mut watch::Receiver<Line>) -> Option<usize> {
     tokio::select! {
         read = from.read(buffer) => read.ok().filter(|read| *read > 0),
@@ -241,7 +241,7 @@ async fn downstream(
         }
         let read = next(from, &mut buffer, &mut line).await;
         match (read, done_to(spared, &mut line)) {
-            // The client must not notice.
+            // The client must not notice the end.
             (None, Line::EndToServer) => std::future::pending().await,
             (None, _) | (Some(1..), Line::ResetOnReply) => break,
             (Some(0), _) | (Some(_), Line::LoseReplies | Line::Stale | Line::EndToClient | Line::EndToServer) => {
@@ -253,6 +253,6 @@ async fn downstream(
             break;
         }
     }
-    // Dropping the half would end the stream in order; forgotten, the whole connection is reset.
+    // A drop of the half would end the stream in order; if the half is forgotten, the whole connection is reset.
     to.forget();
 }

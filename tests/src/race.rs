@@ -1,5 +1,5 @@
-//! Processes that work on the same keys of one store, and write every effect into one table, while they are killed, stopped
-//! and cut off; and the audit of that table.
+//! Processes that work on the same keys of one store, and write every effect into one table, while they are killed,
+//! stopped and cut off; and the audit of that table.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,40 +19,40 @@ use idem_runtime::{Key, OnCrash, Store};
 use crate::server::{Env, until};
 use crate::stores;
 
-/// The lease of racers (default): longer than their stores may take to answer.
+/// Lease of racers (default: 1 s): longer than their stores may take to answer.
 pub const LEASE: Duration = Duration::from_secs(1);
-/// How long the audited store may take to answer.
+/// Time in which the audited store must answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// By how much two readings of the table's clock may be off together, in milliseconds.
+/// Largest total error of two readings of the table's clock, in milliseconds.
 const CLOCK_SLACK: u64 = 20;
 
-// The table of effects.
+// Table of effects.
 
-/// A line of the table.
+/// Line of the table.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Line {
-    /// Milliseconds since the machine started: one clock for all processes, which can't be set.
+    /// Milliseconds since the machine started, by a clock that all processes share and that can't be set.
     pub at: u64,
     /// Milliseconds since 1970, by the clock of the process.
     pub wall: u64,
-    /// The process.
+    /// Id of the process.
     pub worker: u32,
-    /// The number of the call in its process, from 1.
+    /// Number of the call in its process, from 1.
     pub call: u32,
-    /// The key.
+    /// Number of the key.
     pub key: usize,
-    /// What happened.
+    /// Event of the line.
     pub event: Event,
 }
 
-/// The event in a line.
+/// Event in a line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
     /// The call begins.
     Asked,
-    /// The body begins, as this attempt. This is the effect: it is not idempotent, every run leaves its trace.
+    /// The body begins, as this attempt. This is the effect: it is not idempotent, and every run leaves its trace.
     Began(u32),
-    /// The lease was confirmed; the line's time is that of the request.
+    /// The lease was confirmed; the line has the time of the request.
     Held,
     /// The body was polled.
     Polled,
@@ -64,7 +64,8 @@ pub enum Event {
     Replayed(String),
     /// The call has ended with `Error::LeaseLost`.
     LeaseLost,
-    /// The call has ended with `Error::LeaseLost` because the store did not renew the lease: the kind of the refusal.
+    /// The call has ended with `Error::LeaseLost` because the store did not renew the lease, with the kind of the
+    /// refusal.
     Unrenewed(String),
     /// The call has ended with `Error::Unrecorded`.
     Unrecorded,
@@ -79,17 +80,17 @@ pub enum Event {
 }
 
 impl Event {
-    /// Whether the call has ended with it.
+    /// Reports whether the call has ended with this event.
     pub fn ends_a_call(&self) -> bool {
         !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
     }
 
-    /// Whether its message is acknowledged, or set aside: the racer goes on to other keys.
+    /// Reports whether the message is acknowledged, or set aside: the racer goes on to other keys.
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted | Self::Exhausted)
     }
 
-    /// Whether the call has ended with `Error::LeaseLost`, for whatever reason.
+    /// Reports whether the call has ended with `Error::LeaseLost`, for any reason.
     pub fn is_lease_lost(&self) -> bool {
         matches!(self, Self::LeaseLost | Self::Unrenewed(_))
     }
@@ -148,7 +149,7 @@ impl Line {
 
 /// Milliseconds since the machine started, by a clock that can't be set and is the same in every process.
 pub fn now() -> u64 {
-    // Opened once: a process without descriptors has a clock, too.
+    // Opened once, so that a process without free descriptors has a clock too.
     static CLOCK: LazyLock<File> = LazyLock::new(|| File::open("/proc/uptime").expect("Linux"));
     let mut text = [0; 64];
     let length = CLOCK.read_at(&mut text, 0).expect("Linux");
@@ -158,17 +159,17 @@ pub fn now() -> u64 {
     seconds.parse::<u64>().expect("seconds") * 1000 + hundredths.parse::<u64>().expect("hundredths") * 10
 }
 
-/// The result that a run records: its attempt, process and call.
+/// Result that a run records: its attempt, process and call.
 pub fn result(attempt: u32, worker: u32, call: u32) -> String {
     format!("{attempt}/{worker}/{call}")
 }
 
-/// The same, padded to a size.
+/// Result of a run, padded to a size.
 pub fn padded(result: &str, bytes: usize) -> String {
     result.to_owned() + &".".repeat(bytes.saturating_sub(result.len()))
 }
 
-/// The result without its padding.
+/// Result without its padding.
 pub fn told(padded: &str) -> &str {
     padded.trim_end_matches('.')
 }
@@ -177,7 +178,7 @@ fn attempt_of(result: &str) -> u32 {
     result.split('/').next().and_then(|attempt| attempt.parse().ok()).expect("a result of a racer")
 }
 
-/// The table, as a racer writes it.
+/// Table, as a racer writes it.
 #[derive(Debug)]
 pub struct Table(File);
 
@@ -187,22 +188,22 @@ impl Table {
         Self(File::options().append(true).open(path).expect("the table of effects is there"))
     }
 
-    /// Writes a line as of now.
+    /// Writes a line with the present time.
     pub fn write(&self, call: u32, key: usize, event: Event) {
         self.write_as_of(now(), call, key, event);
     }
 
-    /// Writes a line as of `at`.
+    /// Writes a line with the time `at`.
     pub fn write_as_of(&self, at: u64, call: u32, key: usize, event: Event) {
         let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let wall = u64::try_from(wall.as_millis()).expect("in this age");
         let line = Line { at, wall, worker: std::process::id(), call, key, event };
-        // One write is one line, whichever others append.
+        // One write is one line, even if other processes append concurrently.
         (&self.0).write_all(format!("{line}\n").as_bytes()).expect("the table can be written");
     }
 }
 
-/// The key that racers work on.
+/// Key that racers work on.
 ///
 /// # Panics
 /// Never: a number is a valid key.
@@ -210,17 +211,17 @@ pub fn key(n: usize) -> Key {
     Key::new("race", n).expect("a valid key")
 }
 
-// The processes that write the table.
+// Processes that write the table.
 
-/// The keys that a racer serves.
+/// Keys that a racer serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keys {
-    /// One after the other, this many.
+    /// This many keys, one after the other.
     Fixed(usize),
-    /// One after the other, without an end until [`Crew::finish`] tells how many there are.
+    /// Keys one after the other, without an end until [`Crew::finish`] sets their number.
     Open,
-    /// This many side by side, from the first one on. The body of each does the [`Work`]; with other keys, only a racer's
-    /// first body does it.
+    /// This many keys concurrently, from the first one on. The body of each does the [`Work`]; in the other variants,
+    /// only a racer's first body does it.
     Together(usize),
     /// One, and after [`Crew::open_gate`] this many more side by side.
     Gated(usize),
@@ -229,10 +230,10 @@ pub enum Keys {
     Beside(usize, usize),
 }
 
-/// The work of a racer's body.
+/// Work of a racer's body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Work {
-    /// Is ready at once.
+    /// Is ready immediately.
     Nothing,
     /// Takes some milliseconds.
     Some,
@@ -242,7 +243,7 @@ pub enum Work {
     Held,
     /// As `Held`, but only the heartbeat renews the lease.
     Quiet,
-    /// As `Quiet`, and each poll is entered in the table. The runtime has many other tasks after a pause.
+    /// As `Quiet`, and each poll is entered in the table. After a pause, the runtime has many other tasks.
     Polled,
     /// As `Quiet`, but the body blocks its thread, which is the only one of its runtime.
     Blocks,
@@ -250,45 +251,45 @@ pub enum Work {
     BlocksInPlace,
 }
 
-/// The runtimes of a racer.
+/// Runtimes of a racer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
     /// One runtime with one thread.
     One,
     /// One runtime; the store was opened on another one, whose only thread stands still.
     OpenedElsewhere,
-    /// One runtime; the first body, a [long](Work::Long) one for a key of its own, ran on another one, whose only thread
+    /// One runtime; the first body, a [long](Work::Long) one for its own key, ran on another runtime, whose only thread
     /// stands still.
     BegunElsewhere,
-    /// The process opens the store, runs a [long](Work::Long) body for a key of its own, and forks two children. All three
-    /// serve the next keys, and then as many of their own each.
+    /// The process opens the store, runs a [long](Work::Long) body for its own key, and forks two children. All three
+    /// serve the next keys, and then as many keys of their own.
     Forked,
 }
 
-/// The orders of a racer.
+/// Orders of a racer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Orders {
-    /// The store, for [`stores::open`].
+    /// Store, for [`stores::open`].
     pub spec: String,
-    /// The path of the table of effects.
+    /// Path of the table of effects.
     pub path: PathBuf,
-    /// The first key.
+    /// First key.
     pub begin: usize,
-    /// The keys to serve.
+    /// Keys to serve.
     pub keys: Keys,
-    /// The work of the bodies.
+    /// Work of the bodies.
     pub work: Work,
-    /// The runtimes.
+    /// Runtimes of the racer.
     pub place: Place,
-    /// The lease.
+    /// Length of the leases.
     pub lease: Duration,
-    /// The least size of results, in bytes.
+    /// Least size of results, in bytes.
     pub bytes: usize,
-    /// The policies of the keys.
+    /// Policies of the keys.
     pub policies: Policies,
 }
 
-/// The policies of a crew's keys.
+/// Policies of a crew's keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Policies {
     /// Every key is under `on_crash = retry`.
@@ -300,7 +301,7 @@ pub enum Policies {
 }
 
 impl Policies {
-    /// The policy of a key.
+    /// Policy of a key.
     pub fn on_crash(self, key: usize) -> OnCrash {
         match self {
             Self::Mixed if key % 2 == 1 => OnCrash::Fail,
@@ -316,7 +317,7 @@ impl Policies {
 }
 
 impl Orders {
-    /// Orders to run a body for each of so many keys.
+    /// Returns orders to run a body for each of `keys` keys.
     #[must_use]
     pub fn plain(spec: impl Into<String>, path: impl Into<PathBuf>, keys: usize) -> Self {
         Self {
@@ -332,7 +333,7 @@ impl Orders {
         }
     }
 
-    /// The orders as arguments.
+    /// Returns the orders as arguments.
     #[must_use]
     pub fn words(&self) -> [String; 9] {
         let Self { spec, path, begin, keys, work, place, lease, bytes, policies } = self;
@@ -349,7 +350,7 @@ impl Orders {
         [spec.clone(), path, begin.to_string(), keys, work, place, lease, bytes.to_string(), format!("{policies:?}")]
     }
 
-    /// The orders in the arguments of this process.
+    /// Reads the orders from the arguments of this process.
     ///
     /// # Panics
     /// If the arguments are no orders.
@@ -399,23 +400,24 @@ impl Orders {
 #[derive(Debug)]
 pub struct Crew {
     program: String,
-    /// The arguments of `setpriv` in front of the program.
+    /// Arguments of `setpriv` in front of the program.
     wrapper: Vec<String>,
     env: Env,
     orders: Orders,
     racers: Vec<Child>,
-    /// The racers that are or were held in a body.
+    /// Racers that are or were held in a body.
     gates: Vec<u32>,
-    /// How many bytes of the table were read, and their lines.
+    /// Number of bytes of the table that were read, and their lines.
     read: Mutex<(usize, Vec<Line>)>,
 }
 
 impl Crew {
-    /// A crew without racers. `program` is `env!("CARGO_BIN_EXE_racer")`, `spec` the store for [`stores::open`].
+    /// Returns a crew without racers. `program` is `env!("CARGO_BIN_EXE_racer")`, `spec` the store for
+    /// [`stores::open`].
     pub fn new(program: &str, spec: &str) -> Self {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
-        // Racers may run as another user, and may have no descriptor left when they fail: both files are there before.
+        // Create both files now: racers may run as another user, and may have no descriptor left when they fail.
         for path in [&path, &beside(&path, "failed")] {
             let file = File::create(path).expect("a file for the effects");
             file.set_permissions(Permissions::from_mode(0o666)).expect("ours");
@@ -442,7 +444,7 @@ impl Crew {
         }
     }
 
-    /// The orders of future racers, except for the arguments of [`start`](Self::start).
+    /// Orders of future racers, except for the arguments of [`start`](Self::start).
     pub fn orders(&mut self) -> &mut Orders {
         &mut self.orders
     }
@@ -457,7 +459,7 @@ impl Crew {
         self.wrapper = wrapper;
     }
 
-    /// Starts a racer at the key `begin`, and returns its process id.
+    /// Starts a racer at the key `begin`. Returns its process id.
     pub fn start(&mut self, begin: usize, keys: Keys, work: Work) -> u32 {
         let orders = Orders { begin, keys, work, ..self.orders.clone() };
         let mut command = Command::new("setpriv");
@@ -470,7 +472,7 @@ impl Crew {
         worker
     }
 
-    /// `kill -9`.
+    /// Kills a racer (`kill -9`).
     pub fn kill(&mut self, worker: u32) {
         let at = self.racers.iter().position(|racer| racer.id() == worker).expect("one of ours");
         let mut racer = self.racers.remove(at);
@@ -489,17 +491,17 @@ impl Crew {
         File::create(gate(&self.orders.path, worker)).expect("can be written");
     }
 
-    /// Tells the racers how many keys there are in the end: all that were begun, and some more.
+    /// Sets the final number of keys: all that were begun, and some more.
     pub fn finish(&self) -> usize {
         let keys = self.lines().iter().map(|line| line.key).max().unwrap_or_default() + 10;
-        // Written as a whole or not at all.
+        // Rename a draft, so that racers see the whole number or none.
         let draft = beside(&self.orders.path, "draft");
         std::fs::write(&draft, keys.to_string()).expect("can be written");
         std::fs::rename(draft, beside(&self.orders.path, "keys")).expect("can be written");
         keys
     }
 
-    /// The lines of the table.
+    /// Lines of the table.
     pub fn lines(&self) -> Vec<Line> {
         self.read(<[Line]>::to_vec)
     }
@@ -541,7 +543,7 @@ impl Crew {
     pub async fn ended(&mut self) {
         let mut got_on = 0;
         while !self.racers.is_empty() {
-            // However long they take, they make progress.
+            // Each racer may take long, but all of them together must make progress.
             let before = got_on;
             until(&format!("the racers get on ({})", self.orders.spec), async || {
                 self.racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
@@ -582,30 +584,31 @@ impl Drop for Crew {
     }
 }
 
-/// The file that lets the body end in which `worker` is held.
+/// File that lets the body end in which `worker` is held.
 pub fn gate(path: &Path, worker: u32) -> PathBuf {
     beside(path, &format!("gate-{worker}"))
 }
 
-/// A file beside the table at `path`.
+/// File next to the table at `path`.
 pub fn beside(path: &Path, name: &str) -> PathBuf {
     path.with_extension(name)
 }
 
-// The rules for the table.
+// Rules for the table.
 
-/// The guarantees for a table and its store:
+/// Guarantees for a table and its store:
 ///
-/// - every key has one recorded outcome, which is that of a run that ended, and every caller got that outcome;
+/// - every key has one recorded outcome, of a run that ended, and every caller got that outcome;
 /// - no attempt number occurs twice, and no body ran after the recorded attempt;
-/// - no attempt begins within a lease of the latest confirmation of the one before it, so that bodies overlap only where a
-///   lease was not renewed;
+/// - no attempt begins within a lease of the latest confirmation of the attempt before it, so that bodies overlap only
+///   if a lease was not renewed;
 /// - a call that ended with `LeaseLost` is not the recorded one.
 ///
 /// For a key under `on_crash = fail`:
 ///
 /// - at most one body began;
-/// - the key is interrupted in the end only if that body did not return, or its process was killed before it could begin;
+/// - the key is interrupted in the end only if that body did not return, or its process was killed before it could
+///   begin;
 /// - an interrupted key has no result, for no caller;
 /// - a call is told of an interruption only while another one, a lease old, has no result.
 ///
@@ -615,21 +618,21 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 /// - the attempts of the key are exhausted only if that body began, or its process was killed before it could begin.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
-    /// Whether leases last for their time; they don't if the clock that measures them is set.
+    /// True if leases last for their time; they don't if the clock that measures them is set.
     pub leases: bool,
-    /// When records were forgotten: from, to. The rules hold separately before and after.
+    /// Start and end of the time in which records were forgotten. The rules hold separately before and after.
     pub forgotten: Option<(u64, u64)>,
     /// When no server answered: from, to. No body of a call begins that was made and ended in that time, and no record
     /// says so.
     pub stopped: Option<(u64, u64)>,
 }
 
-/// The attempts that took effect, for each key in the order of their numbers.
+/// Attempts that took effect, for each key in the order of their numbers.
 #[derive(Debug)]
 pub struct Effects(pub Vec<Vec<u32>>);
 
 impl Effects {
-    /// How many effects there are beyond one for each key.
+    /// Number of effects beyond one for each key.
     pub fn repeated(&self) -> usize {
         self.0.iter().map(|attempts| attempts.len().saturating_sub(1)).sum()
     }
@@ -642,7 +645,7 @@ struct Call {
     number: u32,
     key: usize,
     asked: u64,
-    /// The attempt's number and beginning; below, the time at which the lease was last known to be held.
+    /// Number and start of the attempt; below, the latest time at which the lease was confirmed.
     began: Option<(u32, u64)>,
     held: u64,
     ended: bool,
@@ -659,19 +662,19 @@ impl Call {
     }
 }
 
-/// The numbers of the attempts that began, in order.
+/// Numbers of the attempts that began, in order.
 fn attempts(calls: &[Call]) -> Vec<u32> {
     let mut attempts: Vec<u32> = calls.iter().filter_map(|call| call.began).map(|(attempt, _)| attempt).collect();
     attempts.sort_unstable();
     attempts
 }
 
-/// The record of a key in the end.
+/// Record of a key at the end.
 #[derive(Debug)]
 enum Standing {
     /// The record holds this result.
     Completed(String),
-    /// The key is interrupted, or is once its lease has lapsed.
+    /// The key is interrupted, or will be once its lease has lapsed.
     Interrupted,
     /// The only attempt of the key has begun, as its record says, and has no result.
     Exhausted,
@@ -742,7 +745,7 @@ impl Rules {
         Effects(effects)
     }
 
-    /// The attempts that took effect for a key under `on_crash = fail`, or the rule that is broken.
+    /// Returns the attempts that took effect for a key under `on_crash = fail`, or the broken rule.
     fn audit_fail(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
         for told in calls.iter().filter(|call| call.is_told(|event| *event == Event::Interrupted)) {
             if !calls.iter().any(|call| self.may_interrupt(call, told, lease)) {
@@ -813,7 +816,8 @@ impl Rules {
             && (call.worker, call.number) != (told.worker, told.number)
     }
 
-    /// The calls before and after records were forgotten. Calls under way at that moment may belong to either side.
+    /// Calls before and after records were forgotten. A call under way in between may belong to either side, so it is
+    /// in neither.
     fn sides<'a>(&self, calls: &'a [Call]) -> (Vec<&'a Call>, Vec<&'a Call>) {
         match self.forgotten {
             None => (Vec::new(), calls.iter().collect()),
@@ -824,7 +828,7 @@ impl Rules {
         }
     }
 
-    /// The attempts that took effect, or the rule that is broken.
+    /// Returns the attempts that took effect, or the broken rule.
     fn audit_key(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
         let Standing::Completed(recorded) = standing else { return Err("it has no result".to_owned()) };
         let ran = |call: &&Call| call.result().is_some_and(|result| result == *recorded);
@@ -873,18 +877,18 @@ impl Rules {
 
 // The race that every store runs.
 
-/// A race: `racers` processes work on all keys; one more is killed `kills` times, wherever it happens to be.
+/// Race: `racers` processes work on all keys; one more is killed `kills` times, at any point of its work.
 #[derive(Clone, Copy, Debug)]
 pub struct Race<'a> {
-    /// The program of a racer: `env!("CARGO_BIN_EXE_racer")`.
+    /// Program of a racer: `env!("CARGO_BIN_EXE_racer")`.
     pub program: &'a str,
-    /// The store, for [`stores::open`].
+    /// Store, for [`stores::open`].
     pub spec: &'a str,
-    /// How many keys there are.
+    /// Number of keys.
     pub keys: usize,
-    /// How many processes reach the end.
+    /// Number of processes that reach the end.
     pub racers: usize,
-    /// How many are killed.
+    /// Number of processes that are killed.
     pub kills: usize,
 }
 
@@ -894,7 +898,7 @@ impl<'a> Race<'a> {
         Self { program, spec, keys: 1000, racers: 7, kills: 12 }
     }
 
-    /// Runs the race beside `meanwhile`, and audits it by [`Rules::STRICT`].
+    /// Runs the race concurrently with `meanwhile`, and audits it by [`Rules::STRICT`].
     pub async fn run(self, meanwhile: impl Future<Output = ()>) -> Effects {
         let mut crew = Crew::new(self.program, self.spec);
         let keys = Keys::Fixed(self.keys);

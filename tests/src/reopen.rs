@@ -1,18 +1,18 @@
-//! An operator's decision as tests mostly need it: to let the next delivery run.
+//! Decision of an operator that tests need most: to let the next delivery run.
 
 use idem_runtime::store::{Action, Decided, Decision, OwnerToken, Standing, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};
 
-/// The owner token of a record after so many decisions about the attempt that has `owner`.
+/// Owner token of a record after `decisions` decisions about the attempt that has `owner`.
 pub fn decided(owner: OwnerToken, decisions: u32) -> OwnerToken {
     const DECISION: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
     let moved = DECISION.wrapping_mul(decisions.into());
     OwnerToken::from_bytes(u128::from_be_bytes(*owner.as_bytes()).wrapping_add(moved).to_be_bytes())
 }
 
-/// A look and [`Decision::reopen`], or [`Decision::discard`] of a finished record, in one call; for every store.
+/// Look and [`Decision::reopen`], or [`Decision::discard`] of a finished record, in one call; for every store.
 pub trait Reopen {
-    /// Whether the key was reopened.
+    /// Returns `Applied` if the key was reopened.
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict>;
 }
 
@@ -27,7 +27,8 @@ impl<S: Store + ?Sized> Reopen for S {
     }
 }
 
-/// Looks at a damaged record, whose reason has these words, and forgets it; every other decision is refused.
+/// Looks at a damaged record, whose reason contains `words`, and forgets it. Checks that every other decision is
+/// refused.
 pub async fn forget_damaged(store: &dyn Store, key: &Key, words: &str) {
     let found = store.inspect(key).await.unwrap().expect("a damaged record is a record");
     assert_eq!(found.standing(), Standing::Damaged, "{key}");

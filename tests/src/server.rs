@@ -1,4 +1,4 @@
-//! Servers for tests: on free ports, in folders of their own, ended with the process that started them.
+//! Servers for tests: on free ports, in their own folders, ended with the process that started them.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -15,14 +15,14 @@ use redis::AsyncCommands;
 use crate::chance::Chance;
 use crate::proxy::{Line, Proxy};
 
-/// A kind of server, and the environment variable that names its program; `scripts/test` sets them.
+/// Kind of server, with the environment variable that names its program; `scripts/test` sets them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Redis 7.0 or newer: `redis-server` from the path, or `IDEM_TEST_REDIS`.
     Redis,
     /// Valkey 8 or newer: `IDEM_TEST_VALKEY`.
     Valkey,
-    /// A Redis before 7.0, to be refused: `IDEM_TEST_OLD_REDIS`.
+    /// Redis before 7.0, which the store must refuse: `IDEM_TEST_OLD_REDIS`.
     OldRedis,
 }
 
@@ -37,7 +37,7 @@ impl Kind {
         program.unwrap_or_else(|| panic!("`{variable}` names no server program; run ./scripts/test")).into()
     }
 
-    /// The URL of one server for the whole test process.
+    /// URL of one server for the whole test process.
     pub fn shared(self) -> String {
         static SERVERS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
         let mut servers = SERVERS.get_or_init(Mutex::default).lock().unwrap();
@@ -49,7 +49,7 @@ impl Kind {
         url
     }
 
-    /// A store on the shared server, and a second handle as another process would open it.
+    /// Store on the shared server, and a second handle as another process would open it.
     pub async fn subject(self) -> Subject {
         let url = self.shared();
         let store = RedisStore::connect(&url).await.expect("connects");
@@ -72,7 +72,7 @@ impl Kind {
 /// Additions to the environment of a process.
 pub type Env = Vec<(String, OsString)>;
 
-/// A server process; killed when dropped.
+/// Server process; killed when dropped.
 #[derive(Debug)]
 pub struct RedisServer {
     kind: Kind,
@@ -84,17 +84,17 @@ pub struct RedisServer {
 }
 
 impl RedisServer {
-    /// A server that keeps nothing on disk.
+    /// Starts a server that keeps nothing on disk.
     pub fn start(kind: Kind) -> Self {
         Self::start_with(kind, &["--appendonly", "no"])
     }
 
-    /// A server with these arguments.
+    /// Starts a server with these arguments.
     pub fn start_with(kind: Kind, args: &[&str]) -> Self {
         Self::start_at(kind, free_port(), args, &[])
     }
 
-    /// A server on this port, with these arguments and this environment.
+    /// Starts a server on this port, with these arguments and this environment.
     pub fn start_at(kind: Kind, port: u16, args: &[&str], env: &[(String, OsString)]) -> Self {
         let folder = std::env::temp_dir().join(format!("idem-test-{}-{port}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a folder for the server");
@@ -104,22 +104,22 @@ impl RedisServer {
         server
     }
 
-    /// The URL at which it listens.
+    /// URL at which the server listens.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
     }
 
-    /// Its port.
+    /// Port of the server.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The folder of its files.
+    /// Folder of the server's files.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The value that it was given for this argument.
+    /// Value that the server was given for this argument.
     pub(crate) fn argument(&self, name: &str) -> &str {
         let at = self.args.iter().position(|it| it == name).expect("given");
         &self.args[at + 1]
@@ -142,7 +142,7 @@ impl RedisServer {
             .unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..1000 {
-            // An answer in place of a server that has ended comes from another process.
+            // The server has ended: an answer would come from another process.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if self.ping() {
@@ -163,7 +163,7 @@ impl RedisServer {
             && (answer == *b"+PONG" || answer == *b"-NOAU")
     }
 
-    /// `kill -9`.
+    /// Kills the process (`kill -9`).
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().ok();
@@ -176,7 +176,7 @@ impl RedisServer {
         assert!(self::signal(self.child.as_ref().expect("running").id(), signal), "it has ended");
     }
 
-    /// A connection of the raw client.
+    /// Opens a connection of the raw client.
     pub async fn raw(&self) -> redis::aio::MultiplexedConnection {
         raw(&self.url()).await
     }
@@ -189,15 +189,15 @@ impl Drop for RedisServer {
     }
 }
 
-/// A connection of the raw client.
+/// Opens a connection of the raw client.
 pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
     redis::Client::open(url).unwrap().get_multiplexed_async_connection().await.unwrap()
 }
 
-/// A port that no process listens on now.
+/// Returns a port that no process listens on now.
 ///
-/// No port is given out twice: tests run side by side, and each releases its port before its server binds it. Nor does the
-/// system assign one of these to a client, or to a process that asks for any port.
+/// No port is returned twice: tests run concurrently, and each releases its port before its server binds it. The system
+/// does not assign any of these ports to a client, or to a process that asks for any port.
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut given = GIVEN.lock().unwrap();
@@ -217,7 +217,7 @@ pub fn signal(pid: u32, signal: &str) -> bool {
     sent.expect("kill runs").success()
 }
 
-/// Runs `start` on a thread that lives as long as the process: servers die with the thread that started them.
+/// Runs `start` on a thread that lives as long as the process, because servers die with the thread that started them.
 pub fn forever<T: Send + 'static>(start: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
@@ -229,14 +229,14 @@ pub fn forever<T: Send + 'static>(start: impl FnOnce() -> T + Send + 'static) ->
     receiver.recv().expect("started")
 }
 
-/// Never drops `it`.
+/// Never drops `it`. Returns the value that `read` takes from it.
 pub fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
     let read = read(&it);
     std::mem::forget(it);
     read
 }
 
-/// How long a condition may take before it counts as failed: minutes, which only a hang will take.
+/// Time after which a condition counts as failed: minutes, which only a hang takes.
 const PATIENCE: Duration = Duration::from_secs(180);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 

@@ -9,13 +9,13 @@ use idem_runtime::conformance::Subject;
 use idem_runtime::{Key, SqliteStore};
 use rusqlite::Connection;
 
-/// A folder that is deleted when dropped.
+/// Folder that is deleted when dropped.
 #[derive(Debug)]
 pub struct Folder(PathBuf);
 
 impl Folder {
-    /// An empty folder.
-    #[allow(clippy::new_without_default)] // It does something.
+    /// Creates an empty folder.
+    #[allow(clippy::new_without_default)] // The call creates a folder.
     pub fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -24,12 +24,12 @@ impl Folder {
         Self(path)
     }
 
-    /// The path of the folder.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// A file in it.
+    /// File in the folder.
     pub fn file(&self) -> PathBuf {
         self.0.join("records.db")
     }
@@ -41,14 +41,14 @@ impl Drop for Folder {
     }
 }
 
-/// A connection of the raw client, which waits for locks.
+/// Opens a connection of the raw client, which waits for locks.
 pub fn raw(path: &Path) -> Connection {
     let connection = Connection::open(path).expect("the file is there");
     connection.busy_timeout(Duration::from_secs(30)).expect("waits");
     connection
 }
 
-/// A store on a file that all clauses share, a second handle as another process would open it, and a store whose file is
+/// Store on a file that all clauses share, a second handle as another process would open it, and a store whose file is
 /// gone.
 pub async fn subject() -> Subject {
     static SHARED: OnceLock<Folder> = OnceLock::new();

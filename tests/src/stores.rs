@@ -9,15 +9,16 @@ use idem_runtime::{RedisStore, Store, StoreError};
 ///
 /// - `sqlite PATH`
 /// - `postgres URL SCHEMA`
-/// - `redis URL PREFIX`, of any topology that `RedisStore::connect` knows
+/// - `redis URL PREFIX`, of any topology that `RedisStore::connect` accepts
 /// - `replicated URL PREFIX`, the same with `min_replicas(1)`
 /// - `dynamo ENDPOINT TABLE`, or `dynamo ENDPOINT TABLE SKEW`
 /// - `wrapped URL PREFIX FOLDER`: all wrappers around a Redis, with objects in a folder
 ///
 /// # Panics
-/// If it can't be opened.
+/// If the store can't be opened.
 pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     let words: Vec<&str> = spec.split(' ').collect();
+    // A time limit below a beat, so that a lease survives an answer that does not come.
     let answer = lease * 3 / 10;
     let redis = RedisStore::options().response_timeout(answer);
     match words[..] {
@@ -26,7 +27,7 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         ["replicated", url, prefix] => {
-            // Both limits together are as long as that of any other answer.
+            // Both limits together are as long as the limit of any other answer.
             let options = redis.namespace(prefix).response_timeout(answer / 2).min_replicas(1, answer / 4);
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
@@ -59,7 +60,8 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     }
 }
 
-/// A process that starts while its store can't be reached, or is kept busy by others, has a minute.
+/// Repeats `open` for a minute: a store that is away, or busy with other processes, must not fail a process that
+/// starts.
 async fn patiently<S, F: Future<Output = Result<S, StoreError>>>(open: impl Fn() -> F) -> S {
     let started = Instant::now();
     loop {

@@ -12,8 +12,8 @@ use redis::AsyncCommands;
 use crate::proxy::{Line, Proxy};
 use crate::server::{Kind, raw};
 
-/// `Cached` around a store in memory. Its peer is another handle of the same process and shares the cache, as the contract
-/// requires: a separate cache would notice the `reopen` of another process in time, but not at once.
+/// `Cached` around a store in memory. Its peer is another handle of the same process and shares the cache, as the
+/// contract requires: a separate cache would notice the `reopen` of another process in time, but not immediately.
 pub fn cached() -> Subject {
     let store = MemoryStore::new();
     let cached = Cached::new(store.clone());
@@ -21,7 +21,7 @@ pub fn cached() -> Subject {
     Subject::new(cached).peer(peer)
 }
 
-/// `Compressed` around a store in memory, for every result that gets smaller.
+/// `Compressed` around a store in memory, for every result that becomes smaller.
 pub fn compressed() -> Subject {
     let store = MemoryStore::new();
     let around = |store| Compressed::options().above(0).wrap(store);

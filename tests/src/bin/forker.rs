@@ -1,8 +1,8 @@
-//! A process that forks with an open SQLite store; `tests/sqlite.rs` starts it.
+//! Process that forks with an open SQLite store; `tests/sqlite.rs` starts it.
 //!
-//! Arguments: path, and `inherited` (the child uses the store of its parent), `anew` (it opens one of its own), `late` (it
-//! opens one after its parent has closed the file, and after a third process that had it open was killed) or `busy` (a
-//! write is under way at the fork, while another connection holds the lock). Exit status 0 on success.
+//! Arguments: path, and `inherited` (the child uses the store of its parent), `anew` (the child opens its own), `late`
+//! (the child opens one after its parent has closed the file, and after a third process that had it open was killed) or
+//! `busy` (a write is under way at the fork, while another connection holds the lock). Exit status 0 on success.
 #![allow(clippy::disallowed_methods)] // Two processes wait for each other.
 
 use std::io::{BufRead, BufReader, Read, Write as _, pipe};
@@ -16,7 +16,7 @@ use idem_runtime::store::{Finish, Reservation, Verdict};
 use idem_runtime::{SqliteStore, Store, StoreErrorKind};
 use idem_tests::calls::{key, request, reserved, stored};
 
-/// For each process.
+/// Number of keys that each process records.
 const KEYS: usize = 20;
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -53,23 +53,24 @@ fn main() {
     let store = block_on(async {
         let store = open(path, busy).await;
         if busy {
-            // The reservation gets no answer, so it has been taken: the writer waits for the lock.
+            // The reservation gets no answer, because the writer has taken it and waits for the lock.
             let refused = store.reserve(&request(&store, "taken-up")).await.unwrap_err();
             assert_eq!(refused.kind(), StoreErrorKind::Unconfirmed, "{refused}");
         } else {
             record(&store, "before").await;
-            // The fourth connection is that of lone callers: the child must let go of it, too.
+            // The fourth connection belongs to lone callers: the child must let go of it too.
             while open_files(path) < 4 {
                 replay(&store, "before").await;
             }
         }
         store
     });
+    // Each process waits for a byte of the other one at the points where the order matters.
     let (mut from_child, mut to_parent) = pipe().unwrap();
     let (mut from_parent, mut to_child) = pipe().unwrap();
     match fork().unwrap() {
         Fork::Child => {
-            // A child never drops what it inherits.
+            // A child never drops the store that it inherits.
             let store = std::mem::ManuallyDrop::new(store);
             block_on(async {
                 if how == "late" {
@@ -77,6 +78,7 @@ fn main() {
                     assert!((*store).inspect(&key("before")).await.unwrap().unwrap().record.is_finished());
                     return;
                 }
+                // The inherited store, a new one, or refusals if a write was under way at the fork.
                 let own = match &**how {
                     "inherited" => (*store).clone(),
                     "anew" => open(path, busy).await,
@@ -101,7 +103,8 @@ fn main() {
                 }
                 to_parent.write_all(b"x").unwrap();
                 from_parent.read_exact(&mut [0]).unwrap();
-                // The parent has closed its store, and believes that it was the last one unless the child's locks are real.
+                // The parent has closed its store. Unless the child's locks are real, the parent was the last user of
+                // the file for SQLite.
                 for n in KEYS..2 * KEYS {
                     record(&own, &format!("child-{n}")).await;
                 }
@@ -136,7 +139,7 @@ fn main() {
     }
 }
 
-/// Records in the file at `path`, and is killed with the file open.
+/// Records in the file at `path` in a process that is killed with the file open.
 fn killed_process(path: &Path) {
     let recorder = std::env::current_exe().unwrap().with_file_name("recorder");
     let mut command = Command::new(recorder);
@@ -148,7 +151,7 @@ fn killed_process(path: &Path) {
     recorder.wait().unwrap();
 }
 
-/// How many descriptors of this process belong to the file at `path`.
+/// Number of descriptors of this process that belong to the file at `path`.
 fn open_files(path: &Path) -> usize {
     let files = std::fs::read_dir("/proc/self/fd").unwrap();
     files.filter(|file| std::fs::read_link(file.as_ref().unwrap().path()).is_ok_and(|file| file == path)).count()

@@ -17,14 +17,14 @@ use tokio::runtime::{Builder, Runtime};
 
 const WORK: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(20);
-/// How many other tasks a runtime polls before its timers, after it was stopped.
+/// Number of other tasks that a runtime polls before its timers, after it was stopped.
 const OTHER_THINGS: u32 = 200;
 
 struct Racer {
     orders: Orders,
     store: Arc<dyn Store>,
     table: Table,
-    /// Whether a body of this racer has begun.
+    /// True if a body of this racer has begun.
     begun: AtomicBool,
     calls: AtomicU32,
 }
@@ -71,8 +71,8 @@ fn several_threads() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
 }
 
-/// Opens the store, runs a body, and forks. The parent and both children then serve keys: first the same ones, then as many
-/// of their own.
+/// Opens the store, runs a body, and forks. The parent and both children then serve keys: first the same keys, then as
+/// many keys of their own.
 fn forked(orders: Orders) {
     let Keys::Together(keys) = orders.keys else { panic!("{:?}", orders.keys) };
     let before = one_thread();
@@ -85,14 +85,14 @@ fn forked(orders: Orders) {
         match fork::fork().expect("forks") {
             Fork::Parent(child) => children.push(child),
             Fork::Child => {
-                // The child dies with its parent, as the parent does with its own.
+                // The child dies with its parent, as the parent does with its own parent.
                 std::thread::spawn(move || {
                     while std::os::unix::process::parent_id() == parent {
                         std::thread::sleep(PAUSE);
                     }
                     std::process::exit(1);
                 });
-                // A runtime of the parent must not be used any more, so it is never dropped.
+                // The child must not use a runtime of the parent, and dropping it would use it.
                 std::mem::forget(before);
                 one_thread().block_on(async {
                     racer.race().await;
@@ -119,7 +119,7 @@ impl Racer {
         Arc::new(Self { orders, store, table, begun: AtomicBool::new(false), calls: AtomicU32::new(0) })
     }
 
-    /// The first key of [`race`](Self::race).
+    /// First key of [`race`](Self::race).
     fn first(&self) -> usize {
         match self.orders.place {
             Place::BegunElsewhere | Place::Forked => self.orders.begin + 1,
@@ -225,7 +225,7 @@ impl Racer {
     }
 
     async fn call(&self, call: u32, n: usize, work: Work) -> (Event, Disposition) {
-        // Retained for longer than any step of a clock.
+        // The retention is longer than any step of a clock.
         let policy = Policy::new(Duration::from_secs(48 * 3600))
             .lease(self.orders.lease)
             .max_result_bytes(2 * self.orders.bytes + 1024)
@@ -303,7 +303,7 @@ impl Racer {
     }
 }
 
-/// Keeps the thread busy: computes some of the time, and sleeps the rest.
+/// Keeps the thread busy: computes some of the time, and sleeps for the rest.
 fn block_until(over: impl Fn() -> bool) {
     while !over() {
         let since = Instant::now();

@@ -1,13 +1,14 @@
-//! Whose types the public interface of `idem-runtime` shows: reads what rustdoc writes as JSON.
+//! Lists the crates whose types the public interface of `idem-runtime` shows, from the JSON output of rustdoc.
 //!
-//! `surface FILE CRATE...` ends with status 1 unless each crate whose types or traits are shown is among the named ones.
+//! `surface FILE CRATE...` ends with status 1 unless the named crates are exactly the crates whose types or traits are
+//! shown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::ExitCode;
 
 use serde_json::Value;
 
-/// Notes the ids of all types and traits that are named in a part of an item.
+/// Adds the ids of all types and traits that a part of an item names to `ids`.
 fn named(part: &Value, ids: &mut BTreeSet<String>) {
     match part {
         Value::Array(parts) => parts.iter().for_each(|part| named(part, ids)),
@@ -31,6 +32,7 @@ fn main() -> ExitCode {
     let doc: Value = serde_json::from_str(&text).expect("JSON of rustdoc");
     let mut shown: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let mut items = 0;
+    // Items written in this crate, without the implementations that the compiler adds.
     for item in doc["index"].as_object().expect("items").values() {
         let implementation = &item["inner"]["impl"];
         let is_written =
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         }
     }
     assert!(items > 500, "{items} items are too few: the check reads nothing");
+    // Both a crate that is not allowed and an allowed crate that is not shown are errors.
     let mut wrong = false;
     for (owner, places) in &shown {
         if !allowed.contains(owner) {

@@ -1,7 +1,8 @@
-//! A server with one route behind the idempotency layer, whose process tests kill: `till FILE`. It prints its address.
+//! Server with one route behind the idempotency layer, whose process tests kill: `till FILE`. The server prints its
+//! address.
 //!
-//! `POST /charge` writes the number of its attempt beside the file, and answers with it. The first attempt never ends if the body
-//! is `stuck`.
+//! `POST /charge` writes the number of its attempt next to the file, and answers with that number. The first attempt
+//! never ends if the body is `stuck`.
 
 use std::io::Write as _;
 use std::path::PathBuf;
