@@ -1,4 +1,4 @@
-//! What consumers are given for their brokers: beats, the deliveries that are left, batches, offsets, retention.
+//! Tools for consumers of brokers: beats, deliveries left, batches, offsets, retention.
 #![allow(
     clippy::disallowed_methods,
     clippy::unchecked_time_subtraction,
@@ -30,7 +30,7 @@ use idem_tests::{FaultyStore, settle};
 const LEASE: Duration = Duration::from_secs(30);
 const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
 
-/// A store whose time stands still until a test moves it.
+/// Store whose time stands still until a test advances it.
 struct World {
     clock: ManualClock,
     store: FaultyStore,
@@ -48,7 +48,7 @@ impl World {
         Operation::new(&self.store, Key::new("brokers", key), policy)
     }
 
-    /// A call whose body takes `duration`.
+    /// Returns a call whose body takes `duration`.
     fn lasting(
         &self,
         key: &str,
@@ -81,7 +81,7 @@ impl World {
         self.store.inspect(&Key::new("brokers", key).unwrap()).await.unwrap().expect("a record").record
     }
 
-    /// Polls `future` to its end, and lets time pass while nothing else can happen.
+    /// Polls `future` to its end. Advances time while nothing else can happen.
     async fn drive<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         let woken = Arc::new(Woken::default());
@@ -103,7 +103,7 @@ impl World {
     }
 }
 
-/// Whether a future is to be polled again.
+/// Flag: the future has to be polled again.
 #[derive(Default)]
 struct Woken(AtomicBool);
 

@@ -1,4 +1,4 @@
-//! The engine against a store that fails on command and a clock that tests drive.
+//! The engine with a store that fails on command and a clock that tests drive.
 #![allow(
     clippy::async_yields_async,
     clippy::unchecked_time_subtraction,
@@ -48,7 +48,7 @@ enum Failure {
     Idempotency(ErrorText),
 }
 
-/// `Error` has no equality; its text is enough to compare failures by.
+/// Text of an `Error`, which has no equality; the text is enough to compare failures.
 #[derive(Debug, PartialEq, Default)]
 struct ErrorText(String);
 
@@ -86,12 +86,12 @@ impl World {
         self.runs.load(Ordering::SeqCst)
     }
 
-    /// A body that counts its runs and returns their number.
+    /// Body that counts its runs and returns their number.
     async fn body(&self) -> Result<u32, Error> {
         Ok(self.runs.fetch_add(1, Ordering::SeqCst) + 1)
     }
 
-    /// One call with that body.
+    /// Makes one call with that body.
     async fn call(&self, policy: Policy) -> (Result<u32, Error>, Outcome) {
         observe(self.operation(policy).run(self.body())).await
     }
@@ -104,7 +104,7 @@ impl World {
         observe(self.operation(policy).run(body)).await
     }
 
-    /// A call whose body never ends, up to its first `await`.
+    /// Starts a call whose body never ends, and polls it up to its first `await`.
     async fn hang(&self, policy: Policy) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
         let operation = self.operation(policy);
         let mut call = Box::pin(operation.run(async {
@@ -115,7 +115,7 @@ impl World {
         call
     }
 
-    /// A process that died in its body: the record stays pending, and its lease is not renewed.
+    /// Leaves the record of a process that died in its body: pending, with a lease that is not renewed.
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
         dead.always(Call::Renew, Fault::Hang);
@@ -286,7 +286,7 @@ async fn a_recorded_error_is_replayed() {
         assert_eq!(outcome.disposition(), Disposition::DeadLetter, "no delivery can succeed");
     }
     assert_eq!(world.runs(), 1);
-    // A handler that doesn't read errors doesn't run either.
+    // A handler that doesn't read recorded errors doesn't run either.
     let (result, outcome) = world.call(POLICY).await;
     assert!(
         matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::RecordedError, .. })),
@@ -379,7 +379,7 @@ async fn a_panic_frees_the_key_at_once() {
         assert!(panicked.await.unwrap_err().is_panic());
         assert_eq!(world.state().await, state);
     }
-    // The thread no longer counts as inside of an attempt.
+    // The thread is no longer inside an attempt.
     assert!(current().is_err());
 }
 
@@ -486,7 +486,7 @@ async fn a_key_that_is_not_valid_never_runs() {
     assert_eq!(world.runs(), 0);
 }
 
-/// PostgreSQL stores no NUL, and the other stores do: no key may work on some of them only.
+/// PostgreSQL stores no NUL, and the other stores do: a key that works on some stores only must not exist.
 #[test]
 fn no_key_holds_a_control_character() {
     static SCOPE: Scope = Scope::named("no_key_holds_a_control_character");
@@ -512,7 +512,7 @@ fn no_key_holds_a_control_character() {
     }
 }
 
-/// Whether a try may have taken effect is said of all tries of a call, whichever error came last.
+/// The error of a call reports a possible effect if any of its tries may have had one, whichever error came last.
 #[tokio::test]
 async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
     let faults = [
@@ -542,7 +542,7 @@ async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
     }
 }
 
-/// The text of a lost lease does not promise the result of another attempt where there is none.
+/// The error of a lost lease promises the result of another attempt only if another attempt took over.
 #[tokio::test]
 async fn a_lease_that_is_lost_with_its_record_names_that_cause() {
     for taken_over in [true, false] {
@@ -625,7 +625,7 @@ async fn a_reservation_whose_answer_got_lost_is_recognised() {
     assert_eq!(world.store.count(Call::Reserve), 2);
 }
 
-/// A call whose reservation has landed, but is answered only after its lease has lapsed.
+/// Starts a call whose reservation has landed, but whose answer arrives only after the lease has lapsed.
 async fn answered_too_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
     world.store.next(Call::Reserve, Fault::Slow(2));
     let mut call = Box::pin(world.operation(POLICY).run(world.body()));
@@ -676,7 +676,7 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
-/// A waiting duplicate whose first request got no answer and arrives only now: it reserves the key.
+/// Starts a waiting duplicate whose first request got no answer and arrives only now: it reserves the key.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
     world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));
@@ -946,7 +946,7 @@ async fn a_late_completion_is_refused_after_a_takeover_only() {
     let stalled = async |taken_over: bool| {
         world.store.next(Call::Finish, Fault::Slow(1));
         let mut call = Box::pin(world.operation(POLICY).run(async {
-            // A single poll that takes longer than a lease, in a process whose other threads stand still as well.
+            // A single poll that takes longer than a lease, in a process whose other threads stand still too.
             world.clock.advance(LEASE * 2);
             Ok::<_, Error>(99)
         }));
@@ -1051,7 +1051,7 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     assert!(current().is_err());
     assert_eq!(world.store.count(Call::Renew), 1);
 
-    // A later attempt gets the same child key, another key a different one.
+    // A later attempt gets the same child key; another key gets a different one.
     let next = async |name: &str| {
         let operation = Operation::new(&world.store, Ok(World::key(name)), POLICY.ttl(TTL * 2));
         let body = async { Ok::<_, Error>(current().unwrap().child_key("charge")) };
@@ -1075,7 +1075,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
             Ok::<_, Error>(Some((attempt.child_key("charge"), attempt.number())))
         }))
     };
-    // Inside another handler, whose attempt it must not be taken for.
+    // Inside another handler: the engine must not use that handler's attempt.
     world
         .operation(POLICY)
         .run(async {
@@ -1133,7 +1133,7 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
     // The same if no caller waits for the write any more.
     let world = World::new();
     world.store.next(Call::Finish, Fault::Slow(2));
-    // The drop asks once, in case the store answers at once; then a task asks.
+    // The drop tries once, in case the store answers immediately; then a task goes on.
     world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
     world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let body = world.body();
@@ -1224,7 +1224,7 @@ async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
         gate.await.ok();
         world.body().await
     });
-    // The outer handler is switched off, so it holds no reservation that the inner one could wait for in vain.
+    // The outer handler is switched off, so it holds no reservation for which the inner call would wait in vain.
     let off = wait.mode(Mode::Off);
     let outer = world.operation(off).run(world.call_result(wait));
     let finish = async {
@@ -1236,7 +1236,7 @@ async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
 }
 
 impl World {
-    /// As [`World::call`], for another `observe` around it.
+    /// Like [`World::call`], without an `observe`, so that the caller adds its own.
     async fn call_result(&self, policy: Policy) -> Result<u32, Error> {
         self.operation(policy).run(self.body()).await
     }
@@ -1270,7 +1270,7 @@ fn heartbeats_move_to_a_living_runtime() {
     });
     second.block_on(async {
         let mut call = world.hang(POLICY).await;
-        // ...which is gone now.
+        // ... and the first runtime ends.
         first.shutdown_background();
         for _ in 0..10 {
             assert!(poll_once(call.as_mut()).await.is_pending());

@@ -1,6 +1,6 @@
 //! The `Idempotency-Key` layer over real sockets, HTTP/1.1 and HTTP/2.
 //!
-//! What other layers get wrong, and the test that shows it here:
+//! Mistakes of other layers, and the test here that shows the opposite:
 //!
 //! | mistake | test |
 //! |---|---|
@@ -22,7 +22,7 @@
 //! | the record is written after the response | `the_response_is_recorded_before_it_is_sent` |
 //! | an empty key is no key, or has no error of its own | `what_is_no_key_is_refused` |
 //! | the loser of a race is not compared | `of_many_duplicates_one_runs`, `another_request_is_told_so_while_the_first_runs` |
-#![allow(clippy::disallowed_methods)] // Servers and clients wait.
+#![allow(clippy::disallowed_methods)] // Servers and clients wait on real time.
 
 #[path = "http/clients.rs"]
 mod clients;

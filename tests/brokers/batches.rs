@@ -1,4 +1,4 @@
-//! Many messages at once.
+//! Batches: many messages handled together.
 
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -30,7 +30,7 @@ async fn items_of_one_key_run_once_and_the_others_replay() {
 #[tokio::test]
 async fn what_fails_in_a_batch_is_listed_and_nothing_else() {
     let world = World::new();
-    // Another process is at work on one of them.
+    // Another process runs one of them.
     let mut elsewhere = pin!(world.lasting("busy", POLICY, LEASE));
     assert!(poll_once(elsewhere.as_mut()).await.is_pending());
     let failing = async |id: u32| -> Result<u32, Error> {
@@ -125,7 +125,7 @@ async fn items_whose_calls_cross_do_not_wait_for_each_other_for_ever() {
     let batch = world.drive(observe_all(calls)).await;
     assert_eq!((batch.acknowledged().count(), world.runs()), (2, 2));
 
-    // Both at once, and one item that gives up in the middle of its call.
+    // Two calls concurrently in one item, and an item that gives up in the middle of its call.
     let both = async |first: &'static str, second: &'static str| -> Result<u32, Error> {
         let (first, second) = (world.lasting(first, POLICY, LEASE), world.lasting(second, POLICY, LEASE));
         let (first, second) = tokio::join!(first, second);
@@ -173,7 +173,8 @@ async fn each_item_keeps_what_its_delivery_was_told() {
     assert_eq!(beats, ["a", "a", "b", "b"], "the one that waits for its turn is extended as well");
 }
 
-/// Ten thousand at a time, of one key and of a key each: every item is polled a few times, however many others there are.
+/// Batches of ten thousand, with one key and with a key each: every item is polled a few times, however many others
+/// there are.
 #[tokio::test]
 async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
     const ITEMS: usize = 10_000;
@@ -219,7 +220,7 @@ async fn a_call_that_is_kept_and_not_polled_holds_up_another_item_for_its_time_l
     assert!(world.now() <= LIMIT + LEASE + Duration::from_secs(2), "{:?}", world.now());
 }
 
-/// How many items of a batch ended how.
+/// Number of items of a batch that ended in each way.
 fn counted<I, T>(batch: &Batch<I, T, Error>) -> (usize, usize, usize) {
     let count = |is: &dyn Fn(&Result<T, Error>) -> bool| batch.items().iter().filter(|item| is(&item.result)).count();
     (
@@ -258,7 +259,7 @@ async fn after_its_deadline_a_batch_answers_for_what_is_done() {
     store.flush().await;
     let record = store.inspect(&Key::new("deadline", 5).unwrap()).await.unwrap().unwrap().record;
     assert_eq!(record.state, State::Released, "the next delivery runs at once");
-    // A batch that is done earlier does not wait for its deadline.
+    // A batch that ends earlier does not wait for its deadline.
     let batch = observe_all([1, 3].map(call)).deadline(LEASE).await;
     assert_eq!(counted(&batch), (2, 0, 0));
 }
@@ -275,7 +276,7 @@ async fn a_deadline_ends_items_that_have_made_no_call_and_groups_that_wait() {
     assert_eq!(batch.items().iter().map(|item| item.id).collect::<String>(), "abc");
 }
 
-/// One message of a batch: its group, whether its handler ends in an error, and how long it takes.
+/// One message of a batch: its group, the end of its handler, and its duration in seconds.
 type Message = (Option<u8>, End, u64);
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -312,7 +313,7 @@ mod groups {
             let key = if end == End::Poison { String::new() } else { id.to_string() };
             let call = async move {
                 if end == End::Poison {
-                    // It is refused for its key; this is what its handler does before.
+                    // The call is refused for its key. These events are the work that the handler does before it.
                     events.lock().unwrap().push((id, true));
                     world.sleep(Duration::from_secs(seconds)).await;
                     events.lock().unwrap().push((id, false));

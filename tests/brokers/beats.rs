@@ -1,4 +1,4 @@
-//! A delivery that tells its broker that the message is still being handled.
+//! Beats: a delivery keeps telling its broker that the message is still being handled.
 
 use std::future::pending;
 use std::sync::atomic::AtomicBool;
@@ -14,7 +14,7 @@ use super::super::*;
 
 const EVERY: Duration = Duration::from_secs(10);
 
-/// The times at which a callback was called.
+/// Number and time of each call of a callback.
 #[derive(Clone, Default)]
 struct Told(Arc<Mutex<Vec<(u32, Duration)>>>);
 
@@ -23,7 +23,7 @@ impl Told {
         self.0.lock().unwrap().push((beat.number(), beat.elapsed()));
     }
 
-    /// A callback that is done at once.
+    /// Returns a callback that is ready immediately.
     fn callback(&self) -> impl FnMut(Beat) -> std::future::Ready<Result<(), String>> + Send + 'static {
         let told = self.clone();
         move |beat| {
@@ -50,7 +50,7 @@ async fn a_handler_that_takes_long_beats_until_it_ends() {
     assert_eq!((result.unwrap(), outcome.disposition()), (1, Disposition::Ack));
     assert_eq!(told.seconds(), [10, 20, 30]);
     assert_eq!(told.0.lock().unwrap().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [1, 2, 3]);
-    // Nothing is left that could tell the broker about a message that has been settled.
+    // The message is settled: no callback is left that could still report it to the broker.
     world.drive(world.sleep(EVERY * 10)).await;
     assert_eq!(told.count(), 3);
 }
@@ -100,7 +100,7 @@ async fn a_delivery_of_several_calls_beats_through_all_of_them_and_in_between() 
     let world = World::new();
     let told = Told::default();
     let delivery = observe(async {
-        // Its first call is over at once, and says by which clock time passes.
+        // The first call ends immediately; from it the delivery takes the clock.
         world.lasting("a", POLICY, Duration::ZERO).await?;
         world.sleep(Duration::from_secs(15)).await;
         world.lasting("b", POLICY, Duration::from_secs(15)).await?;
@@ -169,7 +169,7 @@ async fn a_message_that_is_lost_is_cancelled_if_the_caller_says_so() {
     }
     assert_eq!(*CANCELLED.lock().unwrap(), [Doubt::Cancelled; 2], "told once for each");
 
-    // While it waits for another attempt, no body is in doubt. It composes with `catch_panics`.
+    // While the delivery waits for another attempt, no body of its own runs. `on_beat` composes with `catch_panics`.
     let world = World::new();
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(600)));
     let first = world.lasting("k", POLICY, Duration::from_secs(35));
@@ -191,7 +191,7 @@ async fn a_callback_that_fails_is_called_again_soon() {
         async move { if beat.number() < 3 { Err("the broker is away") } else { Ok(()) } }
     });
     world.drive(call).await.0.unwrap();
-    // After a quarter of `every`, and then as ever.
+    // The retry after a failed beat comes after a quarter of `every`; the next beat is on schedule again.
     assert_eq!(
         told.0.lock().unwrap().iter().map(|(_, at)| at.as_millis()).collect::<Vec<_>>(),
         [10_000, 12_500, 15_000]
@@ -211,7 +211,7 @@ async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
     let ((hung, _), (result, _)) = world.drive(async { tokio::join!(hanging, beside) }).await;
     assert_eq!((hung.is_ok(), result.is_ok()), (true, true));
     assert_eq!(other.seconds(), [10, 20, 30, 40, 50]);
-    // It is given up when the next one is due, and called again.
+    // A hanging callback is dropped when the next beat is due, and then called again.
     assert!((3..=5).contains(&told.count()), "{:?}", told.seconds());
     assert_eq!(world.store.count(Call::Renew), 5, "both leases at once, every third of 30 s");
 }
@@ -283,7 +283,7 @@ async fn many_deliveries_beat_beside_one_another() {
     assert_eq!(told.count(), 400);
 }
 
-/// The machine's own time and threads.
+/// Runs `test` on real threads and with the machine's own time.
 fn on_threads<F: Future>(test: impl FnOnce() -> F) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(3).enable_all().build().unwrap();
     runtime.block_on(test());
@@ -296,7 +296,7 @@ fn a_handler_that_blocks_its_thread_beats() {
         let store = FaultyStore::new(&MemoryStore::new());
         store.always(Call::Reserve, Fault::Slow(1));
         let body = async move {
-            // Ends only once there was a beat.
+            // The body ends only after three beats.
             for _ in 0..3 {
                 told.recv_timeout(Duration::from_secs(20)).expect("a beat");
             }
@@ -324,7 +324,7 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
         let body = async move {
             tokio::task::yield_now().await;
             tokio::task::spawn_blocking(move || is_blocked.recv().unwrap()).await.unwrap();
-            // While the callback blocks its thread, the lease is renewed again and again.
+            // While the callback blocks its thread, the lease is renewed several times.
             let before = renewing.count(Call::Renew);
             while renewing.count(Call::Renew) < before + 3 {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -337,7 +337,7 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
         let call = call.on_beat(Duration::from_millis(20), move |beat| {
             if beat.number() == 1 {
                 blocked.send(()).unwrap();
-                // It ends after all, so that a test that fails does not hang.
+                // The callback ends after 20 s in any case, so that a failing test does not hang.
                 let given_up = released.lock().unwrap().recv_timeout(Duration::from_secs(20)).is_err();
                 gave_up.store(given_up, Ordering::SeqCst);
             }

@@ -1,4 +1,4 @@
-//! The deliveries that a broker allows, and a duplicate of a handler that takes longer than all of them.
+//! Delivery limits of brokers, and a duplicate of a handler that takes longer than all allowed deliveries.
 
 use idem_runtime::policy::Backoff;
 use idem_runtime::{Disposition, Mode, OnStoreError, StoreErrorKind, observe};
@@ -6,15 +6,15 @@ use idem_tests::{Call, Fault};
 
 use super::super::*;
 
-/// What a kind of broker does with a message that is not acknowledged.
+/// Broker's rules for a message that is not acknowledged.
 #[derive(Clone, Copy, Debug)]
 struct Broker {
     name: &'static str,
-    /// How often it delivers a message before it sets it aside.
+    /// Number of deliveries before the broker sets the message aside.
     limit: u32,
-    /// After how long it delivers a message again that nobody has extended.
+    /// Time after which the broker delivers a message again that its consumer has not extended.
     timeout: Option<Duration>,
-    /// Whether it can deliver later, and not only at once.
+    /// True if the broker can deliver after a delay; otherwise it delivers immediately.
     delays: bool,
 }
 
@@ -22,12 +22,12 @@ const BROKERS: [Broker; 5] = [
     Broker { name: "SQS", limit: 3, timeout: Some(LEASE), delays: true },
     Broker { name: "JetStream", limit: 5, timeout: Some(LEASE), delays: true },
     Broker { name: "Kafka share group", limit: 5, timeout: Some(LEASE), delays: false },
-    // Dead-lettered when it was returned more than 20 times.
+    // A queue dead-letters a message that was returned more than 20 times.
     Broker { name: "RabbitMQ quorum queue", limit: 21, timeout: None, delays: false },
     Broker { name: "Service Bus", limit: 10, timeout: Some(LEASE), delays: false },
 ];
 
-/// What became of a message.
+/// Fate of a message.
 #[derive(PartialEq, Eq, Debug)]
 struct Delivered {
     deliveries: u32,
@@ -35,7 +35,8 @@ struct Delivered {
     replayed: bool,
 }
 
-/// One message and its consumer, until it is acknowledged or set aside. `knows`: the consumer says how often it was delivered.
+/// Delivers one message to its consumer until it is acknowledged or set aside. `knows`: the consumer passes the number
+/// of the delivery.
 async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> Delivered {
     let mut deliveries = 0;
     loop {
@@ -43,7 +44,7 @@ async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> 
             return Delivered { deliveries, dead: true, replayed: false };
         }
         deliveries += 1;
-        // Until when nobody else gets it.
+        // Until this time no other consumer gets the message.
         let hidden_until = std::sync::Arc::new(std::sync::Mutex::new(broker.timeout.map(|it| world.now() + it)));
         let mut call = observe(world.lasting("k", policy, Duration::from_secs(1)));
         if knows {
@@ -101,7 +102,7 @@ async fn the_duplicate_of_a_worker_that_died_takes_over() {
         let dead = World { clock: clock.clone(), store: FaultyStore::new(&memory), runs: AtomicU32::new(0) };
         let mut handler = Box::pin(dead.lasting("k", POLICY, LEASE * 10));
         assert!(poll_once(handler.as_mut()).await.is_pending());
-        // It renews its lease for a while.
+        // The handler renews its lease for a while.
         dead.drive(dead.sleep(LEASE * 3)).await;
         dead.store.heartbeats().abandon();
         drop(handler);
@@ -129,13 +130,13 @@ async fn an_outage_of_the_store_sets_no_message_aside() {
             assert_eq!(world.runs(), u32::from(!delivered.dead), "{}", broker.name);
         }
     }
-    // A body that may run without protection does so at once.
+    // A body that may run without protection does so immediately.
     let world = World::new();
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let call = world.lasting("k", POLICY.on_store_error(OnStoreError::Run), Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.executed());
     assert!(world.now() < Duration::from_secs(1));
-    // What is no outage is told at once, and an outage without an end ends as well.
+    // An error that is no outage is returned immediately, and an outage without an end ends the call too.
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let call = world.lasting("l", POLICY, Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.misconfigured());
@@ -169,7 +170,7 @@ async fn a_duplicate_comes_back_after_more_and_more_leases() {
         let most = (LEASE + LEASE * (1 << (at - 1))).min(longest);
         assert!((LEASE.max(most / 2)..=most).contains(pause), "delivery {}: {pause:?}, at most {most:?}", at + 1);
     }
-    // A policy with another bound, but never earlier than the lease lapses.
+    // A policy with another bound applies, but the retry never comes before the lease lapses.
     let short = POLICY.backoff(Backoff::new(Duration::from_secs(1), Duration::from_secs(8)));
     let (_, outcome) = observe(world.lasting("k", short, Duration::ZERO)).delivery(7).await;
     assert_eq!(outcome.disposition(), Disposition::Retry { after: LEASE });
@@ -186,7 +187,7 @@ async fn a_duplicate_waits_in_place_only_near_the_limit() {
         let mut duplicate = pin!(observe(world.lasting("k", POLICY, LEASE)).delivery(delivery).delivery_limit(limit));
         assert_eq!(poll_once(duplicate.as_mut()).await.is_pending(), waits, "delivery {delivery} of {limit}");
     }
-    // With a limit alone, each delivery may be the last; a shadow waits for nobody.
+    // With a limit alone, each delivery may be the last. A shadow never waits.
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE));
     assert!(poll_once(handler.as_mut()).await.is_pending());
@@ -199,7 +200,7 @@ async fn a_duplicate_waits_in_place_only_near_the_limit() {
 #[tokio::test]
 async fn every_failure_is_tried_again_later_and_later() {
     const LONGEST: Duration = Duration::from_secs(300);
-    // What fails, and whether an attempt counts it.
+    // A call that fails. Under `Enforce` an attempt counts the failure, under `Off` there is no attempt.
     let failing = |world: &World, mode: Mode| {
         let body = async { Err::<u32, _>(Error::NoAttempt) };
         world.operation("k", POLICY.mode(mode)).run(body)
@@ -218,7 +219,7 @@ async fn every_failure_is_tried_again_later_and_later() {
         }
         assert!(last >= LONGEST / 2 && spread.len() >= 9, "{mode:?}: {spread:?}");
     }
-    // A delivery that failed after its call succeeded, and one that reached no call at all.
+    // A delivery that failed after its call succeeded, and a delivery that reached no call at all.
     let world = World::new();
     let (_, outcome) = observe(async {
         world.lasting("ok", POLICY, Duration::ZERO).await?;
@@ -266,7 +267,7 @@ async fn duplicates_on_their_last_deliveries_leave_room_for_other_work() {
             }
         }
         assert_eq!(waiting.len(), 4, "places of the consumer that wait");
-        // A place that ends is free for the next one.
+        // A place that becomes free serves the next delivery.
         waiting.pop();
         let mut duplicate =
             Box::pin(observe(world.lasting(&names[9], POLICY, LEASE)).delivery(delivery).delivery_limit(5));

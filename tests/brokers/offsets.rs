@@ -1,4 +1,4 @@
-//! The offsets that may be committed, against a plain account of all that has happened.
+//! Offsets that may be committed, compared with a plain account of all events.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,16 @@ use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// The consumer receives the next message of a partition, after a gap.
+    /// A consumer receives the next message of a partition, after a gap.
     Receive { partition: u8, gap: i64 },
-    /// One of the handlers ends, by its place among all that were ever started.
+    /// One of the handlers ends, by its index among all handlers that were ever started.
     Settle { which: prop::sample::Index },
-    /// A rebalance takes the partition away.
+    /// A rebalance takes the partition away from this consumer.
     Revoke { partition: u8 },
-    /// A rebalance gives the partition to this consumer: again, or although it knows of no loss. Others have handled messages in
-    /// between.
+    /// A rebalance assigns the partition to this consumer: again, or without a revocation that reached the consumer.
+    /// Other consumers have handled `others` messages meanwhile.
     Assign { partition: u8, others: i64 },
-    /// The consumer is sent back by some messages, and tells nobody.
+    /// The consumer's position moves back by some messages, and the tracker is not told.
     Rewind { partition: u8, by: i64 },
 }
 
@@ -30,7 +30,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// One message that was started: everything there is to know about it.
+/// All facts about one message that was started.
 #[derive(Debug)]
 struct Fact {
     partition: u8,
@@ -39,15 +39,15 @@ struct Fact {
     settled: bool,
 }
 
-/// The plain reference: all facts, and no cleverness.
+/// Plain reference: all facts, without shortcuts.
 #[derive(Default)]
 struct Account {
     facts: Vec<Fact>,
-    /// The generations that there have been.
+    /// Number of assignments so far.
     generations: u32,
-    /// The present generation of each partition that is assigned.
+    /// Present generation of each assigned partition.
     generation: BTreeMap<u8, u32>,
-    /// The offset that this consumer or another one has committed.
+    /// Offset that this consumer or another one has committed.
     committed: BTreeMap<u8, i64>,
 }
 
@@ -57,7 +57,7 @@ impl Account {
         self.facts.iter().filter(move |fact| fact.partition == partition && Some(fact.generation) == generation)
     }
 
-    /// Everything before it is settled, of what this assignment has started.
+    /// First offset that is not settled yet, among the messages that this assignment has started.
     fn position(&self, partition: u8) -> i64 {
         let unsettled = self.present(partition).filter(|fact| !fact.settled).map(|fact| fact.offset).min();
         let behind_all = || self.present(partition).map(|fact| fact.offset + 1).max().expect("one was settled");
@@ -84,6 +84,7 @@ proptest! {
                     prop_assert_eq!(ticket.is_some(), generation.is_some(), "only what is assigned is started");
                     let Some(generation) = generation else { continue };
                     next[place] = offset + 1;
+                    // The commits of an assignment start at its first message.
                     if account.present(partition).next().is_none() {
                         account.committed.insert(partition, offset);
                     }
@@ -97,6 +98,7 @@ proptest! {
                     let Fact { partition, generation, offset, .. } = account.facts[which];
                     prop_assert_eq!(ticket.offset(), offset);
                     let answer = tracker.settled(ticket);
+                    // A ticket of an earlier assignment must commit nothing.
                     if Some(generation) != account.generation.get(&partition).copied() {
                         prop_assert_eq!(answer, None, "the partition is somebody else's, or was in between");
                         continue;
@@ -115,7 +117,7 @@ proptest! {
                     tracker.assigned(&partition);
                     account.generations += 1;
                     account.generation.insert(partition, account.generations);
-                    // It begins where this consumer or the others have committed.
+                    // The consumer starts at the offset that it or the other consumers have committed.
                     let committed = account.committed.entry(partition).or_default();
                     *committed += others;
                     next[usize::from(partition)] = *committed;
@@ -125,6 +127,7 @@ proptest! {
                     next[place] = (next[place] - by).max(0);
                 }
             }
+            // After each step, the messages in flight are the unsettled ones of the present assignment.
             for partition in 0..3 {
                 let open = account.present(partition).filter(|fact| !fact.settled).count();
                 prop_assert_eq!(tracker.in_flight(&partition), open);
@@ -143,7 +146,7 @@ fn a_message_of_an_earlier_generation_commits_nothing() {
             tracker.revoked(&"orders");
             assert_eq!(tracker.started(&"orders", 6), None, "the partition is another consumer's");
         }
-        // Another consumer has committed 8 in between.
+        // Another consumer has committed 8 in the meantime.
         tracker.assigned(&"orders");
         let new = tracker.started(&"orders", 8).unwrap();
         let behind = tracker.started(&"orders", 9).unwrap();

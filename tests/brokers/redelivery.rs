@@ -1,4 +1,4 @@
-//! How long a record is remembered, against how long its message may come again.
+//! Retention of records, compared with the time for which a broker may deliver a message again.
 
 use idem_runtime::brokers::{Redelivery, RedeliveryProblem};
 use idem_runtime::policy::PolicyProblem;
@@ -12,7 +12,7 @@ const DAY: Duration = Duration::from_secs(86_400);
 fn a_record_outlives_its_message_or_the_program_does_not_start() {
     let cases = [
         (Redelivery::sqs(DAY * 4), 4),
-        // Put back at the end of the dead-letter queue, it stays for as long again.
+        // A message that is moved to the dead-letter queue stays there for as long again.
         (Redelivery::sqs(DAY * 14).dlq(DAY * 14), 42),
         (Redelivery::kafka(DAY * 7, DAY * 7), 14),
         (Redelivery::kafka(DAY * 7, DAY * 7).segment(DAY), 8),
@@ -84,7 +84,7 @@ async fn a_call_whose_attribute_forgets_before_its_broker_is_refused() {
         (Redelivery::kafka(DAY * 7, DAY * 7), false),
         (Redelivery::unbounded(), false),
     ] {
-        // Also where the observation that knows the broker is around another one.
+        // The same if the observation with the broker encloses another one.
         for is_nested in [false, true] {
             let call = remembered_for_a_week(&world.store, 42);
             let nested = async { observe(remembered_for_a_week(&world.store, 42)).await.0 };

@@ -1,4 +1,4 @@
-//! Batches of items that share keys, in random combinations: each batch ends, and no item waits for work that is not on its keys.
+//! Batches whose items share keys, in random combinations: each batch ends, and no item waits for work on other keys.
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use super::super::*;
 
-/// How the body of a call ends.
+/// End of a call's body.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum End {
     Ok,
@@ -18,7 +18,7 @@ enum End {
     Panic,
 }
 
-/// A call whose body takes some seconds, with an optional time-out of the handler's own.
+/// Call whose body takes some seconds, with an optional time-out of the handler's own.
 #[derive(Clone, Debug)]
 struct Call {
     key: usize,
@@ -29,9 +29,9 @@ struct Call {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Calls that run at the same time.
+    /// Calls that run concurrently.
     Calls(Vec<Call>),
-    /// Work that is on no key.
+    /// Work without a key, in seconds.
     Work(u64),
 }
 
@@ -50,13 +50,13 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 impl Call {
-    /// The longest time for which its body can run.
+    /// Longest time for which the body can run.
     fn longest(&self) -> u64 {
         self.timeout.map_or(self.seconds, |timeout| timeout.min(self.seconds))
     }
 }
 
-/// The longest time for which `item` can run by itself, and on each key that it uses.
+/// Longest time for which `item` can run when it is alone, in all and on each key that it uses.
 fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
     let (mut all, mut on) = (0, [None; 3]);
     for step in item {
@@ -76,16 +76,16 @@ fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
     (all, on)
 }
 
-/// The events of a batch.
+/// Events of a batch.
 #[derive(Default)]
 struct Seen {
     running: [usize; 3],
     most: usize,
-    /// How long each item took.
+    /// Duration of each item.
     took: Vec<Option<Duration>>,
 }
 
-/// A body, which counts as running until it is dropped.
+/// Guard of a body, which counts as running until the guard is dropped.
 struct Runs<'a>(&'a RefCell<Seen>, usize);
 
 impl<'a> Runs<'a> {
@@ -117,7 +117,7 @@ async fn make(world: &World, seen: &RefCell<Seen>, policy: Policy, call: &Call) 
     let run = AssertUnwindSafe(world.operation(["a", "b", "c"][call.key], policy).run(body)).catch_unwind();
     match call.timeout {
         None => drop(run.await),
-        // The time-out wins, so that a body never runs for longer.
+        // The time-out wins, so that no body runs longer than that.
         Some(timeout) => tokio::select! {
             biased;
             () = world.sleep(Duration::from_secs(timeout)) => {}

@@ -1,4 +1,4 @@
-//! The mark in the record that a body begins, and what follows from a reservation or a mark that lands late.
+//! The mark in the record that a body begins, and the effects of a reservation or a mark that lands late.
 
 use idem_runtime::store::{Reservation, Verdict};
 
@@ -6,7 +6,7 @@ use super::super::*;
 
 const AT_MOST_ONCE: Policy = POLICY.on_crash(OnCrash::Fail);
 
-/// Lets this many leases pass.
+/// Lets `leases` leases pass.
 async fn outlast(world: &World, leases: u32) {
     for _ in 0..leases * 4 {
         settle().await;
@@ -29,7 +29,7 @@ async fn only_policies_that_ask_for_it_mark_the_beginning() {
     }
 }
 
-/// A server that stands still for longer than a lease executes the reservation of a process that is dead by then.
+/// A server that stands still for longer than a lease executes the reservation of a process that has died meanwhile.
 #[tokio::test]
 async fn a_reservation_that_lands_late_interrupts_nothing_and_is_not_counted() {
     let one = POLICY.max_attempts(1);
@@ -61,7 +61,7 @@ async fn no_body_begins_before_its_mark_is_confirmed() {
         assert!(matches!(result, Err(Error::Store { started: false, .. })), "{result:?}");
         assert!(!outcome.executed() && !outcome.uncertain());
         assert_eq!(world.runs(), 0);
-        // The clean-up gives the key back.
+        // The clean-up releases the key.
         settle().await;
         assert_eq!(world.state().await, State::Released);
         world.store.always(Call::Begin, Fault::None);
@@ -101,7 +101,7 @@ async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
     }
 }
 
-/// The first mark is refused: the lease has lapsed by the store's clock, which the process can't know.
+/// The store refuses the first mark: by its clock the lease has lapsed, which the process can't find out in advance.
 #[tokio::test]
 async fn a_mark_after_the_lapse_leads_to_another_attempt() {
     let world = World::new();

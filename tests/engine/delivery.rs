@@ -1,4 +1,4 @@
-//! The outcome of a delivery as a whole: no failure is acknowledged, and every doubt is reported.
+//! Outcome of a delivery as a whole: no failure is acknowledged, and every doubt is reported.
 
 use std::sync::Mutex;
 
@@ -36,7 +36,7 @@ trait IntoError {
 }
 
 impl IntoError for std::io::Error {
-    /// Any error will do.
+    /// Converts to an arbitrary error: its kind does not matter here.
     fn into_error(self) -> Error {
         Error::NoAttempt
     }
@@ -82,14 +82,14 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
 
 #[tokio::test]
 async fn a_call_that_is_cut_off_says_how_far_it_came() {
-    // While its key is being reserved.
+    // Cut off while its key is being reserved.
     let world = World::new();
     world.store.next(Call::Reserve, Fault::Hang);
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
     assert!(outcome.observed() && outcome.cancelled() && !outcome.executed() && !outcome.uncertain(), "{outcome:?}");
     retries(&outcome);
 
-    // While its body runs.
+    // Cut off while its body runs.
     let world = World::new();
     let hanging = world.operation(POLICY).run(std::future::pending::<Result<u32, Error>>());
     let (_, outcome) = observe(cut_off(Box::pin(hanging))).await;
@@ -98,7 +98,7 @@ async fn a_call_that_is_cut_off_says_how_far_it_came() {
     retries(&outcome);
     assert_eq!(world.state().await, State::Released);
 
-    // While its result is being recorded, which goes on without it.
+    // Cut off while its result is being recorded: the recording goes on without the call.
     let world = World::new();
     world.store.next(Call::Finish, Fault::Slow(3));
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
@@ -108,7 +108,7 @@ async fn a_call_that_is_cut_off_says_how_far_it_came() {
     assert!(world.call(POLICY).await.1.replayed());
 }
 
-/// Polls `call` once, and drops it: a time-out around it.
+/// Polls `call` once and drops it, as a time-out does.
 async fn cut_off(mut call: std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>>) -> Result<u32, Failure> {
     assert!(poll_once(call.as_mut()).await.is_pending());
     Err(Failure::Declined(0))
@@ -131,7 +131,7 @@ async fn a_panic_ends_the_delivery_and_not_the_consumer() {
         retries(&outcome);
         assert_eq!(world.state().await, left);
     }
-    // Outside of any call.
+    // A panic outside of any call.
     let (result, outcome) = observe(async { panic!("on purpose") }).catch_panics().await;
     let _: Result<(), Error> = result.map_err(|error| {
         assert!(matches!(error, Error::Panicked { key: None, attempt: None, .. }) && !error.is_uncertain());
@@ -210,7 +210,7 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
     retries(&outcome);
     let error = Error::from(Key::new("a/b", 1).unwrap_err());
     assert!(error.is_misconfigured() && matches!(error.disposition(), Disposition::Retry { .. }));
-    // An invalid message is a different case.
+    // An invalid message is no misconfiguration.
     let (result, outcome) = observe(Operation::new(&world.store, Key::new("test", ""), POLICY).run(world.body())).await;
     assert!(!result.unwrap_err().is_misconfigured() && !outcome.misconfigured());
     assert_eq!((outcome.disposition(), outcome.refusal()), (Disposition::DeadLetter, Some(Refusal::MissingKey)));
@@ -251,7 +251,7 @@ fn note(uncertain: Uncertain<'_>) {
     panic!("a hook that is wrong harms nobody");
 }
 
-/// The doubts about `key` that the hook was told of since the last call of this function.
+/// Doubts about `key` that the hook received since the last call of this function.
 fn noted(key: &str) -> Vec<(u32, Doubt)> {
     let mut doubts = DOUBTS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let told = doubts.iter().filter(|(it, ..)| it == key).map(|(_, attempt, cause)| (*attempt, *cause)).collect();
@@ -296,7 +296,7 @@ async fn whatever_is_in_doubt_is_told_once() {
     assert_eq!(noted("doubted"), [(4, Doubt::Interrupted)]);
     assert!(late.await.is_ok(), "nobody has taken over");
 
-    // A call that is refused before its body, and one that ends normally, leave no doubt.
+    // A call that is refused before its body, and a call that ends normally, leave no doubt.
     assert!(operation(policy).run(world.body()).await.is_ok(), "a replay");
     let mut replayed = Box::pin(hanging(policy));
     assert!(poll_once(replayed.as_mut()).await.is_ready());

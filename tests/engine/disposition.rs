@@ -1,4 +1,4 @@
-//! The disposition of a delivery: every sequence of up to four calls, with every ending of each, in every nesting, and with
+//! Disposition of a delivery: every sequence of up to four calls, with every ending of each, in every nesting, and with
 //! every result of the delivery.
 
 use std::future::ready;
@@ -7,13 +7,13 @@ use idem_runtime::observe_all;
 
 use super::super::*;
 
-/// How a call ends.
+/// Ending of a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ending {
     Completed,
-    /// Its error is recorded.
+    /// The error is recorded.
     RecordedError,
-    /// Its error frees the key.
+    /// The error frees the key.
     ReleasedError,
     /// Another attempt holds the key.
     InProgress,
@@ -35,18 +35,18 @@ const ENDINGS: [Ending; 7] = [
     Ending::CutOff,
 ];
 
-/// Where the calls of a delivery are made.
+/// Place of the calls within a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Nesting {
     /// In the delivery itself.
     Flat,
-    /// Each in an `observe` of its own.
+    /// Each call in its own `observe`.
     Observed,
-    /// Each in a batch of its own.
+    /// Each call in its own batch.
     Batched,
 }
 
-/// The result of the delivery.
+/// Result of the delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Returned {
     Ok,
@@ -63,7 +63,7 @@ enum Kind {
     DeadLetter,
 }
 
-/// The table of `engine/disposition.rs`, written once more.
+/// Expected disposition: the table of `engine/disposition.rs`, written a second time.
 fn expected(calls: &[Ending], returned: Returned) -> Kind {
     let any = |of: &[Ending]| calls.iter().any(|call| of.contains(call));
     if calls.is_empty() || any(&[Ending::ReleasedError, Ending::InProgress, Ending::CutOff]) {
@@ -80,7 +80,7 @@ fn expected(calls: &[Ending], returned: Returned) -> Kind {
 }
 
 impl World {
-    /// Makes the keys whose calls are refused.
+    /// Returns a world with the keys whose calls are refused.
     async fn with_refusals() -> Self {
         let world = Self::new();
         let of = |name| Operation::new(&world.store, Ok(Self::key(name)), POLICY.on_crash(OnCrash::Fail));
@@ -109,7 +109,7 @@ impl World {
         }
     }
 
-    /// One call. One that is cut off is dropped together with the observation around it.
+    /// Makes one call. A call that is cut off is dropped together with the observation around it.
     async fn nested(&self, ending: Ending, nesting: Nesting) {
         let call = self.ending(ending);
         let mut call: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> = match nesting {
@@ -124,7 +124,7 @@ impl World {
         self.delivery_of(calls, nesting, returned, None).await
     }
 
-    /// The same, with the number of the delivery and its limit.
+    /// Like `delivery`, with the number of the delivery and its limit.
     async fn delivery_of(
         &self,
         calls: &[Ending],
@@ -193,7 +193,7 @@ async fn after_the_last_delivery_nothing_is_delivered_again() {
     for calls in (0..=2).flat_map(sequences) {
         for returned in [Returned::Ok, Returned::ErrWithTheCalls, Returned::ErrLater] {
             for delivery in 3..=6 {
-                // One in progress waits on its last deliveries; another test has it.
+                // A duplicate in progress waits on its last deliveries; another test covers this.
                 if calls.contains(&Ending::InProgress) {
                     continue;
                 }
@@ -221,7 +221,7 @@ async fn a_mistake_of_the_deployment_is_not_set_aside_before_the_last_delivery()
     let world = World::new();
     world.call(POLICY).await.0.unwrap();
     for delivery in 1..=5 {
-        // The return type changed.
+        // The handler's return type has changed.
         let changed = world.operation(POLICY).run(async { Ok::<_, Error>("text".to_owned()) });
         let (result, outcome) = observe(changed).delivery(delivery).delivery_limit(5).await;
         let error = result.unwrap_err();
@@ -245,7 +245,7 @@ async fn a_mistake_of_the_deployment_is_not_set_aside_before_the_last_delivery()
 
 #[tokio::test]
 async fn an_error_that_is_the_librarys_refusal_is_not_recorded() {
-    /// An error that encodes, whatever it is.
+    /// Error that can always be encoded.
     #[derive(Debug, Serialize, Deserialize)]
     struct Text(String);
     impl From<Error> for Text {
@@ -256,7 +256,7 @@ async fn an_error_that_is_the_librarys_refusal_is_not_recorded() {
     for mode in [Mode::Enforce, Mode::Off] {
         for ending in ENDINGS {
             let world = World::with_refusals().await;
-            // Between the two may be a handler of any mode.
+            // A handler of any mode may stand between the two.
             let between = Operation::new(&world.store, Ok(World::key("between")), POLICY.mode(mode));
             let body = between.run(async { world.ending(ending).await.map_err(|error| Text(format!("{error:?}"))) });
             let mut outer = Box::pin(world.operation(POLICY).record_errors().run(body));
@@ -270,7 +270,7 @@ async fn an_error_that_is_the_librarys_refusal_is_not_recorded() {
 
 #[tokio::test]
 async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
-    /// The pauses of eight deliveries, each as late as the one before it says.
+    /// Pauses of eight deliveries, each of which comes when the pause before it ends.
     async fn pauses(world: &World, deliver: impl AsyncFn() -> Outcome) -> Vec<Duration> {
         let mut pauses = Vec::new();
         for _ in 0..8 {
@@ -280,6 +280,7 @@ async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
         }
         pauses
     }
+    // `Panics` encodes and panics on decoding.
     struct Panics;
     impl Serialize for Panics {
         fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -293,12 +294,13 @@ async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
     }
     let failed = || Err::<(), _>(Failure::Declined(1));
     for kind in ["an error after a success", "no reservation", "a result that panics"] {
+        // The pauses must not be the same for all keys: collect the second pause of each.
         let mut first = Vec::new();
         let world = World::new();
         for key in ["a", "b", "c", "d", "e", "f"] {
             let operation = |policy| Operation::new(&world.store, Ok(World::key(key)), policy);
             let panicking = || operation(POLICY).run(async { Ok::<_, Error>(Panics) });
-            // The result is recorded, and then read back as a check.
+            // The result is recorded, and then decoded by the round-trip check.
             let _ = futures::FutureExt::catch_unwind(std::panic::AssertUnwindSafe(panicking())).await;
             let all = pauses(&world, async || match kind {
                 "an error after a success" => {

@@ -1,4 +1,4 @@
-//! How a lease is kept, and how it ends: beats on the library's own thread, bodies that block, bodies that hang, and stores
+//! Keeping a lease and losing it: beats on the library's own thread, bodies that block, bodies that hang, and stores
 //! that take no results.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use idem_tests::clock::OddClock;
 
 use super::super::*;
 
-/// Blocks this thread until `done`.
+/// Blocks this thread until `done` returns true.
 pub(super) fn block_until(what: &str, mut done: impl FnMut() -> bool) {
     for _ in 0..60_000 {
         if done() {
@@ -30,7 +30,7 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
     let body = async {
         for beats in 1..=30 {
-            // The task sleeps until the next beat before time goes on.
+            // Wait until the task sleeps for the next beat; only then advance the time.
             block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
             block_until("a beat", || store.count(Call::Renew) >= beats);
@@ -54,7 +54,7 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
     let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
     assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
-    // The first tries fail, so that the release needs a task, and time that passes.
+    // The first tries fail, so that the release needs a task and needs time to pass.
     store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
     store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
     drop(runtime);
@@ -119,7 +119,7 @@ async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
 #[tokio::test]
 async fn a_body_that_can_not_be_cancelled_is_left_to_lapse() {
     let world = World::new();
-    // The call is not polled at all: its thread is stuck.
+    // The call is not polled at all, as if its thread were stuck.
     let call = world.hang(POLICY.timeout(LEASE)).await;
     for _ in 0..6 {
         settle().await;
@@ -142,7 +142,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
         call
     }))
     .await;
-    // Every other renewal never ends; its leases are asked for again beside it.
+    // Every other renewal never ends; another call renews its leases concurrently.
     for _ in 0..30 {
         world.store.next(Call::Renew, Fault::Hang);
         for _ in 0..4 {
@@ -162,7 +162,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
 #[tokio::test]
 async fn a_store_that_is_full_for_a_moment_gets_the_result() {
     for kind in [StoreErrorKind::Full, StoreErrorKind::Misconfigured, StoreErrorKind::Unavailable] {
-        // It makes no difference whether the body was ever pending.
+        // The result must not depend on whether the body was ever pending.
         for pends in [false, true] {
             let world = World::new();
             world.store.always(Call::Finish, Fault::Before(kind));
@@ -215,7 +215,7 @@ async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
 #[tokio::test]
 async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
     let world = World::new();
-    // The result is recorded, the answer is lost, and no other finish gets through until after the next beat.
+    // The result is recorded, the answer is lost, and no other finish reaches the store until after the next beat.
     world.store.next(Call::Finish, Fault::After);
     world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let mut call = Box::pin(observe(world.operation(POLICY).run(world.body())));
@@ -224,7 +224,7 @@ async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
         settle().await;
         world.clock.advance(Duration::from_secs(1));
     }
-    // The beat is refused, but the tries go on.
+    // The store refuses the beat, but the tries go on.
     for _ in 0..3 {
         settle().await;
         world.clock.advance(Duration::from_secs(1));
@@ -331,7 +331,8 @@ async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
         assert!(poll_once(call.as_mut()).await.is_pending());
         calls.push(call);
     }
-    // Of calls for both leases nobody knows which one is damaged; the store is away when each is asked for by itself.
+    // The error of a call for both leases does not name the damaged one, and the store is away when each lease is
+    // renewed alone.
     for _ in 0..60 {
         let both = world.clock.now().since_origin() < LEASE;
         let kind = if both { StoreErrorKind::Corrupt } else { StoreErrorKind::Unavailable };

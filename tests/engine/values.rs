@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use super::super::*;
 
-/// A value of a body: its drop notes the record of the key, as another process finds it then.
+/// Value of a body. Its drop notes the record of the key, as another process finds it at that time.
 struct Guard {
     peer: MemoryStore,
     found: Rc<Cell<Option<State>>>,
@@ -26,13 +26,13 @@ impl Drop for Guard {
     }
 }
 
-/// The state of the key of [`World`], which a store in memory answers immediately.
+/// State of the key of [`World`], which a store in memory returns immediately.
 fn state_of(store: &MemoryStore) -> Option<State> {
     let found: Option<Inspection> = store.inspect(&World::key("k")).now_or_never().expect("no wait").expect("answers");
     found.map(|found| found.record.state)
 }
 
-/// A handle of a store, the clock that drives it, and what [`Guard`] found.
+/// Store handle, the clock that drives it, and the state that [`Guard`] found.
 struct Scene {
     clock: ManualClock,
     memory: MemoryStore,
@@ -54,7 +54,7 @@ impl Scene {
         Operation::new(&self.memory, Ok(World::key("k")), policy)
     }
 
-    /// Asserts that the value was dropped while its attempt held the key, and the state of the record now.
+    /// Asserts that the value was dropped while its attempt held the key, and that the record's state is `left` now.
     fn assert_held_then(&self, way: &str, left: &State) {
         let found = self.found.take();
         assert!(matches!(found, Some(State::Pending { .. })), "{way}: the value met {found:?}");
@@ -65,7 +65,7 @@ impl Scene {
 const POLICIES: [(Policy, State); 2] =
     [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)];
 
-/// A body that has a value and never returns.
+/// Body that has a value and never returns.
 async fn hangs(_value: Guard) -> Result<u32, Error> {
     std::future::pending().await
 }
@@ -101,7 +101,7 @@ async fn a_dropped_call_drops_the_values_of_its_body_before_it_frees_the_key() {
 #[tokio::test]
 async fn a_panic_drops_the_values_of_its_body_before_it_frees_the_key() {
     for (policy, left) in POLICIES {
-        // In its first poll, in a later one, and while its values are being dropped.
+        // Dropped before its first poll, while it is pending, and while its values are being dropped.
         for polls in [0, 1, 2] {
             let scene = Scene::new();
             let mut guard = scene.guard();
@@ -152,7 +152,7 @@ async fn the_values_of_a_body_without_a_lease_are_dropped_before_its_caller_goes
     scene.assert_held_then("in shadow mode", &State::Released);
 }
 
-/// The lease is renewed while values are dropped, also of a body that has reached its `timeout`.
+/// The lease is renewed while values are dropped, also for a body that has reached its `timeout`.
 #[test]
 fn a_lease_is_kept_while_values_are_dropped() {
     for timed_out in [false, true] {
@@ -161,6 +161,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         let store = FaultyStore::new(&memory);
         let (policy, peer) = (POLICY.timeout(LEASE * 6), memory.peer());
         let found = Rc::new(Cell::new(None));
+        // A value whose drop takes five leases. At its end another attempt still finds the key held.
         let guard = Guard {
             peer: memory.peer(),
             found: Rc::clone(&found),
@@ -168,7 +169,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
                 let (store, clock) = (store.clone(), clock.clone());
                 move || {
                     let before = store.count(Call::Renew);
-                    // Another attempt asks for the key for as long as five leases.
+                    // The beats go on for five leases while the drop blocks its thread.
                     for beats in 1..=15 {
                         super::keeping::block_until("the sleep", || clock.next_wake().is_some());
                         clock.advance(LEASE / 3);
@@ -187,7 +188,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         };
         let mut call = Box::pin(Operation::new(&store, Ok(World::key("k")), policy).run(body));
         assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
-        // Just before the end of its time, or just after it.
+        // Advance until just before the `timeout`, and in one case beyond it.
         for beats in 1..=if timed_out { 17 } else { 16 } {
             super::keeping::block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
@@ -199,6 +200,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         } else {
             drop(call);
         }
+        // The drop is done: the value found its key held, and the key is free now.
         runtime.block_on(store.heartbeats().flush());
         assert!(matches!(found.take(), Some(State::Pending { .. })));
         assert_eq!(state_of(&memory), Some(State::Released));

@@ -1,4 +1,4 @@
-//! Duplicates that wait in one store handle: the store waits once for all, and tells them.
+//! Duplicates that wait in one store handle: the store waits once for all of them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak};
@@ -13,7 +13,7 @@ use super::super::*;
 
 const WAIT: Policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(20)));
 
-/// A store whose waits end as the test says, and whose handles are one `Arc`, as those of the library are.
+/// Store whose waits end when the test ends them. All of its handles are one `Arc`, as in the library.
 #[derive(Debug)]
 struct Told {
     this: Weak<Self>,
@@ -69,7 +69,7 @@ impl Hall {
         self.store.inner.inspect(&World::key("k")).await.unwrap()
     }
 
-    /// A duplicate, up to where it waits.
+    /// Starts a duplicate and polls it until it waits.
     async fn waits(&self) -> Call_<'_> {
         self.waits_with(None).await
     }
@@ -86,12 +86,12 @@ impl Hall {
         call
     }
 
-    /// How many duplicates have asked, and how many waits are under way.
+    /// Number of reservations so far, and number of waits under way.
     fn asked(&self) -> (usize, usize) {
         (self.store.inner.count(Call::Reserve), self.store.waits.lock().unwrap().len())
     }
 
-    /// Ends the wait that began first.
+    /// Ends the oldest wait with the answer `told`.
     fn tell(&self, told: Option<Inspection>) {
         let wait = self.store.waits.lock().unwrap().pop_front().expect("a wait is under way");
         wait.send(told).expect("somebody waits");
@@ -104,7 +104,7 @@ async fn result_of(call: Call_<'_>) -> u32 {
     result.unwrap()
 }
 
-/// A duplicate that waits alone costs two calls: it asks, and is told.
+/// A duplicate that waits alone costs two calls: a reservation and a wait.
 #[tokio::test]
 async fn a_waiting_duplicate_asks_once_and_is_told() {
     let hall = Hall::new();
@@ -117,7 +117,7 @@ async fn a_waiting_duplicate_asks_once_and_is_told() {
     assert_eq!(hall.store.inner.count(Call::Inspect), 1, "that of the test");
 }
 
-/// Those who have come while the store waited are told what it is asked after that, once for all of them.
+/// Duplicates that came during a wait share one more look at the record, after that wait.
 #[tokio::test]
 async fn many_wait_as_one() {
     let hall = Hall::new();
@@ -140,7 +140,7 @@ async fn many_wait_as_one() {
     assert_eq!(hall.asked(), (51, 0));
 }
 
-/// A record that was read before a duplicate has asked is none of its business: it may be of an earlier life of the key.
+/// A duplicate must not use a record that was read before its own reservation: it may be of an earlier life of the key.
 #[tokio::test]
 async fn nobody_is_told_what_was_read_before_it_asked() {
     let hall = Hall::new();
@@ -149,7 +149,7 @@ async fn nobody_is_told_what_was_read_before_it_asked() {
     let mut first = hall.waits().await;
     hall.finish(&lease, "1").await;
     let early = hall.found().await;
-    // The answer is under way; the record is removed meanwhile, and the key reserved anew, as attempt 1 again.
+    // An answer is on its way. Meanwhile the record is removed and the key reserved again, as attempt 1 again.
     let found = hall.store.inner.inspect(&key).await.unwrap().expect("a record");
     let forgotten = Decision::new(&key, &found, Action::Forget);
     assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), Decided::Applied);
@@ -159,7 +159,7 @@ async fn nobody_is_told_what_was_read_before_it_asked() {
     hall.tell(early);
     assert!(poll_once(second.as_mut()).await.is_pending(), "it is not told the earlier result");
     assert!(poll_once(first.as_mut()).await.is_pending());
-    // The next look finds the attempt running, and so the wait goes on.
+    // The next look finds the attempt running, so the wait goes on.
     hall.tell(hall.found().await);
     assert!(poll_once(second.as_mut()).await.is_pending());
     hall.clock.advance(Duration::from_millis(10));
@@ -169,7 +169,7 @@ async fn nobody_is_told_what_was_read_before_it_asked() {
     assert_eq!((result_of(second).await, result_of(first).await), (2, 2));
 }
 
-/// Who comes while the answer for the others is under way asks for itself.
+/// A duplicate that comes while the answer for the others is on its way needs an answer of its own.
 #[tokio::test]
 async fn who_comes_too_late_for_an_answer_asks() {
     let hall = Hall::new();
@@ -179,7 +179,7 @@ async fn who_comes_too_late_for_an_answer_asks() {
     let found = hall.found().await;
     hall.tell(found.clone());
     assert!(poll_once(calls[0].as_mut()).await.is_pending(), "there is one more look, for the second");
-    // Reserved anew meanwhile, by another process, whose attempt runs.
+    // Meanwhile another process reserves the key again, and its attempt runs.
     assert_eq!(hall.store.inner.reopen(&World::key("k"), 1).await.unwrap(), Verdict::Applied);
     let again = hall.held().await;
     calls.push(hall.waits().await);
@@ -195,7 +195,7 @@ async fn who_comes_too_late_for_an_answer_asks() {
     }
 }
 
-/// Each compares the fingerprint, as a reservation would.
+/// Each duplicate compares the fingerprint, as a reservation would.
 #[tokio::test]
 async fn each_compares_its_fingerprint() {
     let hall = Hall::new();
@@ -204,7 +204,7 @@ async fn each_compares_its_fingerprint() {
         Reservation::Granted { lease, .. } => lease,
         other => panic!("{other:?}"),
     };
-    // A payload that the record does not know yet.
+    // Payloads; the record has no fingerprint yet.
     let same = hall.waits_with(Some(1)).await;
     let other = hall.waits_with(Some(2)).await;
     hall.finish(&lease, "1").await;
@@ -220,7 +220,7 @@ async fn each_compares_its_fingerprint() {
     assert!(!outcome.replayed());
 }
 
-/// The one that came first is no more than the others: it may be dropped, or stand still.
+/// The first duplicate has no special role: it may be dropped or stand still.
 #[tokio::test]
 async fn nobody_depends_on_the_first_one() {
     for dropped in [true, false] {
@@ -244,7 +244,7 @@ async fn nobody_depends_on_the_first_one() {
     }
 }
 
-/// A wait that everybody has left is dropped.
+/// A wait that all duplicates have left is dropped.
 #[tokio::test]
 async fn a_wait_ends_with_its_last_duplicate() {
     let hall = Hall::new();
@@ -253,12 +253,12 @@ async fn a_wait_ends_with_its_last_duplicate() {
     drop(calls);
     let wait = hall.store.waits.lock().unwrap().pop_front().unwrap();
     assert!(wait.is_closed(), "nobody waits, and the store still does");
-    // And the next one begins anew.
+    // The next duplicate starts a new wait.
     drop(hall.waits().await);
     assert_eq!(hall.asked(), (4, 1));
 }
 
-/// One of them takes a key that is released, and the others wait for it without asking.
+/// One duplicate takes a released key, and the others wait for it without a reservation of their own.
 #[tokio::test]
 async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
     let hall = Hall::new();
@@ -285,7 +285,8 @@ async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
     assert_eq!((hall.asked(), hall.runs.load(Ordering::SeqCst)), ((22, 0), 1));
 }
 
-/// One that is dropped while it has the turn passes it on; one that stands still delays the others by a moment.
+/// A duplicate that is dropped during its turn passes the turn on. A duplicate that stands still delays the others by
+/// 100 ms.
 #[tokio::test]
 async fn the_turn_is_nobodys_to_keep() {
     for dropped in [true, false] {
@@ -310,7 +311,7 @@ async fn the_turn_is_nobodys_to_keep() {
     }
 }
 
-/// Where a store can't wait, one duplicate asks for all.
+/// If a store can't wait, one duplicate reserves for all.
 #[tokio::test]
 async fn a_store_that_tells_nothing_is_asked_by_one() {
     let hall = Hall::new();
@@ -331,7 +332,7 @@ async fn a_store_that_tells_nothing_is_asked_by_one() {
     }
 }
 
-/// A failover of the store ends no wait: the attempt that runs may outlive it.
+/// A failover of the store ends no wait: the running attempt may outlive it.
 #[tokio::test]
 async fn an_outage_ends_no_wait() {
     for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unconfirmed] {

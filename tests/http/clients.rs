@@ -1,4 +1,4 @@
-//! Clients that hang up, hurry, or crowd; and the task in which a handler runs.
+//! Clients that hang up, hurry or crowd; and the task in which a handler runs.
 
 use std::future::poll_fn;
 use std::io::{BufRead, BufReader};
@@ -93,7 +93,7 @@ async fn hang_up(version: Version, address: SocketAddr, reached: impl Future<Out
             stream.write_all(format!("{HEAD}content-length: 0\r\n\r\n").as_bytes()).await.unwrap();
             reached.await;
         }
-        // A stream that is reset, on a connection that goes on.
+        // Resets the stream, on a connection that goes on.
         Version::Two => {
             let mut connection = Connection::open(address, version).await;
             let asking = tokio::spawn(async move {
@@ -106,11 +106,11 @@ async fn hang_up(version: Version, address: SocketAddr, reached: impl Future<Out
     }
 }
 
-/// Counts the requests that are over, whatever their end.
+/// Counts the requests that are over, however they ended.
 #[derive(Debug, Default)]
 struct Gone(Arc<AtomicUsize>);
 
-/// Held by one request.
+/// Guard that one request holds.
 struct Held(Arc<AtomicUsize>);
 
 impl Gone {
@@ -150,7 +150,7 @@ async fn a_client_that_hangs_up_cancels_nothing_that_has_begun() {
             let address = serve(app).await;
             hang_up(version, address, stage.entered()).await;
             until("the server has dropped the request", || gone.count() == 1).await;
-            // What is left of it is the task.
+            // Of the request, only the task is left.
             let duplicate = send_by(version, address, post("k", "")).await;
             assert_eq!(duplicate.problem(), (409, "in-progress".to_owned()));
             assert_eq!((stage.begun(), stage.ended(), layer.in_flight()), (1, 0, 1));
@@ -230,7 +230,7 @@ async fn drain_waits_for_handlers_whose_clients_are_gone() {
     stage.go();
     drained.await.unwrap();
     assert_eq!(stage.ended(), 1);
-    // They stay refused, and replays with them: the process is about to end.
+    // Requests stay refused, and so do replays: the process is about to end.
     assert_eq!(send(address, post("k", "")).await.problem(), (503, "busy".to_owned()));
     layer.drain().await;
 }
@@ -241,7 +241,7 @@ tokio::task_local! { static TENANT: &'static str; }
 async fn a_handler_has_its_attempt_its_span_and_what_is_carried() {
     let seen = async || {
         let attempt = current().expect("an attempt");
-        // The span of the call, inside of that of the request.
+        // The span of the call, inside the span of the request.
         let span = tracing::Span::current().with_subscriber(|(id, subscriber)| {
             let spans = subscriber.downcast_ref::<tracing_subscriber::Registry>().expect("spans");
             let names: Vec<_> = spans.span(id).expect("it is open").scope().map(|span| span.name()).collect();
@@ -284,7 +284,7 @@ async fn a_handler_that_panics_frees_its_key_before_its_client_learns_of_it() {
             let runs = stage.clone();
             let address = serve_handler(layer.clone(), async move || {
                 let run = runs.play().await;
-                // Once before the handler waits for anything, and it has no second try.
+                // The handler panics in its first run, before it waits for anything.
                 assert!(run > 1, "on purpose");
                 format!("run {run}")
             })
@@ -302,7 +302,7 @@ async fn a_handler_that_panics_frees_its_key_before_its_client_learns_of_it() {
     }
 }
 
-/// A request as the server with this version of HTTP wants it.
+/// Adapts a request to a server with this version of HTTP.
 fn request_as(version: Version, mut request: Request<axum::body::Body>) -> Request<axum::body::Body> {
     match version {
         Version::One => *request.uri_mut() = request.uri().path().parse().unwrap(),
@@ -323,7 +323,7 @@ async fn a_task_that_is_not_carried_on_is_a_503_and_leaves_its_key_free() {
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
 }
 
-/// A service whose handler waits for its stage.
+/// Service whose handler waits for its stage.
 fn staged(layer: &IdempotencyLayer, stage: &Stage) -> Router {
     let stage = stage.clone();
     Router::new().fallback(on_post(async move || format!("run {}", stage.play().await))).layer(layer.clone())
@@ -336,7 +336,7 @@ fn a_runtime_that_ends_takes_its_handlers_along_and_frees_their_keys() {
     for (begun, stage) in [(0, Stage::closed()), (1, Stage::closed())] {
         let key = format!("begun-{begun}");
         let first = runtime();
-        // Polled by hand, so that its task is there and has run, or has not.
+        // Polled by hand, so that the task exists and, depending on the case, has run or not.
         let mut asking = {
             let mut asking = Box::pin(staged(&layer, &stage).oneshot(post(&key, "")));
             let _entered = first.enter();
@@ -353,7 +353,7 @@ fn a_runtime_that_ends_takes_its_handlers_along_and_frees_their_keys() {
         assert_eq!((stage.begun(), layer.in_flight()), (begun, 1));
         drop(first);
         assert_eq!((stage.ended(), layer.in_flight()), (0, 0));
-        // Whoever still waits for the response is told to try again, and may.
+        // A client that still waits for the response gets "busy", and its retry runs.
         runtime().block_on(async {
             let reply = Reply::of(asking.as_mut().await.unwrap()).await.unwrap();
             assert_eq!(reply.problem(), (503, "busy".to_owned()));
@@ -366,7 +366,7 @@ fn a_runtime_that_ends_takes_its_handlers_along_and_frees_their_keys() {
 
 #[test]
 fn a_call_whose_runtime_is_gone_frees_its_key_where_it_is_dropped() {
-    // Dropped outside of any runtime, before and after its handler has begun.
+    // Dropped outside of any runtime, before and after the handler has begun.
     let layer = layer();
     for has_begun in [false, true] {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -381,7 +381,7 @@ fn a_call_whose_runtime_is_gone_frees_its_key_where_it_is_dropped() {
             .await;
         });
         drop(asking);
-        // It has outlived its client, and its runtime is all that keeps it.
+        // The call has outlived its client; only its runtime still holds it.
         assert_eq!((stage.begun(), stage.ended()), (usize::from(has_begun), 0));
         drop(runtime);
         assert_eq!(layer.in_flight(), 0);
@@ -394,7 +394,7 @@ fn a_call_whose_runtime_is_gone_frees_its_key_where_it_is_dropped() {
 
 #[tokio::test]
 async fn a_handler_finds_the_same_around_it_whether_its_client_stays_or_hangs_up() {
-    // Nothing of a task-local before the handler waits, so that nothing of it is missing afterwards.
+    // The handler finds the same task-local before and after it waits: none, unless `carry` carries it.
     for (layer, expected) in
         [(layer(), "none none"), (layer().carry(|task| Box::pin(TENANT.scope(TENANT.get(), task))), "acme acme")]
     {
@@ -458,7 +458,7 @@ async fn the_core_needs_no_tower() {
     layer.drain().await;
 }
 
-/// A process of `till`.
+/// Process of the binary `till`.
 struct Till {
     child: Child,
     address: SocketAddr,
@@ -503,7 +503,7 @@ async fn a_server_that_is_killed_in_its_handler_is_taken_over() {
     assert_eq!(ask().await.problem(), (409, "in-progress".to_owned()));
     first.kill();
     asking.await.unwrap().unwrap_err();
-    // A retry, again and again, as the first answer says; within one lease it takes over.
+    // Retry repeatedly, as the first answer demands; within one lease a retry takes over.
     let mut reply = ask().await;
     while reply.status == 409 {
         tokio::time::sleep(Duration::from_millis(50)).await;

@@ -19,7 +19,7 @@ use tower::{Layer, service_fn};
 
 use crate::rig::*;
 
-/// Messages of text.
+/// Codec of text messages.
 #[derive(Clone, Copy, Default)]
 struct Text;
 
@@ -59,7 +59,8 @@ impl Decoder for Text {
     }
 }
 
-/// Serves a method that answers with its argument and the number of its run, or with the status that its argument names.
+/// Serves a method that answers with its argument and the number of its run, or with the status that its argument
+/// names.
 async fn serve_grpc(layer: IdempotencyLayer, stage: &Stage) -> SocketAddr {
     let stage = stage.clone();
     let service = service_fn(move |request: http::Request<RequestBody<Incoming>>| {
@@ -92,7 +93,7 @@ async fn serve_grpc(layer: IdempotencyLayer, stage: &Stage) -> SocketAddr {
     address
 }
 
-/// Calls the method, and returns its answer and whether it is a replay.
+/// Calls the method. Returns its answer and whether it is a replay.
 async fn call(address: SocketAddr, key: Option<&'static str>, text: &str) -> Result<(String, bool), Status> {
     let stream = TokioIo::new(TcpStream::connect(address).await.expect("connects"));
     let (sender, connection) =
@@ -120,7 +121,7 @@ async fn a_unary_call_replays_with_its_trailers() {
     let address = serve_grpc(layer(), &stage).await;
     assert_eq!(call(address, Some("k"), "pay").await.unwrap(), ("pay, run 1".to_owned(), false));
     assert_eq!(call(address, Some("k"), "pay").await.unwrap(), ("pay, run 1".to_owned(), true));
-    // What goes over the wire: the message, and then the status in the trailers.
+    // Bytes on the wire: the message, and then the status in the trailers.
     let message = [&[0, 0, 0, 0, 3][..], b"pay"].concat();
     let request = request(Method::POST, "/till.Till/Pay")
         .header("content-type", "application/grpc")
@@ -168,7 +169,7 @@ async fn problems_are_told_as_a_status_of_grpc() {
     assert_eq!(first.await.unwrap().unwrap().0, "pay, run 1");
 }
 
-/// The bytes of a message, and nothing else, are what a call is compared by.
+/// Only the bytes of the message count when calls are compared.
 #[tokio::test]
 async fn a_call_without_a_body_is_an_operation_too() {
     let layer = layer();

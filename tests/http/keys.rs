@@ -1,4 +1,4 @@
-//! The key, the caller, and the payload.
+//! Keys, callers and payloads.
 
 use http::header::HeaderName;
 use http::{HeaderValue, Method, Request};
@@ -8,7 +8,7 @@ use idem_tests::{Call, FaultyStore};
 
 use crate::rig::*;
 
-/// The `Content-Digest` of `amount=1`, of `amount=2`, and of 3,000,000 times `x`.
+/// `Content-Digest` of `amount=1`, of `amount=2`, and of 3,000,000 times `x`.
 fn content_digest(body: &str) -> &'static str {
     match body {
         "amount=1" => "sha-256=:WoeHucCRTYQAPf2NDYCDit5PO9F81vl4KW35e18huSI=:",
@@ -117,7 +117,7 @@ async fn a_handler_reads_the_key_without_its_quotes() {
     assert_eq!(send(address, post("a b", "")).await.problem(), (400, "invalid-key".to_owned()));
 }
 
-/// The caller that a bearer token such as `alice.3` names: the name, and not the number of the token.
+/// Caller that a bearer token such as `alice.3` names: the name, without the number of the token.
 fn by_token() -> Caller {
     Caller::by(|head| {
         let token = head.headers.get("authorization")?.to_str().ok()?.strip_prefix("Bearer ")?;
@@ -137,7 +137,7 @@ async fn two_callers_with_one_key_are_two_operations() {
     let (address, _) = serve_counter(IdempotencyLayer::new(&MemoryStore::new(), POLICY, by_token())).await;
     assert_eq!(send(address, as_caller("alice.1", "k")).await.text(), "run 1");
     assert_eq!(send(address, as_caller("bob.1", "k")).await.text(), "run 2");
-    // No caller can write a key that reads as another's.
+    // No caller can write a key that equals another caller's.
     assert_eq!(send(address, as_caller("alice.1", "bob:k")).await.text(), "run 3");
     assert_eq!(send(address, as_caller("alice:bob.1", "k")).await.text(), "run 4");
     let long = ["a", "b"].map(|end| format!("{}{end}.1", "x".repeat(100)));
@@ -257,7 +257,7 @@ async fn a_digest_is_checked_and_stands_for_the_body() {
     nonsense.headers_mut().insert("content-digest", HeaderValue::from_static("sha-256=nonsense"));
     assert_eq!(send(address, nonsense).await.problem(), (400, "digest-mismatch".to_owned()));
     assert_eq!(send(address, digested("k", "amount=1", "amount=1")).await.text(), "run 1");
-    // With and without the field it is the same payload.
+    // The payload is the same with and without the field.
     assert!(send(address, post("k", "amount=1")).await.is_replay());
     assert_eq!(send(address, digested("k", "amount=2", "amount=2")).await.problem().0, 422);
 }
@@ -276,7 +276,7 @@ async fn a_large_body_with_a_digest_streams_through() {
                     sizes.play().await;
                     format!("{} bytes", body.to_bytes().len())
                 }
-                // A handler that does not care: the lie is told all the same.
+                // The handler ignores the error, but the client still gets the mismatch.
                 Err(error) => format!("an error, and a success nevertheless: {error}"),
             }
         }
@@ -290,7 +290,7 @@ async fn a_large_body_with_a_digest_streams_through() {
     let again = send(address, digested("k", "large", &large)).await;
     assert_eq!((again.text(), again.is_replay()), ("3000000 bytes", true));
     assert_eq!(send(address, digested("k", "amount=1", &large)).await.problem().0, 422);
-    // Without a length as well.
+    // The same without a length.
     let mut chunked = digested("k2", "large", "");
     *chunked.body_mut() = frames((0..3000).map(|_| Ok("x".repeat(1000).leak() as &str)).collect::<Vec<_>>());
     assert_eq!(send(address, chunked).await.text(), "3000000 bytes");

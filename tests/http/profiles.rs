@@ -1,4 +1,4 @@
-//! The rules of other protocols.
+//! Rules of other protocols.
 
 use std::time::Duration;
 
@@ -65,10 +65,10 @@ async fn acp_compares_what_bodies_say() {
     assert_eq!(ask("k2", r#"{"a":1,"a":2}"#).await.status, 400);
     // The same key on another path is another operation.
     assert_eq!(send(address, post_to("/201", "k", "{}")).await.text(), "run 2");
-    // A server error is never kept.
+    // A server error is never recorded.
     assert_eq!(send(address, post_to("/500", "k3", "{}")).await.text(), "run 3");
     assert_eq!(send(address, post_to("/500", "k3", "{}")).await.text(), "run 4");
-    // A key is needed, whatever the policy says.
+    // A key is required, even if the policy allows requests without one.
     let policy = POLICY.missing_key(MissingKey::Run);
     let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()).profile(Profile::acp());
     let address = serve_statuses(layer).await;

@@ -1,4 +1,4 @@
-//! What is recorded, and what a replay repeats.
+//! Recorded responses, and the parts that a replay repeats.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 
 use crate::rig::*;
 
-/// Serves `respond`, which gets the number of its run and the request, and counts its runs.
+/// Serves `respond`, which gets the number of its run and the request. Counts the runs.
 async fn serve_responses(
     layer: IdempotencyLayer,
     respond: impl Fn(usize, Request<Body>) -> Response<Body> + Clone + Send + Sync + 'static,
@@ -126,7 +126,7 @@ async fn a_replay_has_the_same_headers_in_their_order() {
             pairs.map(|(name, value)| format!("{name}: {value:?}")).collect::<Vec<_>>()
         };
         let (mut first, mut again) = (of(&first.headers), of(&again.headers));
-        // The server adds the length where it likes; the order of one name's values is what counts.
+        // The server may put the length anywhere; only the order of the values of one name counts.
         first.sort_by_key(|line| line.split(':').next().map(str::to_owned));
         again.sort_by_key(|line| line.split(':').next().map(str::to_owned));
         assert_eq!(first, again);
@@ -172,6 +172,7 @@ async fn what_belongs_to_one_exchange_is_not_replayed() {
         ("idempotent-replayed", "false"),
         ("date", "Thu, 01 Jan 1970 00:00:00 GMT"),
     ];
+    // A layer that also leaves `x-request-id` out.
     let layer = layer().replay_headers(|name| name != "x-request-id");
     let (address, _) = serve_responses(layer, |_, _| {
         let mut response = answer(200, NEVER, "paid");
@@ -186,6 +187,7 @@ async fn what_belongs_to_one_exchange_is_not_replayed() {
     let again = send(address, post("k", "")).await;
     assert_eq!((again.text(), again.header("x-kept"), again.header("x-request-id")), ("paid", Some("1"), None));
     assert_eq!(again.header("content-length"), Some("4"));
+    // The replay lacks each header above; the server sets the date and the replay mark anew.
     for (name, value) in NEVER {
         match *name {
             "idempotent-replayed" => assert!(again.is_replay()),
@@ -278,7 +280,7 @@ async fn a_status_in_the_trailers_decides() {
 #[tokio::test]
 async fn a_response_that_is_too_large_is_never_run_again() {
     let policy = POLICY.max_result_bytes(1000).lease(Duration::from_millis(100));
-    // With its length, and without; and one whose headers alone are too many.
+    // A body with a length and one without; and a response whose headers alone are too large.
     for path in ["/sized", "/chunked", "/headers"] {
         let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single());
         let (address, runs) = serve_responses(layer, |_, request| match request.uri().path() {
@@ -293,7 +295,7 @@ async fn a_response_that_is_too_large_is_never_run_again() {
         for _ in 0..2 {
             assert_eq!(send(address, post_to(path, "k", "")).await.problem(), (410, "result-unavailable".to_owned()));
         }
-        // The lease would be over by now.
+        // After the end of the lease the result must not change.
         tokio::time::sleep(Duration::from_millis(150)).await;
         assert_eq!(send(address, post_to(path, "k", "")).await.problem().0, 410);
         assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -386,7 +388,7 @@ async fn handlers_that_panic_or_break_off_free_the_key() {
             })
             .await;
             let mut connection = Connection::open(address, Version::Two).await;
-            // It is not told as a success.
+            // The client must not receive the response as a success.
             if let Ok(response) = connection.send(post_to(path, "k", "")).await {
                 assert_eq!(path, "/breaks-off");
                 drop(Reply::of(response).await.expect_err("cut off"));
@@ -403,7 +405,7 @@ async fn the_response_is_recorded_before_it_is_sent() {
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single());
     let (address, _) = serve_responses(layer, |_, _| answer(200, &[], "paid")).await;
     let mut connection = Connection::open(address, Version::Two).await;
-    // The head has arrived, the body may not have.
+    // The head has arrived; the body may not have arrived yet.
     let response = connection.send(post("k", "")).await.unwrap();
     let found = store.inspect(&"http/POST::k".parse().unwrap()).await.unwrap().expect("a record");
     assert!(matches!(found.record.state, State::Completed(_)), "{:?}", found.record.state);
@@ -471,7 +473,7 @@ async fn a_record_of_something_else_is_never_run_again() {
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).scope("shared");
     let (address, runs) = serve_responses(layer, |_, _| answer(200, &[], "paid")).await;
     assert_eq!(send(address, post("k", "")).await.text(), "paid");
-    // A handler that is no HTTP handler, with the same key.
+    // A handler outside of HTTP, with the same key.
     let operation = Operation::new(&store, Key::new("shared", "POST::k2"), POLICY);
     operation.run(async { Ok::<_, Error>(7) }).await.unwrap();
     assert_eq!(send(address, post("k2", "")).await.problem(), (410, "result-unavailable".to_owned()));

@@ -1,4 +1,4 @@
-//! The client's half against the server's.
+//! The client's half, with the server's half.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -17,7 +17,7 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 use crate::rig::*;
 
-/// A clock that sleeps for no time, and notes for how long it should have.
+/// Clock whose sleeps end immediately; it notes their durations.
 #[derive(Clone, Debug, Default)]
 struct Hurried {
     clock: SystemClock,
@@ -49,7 +49,7 @@ impl Clock for Hurried {
 
 type Small = Full<Bytes>;
 
-/// Sends each request over a connection of its own, and notes the keys.
+/// Sends each request over its own connection, and notes the keys.
 fn client(
     address: SocketAddr,
     keys: &Arc<Mutex<Vec<Option<String>>>>,
@@ -72,7 +72,7 @@ fn to(path: &str) -> Request<Small> {
     Request::post(format!("http://till{path}")).body(Small::from("amount=1")).unwrap()
 }
 
-/// A server that answers with these statuses, one after the other, and with 200 from then on.
+/// Server that answers with these statuses, one after the other, and with 200 from then on.
 async fn serve_statuses(statuses: &'static [(u16, Option<&'static str>)]) -> SocketAddr {
     let stage = Stage::open();
     let handler = async move || {
@@ -113,7 +113,7 @@ async fn what_may_pass_is_tried_again_with_the_same_key() {
     // No response at all.
     let (status, tries, _) = play(&[(0, None), (502, None), (504, None)]).await;
     assert_eq!((status, tries), (200, 4));
-    // Not for ever.
+    // The client does not retry forever.
     assert_eq!(play(&[(503, None); 9]).await.1, 5);
     let (status, tries, _) = play(&[(0, None); 9]).await;
     assert_eq!((status, tries), (0, 5));
@@ -130,7 +130,7 @@ async fn what_does_not_pass_is_final() {
         &[(410, Some("1"))],
         &[(422, Some("1"))],
         &[(501, None)],
-        // Longer than anybody waits here.
+        // Longer than the client waits.
         &[(503, Some("3600"))],
     ] {
         assert_eq!(play(answer.to_vec().leak()).await, (answer[0].0, 1, vec![]), "{answer:?}");
@@ -145,7 +145,7 @@ async fn without_a_key_nothing_is_tried_again() {
     let get = Request::get("http://till/pay").body(Small::default()).unwrap();
     assert_eq!(client.clone().oneshot(get).await.unwrap().status(), 503);
     assert_eq!(*keys.lock().unwrap(), [None]);
-    // A key of the caller's own is kept.
+    // A key that the caller has set is kept.
     let mut own = to("/pay");
     own.headers_mut().insert("idempotency-key", "mine".parse().unwrap());
     assert_eq!(client.oneshot(own).await.unwrap().status(), 200);
@@ -170,7 +170,7 @@ async fn both_halves_together_run_a_handler_once() {
     let stage = Stage::closed();
     let address = serve_stage(layer(), &stage).await;
     let keys = Arc::default();
-    // The first try hangs up while the handler runs; the next ones are told that it does.
+    // The first try hangs up while the handler runs; the next tries get "in progress".
     let inner = client(address, &keys);
     let tries = Arc::new(Mutex::new(0));
     let (seen, running) = (Arc::clone(&tries), stage.clone());

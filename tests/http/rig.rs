@@ -22,18 +22,18 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-/// A policy for tests.
+/// Policy of the tests.
 pub(crate) const POLICY: Policy = Policy::new(Duration::from_secs(48 * 3600)).lease(Duration::from_secs(60));
 
-/// No answer takes so long.
+/// Longer than any answer takes.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A layer with one caller, on a store of its own.
+/// Layer with one caller, on its own store.
 pub(crate) fn layer() -> IdempotencyLayer {
     IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single())
 }
 
-/// A handler that waits to be told how to go on.
+/// Part of a handler that waits until the test lets it go on.
 #[derive(Clone, Debug)]
 pub(crate) struct Stage(Arc<Inner>);
 
@@ -46,12 +46,12 @@ struct Inner {
 }
 
 impl Stage {
-    /// A handler that does not wait.
+    /// Returns a stage whose handlers do not wait.
     pub(crate) fn open() -> Self {
         Self::with(Semaphore::MAX_PERMITS)
     }
 
-    /// A handler that waits for [`go`](Self::go).
+    /// Returns a stage whose handlers wait for [`go`](Self::go).
     pub(crate) fn closed() -> Self {
         Self::with(0)
     }
@@ -61,7 +61,7 @@ impl Stage {
         Self(Arc::new(Inner { begun, ended, entered: Semaphore::new(0), go: Semaphore::new(permits) }))
     }
 
-    /// What the handler does first. Returns how often it has begun.
+    /// First step of the handler. Returns the number of handlers that have begun.
     pub(crate) async fn play(&self) -> usize {
         let run = self.0.begun.fetch_add(1, Ordering::SeqCst) + 1;
         self.0.entered.add_permits(1);
@@ -80,12 +80,12 @@ impl Stage {
         self.0.go.add_permits(1);
     }
 
-    /// How many handlers have begun.
+    /// Number of handlers that have begun.
     pub(crate) fn begun(&self) -> usize {
         self.0.begun.load(Ordering::SeqCst)
     }
 
-    /// How many handlers have come to their end.
+    /// Number of handlers that have gone on to their end.
     pub(crate) fn ended(&self) -> usize {
         self.0.ended.load(Ordering::SeqCst)
     }
@@ -108,7 +108,7 @@ where
     serve(Router::new().fallback(any(handler)).layer(layer)).await
 }
 
-/// Serves a handler that answers with the number of its run, and counts them.
+/// Serves a handler that answers with the number of its run. The returned stage counts the runs.
 pub(crate) async fn serve_counter(layer: IdempotencyLayer) -> (SocketAddr, Stage) {
     let stage = Stage::open();
     (serve_stage(layer, &stage).await, stage)
@@ -120,7 +120,7 @@ pub(crate) async fn serve_stage(layer: IdempotencyLayer, stage: &Stage) -> Socke
     serve_handler(layer, async move || format!("run {}", stage.play().await)).await
 }
 
-/// A version of HTTP.
+/// Version of HTTP.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Version {
     One,
@@ -129,7 +129,7 @@ pub(crate) enum Version {
 
 pub(crate) const BOTH: [Version; 2] = [Version::One, Version::Two];
 
-/// A response that has been read to its end.
+/// Response that has been read to its end.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) status: StatusCode,
@@ -151,7 +151,7 @@ impl Reply {
         self.headers.get(name).map(|value| value.to_str().expect("text"))
     }
 
-    /// The status, and the name of the problem.
+    /// Status, and name of the problem.
     pub(crate) fn problem(&self) -> (u16, String) {
         assert_eq!(self.header("content-type"), Some("application/problem+json"), "{}", self.text());
         let body: serde_json::Value = serde_json::from_slice(&self.body).expect("JSON");
@@ -173,7 +173,7 @@ impl Reply {
     }
 }
 
-/// A connection.
+/// Connection of a client.
 pub(crate) enum Connection {
     One(http1::SendRequest<Body>),
     Two(http2::SendRequest<Body>),
@@ -213,28 +213,28 @@ impl Connection {
     }
 }
 
-/// A request to build on.
+/// Builder of a request.
 pub(crate) fn request(method: Method, path: &str) -> http::request::Builder {
     Request::builder().method(method).uri(format!("http://till{path}")).header("host", "till")
 }
 
-/// A POST to `/pay` with this key.
+/// POST to `/pay` with this key.
 pub(crate) fn post(key: &str, body: impl Into<Bytes>) -> Request<Body> {
     post_to("/pay", key, body)
 }
 
-/// A POST with this key.
+/// POST to `path` with this key.
 pub(crate) fn post_to(path: &str, key: &str, body: impl Into<Bytes>) -> Request<Body> {
     let request = request(Method::POST, path).header("idempotency-key", key);
     request.body(Body::new(Full::new(body.into()))).expect("a request")
 }
 
-/// Sends `request` over a connection of its own.
+/// Sends `request` over its own connection.
 pub(crate) async fn send(address: SocketAddr, request: Request<Body>) -> Reply {
     send_by(Version::One, address, request).await
 }
 
-/// The same with this version of HTTP.
+/// Sends `request` over its own connection with this version of HTTP.
 pub(crate) async fn send_by(version: Version, address: SocketAddr, mut request: Request<Body>) -> Reply {
     if version == Version::One {
         *request.uri_mut() = request.uri().path_and_query().expect("a path").as_str().parse().expect("a path");
@@ -254,7 +254,7 @@ pub(crate) async fn send_raw(address: SocketAddr, bytes: &str) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// A response with these headers.
+/// Response with these headers.
 pub(crate) fn answer(status: u16, headers: &[(&'static str, &'static str)], body: impl Into<Body>) -> Response<Body> {
     let mut response = StatusCode::from_u16(status).expect("a status").into_response();
     for (name, value) in headers {
@@ -264,7 +264,7 @@ pub(crate) fn answer(status: u16, headers: &[(&'static str, &'static str)], body
     response
 }
 
-/// A body of these frames, each of which may be an error.
+/// Body of these frames, each of which may be an error.
 pub(crate) fn frames<I>(frames: I) -> Body
 where
     I: IntoIterator<Item = Result<&'static str, &'static str>>,
@@ -277,10 +277,10 @@ where
     Body::from_stream(futures::stream::iter(frames))
 }
 
-/// Waits for what happens soon, without an answer that tells.
+/// Waits for an event that comes soon, but that no answer reports.
 pub(crate) async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     idem_tests::server::until(what, async || condition()).await;
 }
 
-/// Nothing is left to go wrong.
+/// Error of an operation that can't fail.
 pub(crate) type Never = Infallible;

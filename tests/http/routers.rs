@@ -1,4 +1,4 @@
-//! Where the layer stands: in nested routers, on one route, twice.
+//! Position of the layer: in nested routers, on one route, twice.
 
 use axum::Router;
 use axum::routing::{MethodRouter, any};
@@ -8,13 +8,13 @@ use idem_tests::{Call, FaultyStore};
 
 use crate::rig::*;
 
-/// A handler that answers with the number of its run.
+/// Handler that answers with the number of its run.
 fn counter(stage: &Stage) -> MethodRouter {
     let stage = stage.clone();
     any(async move || format!("run {}", stage.play().await))
 }
 
-/// Two siblings with one path below their prefixes.
+/// Two siblings with the same path below their prefixes.
 fn nested(stage: &Stage, layer: Option<&IdempotencyLayer>) -> Router {
     let sibling = || {
         let router = Router::new().route("/pay/{id}", counter(stage)).route("/refund/{id}", counter(stage));
@@ -39,7 +39,7 @@ async fn nested_routers_are_told_apart() {
         assert_eq!(send(address, post_to("/eu/pay/1", &key, "")).await.text(), "run 1");
         assert_eq!(send(address, post_to("/us/pay/1", &key, "")).await.text(), "run 2");
         assert_eq!(send(address, post_to("/eu/refund/1", &key, "")).await.text(), "run 3");
-        // ...and on two paths of one route it is a mistake.
+        // ... and on two paths of one route it is a misuse.
         assert_eq!(send(address, post_to("/eu/pay/2", &key, "")).await.problem().0, 422);
         let again = send(address, post_to("/us/pay/1", &key, "")).await;
         assert_eq!((again.text(), again.is_replay()), ("run 2", true));
@@ -107,7 +107,7 @@ async fn an_idempotent_function_in_a_handler_is_an_operation_of_its_own() {
         answer(if charges.begun() == 1 { 503 } else { 200 }, &[], format!("charge {charge}"))
     })
     .await;
-    // The response is not recorded, and the charge is.
+    // The response is not recorded, but the charge is.
     for _ in 0..2 {
         let reply = send(address, post("k", "")).await;
         assert_eq!((reply.status.as_u16(), reply.text(), reply.is_replay()), (503, "charge 1", false));

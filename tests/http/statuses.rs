@@ -1,4 +1,4 @@
-//! What is answered instead of the handler.
+//! Responses that the layer sends in place of the handler.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ async fn a_duplicate_of_a_running_request_is_told_when_to_come_again() {
         for _ in 0..3 {
             let duplicate = send_by(version, address, post("k", "")).await;
             assert_eq!(duplicate.problem(), (409, "in-progress".to_owned()));
-            // Nothing is known yet of how long handlers take.
+            // The layer has no durations of handlers yet.
             assert_eq!(duplicate.header("retry-after"), Some("1"));
         }
         stage.go();
@@ -108,13 +108,13 @@ async fn a_body_that_is_too_long_is_refused_before_it_is_sent() {
     let said = send_raw(address, head).await;
     assert!(said.starts_with("HTTP/1.1 413 "), "{said}");
     assert!(!said.contains("100 Continue"), "{said}");
-    // One that is short is asked for.
+    // The server asks for a short body.
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(head.replace("11", "2").as_bytes()).await.unwrap();
     let mut said = [0; 25];
     stream.read_exact(&mut said).await.unwrap();
     assert_eq!(&said, b"HTTP/1.1 100 Continue\r\n\r\n");
-    // One that does not say its length is read up to the limit.
+    // A body without a length is read up to the limit.
     let mut chunked = post("k2", "");
     *chunked.body_mut() = frames([Ok("123456"), Ok("78901")]);
     assert_eq!(send(address, chunked).await.problem(), (413, "body-too-large".to_owned()));
@@ -151,7 +151,7 @@ async fn a_store_that_is_down_is_a_503_and_no_handler_runs() {
     let seconds: u64 = reply.header("retry-after").unwrap().parse().unwrap();
     assert!((1..=5).contains(&seconds), "{seconds}");
     assert_eq!(stage.begun(), 0);
-    // What is between the layer and its store is none of the client's business.
+    // The client must not see errors between the layer and its store.
     assert!(!reply.text().contains("failed on command"), "{}", reply.text());
     store.always(Call::Reserve, Fault::None);
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
@@ -173,7 +173,7 @@ async fn a_handler_that_ran_without_its_store_says_so() {
 async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
     let store = FaultyStore::new(&MemoryStore::new());
     store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
-    // The lease lapses while its recording is tried.
+    // The lease lapses while the recording is repeated.
     store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let policy = POLICY.lease(Duration::from_millis(200));
     let layer = IdempotencyLayer::new(&store, policy, Caller::single());
@@ -201,7 +201,7 @@ async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
     assert!(outcomes.lock().unwrap().pop().unwrap().replayed());
 }
 
-/// A short lease, so that its end comes soon.
+/// Policy with a short lease, so that its end comes soon.
 const SHORT: Policy = POLICY.lease(Duration::from_millis(200));
 
 #[tokio::test]
@@ -328,13 +328,13 @@ async fn a_shadow_refuses_nothing() {
         }
     }
     MODE.set(Mode::Enforce);
-    // The shadow recorded what it would have replayed.
+    // The shadow recorded the result that it would have replayed.
     let reply = send(address, post("k", "1")).await;
     assert_eq!((reply.text(), reply.is_replay()), ("run 4", true));
     for request in bad() {
         assert!(send(address, request).await.status.is_client_error());
     }
-    // Nor does a digest that is none, or a layer that is full.
+    // A malformed digest or a full layer refuses nothing in shadow mode either.
     MODE.set(Mode::Shadow);
     let (address, _) = serve_counter(with(POLICY.mode_switch(&MODE)).max_in_flight(0)).await;
     let mut lie = post("k", "1");
@@ -360,7 +360,7 @@ async fn the_description_fits_what_the_layer_does() {
     ] {
         assert!(said.text.contains(part), "{part}: {}", said.text);
     }
-    // There are no callers, and nothing is ever interrupted.
+    // There are no callers, and no attempt is ever interrupted.
     assert!(!said.text.contains("unauthenticated") && !said.text.contains("problems/interrupted"), "{}", said.text);
     let openapi: serde_json::Value = serde_json::from_str(&said.openapi).unwrap();
     assert_eq!(openapi["x-idempotency-ttl"], 3 * 86_400);

@@ -19,6 +19,7 @@ async fn every_store_replays_a_response_byte_for_byte() {
     let schema = schema.replace([' ', '"'], "_");
     drop(PostgresStore::options().schema(&schema).ensure_schema().connect(&postgres).await.expect("makes the table"));
     let dynamo = dynamo::Kind::Dynoxide.shared();
+    // Every kind of store, each with keys that no other test uses.
     let specs = [
         format!("sqlite {}", file.file().display()),
         format!("redis {redis} http"),
@@ -35,7 +36,7 @@ async fn every_store_replays_a_response_byte_for_byte() {
         let stage = Stage::closed();
         let runs = stage.clone();
         let layer = IdempotencyLayer::new(&*store, POLICY, Caller::by(|_| Some("alice"))).scope("stores");
-        // Bytes that are no text, and more of them than fit into a packet.
+        // Bytes that are no text, and more than fit into a packet.
         let body: Vec<u8> = (0..=255).cycle().take(100_000).collect();
         let sent = body.clone();
         let address = serve_handler(layer.clone(), async move || {
@@ -46,6 +47,8 @@ async fn every_store_replays_a_response_byte_for_byte() {
         })
         .await;
         let key = format!("k{}", std::process::id());
+        // While the first request runs, a duplicate is rejected and another payload is refused; then the response is
+        // replayed.
         let first = tokio::spawn(send(address, post(&key, "amount=1")));
         stage.entered().await;
         assert_eq!(send(address, post(&key, "amount=1")).await.problem(), (409, "in-progress".to_owned()), "{spec}");
