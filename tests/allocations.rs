@@ -1,7 +1,7 @@
 //! Allocations of a call and memory of a record: counted, not timed, so the same on every machine.
 //!
-//! Bytes are those requested from the allocator, without what it adds to each allocation (`benches/footprint.rs` measures
-//! that, too). Only the test's own thread counts.
+//! Bytes are the bytes that the code requests, without the allocator's own overhead (`benches/footprint.rs` measures
+//! that too). Only the test's own thread counts.
 
 use std::hint::black_box;
 use std::pin::pin;
@@ -19,7 +19,7 @@ use idem_tests::server::{Kind, RedisServer};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
-/// A result that makes one allocation for each of its texts.
+/// Result that makes one allocation for each of its texts.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Receipt {
     order_id: u64,
@@ -45,14 +45,15 @@ async fn hang(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
     Ok(receipt(order_id))
 }
 
-/// The allocations by which a first run checks that its result is read back as it was written, as all builds of these tests do.
+/// Allocations of the round-trip check: a first run reads its result back and compares it, as in every build of these
+/// tests.
 fn of_the_check() -> u64 {
     let receipt = receipt(1);
     check_round_trip::<Json, _>(&receipt).unwrap();
     measure(|| check_round_trip::<Json, _>(&receipt).unwrap()).count_total
 }
 
-/// The output of a future that never waits.
+/// Polls a future that never waits, and returns its output.
 fn now<F: Future>(future: F) -> F::Output {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(output) => output,
@@ -60,7 +61,7 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// The allocations of one call, once everything that is made once per process or thread exists.
+/// Allocations of one call, once all that is made only once per process or thread exists.
 fn counted(mut call: impl FnMut(u64)) -> AllocationInfo {
     for id in 0..10 {
         call(id);
@@ -85,7 +86,8 @@ async fn ship_by_redis(store: &RedisStore, order_id: u64) -> Result<Receipt, Err
     Ok(receipt(order_id))
 }
 
-/// The allocations of `rounds` rounds of 64 calls at once, connection and lanes included, and the bytes of them, for each call.
+/// Allocations and allocated bytes of each call, in `rounds` rounds of 64 concurrent calls, connection and lanes
+/// included.
 fn of_64_at_once(runtime: &Runtime, rounds: u64, call: impl AsyncFn(u64)) -> [u64; 2] {
     let count = measure(|| {
         runtime.block_on(async {
@@ -104,21 +106,21 @@ fn over_redis_each_call_is_encoded_once_and_decoded_in_place() {
     let store = runtime.block_on(RedisStore::connect(&server.url())).unwrap();
     let ships = async |order_id| assert_eq!(ship_by_redis(&store, order_id).await.unwrap(), receipt(order_id));
     let [first, first_bytes] = of_64_at_once(&runtime, 40, ships);
-    // So many replays that they are expected, and looked up before anything is reserved.
+    // After so many replays the store expects one, and looks the key up before it reserves.
     of_64_at_once(&runtime, 20, ships);
     let [replay, replay_bytes] = of_64_at_once(&runtime, 40, ships);
     println!("first run: {first} ({first_bytes} bytes), replay: {replay} ({replay_bytes} bytes)");
-    // A replay: the key, the future of the store, the value that came and the trail in it, the result's own texts, here and in
-    // the value that it is compared with; the task of `join_all`, and a share of the batch.
+    // A replay: the key, the store's future, the value that the store returned and its trail, the texts of the result,
+    // here and in the value to compare with; the task of `join_all`, and a share of the batch.
     assert!(replay < 4 + 2 * TEXTS + 1 + 2, "{replay}");
-    // A first run: the key, two futures of the store, the encoded result, the body's own texts and those of the value to compare with,
-    // two commands with their arguments; the task and a share of two batches.
+    // A first run: the key, two futures of the store, the encoded result, the texts of the body and of the value to
+    // compare with, two commands with their arguments; the task and a share of two batches.
     assert!(first < 4 + 2 * TEXTS + 4 + 1 + 3 + of_the_check(), "{first}");
 }
 
 #[test]
 fn a_delivery_that_is_ready_at_once_pays_nothing_for_its_beats() {
-    // A record that makes its table grow allocates more: the least of several is what a call takes.
+    // A record that makes its table grow allocates more: the minimum of several calls is the cost of a call.
     let least = |call: &dyn Fn(u64)| (0..50).map(|id| measure(|| call(id)).count_total).min();
     let (store, acker) = (MemoryStore::new(), std::sync::Arc::new(7));
     let plain = least(&|id| drop(now(observe(ship(&store, id)))));
@@ -149,7 +151,8 @@ fn a_duplicate_of_a_running_attempt_allocates_its_key_alone() {
 #[test]
 fn a_first_run_allocates_key_and_result_and_the_record() {
     let store = MemoryStore::new();
-    // The chunks, tables and orders of the shards grow now and then: make room first.
+    // The chunks, tables and orders of the shards grow from time to time: fill the store first, so that most calls find
+    // spare room.
     for id in 1_000..11_000 {
         now(ship(&store, id)).unwrap();
     }
@@ -160,7 +163,7 @@ fn a_first_run_allocates_key_and_result_and_the_record() {
         most = most.max(first.count_total);
         least = least.min(first.count_total);
     }
-    // The key, the result's own texts, its encoding, the record, and the value that replays share.
+    // The key, the texts of the result, its encoding, the record, and the value that replays share.
     assert_eq!(least, 1 + TEXTS + 1 + 1 + 1 + of_the_check());
     // Plus a shard that grows: its chunk of slots, and sometimes its table or its order.
     assert!(most <= least + 4, "{most}");
@@ -196,7 +199,8 @@ fn finish(store: &MemoryStore, lease: &idem_runtime::store::Lease) {
     assert_eq!(now(store.finish(lease, &finish)).unwrap(), Verdict::Applied);
 }
 
-/// Bytes beyond key and payload for each record, while a store is filled record by record: the largest figure and the last.
+/// Bytes beyond key and payload for each record, while a store is filled record by record. Returns the largest figure
+/// and the last.
 fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f64, f64) {
     let key_bytes = key(0).as_str().len();
     let own = key_bytes + if finished { PAYLOAD } else { 0 };
@@ -212,7 +216,7 @@ fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f
         })
         .bytes_current;
         let count = id + 1;
-        // In a small store the chunks of the shards weigh more than the records in them.
+        // In a small store the chunks of the shards take more than the records in them.
         if count >= 10_000 {
             #[allow(clippy::cast_precision_loss)]
             let each = held as f64 / count as f64 - own as f64;
@@ -241,7 +245,7 @@ fn a_finished_record_takes_its_key_its_result_and_at_most_150_bytes() {
     assert!(worst <= 150.0 + 32.0, "{worst}");
 }
 
-/// The memory of expired records is given back, except for the little that a store keeps in order to grow again.
+/// A store frees the memory of expired records, except for the little that it keeps in order to grow again.
 #[test]
 fn expired_records_are_given_back() {
     let clock = ManualClock::new();
@@ -261,7 +265,7 @@ fn expired_records_are_given_back() {
     assert!(each <= 150, "{each}");
 }
 
-/// Allocations inside a codec are its own: this one makes one to encode.
+/// A codec's allocations are its own choice: `Json` makes one to encode.
 #[test]
 fn json_makes_one_allocation_of_exactly_its_size() {
     let value = receipt(1);

@@ -1,4 +1,5 @@
-//! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm: failovers, and what they lose.
+//! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm writes: failovers, and the writes
+//! that they lose.
 #![allow(
     clippy::similar_names,
     clippy::maybe_infinite_iter,
@@ -23,12 +24,12 @@ use idem_tests::race::{Orders, Race};
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
 
-/// How long a node may be silent before it is replaced, in milliseconds: long for a live process, short for a test.
+/// Silence after which a node is replaced, in milliseconds: long for a live process, short for a test.
 const NODE_TIMEOUT: u32 = 2000;
-/// The same for sentinels.
+/// Silence after which the sentinels replace a primary, in milliseconds.
 const DOWN_AFTER: u32 = 1500;
 
-/// The servers' name for the record of `name`.
+/// Key of the record of `name` on the servers.
 fn record_of(name: &str) -> String {
     format!("idem:1/test/{name}")
 }
@@ -48,22 +49,22 @@ async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, StoreError>) -> T 
     }
 }
 
-/// Short limits, as the servers of these tests hang on purpose.
+/// Options with short limits, as the servers of these tests hang on purpose.
 fn options() -> RedisOptions {
     RedisStore::options().response_timeout(Duration::from_millis(500))
 }
 
-/// Writes are confirmed by the one replica that each primary has.
+/// Options under which the one replica of each primary confirms every write.
 fn replicated() -> RedisOptions {
     options().min_replicas(1, Duration::from_millis(500))
 }
 
-/// Whether the server on `port` believes that it is a primary.
+/// Reports whether the server on `port` considers itself a primary.
 fn is_primary(port: u16) -> bool {
     field(port, "INFO replication", "role").as_deref() == Some("master")
 }
 
-/// Runs `test` for all `cases` at the same time, on threads of their own: the tests mostly wait.
+/// Runs `test` for all `cases` concurrently, each on its own thread: the tests mostly wait.
 fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sync) {
     std::thread::scope(|scope| {
         let tests = cases.map(|case| {
@@ -80,7 +81,7 @@ fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sy
 
 // Under load.
 
-/// Handlers that run one key after the other until they are told to stop. Each key is delivered until its message can be
+/// Handlers that run one key after the other until `stop` is set. Each key is delivered until its message can be
 /// acknowledged.
 struct Load {
     store: RedisStore,
@@ -90,12 +91,12 @@ struct Load {
     served: Arc<AtomicUsize>,
 }
 
-/// The end of one key.
+/// End of one key.
 #[derive(Debug)]
 struct Done {
     result: u32,
     runs: u32,
-    /// Errors of the store on the way to the result.
+    /// Errors of the store before the result.
     failed: usize,
 }
 
@@ -130,7 +131,7 @@ impl Load {
             let (result, outcome) = call_with(store, name, POLICY.lease(Duration::from_millis(900)), &runs).await;
             match (result, outcome.disposition()) {
                 (Ok(result), Disposition::Ack) => return Done { result, runs: runs.into_inner(), failed },
-                // Every call ends, with an answer that says what to do next.
+                // Every call ends, with an error that decides the next step.
                 (
                     Err(
                         Error::Store { .. }
@@ -148,13 +149,13 @@ impl Load {
         }
     }
 
-    /// Waits until this many more keys were served: the store works.
+    /// Waits until `more` further keys are served, which shows that the store works.
     async fn serves(&self, more: usize) {
         let enough = self.served.load(Ordering::SeqCst) + more;
         until("keys are served", async || self.served.load(Ordering::SeqCst) >= enough).await;
     }
 
-    /// The record of `name`. A failover may still be reaching other nodes.
+    /// Returns the record of `name`. Repeats failed reads, as the failover may not have reached all nodes yet.
     async fn inspect(&self, name: &str) -> Option<Inspection> {
         let mut failed = 0;
         loop {
@@ -167,8 +168,8 @@ impl Load {
         }
     }
 
-    /// Stops the workers, and compares the acknowledged results with the records. Returns the acknowledged results that are
-    /// lost.
+    /// Stops the workers and compares the acknowledged results with the records. Returns the names of the acknowledged
+    /// results that are lost.
     async fn audit(mut self) -> Vec<String> {
         self.stop.store(true, Ordering::SeqCst);
         for worker in std::mem::take(&mut self.workers) {
@@ -190,7 +191,7 @@ impl Load {
     }
 }
 
-/// Each lost key runs again, once, and is recorded then.
+/// Runs each lost key again: its body runs once, and the result is recorded.
 async fn run_again(store: &RedisStore, lost: &[String]) {
     for name in lost {
         let done = Load::serve(store, name).await;
@@ -200,8 +201,8 @@ async fn run_again(store: &RedisStore, lost: &[String]) {
 
 // Clusters.
 
-/// A store on `cluster`, whose nodes count their commands and errors from now on: `connect` tries commands on a key that may be
-/// another node's.
+/// Opens a store on `cluster` and resets the nodes' counts of commands and errors: `connect` tries commands on a key
+/// that another node may serve.
 async fn connected(cluster: &Cluster) -> RedisStore {
     let store = RedisStore::connect(&cluster.url()).await.unwrap();
     for port in cluster.ports() {
@@ -214,7 +215,7 @@ async fn connected(cluster: &Cluster) -> RedisStore {
 async fn no_command_names_keys_of_two_slots() {
     let cluster = Cluster::start_with(3, 0, 20_000);
     let store = connected(&cluster).await;
-    // Braces in a user's key are hash tags for the servers, wherever they are.
+    // Braces in a user's key are hash tags for the servers, at any place.
     let names: Vec<String> = (0..1500)
         .map(|n| [format!("k{n}"), format!("{{{n}}}x"), format!("}}{{{n}"), format!("{{}}{n}")][n % 4].clone())
         .collect();
@@ -234,14 +235,14 @@ async fn no_command_names_keys_of_two_slots() {
     for port in cluster.ports() {
         let errors: String = ask(port, "INFO errorstats").unwrap();
         assert!(!errors.contains("CROSSSLOT"), "{errors}");
-        // No request was redirected either: the store knows the slots, and computes them as the servers do.
+        // No request was redirected: the store has the map of the slots, and computes slots as the servers do.
         assert!(!errors.contains("MOVED"), "{errors}");
         let keys: usize = ask(port, "DBSIZE").unwrap();
         assert!(keys > 500, "each node has its share: {keys}");
     }
 }
 
-/// A beat asks once for all leases of a slot (a hundred at most), and never for those of two.
+/// A beat renews all leases of a slot in one call (at most a hundred leases), and never leases of two slots.
 #[tokio::test]
 async fn leases_of_one_slot_are_renewed_by_one_call() {
     let cluster = Cluster::start_with(3, 0, 20_000);
@@ -268,13 +269,13 @@ async fn leases_of_one_slot_are_renewed_by_one_call() {
     }
 }
 
-/// How many calls of `command` a server has got.
+/// Number of calls of `command` that a server has received.
 fn calls_of(port: u16, command: &str) -> u32 {
     let calls = field(port, "INFO commandstats", &format!("cmdstat_{command}")).unwrap_or_default();
     calls.trim_start_matches("calls=").split(',').next().map_or(0, |calls| calls.parse().unwrap_or(0))
 }
 
-/// Nodes of different versions, as while a cluster is being upgraded.
+/// Nodes of different versions, as during the upgrade of a cluster.
 #[tokio::test]
 async fn each_node_is_asked_as_it_knows_it() {
     for kinds in [[Kind::Valkey; 3], [Kind::Valkey, Kind::Redis, Kind::Valkey]] {
@@ -292,7 +293,8 @@ async fn each_node_is_asked_as_it_knows_it() {
         for (kind, port) in kinds.iter().zip(cluster.ports()) {
             let (keys, scripts): (u32, u32) = (ask(port, "DBSIZE").unwrap(), calls_of(port, "evalsha"));
             match kind {
-                // Some runtimes know only later what the node that was asked first did not tell.
+                // In a mixed cluster, a runtime whose first node was no Valkey finds out only later that this node can
+                // compare.
                 Kind::Valkey if kinds[1] == Kind::Valkey => assert_eq!(scripts, 0, "of {keys}"),
                 Kind::Valkey => assert!(scripts <= keys, "{scripts} of {keys}"),
                 _ => assert!(scripts >= keys, "{scripts} of {keys}"),
@@ -313,20 +315,20 @@ fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
         let replica = cluster.nodes[3].port();
         until("the replica is promoted", async || is_primary(replica)).await;
         if confirmed {
-            // No write counts on the promoted node until it has a replica itself.
+            // The promoted node confirms no write until it has a replica itself.
             cluster.nodes[0].run();
         }
         load.serves(500).await;
         let lost = load.audit().await;
         assert!(!confirmed || lost.is_empty(), "confirmed, and lost: {lost:?}");
-        // Lost: results that the killed node alone has acknowledged.
+        // The lost results are those that the killed node alone has acknowledged.
         run_again(&store, &lost).await;
     });
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_graceful_failover_of_a_cluster_loses_nothing() {
-    // Far above what live servers need, but within the time that a manual failover may take before it fails.
+    // Far above the needs of live servers, but within the time limit of a manual failover.
     let cluster = Cluster::start(5000);
     let store = options().connect(&cluster.url()).await.unwrap();
     let load = Load::start(&store);
@@ -335,7 +337,7 @@ async fn a_graceful_failover_of_a_cluster_loses_nothing() {
         let (new, old) = (cluster.nodes[replica].port(), cluster.nodes[primary].port());
         let mut looks = 0;
         until("the replica is promoted", async || {
-            // A failover that did not succeed within 5 s is abandoned.
+            // The servers abandon a failover that has not succeeded within 5 s.
             if looks % 500 == 0 {
                 ask::<Value>(new, "CLUSTER FAILOVER").unwrap();
             }
@@ -359,8 +361,8 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
     let replica = cluster.nodes[4].port();
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
-    // It goes on as a primary, executes the requests sent to it before, and discards their writes when it hears of the
-    // other one.
+    // The stopped node goes on as a primary and executes the requests that it received before. It discards their writes
+    // when it finds out about the new primary.
     cluster.nodes[1].signal("-CONT");
     load.serves(500).await;
     assert_eq!(load.audit().await, [""; 0]);
@@ -369,7 +371,7 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
 #[tokio::test]
 async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     let cluster = Cluster::start(NODE_TIMEOUT);
-    // A long time-out, so that the answer of the stopped node is still awaited when it comes.
+    // A long time-out, so that the store still awaits the answer of the stopped node when that answer arrives.
     let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
     let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&record_of(name)) == Some(0)).unwrap();
     cluster.nodes[0].signal("-STOP");
@@ -381,7 +383,7 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     let replica = cluster.nodes[3].port();
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
-    // The store knows as soon as it reaches the new node.
+    // The store has found the new node once a look-up is answered.
     until("the store knows", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key(&name))).await.is_ok()
     })
@@ -394,8 +396,8 @@ async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
     assert!(ask::<usize>(replica, &format!("EXISTS {}", record_of(&name))).unwrap() == 1);
 }
 
-/// Renews `leases` by `handle`. Those in `silent` are on a stopped node; all others are answered while these are still
-/// awaited.
+/// Renews `leases` by `handle`. Leases marked in `silent` are on a stopped node; all others must be answered while
+/// these are still awaited.
 async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: &str) {
     let answered = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
@@ -415,7 +417,7 @@ async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: 
 #[test]
 fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
     side_by_side([false, true], async |confirmed| {
-        // The node is never replaced, only silent. Its answers are awaited for as long as this test takes.
+        // The node is never replaced, only silent. The store awaits its answers for the whole test.
         let cluster = Cluster::start(60_000);
         let patient = || RedisStore::options().response_timeout(LEASE);
         let options = || if confirmed { patient().min_replicas(1, Duration::from_secs(5)) } else { patient() };
@@ -441,7 +443,8 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             ask::<Value>(port, &format!("CLUSTER SETSLOT {slot} NODE {to_id}")).unwrap();
         }
 
-        // On existing connections; on those of the upkeep, which are made now; and on a runtime that has none.
+        // On existing connections; on the connections of the upkeep, which are made now; and on a runtime that has
+        // none.
         let upkeep = store.upkeep();
         for round in 0..3 {
             renews_but(&store, &leases, &silent, "a caller").await;
@@ -456,7 +459,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
                 });
             });
         });
-        // All other calls go on as well, beside calls that hang.
+        // All other calls go on as well, next to calls that hang.
         let hanging: Vec<_> = hanging.iter().map(|name| request(&store, name)).collect();
         let hang = futures::future::join_all(hanging.iter().map(|request| store.reserve(request)));
         let go_on = async {
@@ -474,7 +477,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             hung = hang => panic!("the node answers: {hung:?}"),
             () = go_on => {}
         }
-        // A store can also be opened: it waits only a moment for the silent node.
+        // A new store opens too: it waits only a moment for the silent node.
         let url = cluster.url();
         let opening = options().connect(&url);
         let opened = tokio::time::timeout(LEASE / 2, opening).await.expect("not held up").unwrap();
@@ -506,7 +509,7 @@ async fn slots_that_move_are_followed() {
         let pending = reserved(&store, &name(1000)).await;
         let held = futures::future::join_all((2000..2010).map(async |n| reserved(&store, &name(n)).await)).await;
         let renews = async || {
-            // A replica may be late.
+            // A replica may be slow to confirm.
             for _ in 0..20 {
                 match renew_all(&store, &held).await {
                     Ok(renewed) => return assert!(renewed.iter().all(|it| *it == Verdict::Applied), "{renewed:?}"),
@@ -523,7 +526,7 @@ async fn slots_that_move_are_followed() {
         let (from_id, to_id): (String, String) = (ask(from, "CLUSTER MYID").unwrap(), ask(to, "CLUSTER MYID").unwrap());
         say(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
         say(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
-        // An existing record is found at the old node, a new one begins at the other node (ASK).
+        // The old node finds an existing record; a new record begins at the other node (ASK).
         each(0..100, 50).await;
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
@@ -573,7 +576,7 @@ async fn processes_race_while_a_cluster_fails_over() {
             cluster.nodes[2].run();
         })
         .await;
-    // The audit of the race has found each key recorded, by its last attempt, and never two attempts at a time.
+    // The audit of the race has found each key recorded by its last attempt, and never two attempts at a time.
     assert_eq!(effects.0.len(), 400);
 }
 
@@ -597,7 +600,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
     let before = store.inspect(&key("late")).await.unwrap();
     assert!(before.is_some(), "both are at the new primary");
     load.serves(200).await;
-    // It may still be a primary, or be demoted by now and follow the new one: in neither case does a store write to it.
+    // The old primary may still be a primary, or follow the new one by now: in neither case does a store write to it.
     let writes = field(old, "INFO commandstats", "cmdstat_evalsha").is_some();
     assert!(!writes, "the stale primary ran a script");
     let lost = load.audit().await;
@@ -616,7 +619,7 @@ async fn what_a_replaced_primary_still_answers_is_not_believed() {
         async move { store.reserve(&request).await }
     });
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-    // The store hears of the new primary although no request has failed, and leaves its connection.
+    // The store finds out about the new primary although no request has failed, and leaves its connection.
     until("the store knows", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key("k"))).await.is_ok()
     })
@@ -659,7 +662,8 @@ async fn processes_race_while_the_sentinels_fail_over() {
         until("the race is on", async || ask::<usize>(old, "DBSIZE").unwrap_or(0) > 40).await;
         watched.servers[0].kill();
         until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-        // No write counts there until it has a replica. The old primary is told at once what the sentinels would tell it.
+        // The promoted node confirms no write until it has a replica. Give the old primary now the command that the
+        // sentinels would send later.
         watched.servers[0].run();
         ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
     })
@@ -668,7 +672,7 @@ async fn processes_race_while_the_sentinels_fail_over() {
 
 // Acknowledged writes that are lost, and those that are not.
 
-/// Cuts the replica off, so that from here on the primary alone acknowledges.
+/// Cuts the replica off, so that the primary alone acknowledges from now on.
 fn cut_off(primary: u16, replica: u16) {
     for setting in ["masteruser nobody", "masterauth wrong"] {
         ask::<Value>(replica, &format!("CONFIG SET {setting}")).unwrap();
@@ -677,7 +681,7 @@ fn cut_off(primary: u16, replica: u16) {
     wait_until("the replica is cut off", || replicas_online(primary) == 0);
 }
 
-/// A primary and its replica in either topology, and how a store reaches them.
+/// A primary and its replica in either topology.
 enum Pair {
     Cluster(Cluster),
     Watched(Watched),
@@ -694,7 +698,7 @@ const BOTH: [Topology; 2] = [Topology::Cluster, Topology::Watched];
 impl Pair {
     fn start(topology: Topology) -> Self {
         match topology {
-            // A single primary would have no others to elect a successor.
+            // A cluster with a single primary has no other primaries to elect a successor.
             Topology::Cluster => Self::Cluster(Cluster::start(NODE_TIMEOUT)),
             Topology::Watched => Self::Watched(Watched::start(DOWN_AFTER)),
         }
@@ -716,7 +720,7 @@ impl Pair {
         (&mut servers[0], replica)
     }
 
-    /// A name whose record is on the first server.
+    /// Returns a name whose record is on the first server.
     fn name(&self, prefix: &str) -> String {
         let names = (0..).map(|n| format!("{prefix}{n}"));
         match self {
@@ -750,7 +754,7 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
         let (primary, replica) = pair.servers();
         let runs = AtomicU32::new(0);
         cut_off(primary.port(), replica);
-        // Both are acknowledged, by the primary alone.
+        // The primary alone acknowledges both.
         assert_eq!(call(&store, &finished, &runs).await.0.unwrap(), 1);
         let lease = reserved(&store, &running).await;
         pair.fail_over().await;
@@ -758,8 +762,8 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
         assert!(answered(async || store.inspect(&key(&finished)).await).await.is_none());
         let (result, outcome) = call(&store, &finished, &runs).await;
         assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
-        // The reservation is forgotten too: another attempt runs beside the first one, under the same number. The first
-        // learns of it at its next write.
+        // The reservation is forgotten too: another attempt runs concurrently with the first one, under the same
+        // number. The first one loses its lease at its next write.
         let other = reserved(&store, &running).await;
         assert_eq!((lease.attempt, other.attempt), (1, 1));
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused);
@@ -780,7 +784,8 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let lease = reserved(&store, replayed).await;
         assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Verdict::Applied);
         let lease = reserved(&store, held).await;
-        // Cut off while the body runs: its result is on the primary, and no caller is told that it is recorded.
+        // The replica is cut off while the body runs: the result is on the primary, and no caller is told that it is
+        // recorded.
         let body = async {
             cut_off(port, replica);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -799,20 +804,21 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
         let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
         assert_eq!(source.kind(), StoreErrorKind::Unconfirmed, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
-        // Nor does a renewal count. The answer that another attempt is running may be given all the same.
+        // A renewal that no replica has does not count either. The answer that another attempt is running may still be
+        // given.
         let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();
         assert!(matches!(pending, Reservation::InProgress { attempt: 1, .. }), "{pending:?}");
 
         pair.fail_over().await;
-        // Everything that was acknowledged is there.
+        // Every acknowledged record is there.
         let inspected = answered(async || store.inspect(&key(replayed)).await).await;
         assert!(inspected.unwrap().record.is_finished());
         let inspected = answered(async || store.inspect(&key(held)).await).await.unwrap();
         assert_eq!(inspected.record.owner, lease.owner);
-        // The result was not acknowledged: the operation is pending, its lease lapses, and the next attempt has the next
-        // number.
+        // The result was not acknowledged: the operation is pending, its lease lapses, and the next attempt has the
+        // next number.
         let inspected = answered(async || store.inspect(&key(finished)).await).await.unwrap();
         assert!(matches!(inspected.record.state, State::Pending { .. }), "{inspected:?}");
         // The old primary comes back as the replica of the new one, and writes count again.
@@ -837,8 +843,8 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
     });
 }
 
-/// `WAIT` covers the writes of its own connection only: after an operation that wrote nothing it would at once confirm a
-/// record that no replica has.
+/// `WAIT` covers only the writes of its own connection: after an operation that wrote nothing it would immediately
+/// confirm a record that no replica has.
 #[tokio::test]
 async fn what_is_found_is_not_taken_for_confirmed() {
     for kind in [Kind::Redis, Kind::Valkey] {
@@ -853,7 +859,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
         // The replica is still connected, but far behind.
         replica.signal("-STOP");
         let request = request(&store, "k");
-        // Each operation once, then again by the same store and by one that has just connected: these find it done.
+        // Each operation once, then again by the same store and by a store that has just connected: these find it done.
         for round in 0..3 {
             let store = if round == 2 { connect().await } else { store.clone() };
             unconfirmed(store.reserve(&request).await.unwrap_err());
@@ -869,7 +875,7 @@ async fn what_is_found_is_not_taken_for_confirmed() {
             unconfirmed(a.unwrap_err());
             unconfirmed(b.unwrap_err());
             unconfirmed(c.unwrap_err());
-            // A replay of a result that no caller has been told of.
+            // A replay of a result that no caller has received yet.
             unconfirmed(store.reserve(&self::request(&store, "finished")).await.unwrap_err());
         }
         let times = |name: &str| ask::<i64>(primary.port(), &format!("PEXPIRETIME {}", record_of(name))).unwrap();
@@ -941,7 +947,7 @@ async fn each_topology_is_told_from_the_others() {
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
     let some = format!("redis-cluster://{nobody},127.0.0.1:{port}");
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
-    // A wait must not hold up a connection that others use.
+    // A store refuses a raw connection with `min_replicas`: a `WAIT` would hold up the other users of that connection.
     let error = replicated().connect_over(single.raw().await).await.unwrap_err();
     assert_eq!(error.kind(), wrong, "{error}");
 }
@@ -955,7 +961,7 @@ async fn clusters_and_sentinels_have_logins() {
     let port = cluster.ports()[0];
     ask::<Value>(port, "CONFIG SET requirepass se@cret").unwrap();
     for server in &watched.servers[..1] {
-        // The sentinels log in where they have to; the replica is not of interest.
+        // The sentinels log in with a password where they have to. The replica does not matter here.
         ask::<Value>(server.port(), "ACL SETUSER shop on >se@cret ~* &* +@all").unwrap();
         ask::<Value>(
             server.port(),
@@ -989,7 +995,7 @@ async fn clusters_and_sentinels_have_logins() {
     }
 }
 
-/// A node that speaks TLS to its clients, and names itself as its certificate does.
+/// A node that speaks TLS to its clients, under the host name of its certificate.
 #[test]
 fn clusters_speak_tls() {
     let folder = std::env::temp_dir().join(format!("idem-test-cluster-tls-{}", std::process::id()));
@@ -1005,7 +1011,7 @@ fn clusters_speak_tls() {
     let (tls, bus) = (free_port().to_string(), free_port().to_string());
     let (cert, key) = (path("cert.pem"), path("key.pem"));
     let files = ["--tls-cert-file", &cert, "--tls-key-file", &key, "--tls-ca-cert-file", &cert];
-    // A node tells its clients the TLS port only with `tls-cluster`.
+    // A node announces its TLS port to clients only with `tls-cluster`.
     let encrypted = ["--tls-port", &tls, "--tls-auth-clients", "no", "--tls-cluster", "yes"];
     let named = ["--cluster-announce-hostname", "localhost", "--cluster-preferred-endpoint-type", "hostname"];
     let of_a_cluster = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-port", &bus];
@@ -1015,11 +1021,11 @@ fn clusters_speak_tls() {
     let (spec, effects) = (format!("redis redis-cluster://localhost:{tls}?tls=true tls:"), path("effects"));
     std::fs::write(&effects, "").unwrap();
     let orders = Orders::plain(spec, &effects, 3);
-    // A racer retries until it gets through.
+    // A racer retries until it succeeds.
     let racer = std::process::Command::new("timeout")
         .args(["60", env!("CARGO_BIN_EXE_racer")])
         .args(orders.words())
-        // In a process of its own, as the trusted certificates are read from the environment.
+        // A process of its own, as the trusted certificates are read from the environment.
         .env("SSL_CERT_FILE", path("cert.pem"))
         .output()
         .unwrap();

@@ -34,7 +34,7 @@ fn round_trip<C: Codec, T: Serialize + DeserializeOwned + PartialEq + Debug>(val
     check_round_trip::<C, T>(value).unwrap();
 }
 
-/// Bytes as formats know them; to serde, a `Vec<u8>` is a sequence of numbers.
+/// Bytes in the sense of serde's formats; a `Vec<u8>` would be a sequence of numbers to serde.
 #[derive(Clone, PartialEq, Debug)]
 struct Raw(Vec<u8>);
 
@@ -117,7 +117,7 @@ fn order() -> Order {
     }
 }
 
-/// Calls `$body` with `$codec` standing for each of the codecs.
+/// Runs `$body` once for each codec, with `$codec` as its type.
 macro_rules! for_each_codec {
     ($codec:ident => $body:block) => {{
         {
@@ -138,6 +138,7 @@ macro_rules! for_each_codec {
 #[test]
 fn every_codec_returns_what_it_was_given() {
     for_each_codec!(C => {
+        // Empty, zero and extreme values of every kind, and long ones.
         round_trip::<C, _>(&order());
         round_trip::<C, _>(&());
         round_trip::<C, _>(&Unit);
@@ -224,7 +225,7 @@ proptest! {
 
 // ---- Pinned bytes -----------------------------------------------------------------------------------------------------
 
-/// The bytes of release 0.1.0. They never change: a codec that writes others needs another name.
+/// Bytes of release 0.1.0. They never change: a codec that writes other bytes needs another name.
 struct Golden {
     lines: BTreeMap<String, String>,
     written: String,
@@ -310,7 +311,7 @@ fn fields_that_come_and_go_do_no_harm_where_they_have_names() {
     check::<MessagePack>();
 }
 
-/// What Postcard says of a value that was written as an `A` and is read as a `B`.
+/// Error of Postcard for a value that was written as an `A` and is read as a `B`.
 fn read_as<A: Serialize, B: DeserializeOwned + Debug>(written: &A) -> String {
     Postcard::decode::<B>(&Postcard::encode(written).unwrap()).unwrap_err().to_string()
 }
@@ -318,6 +319,7 @@ fn read_as<A: Serialize, B: DeserializeOwned + Debug>(written: &A) -> String {
 #[test]
 fn postcard_reads_no_value_of_another_type() {
     const OTHER: &str = "it was written as a value of another type";
+    // `then` has the types of the writer, `now` the types of the reader.
     mod then {
         use super::*;
         #[derive(Serialize)]
@@ -368,10 +370,10 @@ fn postcard_reads_no_value_of_another_type() {
     assert_eq!(read_as::<_, now::Stage>(&then::Stage::Sent { at: 1 }), OTHER);
     let paid = Postcard::encode(&then::Stage::Paid(1)).unwrap();
     assert!(matches!(Postcard::decode(&paid).unwrap(), now::Stage::Paid(1) | now::Stage::Draft));
-    // A type of another name reads it if it says the old one.
+    // A type of another name reads the value if it declares the old name.
     let order = Postcard::encode(&then::Order { net: 1, gross: 2 }).unwrap();
     assert!(matches!(Postcard::decode(&order).unwrap(), now::Same { net: 1, gross: 2 }));
-    // Kinds of values whose bytes are the same.
+    // Types whose values have the same bytes.
     assert_eq!(read_as::<_, u64>(&1_u32), OTHER);
     assert_eq!(read_as::<_, i32>(&2_u32), OTHER);
     assert_eq!(read_as::<_, Vec<u8>>(&"text"), OTHER);
@@ -424,7 +426,7 @@ fn postcard_does_not_write_what_it_would_misread() {
         assert!(Postcard::encode(value).is_err());
         assert!(MessagePack::encode(value).is_ok());
     }
-    // By its bytes alone the first value would be read as `a: Some(0)`, without `b`.
+    // Without a check, these bytes would be read as `a: Some(0)`, without `b`.
     let sparse = Sparse { a: None, b: Some(0) };
     refused(&sparse);
     refused(&Some(&sparse));
@@ -466,7 +468,7 @@ enum Untagged {
     Map(BTreeMap<String, Untagged>),
 }
 
-/// Skips any value.
+/// Deserializes any value by skipping it.
 #[derive(Debug)]
 struct Ignoring;
 
@@ -476,7 +478,7 @@ impl<'de> Deserialize<'de> for Ignoring {
     }
 }
 
-/// Decodes the bytes as types of every kind. The only requirement is that this ends, and without a panic.
+/// Decodes the bytes as types of every kind. Each call only has to end without a panic.
 fn decode_as_everything<C: Codec>(bytes: &[u8]) -> usize {
     fn is_ok<C: Codec, T: DeserializeOwned>(bytes: &[u8]) -> usize {
         C::decode::<T>(bytes).is_ok().into()
@@ -523,7 +525,7 @@ fn bytes_too_many_are_an_error() {
     for_each_codec!(C => {
         for more in 0..=u8::MAX {
             let mut bytes = C::encode(&order()).unwrap();
-            // White space after JSON carries no data.
+            // JSON ignores white space at the end, so these bytes are no error.
             if C::NAME == "json" && more.is_ascii_whitespace() {
                 continue;
             }
@@ -559,7 +561,7 @@ fn nesting_without_an_end_is_an_error() {
         deep::<MessagePack, Many>(b"\x91");
         deep::<MessagePack, Keyed>(b"\x81\x01");
         deep::<MessagePack, Untagged>(b"\x91");
-        // A value that the type ignores.
+        // The type skips this value instead of reading it.
         deep::<MessagePack, Ignoring>(b"\x91");
         deep::<Postcard, Tree>(b"\x01");
         deep::<Postcard, Tree>(b"\x02");
@@ -570,7 +572,7 @@ fn nesting_without_an_end_is_an_error() {
     // Half the stack of a runtime's threads.
     std::thread::Builder::new().stack_size(1 << 20).spawn(everything).unwrap().join().unwrap();
 
-    // Realistic nesting is read.
+    // Realistic nesting is decoded.
     let mut tree = Tree::Leaf;
     for _ in 0..30 {
         tree = Tree::Named { tree: Box::new(Tree::Node(Box::new(tree))) };
@@ -580,12 +582,12 @@ fn nesting_without_an_end_is_an_error() {
 
 #[test]
 fn claims_are_not_believed() {
-    // The longest claim, and room for the shape.
+    // The largest possible length, and room for the shape.
     let most = [&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01][..], &[0; 8]].concat();
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
     let error = Postcard::decode::<Vec<()>>(&most).unwrap_err().to_string();
     assert_eq!(error, "it claims to have more elements than it can hold, after byte 10");
-    // A thousand lists, each with the longest claim that one alone may make.
+    // A thousand lists, each with the largest length that a single list may have.
     let lists = [&[0xe8, 0x07][..], &[0xff, 0xff, 0x03].repeat(1000), &[0; 8]].concat();
     assert!(Postcard::decode::<Vec<Vec<()>>>(&lists).is_err());
     for marker in [0xc6, 0xc9, 0xdb, 0xdd, 0xdf] {
@@ -640,7 +642,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// A store with one operation, and a count of its runs.
+/// Store with one operation, and the number of its runs.
 #[derive(Default)]
 struct World {
     store: MemoryStore,
@@ -681,14 +683,14 @@ impl World {
         self.store.inspect(&Key::new("test", "k").unwrap()).await.unwrap().expect("a record").record
     }
 
-    /// The reason why there is no result. Checks everything else that is said about it first.
+    /// Returns the error of a result that can't be returned, after checking the outcome and the record.
     async fn unavailable<C: Codec, T: Serialize + DeserializeOwned + Debug>(&self, policy: Policy, value: T) -> Error {
         let before = self.record().await;
         let (result, outcome) = self.value::<C, T>(policy, value).await;
         let error = result.unwrap_err();
         assert!(!outcome.executed() && !outcome.replayed(), "{outcome:?}");
         assert_eq!(outcome.refusal(), Some(Refusal::ResultUnavailable));
-        // A result that another version of the handler wrote is kept until the deployment is corrected.
+        // If another version of the handler wrote the result, the message is retried until the deployment is corrected.
         let kept = matches!(outcome.disposition(), Disposition::Retry { .. });
         assert_eq!((kept, outcome.misconfigured()), (error.is_misconfigured(), error.is_misconfigured()));
         assert!(kept || outcome.disposition() == Disposition::DeadLetter, "a failure is not acknowledged");
@@ -705,7 +707,7 @@ fn reason(error: Error) -> ResultProblem {
     }
 }
 
-/// JSON under another name, as a codec of the user's.
+/// JSON under another name, as an example of a user's own codec.
 struct Own;
 
 impl Codec for Own {
@@ -720,7 +722,7 @@ impl Codec for Own {
     }
 }
 
-/// A codec that replaces one of the library's.
+/// Codec that replaces one of the library's codecs and reads its results.
 struct Successor;
 
 impl Codec for Successor {
@@ -798,7 +800,8 @@ async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
 
 // ---- Bytes -------------------------------------------------------------------------------------------------------------
 
-/// By which codec a handler with the codec `C` records `value`, and what. Replays it to handlers of every codec of the library.
+/// Returns the codec and the bytes that a handler with the codec `C` records for `value`. Replays the result to
+/// handlers of every codec of the library.
 async fn recorded<C: Codec, T>(value: T) -> (String, Vec<u8>)
 where
     T: Serialize + DeserializeOwned + PartialEq + Debug + Clone,
@@ -845,7 +848,7 @@ async fn bytes_alone_are_recorded_as_they_are() {
         assert_eq!(recorded::<Json, Option<Bytes>>(Some(bytes.clone().into())).await, expected);
         assert_eq!(recorded::<Json, Option<Pdf>>(Some(Pdf(bytes.clone()))).await, expected);
         assert_eq!(recorded::<Json, Content>(Content::Bytes(bytes.clone())).await, expected);
-        // Other codecs keep bytes by themselves, and one of the user's is never passed by.
+        // Other codecs record bytes in their own form, and the library never bypasses a user's codec.
         assert_eq!(recorded::<MessagePack, Bytes>(bytes.clone().into()).await.0, "msgpack");
         assert_eq!(recorded::<Postcard, Vec<u8>>(bytes.clone()).await.0, "postcard");
         assert_eq!(recorded::<Successor, Vec<u8>>(bytes.clone()).await.0, "successor");
@@ -876,7 +879,7 @@ async fn what_is_more_or_less_than_bytes_is_json() {
     is_json(Ok::<Vec<u8>, String>(vec![1])).await;
     is_json((Pdf(vec![1, 2]), Raw(vec![3]))).await;
     is_json(serde_json::json!([1, 2, 3])).await;
-    // The first element alone is a byte, or all but one are.
+    // Only the first element is a byte, or all elements but one are.
     for at in 0..4 {
         let mut numbers = [const { Byte(Some(1)) }; 4].to_vec();
         numbers[at] = Byte(None);
@@ -903,9 +906,10 @@ impl<'de> Deserialize<'de> for Byte {
     }
 }
 
-/// Recorded bytes mean to each type what the array of numbers would have meant.
+/// Recorded bytes decode in each type to the value that an array of the same numbers would give.
 #[test]
 fn bytes_are_read_as_an_array_is() {
+    // Reads the bytes back from a recorded JSON array and from recorded raw bytes: both must give the same value.
     fn read<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
         let [array, raw] =
             [("json", serde_json::to_vec(bytes).unwrap()), ("bytes", bytes.to_vec())].map(|(name, bytes)| {
@@ -955,7 +959,7 @@ async fn bytes_keep_the_rules_of_other_results() {
     fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         Json::encode(&String::from_utf8(recorded.decode::<Vec<u8>>()?)?)
     }
-    // The limit is about what is recorded.
+    // `max_result_bytes` limits the recorded bytes, not their JSON form.
     let world = World::default();
     world.value::<Json, _>(POLICY.max_result_bytes(100), vec![200_u8; 100]).await.0.unwrap();
     assert_eq!(world.value::<Json, _>(POLICY, vec![0_u8]).await.0.unwrap(), [200; 100]);
@@ -964,14 +968,14 @@ async fn bytes_keep_the_rules_of_other_results() {
     let reason = self::reason(world.unavailable::<Json, _>(POLICY, vec![0_u8]).await);
     assert!(matches!(reason, ResultProblem::TooLarge { size: 101, .. }), "{reason:?}");
 
-    // A codec of the user's that reads no others does not read them.
+    // A user's codec that reads no other codec's results does not read bytes either.
     let world = World::default();
     world.value::<Json, _>(POLICY, vec![7_u8]).await.0.unwrap();
     let reason = self::reason(world.unavailable::<Own, _>(POLICY, vec![7_u8]).await);
     let ResultProblem::OtherCodec { codec, .. } = &reason else { panic!("{reason:?}") };
     assert_eq!(codec, "bytes");
 
-    // They migrate, and what an operator gives is written in the same way.
+    // Bytes migrate too, and an operator's result is recorded in the same form.
     let world = World::default();
     world.value::<Json, _>(POLICY, b"label".to_vec()).await.0.unwrap();
     let (migrated, outcome) = world.value::<Json, _>(migrating(migrate), String::new()).await;
@@ -1030,7 +1034,7 @@ async fn old_results_are_migrated_at_each_replay() {
             assert_eq!((outcome.disposition(), outcome.attempt(), world.runs()), (Disposition::Ack, Some(1), 1));
             assert_eq!(world.record().await, before, "a record is not rewritten");
         }
-        // A handler that still has the old type reads it as before.
+        // A handler that still has the old type reads the result as before.
         assert_eq!(world.value::<W, _>(migrating(must_not_be_asked), BEFORE()).await.0.unwrap(), BEFORE());
     }
     for_each_codec!(W => {
@@ -1122,7 +1126,7 @@ async fn recorded_errors_are_migrated_as_errors() {
     assert_eq!(result, Err(Failure::Declined(51)));
     assert!(outcome.replayed() && !outcome.executed(), "{outcome:?}");
     assert_eq!((outcome.disposition(), world.runs()), (Disposition::DeadLetter, 1));
-    // A handler that doesn't record errors doesn't read them, and doesn't call the function.
+    // A handler that doesn't record errors doesn't read them, and doesn't call the migration.
     let reason = reason(world.unavailable::<MessagePack, _>(migrating(must_not_be_asked), NOW()).await);
     assert!(matches!(reason, ResultProblem::RecordedError), "{reason:?}");
 
@@ -1165,7 +1169,7 @@ async fn what_is_not_there_can_not_be_migrated() {
 
 #[tokio::test]
 async fn waiting_duplicates_migrate_as_well() {
-    // The attempt that it waits for belongs to the release before.
+    // The duplicate waits for an attempt of the previous release.
     let world = World::default();
     let wait = idem_runtime::InProgress::Wait(Duration::from_secs(60));
     let (end, ended) = futures::channel::oneshot::channel::<()>();

@@ -1,6 +1,6 @@
-//! Every target of `fuzz/`, run over the inputs that the fuzzer has found to matter.
+//! Runs every target of `fuzz/` over the inputs that the fuzzer has found to matter.
 
-// The bodies of the targets, which the fuzzer's programs use as well.
+// Bodies of the targets, which the fuzzer's programs use as well.
 #[path = "../fuzz/src/lib.rs"]
 #[allow(unreachable_pub)] // The programs are another crate.
 mod targets;
@@ -8,7 +8,8 @@ mod targets;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
-/// How much memory an input may take beyond that of all before it: 512 bytes hold no more, even if they are compressed.
+/// Memory that an input may take beyond the peak of all inputs before it: 512 bytes hold no more, even if they are
+/// compressed.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {
@@ -18,7 +19,7 @@ fn main() {
         assert_eq!(files, names, "each target has a corpus and a program");
     }
     for (name, target) in targets::TARGETS {
-        // Memory that is allocated once doesn't count.
+        // A first run on an empty input, so that memory allocated once does not count.
         target(&[]);
         let files = files(&format!("corpus/{name}"));
         assert!(!files.is_empty(), "{name} has no corpus");
@@ -41,7 +42,7 @@ fn files(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// The largest address space that this process has had, on systems that report it.
+/// Largest address space that this process has had, on systems that report it.
 fn peak_kib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status.lines().find_map(|line| line.strip_prefix("VmPeak:")?.trim().strip_suffix(" kB")?.trim().parse().ok())

@@ -1,5 +1,5 @@
-//! `DynamoStore` against emulators: items, costs, clocks and faults. Answers that no emulator gives (throttling, conflicts,
-//! invalid ones) are scripted.
+//! `DynamoStore` on emulators: items, costs, clocks and faults. Answers that no emulator gives (throttling, conflicts,
+//! invalid answers) are scripted.
 #![allow(
     clippy::unchecked_time_subtraction,
     clippy::semicolon_if_nothing_returned,
@@ -34,21 +34,21 @@ use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use tokio::sync::Semaphore;
 
-/// A time for clocks that stand still: a Tuesday in November 2023.
+/// Wall-clock time of clocks that stand still, in milliseconds: a Tuesday in November 2023.
 const THEN: i64 = 1_700_000_000_000;
 
-/// Settings for keys that no other test uses, and for machines of any speed.
+/// Options with keys that no other test uses, and with a time-out for machines of any speed.
 fn options(test: &str) -> DynamoOptions {
     DynamoStore::options().namespace(format!("{test}:")).response_timeout(Duration::from_secs(60))
 }
 
-/// A store on the shared emulator whose keys no other test uses, and its wire.
+/// Store on the shared emulator with keys that no other test uses, and the wire to it.
 fn wired(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
     (options(test).build(client(&wire), TABLE), wire)
 }
 
-/// The same with a clock that stands still.
+/// Store as `wired` makes it, with a clock that stands still.
 fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, OddClock) {
     let (clock, skew) = (OddClock::at(now), Duration::from_millis(skew.unsigned_abs()));
     let options = options(test).max_clock_skew(skew).clock(clock.clone());
@@ -65,7 +65,7 @@ async fn item(raw: &Client, name: &str) -> BTreeMap<String, AttributeValue> {
     found.item.expect("recorded").into_iter().collect()
 }
 
-/// The item as DynamoDB writes JSON, except that binary is shown as hexadecimal digits.
+/// Item in DynamoDB's JSON, except that binary values are hexadecimal digits.
 fn json(item: &BTreeMap<String, AttributeValue>) -> String {
     let attributes = item.iter().map(|(name, value)| {
         let value = match value {
@@ -90,6 +90,7 @@ async fn the_written_form_is_pinned() {
     let (store, clock) = timed("golden", 1500, THEN);
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let mut written = String::new();
+    // Each record in one line of the golden file; the store must also read the record back.
     let mut show = async |name: &str, record: Record| {
         let key = Key::new("test", name).unwrap();
         let item = item(&raw(), &format!("golden:{}", key.as_str())).await;
@@ -104,10 +105,11 @@ async fn the_written_form_is_pinned() {
         let request = request.holder(Holder::new(if told { "host/7/name" } else { "" }));
         let traceparent = TRACEPARENT.parse::<Traceparent>().ok().filter(|_| told);
         let lease = wins(&store, &request.traceparent(traceparent)).await;
-        // The renewal or end of the attempt comes later, and not at a whole second.
+        // The renewal or the end of the attempt comes later, and not at a whole second.
         clock.set_wall(THEN + 7_001);
         lease
     };
+    // Every kind of item: pending, renewed, ended in each way, and reopened by an operator.
     let pending = |on_crash| State::Pending { lease: LEASE, ttl: TTL, on_crash, begun: false };
 
     let lease = begin("pending", None, OnCrash::Retry).await;
@@ -184,7 +186,7 @@ async fn items_are_purged_only_once_every_clock_has_seen_the_end_of_their_retent
 #[tokio::test]
 async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() {
     const LARGEST: usize = 400 * 1024;
-    // Numbers take room by their digits, so the time stands still.
+    // A number takes space for each of its digits, so the time stands still.
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let store = options("limit").clock(OddClock::at(THEN)).build(client(&wire), TABLE);
     for fingerprint in [None, Some(Fingerprint::from_bytes([1; 32]))] {
@@ -204,7 +206,7 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
         let Some(found) = store.inspect(&lease.key).await.unwrap() else { panic!("recorded") };
         assert_eq!(found.record, Record::after(&lease, result(fits).state()));
         assert_eq!((found.first_seen, found.began), (Some(Duration::ZERO), Some(Duration::ZERO)));
-        // The limit is DynamoDB's own.
+        // DynamoDB itself enforces this limit.
         let mut item = item(&raw(), &format!("limit:1/test/{name}")).await;
         item.insert("result".to_owned(), AttributeValue::B(vec![b'x'; fits + 1].into()));
         let put = raw().put_item().table_name(TABLE).set_item(Some(item.into_iter().collect())).send().await;
@@ -229,7 +231,7 @@ async fn a_result_that_no_item_holds_ends_the_operation_without_it() {
     let (second, _) = call("k", 500_000).await;
     assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1);
-    // The same if DynamoDB notices the size and the store doesn't.
+    // DynamoDB notices the size and the store does not: the result is the same.
     let body = r#"{"__type":"ValidationException","message":"Item size has exceeded the maximum allowed size"}"#;
     wire.script([Reply::Pass, Reply::Instead(400, body.to_owned())]);
     assert!(call("other", 10).await.1.recorded());
@@ -257,7 +259,7 @@ async fn the_template_makes_the_same_table_as_create_table() {
         let emulator = Emulator::start(kind);
         let raw = client(&Wire::to(&emulator.endpoint()));
         let store = DynamoStore::new(raw.clone(), TABLE);
-        // At once from many processes, and then again.
+        // From several processes concurrently, and then again.
         futures::future::try_join_all((0..4).map(|_| store.ensure_table())).await.unwrap();
         store.ensure_table().await.unwrap();
         let described = raw.describe_table().table_name(TABLE).send().await.unwrap().table.unwrap();
@@ -318,6 +320,7 @@ async fn calls_are_counted() {
     assert!(call(&store, "k", &runs).await.1.replayed());
     costs("replay", &["PutItem"]);
 
+    // Calls on a held key: a duplicate, renewals, the release, and the next attempt.
     let lease = reserved(&store, "held").await;
     wire.seen();
     let (result, _) = call(&store, "held", &runs).await;
@@ -339,6 +342,7 @@ async fn calls_are_counted() {
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
     costs("look and decision of an operator", &["GetItem", "GetItem", "PutItem"]);
 
+    // A takeover: the first request finds the lapsed lease.
     let lapsed = request(&store, "lapsed").lease(Duration::from_millis(1));
     let eager = options("calls").max_clock_skew(Duration::ZERO).build(client(&wire), TABLE);
     wins(&eager, &lapsed).await;
@@ -374,7 +378,8 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
         let ((result, outcome), ()) = tokio::join!(duplicate, end);
         assert_eq!((result.unwrap(), outcome.replayed()), (42, true), "{name}");
         let looks = wire.seen().iter().filter(|operation| *operation == "GetItem").count();
-        // The pauses between the looks grow. That its own handle has ended the attempt cuts the last one short.
+        // The pauses between the looks grow. If the attempt ends in the waiter's own handle, the last pause is cut
+        // short.
         let growing = [50, 100, 200, 400, 800].into_iter().chain(std::iter::repeat(1000));
         let cut_short = usize::from(name == "own");
         let paused: u64 = growing.take(looks.saturating_sub(1 + cut_short)).sum();
@@ -425,11 +430,12 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
             machines.at(at);
             let lapses_in = refused("the lease still holds").await;
             assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?} at {at}");
-            // A duplicate is told the time at which it can take over.
+            // A duplicate's answer holds the time until it can take over.
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
             refused("a moment too early").await;
         }
-        // By its own clock, the other machine takes over a skew after the lease; by true time, two skews at the latest.
+        // By its own clock, the other machine takes over one skew after the lease lapses; by true time, after two skews
+        // at the latest.
         let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
         assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
         machines.at(free - 1);
@@ -461,7 +467,7 @@ async fn clocks_within_the_skew_never_forget_early() {
             assert!(matches!(answer, Reservation::Finished { .. }), "{ahead:?} at {at}: {answer:?}");
             assert!(b.inspect(&held.key).await.unwrap().is_some(), "{ahead:?} at {at}");
         }
-        // The item has not been deleted, and is absent all the same.
+        // The item has not been deleted, but counts as absent.
         machines.at(forgotten);
         assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
         assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?}");
@@ -481,9 +487,10 @@ async fn what_happens_between_a_look_and_a_takeover_counts() {
             let wire = Wire::to(&Kind::Dynoxide.shared());
             let options = options("between").max_clock_skew(Duration::ZERO);
             let other = options.clock(clock).build(client(&wire), TABLE);
-            // Its first request finds the lapsed lease; the second, which takes it over, has to wait.
+            // The first request of the other process finds the lapsed lease; the second one, which takes the lease
+            // over, has to wait.
             let may = Arc::new(Semaphore::new(0));
-            // An operator looks before that.
+            // An operator looks before these two requests.
             wire.script(
                 operator.then_some(Reply::Pass).into_iter().chain([Reply::Pass, Reply::Once(Arc::clone(&may))]),
             );
@@ -548,7 +555,7 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     clock.set_wall(THEN + 20_000);
     assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
-    // A renewal sent 10 s earlier arrives only now; or the clock was set back.
+    // A renewal sent 10 s earlier arrives only now, or the clock was set back.
     clock.set_wall(THEN + 10_000);
     assert_eq!(
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
@@ -566,7 +573,7 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
 
 // Leases are kept.
 
-/// A runtime of one thread that runs `work` and is then blocked, until the returned sender is dropped.
+/// Starts a runtime of one thread that runs `work` and is then blocked until the returned sender is dropped.
 fn blocked_runtime<F>(work: impl FnOnce() -> F + Send + 'static) -> std::sync::mpsc::Sender<()>
 where
     F: Future<Output = ()>,
@@ -668,12 +675,13 @@ async fn a_call_of_several_requests_has_one_time_limit() {
     assert!(began.elapsed() < LIMIT * 2 - LIMIT / 10, "{:?}: each request has had all of it", began.elapsed());
 }
 
-// Refusals of DynamoDB, and invalid answers.
+// Refusals by DynamoDB, and invalid answers.
 
-/// Answers to the request that begins an attempt, and the kinds of error that they mean.
+/// Answers to the request that begins an attempt, each with the kind of error that it means.
 fn answers() -> Vec<(Reply, StoreErrorKind)> {
     use StoreErrorKind::{Full, Misconfigured, Unavailable, Unconfirmed};
     let mut answers = Vec::new();
+    // Refusals: the request had no effect.
     for code in [
         "ProvisionedThroughputExceededException",
         "ThrottlingException",
@@ -697,6 +705,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
     ] {
         answers.push((Reply::error(400, code), Misconfigured));
     }
+    // Errors of the server: the request may have had an effect.
     for (status, code) in [
         (500, "InternalServerError"),
         (503, "ServiceUnavailable"),
@@ -707,6 +716,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
     ] {
         answers.push((Reply::error(status, code), Unconfirmed));
     }
+    // Answers that are not DynamoDB's, from something between client and server, and lost answers.
     let no_answers = [
         "",
         "{}",
@@ -744,7 +754,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         let play = || wire.script([reply.clone()]);
         play();
         is("reserve", store.reserve(&request).await.err());
-        // The other calls meet the record that exists by now.
+        // The other calls find the record that exists by now.
         assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
         is("renew", renew_all(&store, std::slice::from_ref(&lease)).await.err());
@@ -764,7 +774,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
 
 #[tokio::test]
 async fn no_answer_whatever_leads_to_a_second_run() {
-    // Given to the first tries of every step in turn.
+    // Each answer is given to the first requests of each step in turn.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
         steps.map(move |(step, before, times)| {
@@ -783,7 +793,7 @@ async fn no_answer_whatever_leads_to_a_second_run() {
                 assert!(runs.into_inner() <= 1, "{name} {reply:?}: {first:?}, then {second:?}");
                 match second {
                     Ok(_) => assert_eq!(outcome.replayed(), ran == 1, "{name} {reply:?}"),
-                    // Held until its lease lapses: the body has run, and its result is unknown.
+                    // The key is held until its lease lapses: the body has run, and its result is unknown.
                     Err(Error::InProgress { .. }) => {
                         assert!(ran == 1 && first.is_err() && step == "finish", "{name} {reply:?}: {first:?}");
                     }
@@ -800,24 +810,24 @@ async fn a_refusal_without_the_item_is_looked_into() {
     const REFUSED: &str = r#"{"__type":"ConditionalCheckFailedException","message":"The conditional request failed"}"#;
     let (store, wire) = wired("no-item");
     let bare = || Reply::Instead(400, REFUSED.to_owned());
-    // There is no item: it was deleted meanwhile, and the reservation is tried again.
+    // No item: it was deleted meanwhile, and the store repeats the reservation.
     wire.script([bare()]);
     let lease = reserved(&store, "k").await;
     assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
-    // Another attempt's record is there.
+    // The item is another attempt's record.
     wire.script([bare()]);
     assert!(matches!(store.reserve(&request(&store, "k")).await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(wire.seen(), ["PutItem", "GetItem"]);
-    // The attempt's own result is there.
+    // The item holds the attempt's own result.
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     wire.script([bare()]);
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
-    // A failed look at the item is an error.
+    // The look at the item fails: an error.
     wire.script([bare(), Reply::error(500, "InternalServerError")]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
     wire.script([bare(), Reply::Instead(200, "{}".to_owned())]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
-    // A service that refuses for ever does not keep the call for ever.
+    // A service that refuses forever does not keep the call forever.
     wire.script((0..1000).flat_map(|_| [bare(), Reply::Pass]));
     wire.seen();
     let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
@@ -845,6 +855,7 @@ async fn items_of_others_are_left_alone() {
     let error = store.reserve(&request(&store, "later")).await.unwrap_err();
     assert!(error.kind() == StoreErrorKind::Corrupt && error.to_string().contains("format 2"), "{error}");
     assert_eq!(item(&raw(), "others:1/test/later").await, later);
+    // Each broken attribute with the error that it causes; `None` removes the attribute.
     let spoiled: Vec<(&str, &str, Option<AttributeValue>)> = vec![
         ("format", "not a record", None),
         ("format", "not a record", Some(text("1"))),
@@ -888,7 +899,7 @@ async fn items_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{what}");
         assert!(source.to_string().contains(words), "{what}: {source}");
         assert_eq!(runs.into_inner(), 0, "{what}");
-        // No write of an owner touches it, nor does an operator's `reopen`, whatever its version.
+        // No write of an owner changes the item, nor does an operator's `reopen`, in any version.
         let request = request(&store, &name);
         let lease = Record::first(&request).lease(&request);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused, "{what}");
@@ -945,7 +956,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
             record
         };
         assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, released, "refunded once");
-        // The second request of a reservation that meets a record.
+        // The second request of a reservation that finds a record.
         fail_at(1);
         let lease = reserved(&store, &name).await;
         assert_eq!((lease.attempt, lease.attempts_used), (2, 1), "{lost:?}");
@@ -965,7 +976,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
     wire.script([throttled(), throttled(), throttled()]);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "refused three times: {error}");
-    // The time limit is reached while the client pauses before its next try.
+    // The time limit ends while the client pauses before its next try.
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let patient = RetryConfig::standard()
         .with_initial_backoff(Duration::from_secs(1000))
@@ -1021,7 +1032,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
         let through = Wire::to(&proxy.url().replace("redis:", "http:"));
         let store = DynamoStore::options().response_timeout(Duration::from_secs(2)).build(client(&through), TABLE);
         let (runs, name) = (AtomicU32::new(0), format!("finish:{line:?}"));
-        // The line breaks while the result is being recorded, and heals after a while.
+        // The line breaks while the result is being recorded, and works again after a while.
         let body = async {
             proxy.set(line);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -1077,7 +1088,7 @@ async fn processes_race_for_the_same_keys_while_the_server_restarts() {
         }
     };
     let effects = race.run(restarts).await;
-    // A process whose emulator is away for longer than its lease also leaves an effect without a record.
+    // If the emulator is away for longer than a lease, a process also leaves an effect without a record.
     println!("{} effects beyond one for each key", effects.repeated());
     assert!(effects.repeated() <= race.kills + 3 * (race.racers + 1), "{effects:?}");
 }

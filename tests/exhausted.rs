@@ -1,9 +1,10 @@
-//! Processes in which no thread can be started (`RLIMIT_NPROC`, `pids.max`), or no descriptor opened (`RLIMIT_NOFILE`).
+//! Processes that can start no thread (`RLIMIT_NPROC`, `pids.max`), or open no descriptor (`RLIMIT_NOFILE`).
 //!
-//! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` show workers in such processes, for every store. Here are the
-//! errors of opening a store, and the store in memory.
+//! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` show workers in such processes, for every
+//! store. The tests here check the errors of opening a store, and the store in memory.
 //!
-//! Each test runs in a process of its own with low limits, as another user if this one is root, whom no limit of threads binds.
+//! Each test runs in its own process with low limits. If this process is root, the other one runs as another user,
+//! because no limit of threads binds root.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::fs::{File, Permissions};
@@ -17,13 +18,14 @@ use std::time::Duration;
 use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, RedisStore, Store, StoreError, StoreErrorKind};
 use idem_tests::server::{Kind, RedisServer};
 
-/// In the process with limits: where the server listens, if the test has one.
+/// Variable of the limited process: the address of the server, or an empty text without one.
 const ALONE: &str = "IDEM_TEST_EXHAUSTED";
 const LEASE: Duration = Duration::from_millis(600);
 
-/// Runs the test `name` in a process of its own, which is told `server`. Returns what that was told if this is that process.
+/// Runs the test `name` in its own limited process, to which it passes `server`. In that process, returns the passed
+/// text.
 fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)) -> Option<String> {
-    /// The number of users so far. Each test has one of its own, as a limit of threads is that of a user.
+    /// Number of users so far. Each test needs its own user, as a limit of threads applies to a user.
     static TESTS: AtomicU32 = AtomicU32::new(0);
     if let Ok(told) = std::env::var(ALONE) {
         return Some(told);
@@ -55,7 +57,7 @@ fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)
     None
 }
 
-/// Without a server.
+/// No server.
 fn nothing() -> (String, Box<dyn std::any::Any>) {
     (String::new(), Box::new(()))
 }
@@ -65,7 +67,7 @@ fn redis() -> (String, Box<dyn std::any::Any>) {
     (server.url(), Box::new(server))
 }
 
-/// All threads that this process may have, until this is dropped.
+/// Threads up to the limit of this process, until the guard is dropped.
 struct Threads(Arc<AtomicBool>, Vec<thread::JoinHandle<()>>);
 
 impl Threads {
@@ -95,7 +97,7 @@ impl Drop for Threads {
     }
 }
 
-/// All descriptors that this process may have, until they are dropped.
+/// Opens all descriptors that this process may have; they are free again when the files are dropped.
 fn descriptors() -> Vec<File> {
     let files: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).take(1000).collect();
     assert!(files.len() < 1000, "there is no limit");
@@ -112,7 +114,7 @@ async fn call(store: &impl Store, key: &str, sleeps: Duration) -> Result<u32, Er
         tokio::time::sleep(sleeps).await;
         Ok::<_, Error>(1)
     };
-    // Renewals may be late on a machine that has much to do.
+    // Renewals may be late on a busy machine.
     let policy = Policy::new(Duration::from_secs(3600)).lease(LEASE).max_pause(Duration::from_secs(3600));
     Operation::new(store, Key::new("exhausted", key), policy).run(body).await
 }
@@ -160,7 +162,7 @@ fn without_threads_a_redis_that_has_to_be_looked_up_is_unavailable() {
 fn without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable() {
     use idem_runtime::PostgresStore;
     let name = "without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable";
-    // No server listens there: without threads no connection is tried.
+    // No server listens there: without threads the store never tries to connect.
     let Some(_) = limited(name, nothing) else { return };
     block_on(async {
         let threads = Threads::all();
@@ -180,7 +182,7 @@ fn without_threads_sqlite_is_unavailable() {
         let open = SqliteStore::open(folder.file()).await.unwrap();
         let threads = Threads::all();
         is_transient(&SqliteStore::open(folder.file()).await.expect_err("it needs a thread"));
-        // The thread that writes is there.
+        // The writer thread of the open store exists already.
         assert_eq!(call(&open, "k", Duration::ZERO).await.unwrap(), 1);
         drop(threads);
         SqliteStore::open(folder.file()).await.unwrap();
@@ -221,10 +223,10 @@ fn without_descriptors_sqlite_is_unavailable() {
     let Some(_) = limited("without_descriptors_sqlite_is_unavailable", nothing) else { return };
     let folder = idem_tests::sqlite::Folder::new();
     block_on(async {
-        // Stays open, so that its descriptors are not free.
+        // This store stays open, so that its descriptors are not free.
         let _open = SqliteStore::open(folder.file()).await.unwrap();
         let mut files = descriptors();
-        // With room for the file, but not for all that SQLite opens beside it.
+        // With room for the file, but not for everything else that SQLite opens.
         for left in 0..3 {
             is_transient(
                 &SqliteStore::open(folder.path().join(format!("{left}.db"))).await.expect_err("no descriptor"),

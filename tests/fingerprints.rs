@@ -1,4 +1,5 @@
-//! Fingerprints and JSON: for everything that serde accepts, equal JSON has equal fingerprints and other JSON has others.
+//! Fingerprints and JSON: for all data that serde accepts, equal JSON has equal fingerprints, and different JSON has
+//! different ones.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, LinkedList, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -21,7 +22,7 @@ fn name(index: u8) -> &'static str {
     NAMES[usize::from(index) % NAMES.len()]
 }
 
-/// Everything in serde's data model.
+/// Every kind of value in serde's data model.
 #[derive(Clone, Debug)]
 enum Data {
     Bool(bool),
@@ -48,7 +49,7 @@ enum Data {
     NewtypeStruct(Box<Data>),
     NewtypeVariant(u8, Box<Data>),
     Seq(Vec<Data>),
-    /// The same, handed over as a whole.
+    /// A sequence that is serialized by one call (`collect_seq`).
     Collected(Vec<Data>),
     Tuple(Vec<Data>),
     TupleStruct(Vec<Data>),
@@ -56,12 +57,13 @@ enum Data {
     Map(Vec<(Data, Data)>),
     Struct(Vec<(u8, Data)>),
     StructVariant(u8, Vec<(u8, Data)>),
-    /// A value serialized by its `Display`.
+    /// Value serialized by its `Display`.
     Shown(u8),
 }
 
 impl Serialize for Data {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        // Each kind of value by the method of its name; tables and lists element by element.
         match self {
             Self::Bool(value) => serializer.serialize_bool(*value),
             Self::I8(value) => serializer.serialize_i8(*value),
@@ -143,7 +145,7 @@ impl Data {
             }
     }
 
-    /// Whether the text has a number that a `Value` can't hold exactly.
+    /// True if the value has a number that a `serde_json::Value` can't hold exactly.
     fn is_more_than_a_value(&self) -> bool {
         self.any(&|data| match data {
             Self::I128(value) => i64::try_from(*value).is_err() && u64::try_from(*value).is_err(),
@@ -152,7 +154,7 @@ impl Data {
         })
     }
 
-    /// Whether `serde_json::to_value` makes another number of it than `serde_json::to_string`.
+    /// True if `serde_json::to_value` gives another number than `serde_json::to_string`.
     fn is_widened(&self) -> bool {
         self.any(&|data| match data {
             Self::F32(value) => {
@@ -165,7 +167,7 @@ impl Data {
 }
 
 fn leaf() -> impl Strategy<Value = Data> {
-    // Small ones, so that many are equal, and any others.
+    // Small numbers, so that many are equal, and arbitrary ones.
     let float = prop_oneof![
         (-4_i8..4).prop_map(f64::from),
         (254_u16..258).prop_map(f64::from),
@@ -209,7 +211,7 @@ fn leaf() -> impl Strategy<Value = Data> {
 }
 
 fn key() -> impl Strategy<Value = Data> {
-    // A key that is no name in JSON is refused by serde_json, but not here.
+    // serde_json refuses a key that is no name in JSON; fingerprints don't.
     let wrapped = leaf().prop_flat_map(|data| {
         prop_oneof![
             Just(data.clone()),
@@ -241,10 +243,10 @@ fn data() -> impl Strategy<Value = Data> {
     })
 }
 
-/// A JSON number by its value: sign, digits without zeros at either end, exponent of the last digit.
+/// JSON number by its value: sign, digits without zeros at either end, exponent of the last digit.
 type Number = (bool, String, i64);
 
-/// JSON as an independent reader sees it.
+/// JSON, read by an independent parser.
 #[derive(Clone, PartialEq, Debug)]
 enum Json {
     Null,
@@ -346,12 +348,13 @@ fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
     Fingerprint::of(value).expect("serializes")
 }
 
-/// The same JSON from other types.
+/// Returns a value of other types with the same JSON.
 fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
     match json {
         Json::Null => [Data::None, Data::Unit, Data::F64(f64::NAN), Data::UnitStruct][usize::from(dice() % 4)].clone(),
         Json::Bool(value) => Data::Some(Box::new(Data::Bool(*value))),
         Json::Number((negative, digits, exponent)) => {
+            // A number in any type that writes the same JSON, found by trying all of them.
             let text = format!("{}{digits}e{exponent}", if *negative { "-" } else { "" });
             let text = if digits.is_empty() { "0".to_owned() } else { text };
             let (double, single) = (text.parse::<f64>().unwrap(), text.parse::<f32>().unwrap());
@@ -370,12 +373,13 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
                 forms.extend(u128::try_from(whole).ok().map(Data::U128));
                 forms.extend(i8::try_from(whole).ok().map(Data::I8));
             }
-            // The only number without a form here is a `u128` that no other type holds.
+            // Only a `u128` that no other type holds has no form yet.
             let big = || format!("{digits}{}", "0".repeat(usize::try_from(*exponent).unwrap())).parse().unwrap();
             let choice = usize::from(dice());
             if forms.is_empty() { Data::U128(big()) } else { forms.swap_remove(choice % forms.len()) }
         }
         Json::Text(text) => {
+            // A text as string, newtype, char, unit variant or displayed value.
             let mut forms = vec![Data::Str(text.clone()), Data::NewtypeStruct(Box::new(Data::Str(text.clone())))];
             let mut chars = text.chars();
             forms.extend(chars.next().filter(|_| chars.as_str().is_empty()).map(Data::Char));
@@ -384,6 +388,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
             forms.swap_remove(usize::from(dice()) % forms.len())
         }
         Json::List(values) => {
+            // A list as any sequence, and as bytes if all elements are bytes.
             let values: Vec<_> = values.iter().map(|value| retyped(value, dice)).collect();
             let byte = |value: &Data| match value {
                 Data::U64(byte) => u8::try_from(*byte).ok(),
@@ -398,6 +403,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
             }
         }
         Json::Object(entries) => {
+            // An object in any order, as map, struct or variant, as far as its names allow.
             let known =
                 |name: &str| NAMES.iter().zip(0_u8..).find(|(known, _)| **known == name).map(|(_, index)| index);
             let mut retyped: Vec<_> =
@@ -434,7 +440,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
     }
 }
 
-/// Some numbers that follow from a seed.
+/// Pseudo-random numbers from a seed.
 fn dice(mut seed: u64) -> impl FnMut() -> u8 {
     move || {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -445,7 +451,7 @@ fn dice(mut seed: u64) -> impl FnMut() -> u8 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// One consumer reads the text, another one gets the value.
+    /// A consumer that reads the text and a consumer that gets the value have the same fingerprint.
     #[test]
     fn data_is_what_its_json_is(data in data()) {
         let fingerprint = of(&data);
@@ -473,7 +479,7 @@ proptest! {
 
     #[test]
     fn other_json_has_another_fingerprint(one in data(), other in data()) {
-        // Beside each other, too: no value runs into the next.
+        // In pairs too: no value runs into the next one.
         let (there, back) = ([&one, &other], [&other, &one]);
         if let (Ok(a), Ok(b)) = (serde_json::to_string(&one), serde_json::to_string(&other)) {
             let equal = Reader::read(&a) == Reader::read(&b);
@@ -504,7 +510,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
             of(&serde_json::to_value(&bytes).unwrap()),
         ];
         assert!(same.iter().all(|other| *other == same[0]), "{len}: {same:?}");
-        // In an enum, too, and an element behind them changes all of it.
+        // In an enum too; and an element that is no byte, after them, changes the whole fingerprint.
         let numbers: Vec<_> = bytes.iter().map(|byte| Data::U16((*byte).into())).collect();
         let variant = Data::NewtypeVariant(0, Box::new(Data::Bytes(bytes.clone())));
         assert_eq!(of(&variant), of(&Data::TupleVariant(0, numbers.clone())), "{len}");
@@ -516,7 +522,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
             assert_ne!(with(Data::Seq), same[0], "{len} {last:?}");
         }
     }
-    // What comes before an element that is no byte counts, too.
+    // Elements before one that is no byte count too.
     assert!(of(&[1, 256]) != of(&[2, 256]) && of(&[1, 256]) != of(&[256]) && of(&[256, 1]) != of(&[256, 2]));
     let of_one = |byte: u8| of(&[byte]);
     assert!((1..=255).all(|byte| of_one(byte) != of_one(0) && of_one(byte) != of(&byte)));
@@ -526,7 +532,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
 fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
     let digest: [u8; 32] = std::array::from_fn(|at| 7 * u8::try_from(at).unwrap());
     let of_digest = of(&PayloadDigest::new(digest));
-    // The same digest, however it is held.
+    // The same digest in other containers.
     assert_eq!(of_digest, of(&PayloadDigest::new(&digest[..])));
     assert_eq!(of_digest, of(&PayloadDigest::new(digest.to_vec())));
     assert_eq!(of_digest, of(&Some(PayloadDigest::new(Bytes::copy_from_slice(&digest)))));
@@ -549,7 +555,7 @@ fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
         assert_ne!(*other, of_digest, "{at}");
         assert!(others[at + 1..].iter().all(|next| next != other), "{at} is met again");
     }
-    // Elsewhere than in a fingerprint it is its bytes.
+    // Outside of a fingerprint a digest is its bytes.
     assert_eq!(
         serde_json::to_string(&PayloadDigest::new([1_u8; 16])).unwrap(),
         serde_json::to_string(&[1; 16]).unwrap()
@@ -565,7 +571,7 @@ fn what_is_too_short_for_a_digest_is_no_fingerprint() {
     assert!(Fingerprint::of(&PayloadDigest::new([7; PayloadDigest::MIN_BYTES])).is_ok());
 }
 
-/// The generators produce the cases that they are for.
+/// Checks that the generators produce both equal and unequal data.
 #[test]
 fn equal_and_unequal_data_is_met() {
     let mut runner = TestRunner::deterministic();
@@ -584,7 +590,7 @@ fn equal_and_unequal_data_is_met() {
     assert!(texts.values().any(|(_, written)| written.len() > 1), "no value is written in two ways");
 }
 
-/// A payload with collections that have an order, and with some that have none.
+/// Payload with collections that have an order, and with collections that have none.
 #[derive(Clone, Debug)]
 enum Tree {
     Number(u16),
@@ -615,10 +621,11 @@ fn tree() -> impl Strategy<Value = Tree> {
     })
 }
 
-/// A tree as a process has it: each table has a hasher of its own. Nodes are equal if they were built from equal trees.
+/// Tree as a process holds it: each table has its own hasher. Nodes are equal if they were built from equal trees.
 #[derive(Debug)]
 struct Node {
-    /// The tree as text, without what a table forgets: `Some` is written like its value, in JSON and in a fingerprint.
+    /// Text of the tree, without the order of tables. `Some` is written like its value, as in JSON and in a
+    /// fingerprint.
     text: String,
     built: Built,
 }
@@ -662,7 +669,7 @@ impl Hash for Node {
 }
 
 impl Tree {
-    /// Builds the payload; `turn` is where each table begins to be filled.
+    /// Builds the payload. `turn`: index from which each table is filled.
     fn build(&self, turn: usize) -> Node {
         let nodes = |trees: &[Self]| -> Vec<Node> { trees.iter().map(|tree| tree.build(turn)).collect() };
         let texts = |nodes: &[Node]| nodes.iter().map(|node| node.text.clone()).collect::<Vec<_>>().join(",");
@@ -684,6 +691,7 @@ impl Tree {
                 let (one, other) = (pair.0.build(turn), pair.1.build(turn));
                 Node { text: format!("[{},{}]", one.text, other.text), built: Built::Tuple(Box::new((one, other))) }
             }
+            // A table is filled from another element, so that equal tables iterate in different orders.
             Self::Set(trees) => {
                 let mut nodes = nodes(trees);
                 let middle = turn % nodes.len().max(1);
@@ -693,7 +701,7 @@ impl Tree {
                 Node { text: format!("*{texts:?}"), built: Built::Set(set) }
             }
             Self::Map(entries) => {
-                // The last entry of a name counts, in whatever order the table is filled.
+                // The last entry of a name counts, in any order in which the table is filled.
                 let last: BTreeMap<u8, &Self> = entries.iter().map(|(name, tree)| (*name, tree)).collect();
                 let mut entries: Vec<_> = last.into_iter().map(|(name, tree)| (name, tree.build(turn))).collect();
                 let text =
@@ -712,8 +720,8 @@ impl Tree {
 }
 
 proptest! {
-    /// The same message has the same fingerprint in every process, and another message has another one: tables have no order, and
-    /// everything else has.
+    /// The same message has the same fingerprint in every process, and another message has another one: tables have no
+    /// order, and all other collections have.
     #[test]
     fn hash_tables_have_no_order_and_lists_have(one in tree(), other in tree(), turn in 1..4_usize) {
         let of = |tree: &Tree, turn| { let node = tree.build(turn); (Fingerprint::of(&node).unwrap(), node.text) };
@@ -732,7 +740,7 @@ fn a_set_of_many_elements_has_one_fingerprint() {
     assert!((0..20).all(|_| of() == first));
 }
 
-/// The decision by the names that this compiler gives to types.
+/// Checks, by the type names of this compiler, which collections count as unordered.
 #[test]
 fn only_hash_tables_have_no_order() {
     struct Collects<F>(F);
@@ -753,7 +761,7 @@ fn only_hash_tables_have_no_order() {
     assert_eq!(Fingerprint::of(&Collects(|| map.keys())).unwrap(), expected);
     assert_eq!(Fingerprint::of(&Collects(|| map.values().copied())).unwrap(), expected);
 
-    // Everything else is the array that it has always been, also with tables inside.
+    // Every other collection is hashed as an array, also with tables inside.
     let array = Fingerprint::of(&(300, 1, 2)).unwrap();
     assert_eq!(Fingerprint::of(&[300, 1, 2]).unwrap(), array);
     assert_eq!(Fingerprint::of(&vec![300, 1, 2]).unwrap(), array);
@@ -767,7 +775,7 @@ fn only_hash_tables_have_no_order() {
     assert_ne!(Fingerprint::of(&forth).unwrap(), Fingerprint::of(&back).unwrap());
 }
 
-/// Two keys of a table may be written with one name; the entry that counts is not a matter of chance.
+/// Two keys of a table may have the same JSON name; the entry that counts must not depend on chance.
 #[test]
 fn names_that_meet_in_a_table_are_not_a_matter_of_chance() {
     #[derive(PartialEq, Eq, Hash)]

@@ -1,8 +1,8 @@
-//! Processes that fork in the middle of calls: no child waits for what a thread of its parent holds.
+//! Processes that fork in the middle of calls: no child waits for a lock that a thread of its parent holds.
 //!
-//! A fork copies every lock in the state of that moment, and no thread but the one that forks. The parents here have threads
-//! in every part of the library while they fork; each child calls handlers of its own. `IDEM_FORKS` is the number of forks for
-//! each store (default: 60).
+//! A fork copies every lock in its present state, but of all threads only the one that forks. The parents here have
+//! threads in every part of the library while they fork; each child calls handlers of its own. `IDEM_FORKS` is the
+//! number of forks for each store (default: 60).
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,13 +31,15 @@ use idem_tests::stores;
 use tokio::runtime::Builder;
 
 const ALONE: &str = "IDEM_TEST_ALONE";
-/// A child that has taken as long waits for something that does not come: SQLite's answers are due after 30 s.
+/// Time after which a child counts as hanging. SQLite's answers are due after 30 s.
 const DEADLINE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(100);
-/// Handlers of a parent that run at the same time. Every other one has a body that sleeps while its lease is renewed.
+/// Number of handlers that a parent runs concurrently. Every other one has a body that sleeps while its lease is
+/// renewed.
 const BUSY: u64 = 32;
 
-/// Whether this process runs nothing but the test `name`; otherwise, such a process has run and passed.
+/// Returns true in a process that runs only the test `name`. Otherwise runs such a process, which must pass, and
+/// returns false.
 fn is_alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
@@ -52,7 +54,7 @@ fn is_alone(name: &str) -> bool {
 /// Calls a handler whose body sleeps for `sleeps`.
 async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -> Result<u32, Error> {
     let policy = Policy::new(Duration::from_secs(3600)).lease(lease).in_progress(InProgress::Wait(LEASE));
-    // Renewals may be late on a machine that has much to do.
+    // Renewals may be late on a busy machine.
     let policy = policy.max_pause(Duration::from_secs(3600));
     let body = async {
         tokio::time::sleep(sleeps).await;
@@ -61,17 +63,18 @@ async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -
     Operation::new(store, Key::new("forks", key), policy).run(body).await
 }
 
-/// Whether a child may be refused so. A store in memory and SQLite refuse where the fork met a thread at work in them.
+/// Reports whether a child may get this error. A store in memory and SQLite refuse if a thread was inside of them
+/// during the fork.
 fn is_refused(error: &Error) -> bool {
     let Error::Store { source, .. } = error else { return false };
     source.kind() == StoreErrorKind::Misconfigured && source.to_string().contains("forked")
 }
 
-/// Handlers of its own, and replays. Returns what was refused.
+/// Calls handlers of the child, then replays them. Returns the errors.
 async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
     let calls = (0..4).map(|at| {
         let (store, key) = (Arc::clone(&store), format!("child {number} {at}"));
-        // One of them outlives its first lease.
+        // One body outlives its first lease.
         let sleeps = if at == 0 { LEASE * 3 / 2 } else { Duration::ZERO };
         tokio::spawn(async move {
             call(&*store, &key, LEASE, sleeps).await?;
@@ -86,7 +89,8 @@ async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
     refused
 }
 
-/// The handlers of a parent, which pause while a child runs: a child that waits does not wait for its turn.
+/// Handlers of a parent. They pause while a child runs, so that a child that waits does not just wait for processor
+/// time.
 struct Busy {
     store: Arc<dyn Store>,
     calls: AtomicU64,
@@ -100,14 +104,14 @@ impl Busy {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             let number = self.calls.fetch_add(1, Ordering::Relaxed);
-            // In pairs: of two calls for one key one may wait. Short leases keep the upkeep thread at work.
+            // In pairs: one of two calls for one key may wait. Short leases keep the upkeep thread at work.
             let (key, lease) = (format!("parent {}", number / 2), Duration::from_millis(3 + number % 20));
             let sleeps = if at.is_multiple_of(2) { Duration::from_millis(number % 30) } else { Duration::ZERO };
             let _ = call(&*self.store, &key, lease, sleeps).await;
         }
     }
 
-    /// Waits until handlers have been called `calls` times more.
+    /// Waits until handlers have been called `calls` more times.
     fn goes_on(&self, calls: u64) {
         let before = self.calls.load(Ordering::Relaxed);
         self.paused.store(false, Ordering::Relaxed);
@@ -149,6 +153,7 @@ fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(u
 /// Forks off children while handlers run; `held` of them never end, so that there are many leases to look through.
 fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc<dyn Store>) {
     let parents = Builder::new_multi_thread().worker_threads(4).enable_all().build().unwrap();
+    // A parent with busy handlers and with handlers that never end.
     let store = parents.block_on(open());
     let (calls, paused) = (AtomicU64::new(0), AtomicBool::new(false));
     let busy = Arc::new(Busy { store: Arc::clone(&store), calls, paused });
@@ -176,7 +181,7 @@ fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc
     parents.shutdown_background();
 }
 
-/// The status with which a child has ended; `None` if it hangs.
+/// Status with which a child ended; `None` if it hangs.
 fn ends(child: i32) -> Option<i32> {
     let begun = Instant::now();
     while begun.elapsed() < DEADLINE {
@@ -477,7 +482,7 @@ fn a_child_of_a_busy_process_never_hangs_with_sqlite() {
         let spec = format!("sqlite {}", folder.file().display());
         forks_while_busy(20, true, async || {
             let path = folder.file();
-            // Connections are opened and closed, too, which takes locks inside SQLite.
+            // Connections are opened and closed too, which takes locks inside SQLite.
             tokio::spawn(async move {
                 loop {
                     let opened = idem_runtime::SqliteStore::open(&path).await;
@@ -485,7 +490,7 @@ fn a_child_of_a_busy_process_never_hangs_with_sqlite() {
                     drop(opened);
                 }
             });
-            // With long limits: a refusal takes no time.
+            // Long limits: a refusal takes no time.
             stores::open(&spec, Duration::from_secs(100)).await
         });
     }

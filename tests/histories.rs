@@ -1,7 +1,7 @@
-//! Random histories: every answer of a store is compared with that of a simple reference.
+//! Random histories: every answer of a store is compared with the answer of a simple reference.
 //!
-//! `IDEM_HISTORIES_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_HISTORIES_TIMES=10` makes it ten times
-//! as long.
+//! `IDEM_HISTORIES_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_HISTORIES_TIMES=10` makes
+//! it ten times as long.
 
 use std::fmt::Write as _;
 use std::num::NonZeroU32;
@@ -28,17 +28,17 @@ mod reference;
 
 use reference::{Answer, Ask, Entry, Phase, Reference, Sight};
 
-/// A lease or retention that ends during a history.
+/// Length of a lease or retention that ends during a history, in milliseconds.
 const SHORT: u64 = 40;
-/// A lease or retention that doesn't end during a history on real time.
+/// Length of a lease or retention that doesn't end during a history on real time, in milliseconds.
 const LONG: u64 = 600_000;
 
-/// How time passes for the store.
+/// Passage of time for the store.
 enum Time {
-    /// As the test sets it, to the nanosecond: every answer is predicted exactly.
+    /// The test advances time, to the nanosecond: every answer is predicted exactly.
     ByHand(ManualClock),
-    /// By itself. A step that begins a short lease or retention is followed by a pause that ends it, so that no answer
-    /// depends on the speed of the machine; the rest of a long one is only checked to be plausible.
+    /// Real time. A step that begins a short lease or retention is followed by a pause that ends it, so that no answer
+    /// depends on the speed of the machine. The rest of a long one is only checked to be plausible.
     Real,
 }
 
@@ -51,7 +51,7 @@ impl Time {
     }
 }
 
-/// One step of a history. An attempt is named by how many were requested after it.
+/// One step of a history. `back` names an attempt by the number of attempts that were requested after it.
 #[derive(Clone, Debug)]
 enum Step {
     Reserve {
@@ -83,7 +83,7 @@ enum Step {
     Look {
         key: usize,
     },
-    /// An operator decides about what one of the last looks showed.
+    /// An operator decides about the record of one of the last looks.
     Decide {
         back: usize,
         action: Action,
@@ -115,6 +115,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         1 => any::<u64>().prop_map(|size| StoredResult::TooLarge { size }),
         1 => Just(StoredResult::Unencodable),
     ];
+    // An operator decides in every way; an attempt ends in every way.
     let finish = (payload, any::<bool>())
         .prop_map(|(payload, ok)| if ok { Finish::Completed(payload) } else { Finish::Failed(payload) })
         .boxed();
@@ -131,6 +132,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         2 => Just(Release::NotStarted),
         1 => Just(Release::Interrupted),
     ];
+    // Reservations and pauses are the most frequent steps.
     prop_oneof![
         6 => (0..2_usize, time.clone(), time, fingerprint, on_crash, max_attempts).prop_map(
             |(key, lease, ttl, fingerprint, on_crash, max_attempts)| Step::Reserve {
@@ -155,7 +157,7 @@ struct History<'a> {
     reference: Reference,
     keys: [Key; 2],
     asks: Vec<(Ask, ReserveRequest, Lease)>,
-    /// What operators saw: in the store, and in the reference.
+    /// Looks of operators: key, revision in the store, and the same look in the reference.
     seen: Vec<(usize, Revision, Sight)>,
 }
 
@@ -169,7 +171,7 @@ impl<'a> History<'a> {
         Self { store, time, reference: Reference::default(), keys, asks: Vec::new(), seen: Vec::new() }
     }
 
-    /// The index of the attempt that was requested `back` before the latest one.
+    /// Index of the attempt that was requested `back` attempts before the latest one.
     fn nth(&self, back: usize) -> Option<usize> {
         self.asks.len().checked_sub(back + 1)
     }
@@ -178,7 +180,7 @@ impl<'a> History<'a> {
         self.asks[index].1.owner
     }
 
-    /// Whether `found` is a valid time where `expected` should be left.
+    /// Reports whether `found` is a valid remaining time if the reference expects `expected`.
     fn is_left(&self, found: Duration, expected: u64) -> bool {
         let expected = Duration::from_millis(expected);
         match self.time {
@@ -265,7 +267,7 @@ impl<'a> History<'a> {
                     max_attempts: *max_attempts,
                 };
                 let granted = self.reserve(&ask, &request).await?;
-                // A refused caller may try to write all the same.
+                // A refused caller may still try to write.
                 let lease = granted.unwrap_or_else(|| Record::first(&request).lease(&request));
                 self.asks.push((ask, request, lease));
             }
@@ -278,6 +280,7 @@ impl<'a> History<'a> {
                     }
                 }
             }
+            // All leases in one call, as in a beat.
             Step::Renew { backs } => {
                 let indices: Vec<_> = backs.iter().filter_map(|back| self.nth(*back)).collect();
                 let leases: Vec<_> = indices.iter().map(|index| self.asks[*index].2.clone()).collect();
@@ -287,6 +290,7 @@ impl<'a> History<'a> {
                     asks.map(|(ask, attempt)| reference.renew(ask.key, ask.owner, attempt)).collect();
                 prop_assert_eq!(renew_all(self.store, &leases).await.unwrap(), expected);
             }
+            // Writes of an owner, whether or not it still holds the key.
             Step::Begin { back } => {
                 if let Some(index) = self.nth(*back) {
                     let (ask, _, lease) = &self.asks[index];
@@ -308,6 +312,7 @@ impl<'a> History<'a> {
                     prop_assert_eq!(self.store.release(lease, *release).await.unwrap(), expected);
                 }
             }
+            // An operator looks, and later decides about what the look showed.
             Step::Look { key } => {
                 let found = self.store.inspect(&self.keys[*key]).await.unwrap();
                 self.seen.extend(found.map(|found| {
@@ -347,7 +352,7 @@ impl<'a> History<'a> {
         }
     }
 
-    /// Compares every record that is visible.
+    /// Compares every visible record with the reference.
     async fn compare(&self) -> Result<(), TestCaseError> {
         for (key, name) in self.keys.iter().enumerate() {
             let found = self.store.inspect(name).await.unwrap();
@@ -380,7 +385,7 @@ fn fingerprint(mark: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-/// Compares `cases` random histories; `open` returns a store for each, and how its time passes.
+/// Compares `cases` random histories. `open` returns a store and its time for each of them.
 fn agrees_with_the_reference(cases: u32, by_hand: bool, open: impl AsyncFn() -> (Arc<dyn Store>, Time)) {
     let seed = std::env::var("IDEM_HISTORIES_SEED").map_or_else(|_| new_seed(), |text| parse_seed(&text));
     let times: u32 = std::env::var("IDEM_HISTORIES_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
@@ -433,7 +438,7 @@ fn memory_on_time_driven_by_hand() {
     });
 }
 
-/// A store with room for so few records that each reservation meets the clean-up.
+/// A store with room for so few records that each reservation runs the clean-up.
 #[test]
 fn memory_that_is_always_full() {
     agrees_with_the_reference(2_000, true, async || {
@@ -489,7 +494,7 @@ fn sqlite_on_real_time() {
     });
 }
 
-/// All wrappers, each applied to every result, with a cache so small that it forgets most of them.
+/// All wrappers, each applied to every result, with a cache so small that it evicts most of them.
 #[cfg(feature = "wrappers")]
 #[test]
 fn wrappers_on_time_driven_by_hand() {
@@ -508,7 +513,7 @@ fn wrappers_on_time_driven_by_hand() {
     }
 }
 
-/// The comparison itself can fail: no time passes for this store.
+/// The comparison itself can fail: for this store no time passes.
 #[test]
 #[should_panic(expected = "run again with IDEM_HISTORIES_SEED=")]
 fn a_store_that_forgets_nothing_disagrees() {

@@ -1,4 +1,4 @@
-//! What the documents say about the sources: the floors, the files of the stores, and the tests that they name.
+//! Statements of the documents about the sources: the floors, the files of the stores, and the tests that they name.
 
 use std::collections::HashSet;
 use std::fs;
@@ -12,7 +12,7 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// All files with this ending below a folder.
+/// All files below a folder whose names have this extension.
 fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
@@ -26,7 +26,7 @@ fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The code of a file: without comments, and without the module of tests at its end.
+/// Code of a file, without comments and without the module of tests at its end.
 fn code(path: &Path) -> String {
     let text = read(path);
     let end = text.find("\n#[cfg(test)]\nmod ").or_else(|| text.find("\n#[cfg(all(test")).unwrap_or(text.len());
@@ -34,7 +34,7 @@ fn code(path: &Path) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// The names of the floors, from the top.
+/// Names of the floors, from the top.
 fn floors() -> Vec<String> {
     let architecture = read(&root().join("ARCHITECTURE.md"));
     let (_, rest) = architecture.split_once("<!-- floors, from the top -->").expect("the table begins");
@@ -51,20 +51,20 @@ fn imports_go_down_from_floor_to_floor() {
     let (mut imports, mut wrong) = (0, Vec::new());
     for path in files(&sources, "rs") {
         let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
-        // The root has no floor, and what runs under the scheduler of tests is no part of the library.
+        // The root has no floor, and modules that run under the tests' scheduler are no part of the library.
         if relative == "lib.rs" || relative.ends_with("interleavings.rs") || relative.ends_with("shuttle.rs") {
             continue;
         }
         let name = relative.split('/').next().unwrap_or_default().trim_end_matches(".rs");
         let own = height(name).unwrap_or_else(|| panic!("{relative} is on no floor of ARCHITECTURE.md"));
         let in_transaction = relative.ends_with("within.rs") || relative.contains("/with_");
-        // What a store may import, so that it can leave for a crate of its own.
+        // A store imports only `kit` and the floors below, so that it can move to a crate of its own.
         let limit = if name == "stores" && !in_transaction { height("kit").expect("a floor") + 1 } else { own };
         for rest in code(&path).split("crate::").skip(1) {
             let target: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
             imports += 1;
             match height(&target) {
-                // Exported macros live at the root.
+                // Exported macros are at the crate root.
                 _ if target.starts_with("__") || target == name => {}
                 Some(floor) if floor < limit => {}
                 Some(_) => wrong.push(format!("{relative} imports `{target}`, which lies above")),
@@ -134,17 +134,17 @@ fn each_file_of_a_store_is_in_the_table() {
     assert_eq!(told, there, "the table of ARCHITECTURE.md and the folders of the stores name the same files");
 }
 
-/// What is between back quotes.
+/// Texts between back quotes.
 fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// Whether this may be the name of a test.
+/// Reports whether `text` may be the name of a test.
 fn is_name(text: &str) -> bool {
     text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
-/// The words of all sources with a `_` in them, and the names of the files.
+/// All words of the sources that contain a `_`, and the names of the files.
 fn names() -> HashSet<String> {
     let mut known = HashSet::new();
     for folder in ["idem-runtime/src", "idem-macros/src", "idem-cli", "tests", "examples", "benches", "fuzz/src"] {
@@ -167,7 +167,7 @@ fn the_tests_that_documents_name_are_there() {
     for path in documents.chain(files(&root().join("docs"), "md")).chain(files(&root().join("tests"), "md")) {
         let is_history = path.file_name().is_some_and(|it| it == "CHANGELOG.md");
         for name in quoted(&read(&path)).filter(|_| !is_history) {
-            // A sentence: everything shorter may be a column, an option or a field.
+            // Three underscores make a sentence; a shorter name may be a column, an option or a field.
             if is_name(name) && name.matches('_').count() >= 3 {
                 named += 1;
                 if !known.contains(name) {
@@ -180,7 +180,7 @@ fn the_tests_that_documents_name_are_there() {
     assert!(missing.is_empty(), "no test is called so: {missing:#?}");
 }
 
-/// The label of a row of a table of invariants: `S1` to `S13`, `L1` to `L9`.
+/// Label of a row of a table of invariants, such as `S1` or `L10`.
 fn label(row: &str) -> Option<&str> {
     let (label, _) = row.strip_prefix("| ")?.split_once(" | ")?;
     let (kind, number) = label.split_at_checked(1)?;
@@ -196,7 +196,7 @@ fn every_invariant_has_tests() {
     assert_eq!(labels(index), labels(&architecture), "the index and ARCHITECTURE.md name the same rules");
     let known = names();
     for row in index.lines().filter(|row| label(row).is_some()) {
-        // Behind the label and the rule.
+        // Cells after the label and the rule.
         let cells = row.split('|').skip(3);
         let tests: Vec<_> = cells.flat_map(quoted).filter(|name| is_name(name) && name.contains('_')).collect();
         assert!(!tests.is_empty(), "no test in {row}");

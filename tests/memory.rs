@@ -1,4 +1,4 @@
-//! The promises that only the store in memory makes: its bound, and renewals in the paused time of a test.
+//! Promises that only the store in memory makes: its bound, and renewals in the paused time of a test.
 
 #![allow(clippy::disallowed_methods, reason = "some of these tests pause the time of tokio")]
 
@@ -93,7 +93,7 @@ async fn expired_records_make_room_wherever_they_are() {
     world.clock.advance(TTL.saturating_sub(Duration::from_nanos(1)));
     world.refuses(&world.request(64)).await;
     world.clock.advance(Duration::from_nanos(1));
-    // The 32 finished records have expired; those that were never finished are kept for a lease longer.
+    // The 32 finished records have expired; the unfinished ones are kept for a lease longer.
     for n in 100..132 {
         world.reserved(&world.request(n)).await;
     }
@@ -109,13 +109,13 @@ async fn expired_records_make_room_wherever_they_are() {
     assert_eq!(world.store.len(), 64);
 }
 
-/// A record may be rewritten with a shorter retention than it had: by another version of the handler, or after a lease that
-/// was longer than the `ttl`.
+/// A record may be rewritten with a shorter retention: by another version of the handler, or after a lease that was
+/// longer than the `ttl`.
 #[tokio::test]
 async fn a_record_makes_room_when_its_own_retention_ends() {
     let short = Duration::from_secs(1);
 
-    // The second attempt comes with a shorter `ttl`.
+    // The second attempt has a shorter `ttl`.
     let world = World::new(1);
     let lease = world.reserved(&world.request(0)).await;
     assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
@@ -126,7 +126,7 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
     world.reserved(&world.request(1)).await;
     assert_eq!(world.store.len(), 1);
 
-    // The attempt takes longer than its `ttl`, and another reservation looks for room meanwhile.
+    // The attempt takes longer than its `ttl`. Meanwhile another reservation needs room.
     let world = World::new(1);
     let lease = world.reserved(&world.request(0).ttl(short)).await;
     world.clock.advance(short * 2);
@@ -145,7 +145,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
     let (mut refused, mut reserved, mut longest) = (0, 0, 0);
     for n in 0..200_000 {
         world.clock.advance(Duration::from_millis(100));
-        // Half of the attempts finish at once, some are released, and some never write again.
+        // Half of the attempts finish immediately, some are released, and some never write again.
         let ttl = Duration::from_secs(1 + n as u64 % 60);
         match world.reserve(&world.request(n % 50_000).ttl(ttl)).await {
             Ok(Reservation::Granted { lease, .. }) => {
@@ -163,7 +163,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
         }
         longest = longest.max(world.store.len());
     }
-    // 10 new records a second, each kept for at most 90 seconds: 900 live ones, and the store has room for them.
+    // 10 new records a second, each kept for at most 90 seconds: at most 900 live ones, for which the store has room.
     assert_eq!(refused, 0);
     assert_eq!(reserved, 200_000);
     assert!(longest <= CAPACITY, "{longest}");
@@ -179,7 +179,7 @@ async fn expired_records_do_not_pile_up_without_a_bound() {
         assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         longest = longest.max(world.store.len());
     }
-    // Ten are live at any time; expired ones stay until their shard is visited again.
+    // Ten records are live at any time; expired ones stay until the next visit of their shard.
     assert!(longest < 1_000, "{longest} records are held, ten are live");
 }
 
@@ -192,7 +192,7 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
     }
     world.clock.advance(TTL);
     assert_eq!(world.store.len(), 2_000);
-    // The latest first: the clean-up starts at the other end.
+    // The latest first, because the clean-up starts at the other end.
     for n in (0..2_000).rev() {
         assert_eq!(world.reserved(&world.request(n)).await.attempt, 1);
     }
@@ -205,7 +205,7 @@ async fn the_order_of_the_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("Listed(").count();
     for _ in 0..100 {
-        // Each write makes it expire sooner than the one before.
+        // Each write makes the record expire sooner than the write before.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
             let lease = world.reserved(&world.request(0).ttl(ttl)).await;
             assert_eq!(lease.attempt, attempt);
@@ -233,7 +233,7 @@ async fn a_store_without_room_refuses_everything() {
     assert!(world.store.is_empty());
 }
 
-/// A waiter's entry must go with the waiter, however that ends: a record that expires is never written again.
+/// A waiter's entry must go with the waiter, however the wait ends: an expired record is never written again.
 #[tokio::test]
 async fn waiters_leave_nothing_behind() {
     let world = World::new(usize::MAX);
@@ -275,7 +275,7 @@ fn every_handle_has_the_namespace() {
 
 // Tests that pause tokio's time.
 
-/// One call of a handler whose body is `sleep`.
+/// Calls a handler whose body is `sleep`.
 async fn outlives_its_lease(
     store: &MemoryStore,
     name: &str,
@@ -316,14 +316,14 @@ async fn a_body_that_outlives_its_lease_in_time_that_a_test_advances_goes_on() {
     let ((result, outcome), ()) = tokio::join!(call, steps);
     assert_eq!(result.unwrap(), 7);
     assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
-    // All leases at once.
+    // All leases end in one jump of the time.
     let ((result, outcome), ()) =
         tokio::join!(outlives_its_lease(&store, "l", tokio::time::sleep(LEASE * 3)), tokio::time::advance(LEASE * 3));
     assert_eq!(result.unwrap(), 7);
     assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
 }
 
-/// The renewal task of the store has begun in real time.
+/// The renewal task of the store starts in real time, before the test pauses time.
 #[tokio::test]
 async fn a_test_may_pause_time_after_the_first_call() {
     let store = MemoryStore::new();

@@ -1,4 +1,4 @@
-//! What a person does about a record, through `store.operator()`.
+//! Decisions of an operator about a record, through `store.operator()`.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ async fn pay(store: &dyn Store, order: u64, hangs: bool) -> Result<String, Error
     Ok("paid".to_owned())
 }
 
-/// A store in which the payment for order 42 was interrupted.
+/// Store in which the payment for order 42 was interrupted.
 async fn interrupted() -> (ManualClock, MemoryStore, Key) {
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).namespace("shop:").build();
@@ -61,7 +61,7 @@ async fn the_later_of_two_people_is_refused_and_told_why() {
     let looked = bob.inspect(&key).await.unwrap().unwrap();
     let receipt = Resolution::completed(&"receipt".to_owned()).unwrap();
     alice.resolve(&key, &looked, receipt.clone()).await.unwrap();
-    // Bob has looked before, and would let the customer be charged again.
+    // Bob has looked before Alice decided; his decision would let the handler charge the customer again.
     for _ in 0..2 {
         let refused = bob.reopen(&key, &looked).await.unwrap_err();
         assert!(matches!(refused, OperatorError::Changed { standing: Standing::Completed, .. }), "{refused:?}");
@@ -69,9 +69,9 @@ async fn the_later_of_two_people_is_refused_and_told_why() {
         assert!(said.contains("alice has decided about it, and it is completed; nothing was changed"), "{said}");
     }
     assert_eq!(pay(&store, 42, false).await.unwrap(), "receipt");
-    // Alice has not heard the answer.
+    // Alice repeats the decision, as if its answer had been lost.
     alice.resolve(&key, &looked, receipt).await.unwrap();
-    // A result is given up by a word of its own.
+    // Only `discard` gives up a recorded result.
     let now = bob.inspect(&key).await.unwrap().unwrap();
     let refused = bob.reopen(&key, &now).await.unwrap_err().to_string();
     assert!(refused.contains("what it recorded stands; discard the result"), "{refused}");

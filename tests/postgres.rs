@@ -1,4 +1,4 @@
-//! `PostgresStore` against real servers: its table, its costs, its errors, and faults.
+//! `PostgresStore` on real servers: its table, its costs, its errors, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of lines")]
 
@@ -40,12 +40,12 @@ async fn connect(url: &str) -> PostgresStore {
     options().connect(url).await.unwrap()
 }
 
-/// A store on the shared server in a schema of its own; the raw client; the name of the table.
+/// Store on the shared server in its own schema, the raw client, and the name of the table.
 async fn open() -> (PostgresStore, Client, String) {
     open_with(0).await
 }
 
-/// The same, with so many hash partitions.
+/// Like `open`, with this number of hash partitions.
 async fn open_with(partitions: u16) -> (PostgresStore, Client, String) {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).partitions(partitions).connect(&url).await.unwrap();
@@ -79,7 +79,7 @@ async fn the_file_makes_the_same_table() {
     connect(&by_store).await;
     let dump = |database| {
         let text = server.ask("pg_dump", &["--schema-only", database]);
-        // Newer versions begin and end with a random word.
+        // Newer versions begin and end the dump with a random word.
         text.lines().filter(|line| !line.starts_with('\\')).map(|line| format!("{line}\n")).collect::<String>()
     };
     assert!(dump("by_file").contains("CREATE TABLE idem.records"));
@@ -100,7 +100,8 @@ async fn many_may_make_the_table_at_once() {
     }
 }
 
-/// The columns of the table with their comments, its constraints and its indexes: what does not depend on how it is stored.
+/// Description of the table that does not depend on its partitions: columns with their comments, constraints and
+/// indexes.
 const SHAPE: &str = "SELECT obj_description(c.oid, 'pg_class') || ': ' || (SELECT string_agg(concat_ws(' ', a.attname, \
      format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attcollation::regcollation, pg_get_expr(d.adbin, d.adrelid), \
      col_description(c.oid, a.attnum)), '; ' ORDER BY a.attnum) FROM pg_attribute a LEFT JOIN pg_attrdef d \
@@ -130,7 +131,7 @@ async fn partitions_are_an_option_of_the_creation_alone() {
         let expected = format!("idem.records_{n} FOR VALUES WITH (modulus 3, remainder {n}) {{fillfactor=30}} 2");
         assert_eq!(line, expected);
     }
-    // Whoever opens it later need not know, and changes nothing.
+    // A handle that opens the table later needs no knowledge of its kind, and changes nothing.
     for (round, handle) in [PostgresStore::options(), options(), options().partitions(16)].into_iter().enumerate() {
         for url in [&plain, &parts] {
             everything(&handle.clone().connect(url).await.unwrap(), &format!("k{round}")).await;
@@ -138,7 +139,7 @@ async fn partitions_are_an_option_of_the_creation_alone() {
     }
     assert_eq!(text(&raw_plain, SHAPE).await, text(&raw_parts, SHAPE).await);
     assert_eq!((made.lines().count(), &text(&raw_parts, partitions).await), (3, &made));
-    // The statements for a migration may be repeated, and fail on a table of another kind.
+    // The statements for a migration can be repeated, and fail on a table of another kind.
     let sql = |partitions| PostgresStore::options().partitions(partitions).schema_sql();
     raw_parts.batch_execute(&sql(3)).await.unwrap();
     raw_parts.batch_execute(&sql(4)).await.expect_err("of three partitions");
@@ -165,7 +166,7 @@ async fn records_move_to_partitions_as_the_documents_say() {
     raw.batch_execute(&format!("{before}{made}{after}")).await.unwrap();
     assert_eq!(text(&raw, &all.replace("WHERE r.key <> '1/test/expired'", "")).await, kept, "all but what has expired");
     assert_eq!(number(&raw, "SELECT count(*) FROM pg_inherits WHERE inhparent = 'idem.records'::regclass").await, 4);
-    // A store that was open goes on, and so does a handler that was running.
+    // An open store goes on, and so does a running handler.
     assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     assert!(call(&store, "k:0", &AtomicU32::new(0)).await.1.replayed());
@@ -174,9 +175,9 @@ async fn records_move_to_partitions_as_the_documents_say() {
     everything(&connect(&server.url()).await, "newer").await;
 }
 
-/// The tables of records in a schema of this name, each with the compression that was chosen for results.
+/// Compression of the result column of each table of records in this schema.
 async fn compressions(raw: &Client, schema: &str) -> Vec<String> {
-    // By JSON, as servers before 14 have no such column.
+    // As JSON, because servers before 14 have no such column.
     let question = "SELECT to_jsonb(a)->>'attcompression' FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid \
                     JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') \
                     AND a.attname = 'result' ORDER BY c.relname";
@@ -202,7 +203,7 @@ async fn results_are_compressed_by_lz4_where_the_server_has_it() {
             let stored = format!("SELECT pg_column_compression(result) FROM {}.records", quoted(schema));
             assert_eq!(text(&raw, &stored).await, "lz4");
         }
-        // What somebody chose is kept, and a store that opens a table changes nothing.
+        // A store that opens a table keeps the compression that an administrator chose, and changes nothing.
         let choose = |by: &str| {
             let table = quoted(schema);
             format!("ALTER TABLE {table}.records ALTER COLUMN result SET COMPRESSION {by}")
@@ -219,7 +220,7 @@ async fn results_are_compressed_by_lz4_where_the_server_has_it() {
     }
 }
 
-/// The view of the server's settings is replaced by one of another server.
+/// The test replaces the view of the server's settings by the view of a server without lz4.
 #[tokio::test]
 async fn a_server_without_lz4_is_left_with_what_it_has() {
     let server = PostgresServer::start_with(&["fsync=off"]);
@@ -261,13 +262,13 @@ async fn every_statement_walks_an_index() {
         for other in ["Seq Scan on records", "Bitmap Heap Scan"] {
             assert!(!log.contains(other), "{log}");
         }
-        // The purge walks along the time from the oldest row on, and stops at its bound.
+        // The purge walks along the time index from the oldest row, and stops at its bound.
         let purge = log.split("LOG:").find(|it| it.contains("due AS MATERIALIZED")).expect("purged");
         let index =
             if partitions == 0 { "records_listed_at on records" } else { "records_0_listed_at_idx on records_0" };
         assert!(purge.contains(index) && purge.contains("Limit  ("), "{purge}");
         assert!(!purge.contains("Sort  ("), "what is due is not read to its end first: {purge}");
-        // A statement about many keys looks for each of them in its partition alone.
+        // A statement about many keys looks for each key only in its own partition.
         let lookup = log.split("LOG:").find(|it| it.contains("UPDATE") && it.contains("loops=20"));
         assert!(lookup.is_some(), "{log}");
     }
@@ -313,6 +314,7 @@ async fn a_table_that_is_missing_or_of_others_is_refused() {
 #[tokio::test]
 async fn the_written_form_is_pinned() {
     let (store, raw, table) = open().await;
+    // Each kind of record with fixed values, so that only times differ between runs.
     let fixed = |name: &str, fingerprint: Option<u8>, on_crash| {
         request(&store, name)
             .owner(OwnerToken::from_bytes(*b"0123456789abcdef"))
@@ -322,6 +324,7 @@ async fn the_written_form_is_pinned() {
             .traceparent(TRACEPARENT.parse::<Traceparent>().ok().filter(|_| fingerprint.is_some()))
     };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    // Records that ended in each way; one was interrupted and has an operator's note.
     let finishes = [
         ("completed", Some(0x5a), Finish::Completed(stored.clone())),
         ("failed", None, Finish::Failed(stored)),
@@ -343,6 +346,7 @@ async fn the_written_form_is_pinned() {
             assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
         }
     }
+    // Pending records, one of them of a second attempt.
     wins(&store, &fixed("pending", None, OnCrash::Retry)).await;
     wins(&store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
     let lease = wins(&store, &fixed("second-attempt", None, OnCrash::Retry)).await;
@@ -350,6 +354,7 @@ async fn the_written_form_is_pinned() {
     let again = fixed("second-attempt", None, OnCrash::Retry);
     wins(&store, &again.owner(OwnerToken::from_bytes(*b"fedcba9876543210"))).await;
 
+    // Rows without their times, with the retention as the difference of two of them.
     let rows = format!(
         "SELECT (to_jsonb(r) - '{{expires_at,lapses_at,listed_at,first_seen_at,began_at}}'::text[] \
          || jsonb_build_object('retained', extract(epoch FROM expires_at - lapses_at)::int))::text \
@@ -364,7 +369,7 @@ async fn the_written_form_is_pinned() {
     let golden = include_str!("golden/postgres-v1.txt");
     assert_eq!(written, golden, "a released format never changes: give a new one a new version");
 
-    // The pinned rows are read the same in another table.
+    // Another table reads the pinned rows in the same way.
     let (reader, raw, table) = open().await;
     for line in golden.lines() {
         let times = "'{\"expires_at\": \"9999-01-01\", \"lapses_at\": \"9998-01-01\", \"listed_at\": \"9999-01-01\", \
@@ -385,6 +390,7 @@ async fn rows_of_others_are_left_alone() {
     let raw = raw(&url).await;
     let table = format!("{}.records", quoted(&schema));
     write_nonsense(&url, &schema, "1/test/later").await;
+    // Rows of a later version, and rows that are damaged in one column each.
     for (name, change) in [
         ("state", "state = 'X'"),
         ("owner", "owner = 'short'"),
@@ -409,7 +415,7 @@ async fn rows_of_others_are_left_alone() {
         assert_eq!(found.standing(), Standing::Damaged, "{name}");
     }
     assert_eq!(text().await, before);
-    // The same holds for rows that have expired.
+    // The same for rows that have expired.
     raw.batch_execute(&format!("UPDATE {table} SET expires_at = now(), listed_at = now() WHERE format = 99"))
         .await
         .unwrap();
@@ -425,7 +431,7 @@ async fn rows_of_others_are_left_alone() {
 
 // Costs.
 
-/// Counts the statements that the server was sent since the last call.
+/// Counts the statements that the server has received since the last count.
 struct Counter<'a> {
     server: &'a PostgresServer,
     seen: usize,
@@ -500,7 +506,7 @@ async fn operations_of_many_tasks_leave_together() {
     assert_eq!(counter.count(), 20, "500 leases a statement");
 }
 
-/// A completion with a result of so many bytes.
+/// Completion whose result has this number of bytes.
 fn of_size(bytes: usize) -> Finish {
     Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: vec![b'1'; bytes].into() })
 }
@@ -519,7 +525,7 @@ async fn large_results_share_no_statement() {
         }
         assert_eq!(counter.count(), statements, "20 results of {bytes} bytes");
     }
-    // With few connections they do, so that others find one free.
+    // With few connections they wait for each other, so that other calls find a free connection.
     let store = PostgresStore::options().pool_size(2).connect(&server.url()).await.unwrap();
     let leases = join_all((0..20).map(async |n| reserved(&store, &format!("few:{n}")).await)).await;
     counter.count();
@@ -534,7 +540,7 @@ async fn large_results_share_no_statement() {
 async fn large_results_leave_connections_to_others_and_outlive_their_callers() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     connect(&server.url()).await;
-    // Statements with large results wait until they are let through.
+    // A trigger holds statements with large results until the test releases its lock.
     let raw = server.raw().await;
     raw.batch_execute(
         "CREATE FUNCTION hold() RETURNS trigger LANGUAGE plpgsql AS \
@@ -558,7 +564,7 @@ async fn large_results_leave_connections_to_others_and_outlive_their_callers() {
         _ = join_all(ends.iter_mut()) => panic!("they are held"),
         () = until(&raw, &enough) => {}
     }
-    // Some have been sent, the others wait for room. Half of the callers go away.
+    // Some completions have been sent, the others wait for room. Half of the callers go away.
     drop(ends.drain(1..7));
     let runs = AtomicU32::new(0);
     let small = async {
@@ -575,6 +581,7 @@ async fn large_results_leave_connections_to_others_and_outlive_their_callers() {
         () = small => {}
     }
     assert_eq!(number(&raw, held).await, 3, "of six connections");
+    // All large completions land, those without callers too.
     raw.batch_execute("SELECT pg_advisory_unlock(7)").await.unwrap();
     for end in join_all(ends).await {
         assert_eq!(end.unwrap(), Verdict::Applied);
@@ -592,7 +599,7 @@ async fn a_replay_locks_and_writes_nothing() {
     for name in &names {
         call(&store, name, &runs).await.0.unwrap();
     }
-    // Requests that look first, requests that would insert, and many at once. The first read may tidy a page up.
+    // Requests that look first, requests that would insert, and many concurrent ones. The first read may clean a page.
     let other = connect(&server.url()).await;
     number(&raw, "SELECT count(*) FROM idem.records").await;
     let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";
@@ -657,7 +664,7 @@ async fn purges_what_has_expired(partitions: u16) {
     for n in 0..10 {
         let expired = wins(&store, &request(&store, &format!("expired{n}")).ttl(short)).await;
         assert_eq!(store.finish(&expired, &done()).await.unwrap(), Verdict::Applied);
-        // Listed early, as the attempts might have finished at once.
+        // These records are listed early, as their attempts might have finished immediately.
         wins(&store, &request(&store, &format!("pending{n}")).ttl(short)).await;
         let kept = reserved(&store, &format!("kept{n}")).await;
         assert_eq!(store.finish(&kept, &done()).await.unwrap(), Verdict::Applied);
@@ -711,7 +718,7 @@ async fn a_purge_reads_nothing_twice_of_what_it_has_removed() {
              FROM generate_series(1, 4000) AS n"
         );
         raw.batch_execute(&rows).await.unwrap();
-        // Whatever is removed stays in the indexes for as long as a transaction is open that may still see it.
+        // Removed rows stay in the indexes while a transaction that may still see them is open.
         let reader = server.raw().await;
         reader.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1 FROM pg_class LIMIT 1").await.unwrap();
         let holder = lock_row(&server.url(), &format!("{schema}.records"), "3000").await;
@@ -796,7 +803,7 @@ async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
         let shown = format!("{error} {error:?}");
         assert!(!shown.contains("topsecret"), "{shown}");
     }
-    // A login with the right to connect, and no other.
+    // A login that has only the right to connect.
     connect(&server.database("others").await).await;
     server.file("data/pg_hba.conf", format!("{hba}host all guest 127.0.0.1/32 trust\n").as_bytes());
     raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
@@ -856,7 +863,7 @@ async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
         until(&raw, &format!("SELECT current_setting('default_transaction_read_only') = '{value}'")).await;
     };
     read_only("on").await;
-    // Existing sessions notice it one by one.
+    // Existing sessions notice the setting one by one.
     let error = loop {
         match store.reserve(&request(&store, "during")).await {
             Err(error) => break error,
@@ -896,7 +903,7 @@ async fn one_operation_that_is_not_accepted_fails_no_other() {
     assert_eq!(runs.into_inner(), 63);
 }
 
-/// A server that speaks TLS, with a certificate that only this test trusts.
+/// Server that speaks TLS, with a certificate that only this test trusts.
 #[test]
 fn tls_checks_the_certificate() {
     let mut server = PostgresServer::start();
@@ -919,7 +926,7 @@ fn tls_checks_the_certificate() {
         std::fs::write(&effects, "").unwrap();
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
         racer.args(Orders::plain(format!("postgres {url} idem"), effects, 3).words());
-        // In a process of its own, as the trusted certificates are read from the environment.
+        // A process of its own, as the trusted certificates are read from the environment.
         if trusted {
             racer.env("SSL_CERT_FILE", &both);
         }
@@ -954,13 +961,14 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let key = warm().await;
         let lands = line != Line::LoseRequests;
         let direct = PostgresStore::options().schema(&schema).connect(&url).await.unwrap();
-        // An unused connection may have been damaged as well; a request that meets it gets an error and is repeated.
+        // The line may have damaged an unused connection too; a request on it gets an error and is repeated.
         let heals = async || {
             proxy.set(Line::Pass);
             while store.inspect(&key).await.is_err() {}
             warm().await;
         };
 
+        // A reservation whose answer gets lost; its repetition returns the same lease.
         let asked = request(&store, "k");
         proxy.set(line);
         assert_eq!(kind(store.reserve(&asked).await), StoreErrorKind::Unconfirmed, "{line:?}");
@@ -969,6 +977,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let lease = wins(&store, &asked).await;
         assert_eq!(lease.attempt, 1, "the repeated reservation is recognised");
 
+        // A completion whose answer gets lost; its repetition is applied.
         proxy.set(line);
         assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unconfirmed, "{line:?}");
         assert_eq!(direct.inspect(&asked.key).await.unwrap().unwrap().record.is_finished(), lands, "{line:?}");
@@ -997,7 +1006,7 @@ async fn a_server_that_does_not_answer_ends_every_call() {
     .await;
     assert!(calls.iter().all(|call| call.as_ref().is_err_and(StoreError::is_transient)), "{calls:?}");
     proxy.set(Line::Pass);
-    // The used connections are gone; new ones are made.
+    // The used connections are closed, and the store opens new ones.
     reserved(&store, "after").await;
 }
 
@@ -1010,7 +1019,8 @@ async fn sessions_that_are_ended_are_made_anew() {
         let ends = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'idem'";
         let names: Vec<_> = (0..20).map(|n| format!("k{round}:{n}")).collect();
         let calls = join_all(names.iter().map(async |name| {
-            // The engine repeats requests that may be repeated; a call that still fails is delivered again.
+            // The engine repeats the requests that it may repeat; if a call still fails, its message is delivered
+            // again.
             while call(&store, name, &runs).await.0.is_err() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -1061,14 +1071,14 @@ async fn a_pooler_without_its_option_is_named() {
     let server = PostgresServer::start();
     connect(&server.url()).await;
     let pooler = PgBouncer::start(server.port());
-    // It refuses session settings as soon as a client connects.
+    // A PgBouncer refuses session settings as soon as a client connects.
     let error = PostgresStore::connect(&pooler.url()).await.unwrap_err();
     assert!(error.to_string().contains("behind_pgbouncer"), "{error}");
 }
 
 // A request that is stuck holds up no other.
 
-/// A transaction of another session that has locked the row of `name`.
+/// Opens a transaction of another session that locks the row of `name`.
 async fn lock_row(url: &str, table: &str, name: &str) -> Client {
     let client = raw(url).await;
     client.batch_execute("BEGIN").await.unwrap();
@@ -1076,7 +1086,7 @@ async fn lock_row(url: &str, table: &str, name: &str) -> Client {
     client
 }
 
-/// The answers to renewals, for the leases that have one.
+/// Answers to renewals, with `None` for each lease without an answer, and the result of the call.
 async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Verdict>>, Result<(), StoreError>) {
     let answers = Mutex::new(vec![None; leases.len()]);
     let renewed = store.renew(leases, &|at, write| answers.lock().unwrap()[at] = Some(write)).await;
@@ -1117,7 +1127,7 @@ async fn renews_all_but_the_locked(partitions: u16) {
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
-        // The row keeps the mark of a lock after its release, so each store is asked twice.
+        // The row keeps the mark of a lock after its release, so each store renews twice.
         for _ in 0..2 {
             let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
             let expected: Vec<_> = (0..7)
@@ -1151,7 +1161,7 @@ async fn rows_at_the_same_place_of_two_partitions_are_told_apart() {
         leases.iter().find(|lease| lease.key.as_str() == key).unwrap().clone()
     });
     let name = |lease: &Lease| lease.key.as_str().trim_start_matches("1/test/").to_owned();
-    // A row that was locked once is locked again before it is written.
+    // A row that was locked before is locked again before it is written.
     lock_row(&url, "idem.records", &name(&free)).await.batch_execute("COMMIT").await.unwrap();
     let holder = lock_row(&url, "idem.records", &name(&locked)).await;
     let (said, renewed) = without_waiting(&url, answers(&store, &[locked, free])).await;
@@ -1213,7 +1223,7 @@ async fn a_locked_record_holds_up_no_other_write() {
         }
         assert_eq!(kind(store.release(&leases[7], Release::Returned).await), StoreErrorKind::Unavailable);
         assert_eq!(kind(store.reserve(&request(&store, "lapsed")).await), StoreErrorKind::Unavailable);
-        // A waiter that can't leave its mark looks from time to time instead.
+        // A waiter that can't leave its mark looks periodically instead.
         store.wait(&leases[7].key, 1, Duration::from_millis(1)).await.unwrap();
     })
     .await;
@@ -1261,7 +1271,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
         let rows = raw.query(&format!("SELECT key FROM {table} WHERE key LIKE '%gone%'"), &[]).await.unwrap();
         rows.iter().map(|row| row.get(0)).collect()
     };
-    // First most reservations are first runs; then most are replays, which are looked up first.
+    // At first most reservations are first runs; then most are replays, which the store looks up first.
     for replays in [false, true] {
         if replays {
             let runs = AtomicU32::new(0);
@@ -1285,6 +1295,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
             _ = &mut stuck => panic!("it has to wait"),
             () = until(&raw, &waits) => {}
         }
+        // These calls and completions are queued behind that statement. Their callers go away before it ends.
         let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
         let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
         let mut ends: Vec<_> = ended.iter().map(|lease| Box::pin(store.finish(lease, &finish))).collect();
@@ -1297,7 +1308,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
         drop((calls, ends));
         holder.batch_execute("ROLLBACK").await.unwrap();
         stuck.await.unwrap();
-        // Once these are answered, everything that was in the lanes before has been handled.
+        // Once these are answered, the lanes have handled everything that was queued before.
         join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
         assert_eq!(names().await, Vec::<String>::new(), "their callers had gone before they were sent");
         until(&raw, &format!("SELECT count(*) = 10 FROM {table} WHERE state = 'completed' AND key LIKE '%ended%'"))
@@ -1313,7 +1324,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
     let url = server.url().replace(&server.port().to_string(), &proxy.port().to_string());
     let store = PostgresStore::connect(&url).await.unwrap();
     let runs = AtomicU32::new(0);
-    // Mostly replays, in batches and alone, so that the connections know the statements.
+    // Mostly replays, in batches and alone, so that the connections have prepared the statements.
     for _ in 0..20 {
         join_all((0..20).map(async |n| call(&store, &format!("again{n}"), &runs).await)).await;
     }
@@ -1321,7 +1332,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
     proxy.set(Line::Delay(Duration::from_millis(200)));
     let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
     let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
-    // The server was asked whether the keys exist; its answer is under way.
+    // The store has asked the server whether the keys exist; the answer is on its way.
     while counter.count() == 0 {
         for call in &mut calls {
             assert!(poll_once(call.as_mut()).await.is_pending());
@@ -1329,7 +1340,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(calls);
-    // Takes longer than any request under way.
+    // These calls take longer than any request under way.
     for n in 0..3 {
         assert!(call(&store, &format!("again{n}"), &runs).await.1.replayed());
     }
@@ -1352,7 +1363,7 @@ async fn a_key_that_is_being_made_holds_up_no_other_twice() {
         }
     };
     together(0).await;
-    // From now on this key is asked for alone: no batch waits with it.
+    // From now on the store reserves this key alone: no batch waits with it.
     let raw = raw(&url).await;
     let watch = async {
         loop {
@@ -1375,7 +1386,7 @@ fn one_thread() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-/// Every operation of a store, with keys that begin with `name`.
+/// Runs every operation of a store, with keys that begin with `name`.
 async fn everything(store: &PostgresStore, name: &str) {
     let names: Vec<_> = (0..20).map(|n| format!("{name}:{n}")).collect();
     let leases = join_all(names.iter().map(async |name| reserved(store, name).await)).await;
@@ -1414,7 +1425,7 @@ fn a_handle_works_although_the_runtime_that_connected_is_gone_or_idle() {
         });
         let first = idle.then_some(first);
         one_thread().block_on(everything(&store, &format!("{case} second")));
-        // Several at a time, and one after the other.
+        // Several runtimes concurrently, and one after the other.
         std::thread::scope(|scope| {
             for n in 0..3 {
                 let store = &store;
@@ -1449,6 +1460,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
             () = async { until(&server.raw().await, waits).await } => {}
         }
         let leases = vec![lease.clone(); 1];
+        // The upkeep renews and finishes from another thread meanwhile.
         let upkeep = store.upkeep();
         std::thread::scope(|scope| {
             scope.spawn(move || {
@@ -1462,6 +1474,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
             });
         });
     });
+    // Many renewals and releases use at most two connections of the upkeep.
     let many: Vec<Lease> = calls.block_on(async {
         stuck.batch_execute("ROLLBACK").await.unwrap();
         join_all((0..2000).map(|n| {
@@ -1486,6 +1499,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
 #[test]
 fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
     const URL: &str = "IDEM_TEST_FORKS_AT";
+    // The test starts itself in a process of its own, so that no other test runs during the fork.
     let Ok(url) = std::env::var(URL) else {
         let server = PostgresServer::start_with(&["fsync=off"]);
         let mut this = Command::new(std::env::current_exe().unwrap());
@@ -1509,7 +1523,7 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
     let held = runtime.block_on(reserved(&store, "held"));
     match fork::fork().unwrap() {
         fork::Fork::Child => {
-            // A runtime of the parent must not be used any more, so it is never dropped.
+            // The child must not use a runtime of the parent, and dropping it would use it.
             std::mem::forget(runtime);
             let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 one_thread().block_on(everything(&store, "child"));
@@ -1530,6 +1544,7 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
         fork::Fork::Parent(child) => {
             let status = fork::waitpid(child).unwrap();
             assert!(fork::WIFEXITED(status) && fork::WEXITSTATUS(status) == 0, "the child failed: {status}");
+            // The parent's sessions must survive the end of the child, and its leases are still held.
             let after = runtime.block_on(sessions());
             assert!(before.iter().all(|pid| after.contains(pid)), "{before:?} before the fork, {after:?} after it");
             runtime.block_on(async {
@@ -1571,7 +1586,7 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
             }
         }
     }
-    // A connection that delivers nothing is given up.
+    // The store gives up a connection that delivers nothing.
     proxy.set(Line::Pass);
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     proxy.set(Line::LoseReplies);
@@ -1607,7 +1622,7 @@ async fn a_batch_of_replays_leaves_large_results_out() {
 
 // Several connections and processes.
 
-/// Calls a handler that waits for `lease` to end, and ends the lease once `is_waiting` has seen the waiter.
+/// Calls a handler that waits for the end of `lease`, and ends the lease once `is_waiting` is ready.
 async fn waits(store: &PostgresStore, owner: &PostgresStore, lease: &Lease, is_waiting: impl Future<Output = ()>) {
     let policy = POLICY.in_progress(InProgress::Wait(LEASE));
     let operation = Operation::new(store, Ok::<_, idem_runtime::key::KeyError>(lease.key.clone()), policy);
@@ -1634,7 +1649,7 @@ async fn a_waiter_of_another_process_is_woken() {
         let lease = reserved(&owner, &format!("k{n}")).await;
         waits(&waiter, &owner, &lease, until(&raw, &marked)).await;
     }
-    // Without a connection that listens, a waiter looks from time to time.
+    // Without a connection that listens, a waiter looks periodically.
     let (direct, pooler) = shared();
     let through = own.clone().behind_pgbouncer();
     let through = through.connect(&url.replace(&direct.to_string(), &pooler.to_string())).await.unwrap();
@@ -1654,7 +1669,7 @@ async fn a_waiter_hears_of_the_end_although_its_connection_broke() {
     let lease = reserved(&owner, "k").await;
     let breaks = async {
         until(&raw, "SELECT bool_or(waited) FROM idem.records").await;
-        // The waiter looks from time to time until it listens, and may still be about to.
+        // The waiter looks periodically until it listens, and may not listen yet.
         let listening = "FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND state = 'idle'";
         until(&raw, &format!("SELECT count(*) = 1 {listening}")).await;
         let broken = number(&raw, &format!("SELECT pid::bigint {listening}")).await;
@@ -1753,7 +1768,7 @@ async fn a_list_goes_on_behind_the_rows_that_it_has_looked_at() {
 
 async fn lists_page_by_page(partitions: u16) {
     let (store, raw, table) = open_with(partitions).await;
-    // Operations that have completed, and an interrupted one whose key sorts last.
+    // Completed operations, and an interrupted one whose key sorts last.
     let rows = format!(
         "INSERT INTO {table} (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, expires_at, \
          listed_at, first_seen_at, began_at) SELECT '1/test/' || lpad(n::text, 5, '0'), \
@@ -1790,7 +1805,7 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
     let columns: [&str; 3] = [0, 1, 2].map(|at| row.get(at));
     assert!(columns[0].ends_with(&format!("/{}/worker-7", std::process::id())), "{columns:?}");
     assert_eq!(columns[1..], ["alice", "INC-7"]);
-    // Each column is described where a person looks.
+    // Each column has a description, for a person who looks at the table.
     let sql = "SELECT count(*) FILTER (WHERE d.description IS NULL) FROM pg_attribute AS a LEFT JOIN pg_description AS d \
                ON d.objoid = a.attrelid AND d.objsubid = a.attnum WHERE a.attrelid = $1::text::regclass AND a.attnum > 0";
     let table = format!("{}.records", quoted(&schema));

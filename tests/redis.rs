@@ -1,4 +1,4 @@
-//! `RedisStore` against real servers: its values, its errors, its costs, and faults.
+//! `RedisStore` on real servers: its values, its errors, its costs, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
@@ -45,7 +45,7 @@ async fn connect(server: &RedisServer) -> RedisStore {
 
 // The stored form.
 
-/// A trail with everything that it can tell.
+/// Trail with every optional part.
 fn trail() -> Trail {
     let traceparent = TRACEPARENT.parse().ok();
     Trail::default()
@@ -70,6 +70,7 @@ fn the_written_form_is_pinned() {
     let (lease, ttl) = (Duration::from_secs(30), Duration::from_secs(60));
     let pending = |on_crash| State::Pending { lease, ttl, on_crash, begun: on_crash == OnCrash::Fail };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    // A record in every state, with and without the optional parts.
     let records = [
         ("pending", record(pending(OnCrash::Retry), None)),
         ("pending-fail-fingerprint", record(pending(OnCrash::Fail), fingerprint)),
@@ -89,12 +90,13 @@ fn the_written_form_is_pinned() {
     }
     let golden = include_str!("golden/record-v1.txt");
     assert_eq!(written, golden, "a released format never changes: give a new one a new version");
+    // Each pinned value reads back as its record.
     for (line, (name, record)) in golden.lines().zip(&records) {
         let text = line.split(' ').nth(1).unwrap();
         let bytes: Vec<u8> =
             (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
         assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
-        // One byte less or more is noticed, except in a result, whose length follows from the value's own.
+        // One byte less or more is an error, except in a result, whose length follows from the length of the value.
         if !matches!(
             record.state,
             State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. })
@@ -102,7 +104,7 @@ fn the_written_form_is_pinned() {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
         }
-        // The start of a longer record is read without its result.
+        // The start of a longer record is decoded without its result.
         let start = bytes[..bytes.len().min(format::START_BYTES)].to_vec().into();
         let glance = format::decode_start(&start, bytes.len()).unwrap();
         match (&glance.state, record.state.result()) {
@@ -175,7 +177,7 @@ async fn other_protocols_and_sockets_work_as_well() {
     }
 }
 
-/// A server that speaks only TLS, with a certificate that only this test trusts.
+/// Server that speaks only TLS, with a certificate that only this test trusts.
 #[test]
 fn tls_checks_the_certificate() {
     let folder = std::env::temp_dir().join(format!("idem-test-tls-{}", std::process::id()));
@@ -196,7 +198,7 @@ fn tls_checks_the_certificate() {
     let race = |trusted: bool| {
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
         racer.args(Orders::plain(format!("redis {url} tls:"), path("effects"), 3).words());
-        // In a process of its own, as the trusted certificates are read from the environment.
+        // A process of its own, as the trusted certificates are read from the environment.
         if trusted {
             racer.env("SSL_CERT_FILE", path("cert.pem"));
         }
@@ -217,6 +219,8 @@ async fn values_of_others_are_left_alone() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let mut raw = server.raw().await;
+    // A value of a later version, a damaged record, a text and a list: none of them is a record that this version can
+    // read.
     let later = [&format::encode(&Record::first(&request(&store, "later")))[..4], &[2], &[0; 40]].concat();
     let mut damaged = format::encode(&Record::first(&request(&store, "damaged")));
     damaged[5] = b'X';
@@ -233,7 +237,7 @@ async fn values_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{name}");
         assert!(source.to_string().contains(words), "{name}: {source}");
         assert_eq!(runs.into_inner(), 0, "{name}");
-        // No write of an owner touches them either.
+        // No write of an owner changes the values either.
         let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
         for write in [store.finish(&lease, &done()).await, store.release(&lease, Release::Returned).await] {
             match write {
@@ -242,7 +246,7 @@ async fn values_of_others_are_left_alone() {
                 Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
             }
         }
-        // An operator is told what is there.
+        // An operator can see the value, but not reopen it.
         match store.reopen(&lease.key, 1).await {
             Ok(write) => assert_eq!(write, Verdict::Refused, "{name}"),
             Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
@@ -258,7 +262,7 @@ async fn values_of_others_are_left_alone() {
     }
 }
 
-/// The error when connecting to `url`.
+/// Error of a connection to `url`.
 async fn refusal(url: &str) -> StoreError {
     RedisStore::connect(url).await.expect_err("refused")
 }
@@ -304,7 +308,7 @@ async fn replicas_are_refused() {
     let error = refusal(&replica.url()).await;
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
     assert!(error.to_string().contains("replica"), "{error}");
-    // A server that becomes a replica later writes nothing and says so.
+    // A server that later becomes a replica writes nothing and returns an error.
     let store = connect(&primary).await;
     let mut raw = primary.raw().await;
     let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg("1").query_async(&mut raw).await.unwrap();
@@ -373,7 +377,7 @@ async fn a_restart_with_persistence_keeps_every_record() {
     assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1, "a server that is away is never read as `no record`");
     server.run();
-    // The store reconnects by itself; the scripts are gone with the old process.
+    // The store reconnects without help; the old process has taken its scripts along.
     let replayed = loop {
         match call(&store, "done", &runs).await {
             (Ok(result), outcome) => break (result, outcome.replayed()),
@@ -428,7 +432,7 @@ async fn records_lost_by_the_server_are_noticed() {
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
 }
 
-/// A store behind a proxy, with a short time-out so that a lost answer is given up soon.
+/// Store behind a proxy, with a short time-out so that a lost answer is given up soon.
 async fn behind_a_proxy(server: &RedisServer) -> (RedisStore, Proxy) {
     let proxy = Proxy::to(server.port()).await;
     let options = RedisStore::options().response_timeout(Duration::from_millis(200));
@@ -490,7 +494,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
     let direct = connect(&server).await;
     for (n, line) in [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests, Line::Refuse].into_iter().enumerate() {
         let (runs, name) = (AtomicU32::new(0), format!("k{n}"));
-        // The line breaks while the result is being recorded, and heals after a while.
+        // The line breaks while the result is being recorded, and works again after a while.
         let body = async {
             proxy.set(line);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -535,7 +539,7 @@ async fn a_connection_that_stopped_answering_is_given_up() {
     proxy.set(Line::Stale);
     let error = store.reserve(&request).await.unwrap_err();
     assert!(error.may_have_landed(), "{error}");
-    // The old connection would time out for ever; neither side has closed it.
+    // The old connection would time out forever; neither side has closed it.
     assert!(matches!(store.reserve(&request).await, Ok(Reservation::Granted { .. })));
 }
 
@@ -584,17 +588,17 @@ async fn a_first_run_is_two_calls_and_everything_else_one() {
         ["set", "evalsha", "eval", "get", "mget"].iter().map(|command| calls(command)).sum::<u64>()
     };
     let runs = AtomicU32::new(0);
-    // Scripts run commands themselves, so each step is counted with the commands inside its script.
+    // Scripts run commands too, so each step counts with the commands inside its script.
     let before = sent().await;
     call(&owner, "k", &runs).await.0.unwrap();
-    // SET; EVALSHA with a GET and a SET in it.
+    // `SET`; `EVALSHA` with a `GET` and a `SET` in it.
     assert_eq!(sent().await - before, 1 + 3);
     let before = sent().await;
     assert!(call(&other, "k", &runs).await.1.replayed());
     assert_eq!(sent().await - before, 1, "a replay is one SET … NX GET");
 
     let _lease = reserved(&owner, "busy").await;
-    // The first duplicate of another handle learns how long the lease holds; later ones are refused at once.
+    // The first duplicate of another handle asks for the rest of the lease; later ones are refused immediately.
     call(&other, "busy", &runs).await.0.unwrap_err();
     for _ in 0..5 {
         let before = sent().await;
@@ -641,7 +645,7 @@ async fn waiters_are_woken(server: &RedisServer) {
         let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
         let duplicate = observe(operation.run(body));
         let finish = async {
-            // Waits for the waiter's mark, so that the completion knows of it.
+            // Wait for the waiter's mark, so that the completion finds it.
             if n == 0 {
                 let mut raw = server.raw().await;
                 loop {
@@ -689,7 +693,7 @@ async fn processes_race_for_the_same_keys() {
     );
 }
 
-// Looking through records.
+// Lists of records.
 
 #[tokio::test]
 async fn records_are_listed_only_by_a_scan_that_is_asked_for() {

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_runtime::{MemoryStore, observe};
 
-/// The application of the handlers.
+/// Application of the handlers.
 #[derive(Debug, Default)]
 struct App {
     store: MemoryStore,
@@ -31,7 +31,7 @@ struct App {
 }
 
 impl App {
-    /// Called by every body: the number of the run, which a replay returns again.
+    /// Counts a run of a body. Returns its number, which a replay returns again.
     fn run(&self) -> u32 {
         self.runs.fetch_add(1, Ordering::SeqCst) + 1
     }
@@ -61,7 +61,7 @@ async fn twice<T: PartialEq + Debug, E: Debug>(
     twice_here(first, second).await
 }
 
-/// The same for calls that are not `Send` because of their arguments.
+/// Like `twice`, for calls that are not `Send` because of their arguments.
 async fn twice_here<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>>,
     second: impl Future<Output = Result<T, E>>,

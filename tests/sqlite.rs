@@ -50,13 +50,14 @@ fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
 /// 2100-01-01: replaces every time, so that rows can be compared.
 const LATER: i64 = 4_102_444_800_000;
 
-/// The end of an attempt, if it has one.
+/// End of an attempt, if it has ended.
 type End = Option<Result<Finish, Release>>;
 
-/// Writes records in every state.
+/// Writes records in every state. Returns them with their keys.
 async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let result = stored(&br#"{"a":1}"#[..]);
+    // Every state, with and without the optional parts.
     let ends: [(&str, Option<Fingerprint>, End); 10] = [
         ("pending", None, None),
         ("pending-fingerprint", fingerprint, None),
@@ -85,6 +86,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
             Some(Ok(finish)) => assert_eq!(store.finish(&lease, finish).await.unwrap(), Verdict::Applied),
             Some(Err(release)) => assert_eq!(store.release(&lease, *release).await.unwrap(), Verdict::Applied),
         }
+        // The expected record, made without the store.
         let mut record = Record::first(&request);
         if name == "interrupted" {
             let found = store.inspect(&request.key).await.unwrap().expect("a record");
@@ -106,7 +108,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     records
 }
 
-/// The table as SQL, its times replaced.
+/// The table as SQL, with all times replaced.
 fn dump(connection: &Connection) -> String {
     let mut text = String::new();
     let mut schema =
@@ -151,7 +153,7 @@ async fn the_written_form_is_pinned() {
     }
     assert_eq!(written, golden, "a released form never changes: give a new one a new version");
 
-    // The pinned rows can be read.
+    // The store reads the pinned rows.
     let folder = Folder::new();
     raw(&folder.file()).execute_batch(golden).unwrap();
     let store = open(&folder.file()).await;
@@ -198,17 +200,17 @@ async fn expired_records_are_cleaned_up() {
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     }
     let alive = reserved(&store, "alive").await;
-    // Time passes: all rows are listed for clean-up, and all but one have expired.
+    // As if time had passed: all rows are listed for clean-up, and all but one have expired.
     raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'pending', expires_at, 2)", [])
         .unwrap();
     assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
-    // Each reservation deletes two expired rows, in batches of eight reservations, so that rows can't pile up. This was the
-    // 101st reservation.
+    // Each reservation deletes two expired rows, in batches of eight reservations, so that rows can't pile up. The last
+    // one was the 101st reservation.
     for n in 0..11 {
         reserved(&store, &format!("new{n}")).await;
     }
     assert!((80..=81).contains(&rows()), "{} rows", rows());
-    // An unused store can be purged, in bounded steps.
+    // A purge cleans an unused store, in bounded steps.
     assert!(store.purge(5).await.unwrap() <= 5);
     while store.purge(50).await.unwrap() > 0 {}
     assert_eq!(rows(), 12, "eleven new ones, and the one that is alive");
@@ -243,7 +245,7 @@ async fn paths_and_names_that_can_not_be_used_are_refused() {
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
     }
     assert!(!folder.file().exists());
-    // Never taken for a URI, however SQLite was compiled.
+    // A path is never read as a URI, however SQLite was compiled.
     let store = SqliteStore::open(folder.path().join("file:x?mode=memory")).await.unwrap();
     reserved(&store, "k").await;
     assert!(folder.path().join("file:x?mode=memory").exists());
@@ -279,6 +281,7 @@ async fn rows_of_others_are_left_alone() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let raw = raw(&folder.file());
+    // Rows of a later version, and rows that are damaged in one column each; each with a part of its error.
     let spoilt = [
         ("later", "format = 2", "format 2"),
         ("later-and-expired", "format = 2, expires_at = 1", "format 2"),
@@ -302,6 +305,7 @@ async fn rows_of_others_are_left_alone() {
             raw.query_row(sql, [format!("1/test/{name}")], |row| row.get::<_, String>(0)).unwrap()
         };
         let before = row();
+        // No call runs, and no write changes the row.
         for _ in 0..2 {
             let runs = AtomicU32::new(0);
             let (result, _) = call(&store, name, &runs).await;
@@ -341,11 +345,11 @@ async fn results_beyond_what_sqlite_holds_are_refused_before_they_are_written() 
     assert_eq!(store.finish(&lease, &without).await.unwrap(), Verdict::Applied);
 }
 
-/// The output of another process that opens `path` and has no more rights than the file modes give it.
+/// Output of another process that opens `path` and has only the rights that the file modes give it.
 fn open_as_ordinary_process(path: &Path) -> String {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL"]);
-    // The superuser may write everywhere, unless it gives that up.
+    // The superuser may write everywhere, unless it drops that right.
     if Command::new("id").arg("-u").output().unwrap().stdout == b"0\n" {
         command.args([
             "--bounding-set",
@@ -446,7 +450,7 @@ async fn every_call_ends_and_says_whether_it_was_begun() {
     store.flush().await;
     assert_eq!(store.inspect(&waiting.key).await.unwrap(), None);
     assert_eq!(store.inspect(&refused.key).await.unwrap(), None);
-    // Its caller had gone by the time the lock was free.
+    // The caller had gone by the time the lock was free.
     assert_eq!(store.inspect(&begun.key).await.unwrap(), None);
     assert_eq!(lease_of(store.reserve(&begun).await).attempt, 1);
 }
@@ -459,7 +463,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
     assert_eq!(call(&store, "first", &runs).await.0.unwrap(), 1);
     let held = reserved(&store, "held").await;
     let (large, beside) = (reserved(&store, "large").await, reserved(&store, "beside").await);
-    // A write that has no room fails alone, whichever others are in the same transaction.
+    // A write without room fails alone, whichever other writes are in the same transaction.
     let too_large = Finish::Completed(stored(vec![b'x'; 220 * 1024]));
     let (done, meanwhile) = (done(), request(&store, "meanwhile"));
     let answers =
@@ -487,7 +491,7 @@ async fn a_full_store_writes_nothing_and_says_so() {
     assert_eq!(roomy.finish(&held, &done).await.unwrap(), Verdict::Applied);
 }
 
-/// A store whose file is full, with attempts that have begun.
+/// Store whose file is full, with attempts that have begun.
 async fn filled(folder: &Folder) -> (SqliteStore, Vec<Lease>) {
     let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
     let mut leases = Vec::new();
@@ -578,7 +582,8 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
         assert_eq!(kind(&store.inspect(&key("k")).await), StoreErrorKind::Unavailable);
         assert!(!folder.file().exists(), "an empty file would be a store without records");
     }
-    // Another file is not taken for the first one; a file with a table of records is accepted, as the operator's decision.
+    // The store does not use another file in place of the first one. A file with a table of records is accepted, as the
+    // operator's decision.
     raw(&folder.file()).execute_batch("CREATE TABLE something (id)").unwrap();
     for _ in 0..3 {
         assert!(call(&store, "k", &runs).await.0.is_err());
@@ -599,7 +604,7 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
     assert_eq!(runs.into_inner(), 1);
 }
 
-/// Another process opens the file and records keys. Returns how many.
+/// Opens the file in another process, which records keys. Returns the number of recorded keys.
 fn recorded_elsewhere(path: &Path, keys: usize) -> usize {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")]);
@@ -607,7 +612,7 @@ fn recorded_elsewhere(path: &Path, keys: usize) -> usize {
     String::from_utf8(output.stdout).unwrap().lines().count()
 }
 
-/// How a file is taken from a path.
+/// Moves a file away, or removes it.
 fn taken_away(path: &Path, moves: bool) {
     if moves { fs::rename(path, path.with_extension("away")).unwrap() } else { fs::remove_file(path).unwrap() }
 }
@@ -628,11 +633,11 @@ async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() 
         for name in names {
             taken_away(&folder.path().join(format!("records.db{name}")), moves);
         }
-        // The first call finds out. Then the store closes its connections, and opens the files that are there.
+        // The first call notices the change. Then the store closes its connections, and opens the present files.
         if is_first {
             let _ = store.reserve(&request(&store, "other")).await;
         }
-        // With an index of a log that is gone, no process can read the file.
+        // With an index of a removed log, no process can read the file.
         let done = if names == ["-wal"] { 0 } else { recorded_elsewhere(&folder.file(), 3) };
         assert!(done == 3 || names == ["-wal"], "{names:?}: {done}");
         for n in (0..done).chain(0..done) {
@@ -641,7 +646,8 @@ async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() 
                 other => panic!("{names:?}, moved: {moves}: {other:?}"),
             }
         }
-        // A store that was opened anew, and the store itself once its old connections are closed, see what was recorded.
+        // A store that is opened now, and the store itself once its old connections are closed, see the recorded
+        // results.
         if done > 0 {
             let anew = open(&folder.file()).await;
             for store in [&anew, &store] {
@@ -706,7 +712,7 @@ async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
     for handle in [store.handle(), store.upkeep()] {
         let holder = raw(&folder.file());
         holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-        // The thread has taken some of them, and waits for the lock; the others wait in its queue.
+        // The thread has taken some of the requests, and waits for the lock; the others wait in its queue.
         let requests: Vec<_> = (0..20).map(|n| request(&store, &format!("k{n}"))).collect();
         for request in &requests {
             begin(&mut handle.reserve(request)).await;
@@ -765,7 +771,7 @@ async fn upkeep_goes_on_while_others_hold_the_lock() {
     let failed = Finish::Failed(stored("late"));
     let ended = upkeep.finish(&late, &failed);
     let busy = async {
-        // A call has given up by now.
+        // By now a call has given up.
         assert_eq!(kind(&store.finish(&leases[0], &done()).await), StoreErrorKind::Unavailable);
         holder.execute_batch("COMMIT").unwrap();
     };
@@ -849,14 +855,14 @@ async fn renewals_without_number_are_answered_one_by_one() {
     assert!(answers.into_iter().eq(expected));
 }
 
-/// A clock that stands still unless a test moves it, and tells who looks at it.
+/// Clock that stands still unless a test advances it, and that reports each look at it.
 #[derive(Clone)]
 struct Observed {
     clock: ManualClock,
     looked: Arc<Looked>,
 }
 
-/// Hears the name of the thread, and whether it looks at the wall clock.
+/// Callback with the name of the thread, and whether it looks at the wall clock.
 type Looked = dyn Fn(&str, bool) + Send + Sync;
 
 impl Observed {
@@ -899,13 +905,15 @@ impl Clock for Observed {
     }
 }
 
-/// Renewals of many leases in one beat, on a clock by which eight of them take a millisecond. Between two transactions
-/// another connection gets the lock, and the writer of the same handle does.
+/// Renews many leases in one beat, with a clock by which eight renewals take a millisecond. Between two transactions
+/// another connection gets the lock, and so does the writer of the same handle.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     const LEASES: usize = 2_000;
     let folder = Folder::new();
     drop(open(&folder.file()).await);
+    // Each look of the upkeep thread at the clock tries the lock from another connection. In the first gap it waits for
+    // a reservation by the writer.
     let other = raw(&folder.file());
     other.busy_timeout(Duration::ZERO).unwrap();
     let other = std::sync::Mutex::new(other);
@@ -934,13 +942,14 @@ async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     let requests: Vec<_> = (0..LEASES).map(|n| request(&store, &format!("k{n}"))).collect();
     let leases = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let leases: Vec<_> = leases.into_iter().map(lease_of).collect();
+    // The writer, which reserves in the first gap.
     let (writer, runtime) = (store.clone(), tokio::runtime::Handle::current());
     let writing = std::thread::spawn(move || {
         reserves.recv().unwrap();
         runtime.block_on(reserved(&writer, "meanwhile"));
         reserved_meanwhile.send(()).unwrap();
     });
-    // The upkeep thread has connected.
+    // The upkeep thread has connected by then.
     renew_all(&*store.upkeep(), &leases[..1]).await.unwrap();
     begun.store(true, Ordering::SeqCst);
     let renewed = renew_all(&*store.upkeep(), &leases).await.unwrap();
@@ -953,12 +962,12 @@ async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
 
 // Lone replays.
 
-/// Who has looked at records, so far.
+/// Number of looks at records, by callers and by the reader thread.
 #[derive(Default)]
 struct Looks {
     by_callers: AtomicU32,
     by_reader: AtomicU32,
-    /// By how many milliseconds callers see the clock move on while they look.
+    /// Milliseconds by which the clock advances at each look of a caller.
     slowness: AtomicU32,
 }
 
@@ -982,7 +991,7 @@ impl Looks {
         })
     }
 
-    /// Replays `name` until its caller reads it.
+    /// Replays `name` until its caller reads the record itself.
     async fn warmed_up(&self, store: &SqliteStore, name: &str) {
         let before = self.now().0;
         while self.now().0 == before {
@@ -1016,14 +1025,14 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
         assert!(replays(&store, "k").await && replays(&store, "small").await);
     }
     assert_eq!(looks.now(), (callers + 200, reader), "nobody else has looked");
-    // What is not answered so is looked at once more by the reader.
+    // The reader looks at every record that the caller can't return itself.
     assert!(replays(&store, "large").await);
     let ended = store.reserve(&request(&store, "pending")).await;
     assert!(matches!(ended, Ok(Reservation::InProgress { attempt: 1, .. })), "{ended:?}");
     assert_eq!(looks.now(), (callers + 202, reader + 2));
     assert_eq!(reserved(&store, "new").await.attempt, 1);
     assert_eq!(looks.now(), (callers + 203, reader + 3));
-    // A fingerprint counts here, too.
+    // The fingerprint counts in a caller's look too.
     let fingerprinted = |last| {
         let mut bytes = [1; 32];
         bytes[31] = last;
@@ -1039,7 +1048,7 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
     assert_eq!(reserved(&store, "k").await.attempt, 1);
 }
 
-/// As many as wait for the reader are served better by it.
+/// Several concurrent callers are served better by the reader.
 #[tokio::test]
 async fn callers_who_are_not_alone_ask_the_reader() {
     let folder = Folder::new();
@@ -1073,7 +1082,7 @@ async fn callers_who_are_not_alone_ask_the_reader() {
     assert_eq!(looks.now().0, callers + 1);
 }
 
-/// A caller that reads keeps nobody else waiting, and nobody from reading.
+/// A caller that reads blocks no other caller.
 #[test]
 fn a_caller_who_reads_is_in_nobodys_way() {
     let folder = Folder::new();
@@ -1121,7 +1130,7 @@ async fn callers_leave_a_slow_disk_to_the_reader_and_try_again_later() {
         assert!(replays(&store, "k").await);
     }
     assert_eq!(looks.now(), (callers + 2, reader + 8), "one may be slow by chance");
-    // Of 15 ms, 5 may be at once, and the others are to be a twentieth of the time, of which 15 ms have passed.
+    // Of 15 ms, 5 may be spent immediately; the rest may take a twentieth of the time, of which 15 ms have passed.
     clock.advance(Duration::from_millis(184));
     assert!(replays(&store, "k").await);
     assert_eq!(looks.now(), (callers + 2, reader + 9));
@@ -1148,7 +1157,7 @@ async fn a_lone_caller_notices_that_its_file_was_removed_or_replaced() {
     }
     let removed = store.reserve(&request(&store, "k")).await;
     assert_eq!(kind(&removed), StoreErrorKind::Unavailable, "{removed:?}");
-    // A file that holds another record for the key is accepted, as the operator's decision.
+    // A file with another record for the key is accepted, as the operator's decision.
     let other = open(&folder.file()).await;
     reserved(&other, "k").await;
     let replaced = loop {
@@ -1159,7 +1168,7 @@ async fn a_lone_caller_notices_that_its_file_was_removed_or_replaced() {
     };
     assert!(matches!(replaced, Reservation::InProgress { .. }), "{replaced:?}");
     assert_eq!(looks.now().0, callers, "no caller has read the file that was removed");
-    // The connection that could not be opened is tried again later.
+    // The store tries later to open the connection again.
     clock.advance(Duration::from_secs(1));
     recorded(&other, "other", 10).await;
     looks.warmed_up(&store, "other").await;
@@ -1204,7 +1213,7 @@ async fn a_forked_child_and_its_parent_both_record() {
     }
 }
 
-/// A file that a child closes late may have been written to by others since: the child must not tidy it up.
+/// If a child closes a file late, other processes may have written to it since: the child must not clean it up.
 #[tokio::test]
 async fn a_forked_child_takes_nothing_from_those_that_came_after() {
     let folder = Folder::new();
@@ -1370,7 +1379,7 @@ async fn a_store_that_is_dropped_lets_go_of_its_file() {
     }
 }
 
-/// Runs a process that is killed while it records, and returns how many results it was told are recorded.
+/// Runs a process that is killed while it records. Returns the number of results whose recording was confirmed to it.
 fn recorded_before_a_kill(path: &Path, keys: usize, kill_after: usize) -> usize {
     let mut recorder = Command::new("setpriv")
         .args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")])
@@ -1405,7 +1414,7 @@ async fn what_a_killed_process_was_told_is_recorded() {
             let record = store.inspect(&race::key(n)).await.unwrap().expect("recorded").record;
             assert_eq!(record.state, State::Completed(stored(n.to_string())), "{n}");
         }
-        // The attempt that died is taken over once its lease has lapsed, and the other keys go on.
+        // Once its lease has lapsed, the dead attempt is taken over, and the other keys go on.
         while let Some(Some(lapses_in)) = store
             .inspect(&race::key(told))
             .await
@@ -1434,7 +1443,7 @@ async fn processes_race_for_the_same_keys() {
     );
 }
 
-/// Rows of operations that have completed, and an interrupted one whose key sorts last.
+/// Rows of completed operations, and of an interrupted one whose key sorts last.
 const MANY_ROWS: &str = "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM n WHERE n < 2099) \
     INSERT INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, listed_at, \
     first_seen_at, began_at) SELECT printf('1/test/%05d', n), 1, iif(n = 2099, 'interrupted', 'completed'), \

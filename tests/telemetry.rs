@@ -1,4 +1,4 @@
-//! What is seen of calls from outside: spans, events, numbers, readiness; and what is made from the table of metrics.
+//! Calls as seen from outside: spans, events, numbers, readiness; and the documents made from the table of metrics.
 #![allow(
     clippy::unused_async,
     clippy::unchecked_time_subtraction,
@@ -28,14 +28,14 @@ use tracing::Level;
 use self::telemetry::capture::Capture;
 use self::telemetry::scenarios::{LATE, LEASE, POLICY, SCENARIOS, SCOPE, Scenario, World, count};
 
-/// Runs a scenario, and says what of it was seen otherwise than it says.
+/// Runs a scenario, and asserts that its span, events and numbers are those of the scenario.
 async fn check(scenario: &Scenario) {
     let Scenario { name, run, outcome, disposition, is_error, fields, events, counts } = scenario;
     let world = World::new();
     let capture = Capture::start();
     run(&world).await;
     let spans = capture.spans("idempotent");
-    // Where two calls overlap, the one that ended with the outcome.
+    // If two calls overlap, take the one that ended with the outcome.
     let span = spans.iter().rev().find(|span| span.field("idem.outcome") == Some(*outcome));
     let span = span.unwrap_or_else(|| panic!("{name}: no span with the outcome {outcome}: {spans:#?}"));
     assert_eq!(span.level, Level::INFO, "{name}");
@@ -62,7 +62,7 @@ async fn check(scenario: &Scenario) {
     for (metric, label, value) in *counts {
         assert_eq!(count(&snapshot, metric, &[(label, value)]), 1, "{name}: {metric}");
     }
-    // Nothing is uncertain that the scenario does not say so of.
+    // No call is uncertain unless the scenario counts it.
     if !counts.iter().any(|(metric, ..)| *metric == "idem_uncertain_total") {
         assert_eq!(count(&snapshot, "idem_uncertain_total", &[]), 0, "{name}");
     }
@@ -98,7 +98,7 @@ async fn keys_are_shown_as_the_policy_says_in_spans_events_and_errors() {
         assert!(error.to_string().contains(&format!("`{shown}`")), "{error}");
         assert_eq!(capture.spans("idempotent")[0].field("idem.key"), Some(&*shown));
         assert_eq!(capture.events(Level::ERROR)[0].field("key"), Some(&*shown));
-        // Whoever looks for it needs the whole key.
+        // The error has the whole key, for a person who looks for the record.
         assert_eq!(error.key(), Some(&key));
     }
 }
@@ -135,7 +135,7 @@ async fn a_call_is_in_the_span_of_its_caller_and_operations_are_in_the_call() {
         assert_eq!(call.field(field), Some(value), "{call:?}");
     }
     let operations = capture.spans("idem.store");
-    // The completion was answered at once: nobody waited for it.
+    // The completion was answered immediately, so no operation waited for it.
     assert_eq!(operations.len(), 1, "{operations:#?}");
     assert_eq!(operations[0].inside, ["idempotent", "process orders"]);
     assert_eq!((operations[0].level, operations[0].field("db.operation.name")), (Level::DEBUG, Some("reserve")));
@@ -171,7 +171,7 @@ async fn replays_near_the_end_of_ttl_are_told_from_others() {
         world.call(POLICY).await.unwrap();
         assert_eq!(["0.01", "0.5", "0.8", "+Inf"].map(within), [hundredth, half, most, all], "after {step:?}");
     }
-    // A record that has been forgotten is not replayed: the duplicate runs.
+    // A forgotten record is not replayed: the duplicate runs.
     world.clock.advance(Duration::from_secs(3600));
     world.call(POLICY).await.unwrap();
     assert_eq!(within("+Inf"), 3);
@@ -206,12 +206,12 @@ async fn a_replay_over_http_names_the_trace_of_the_run_that_made_the_response() 
     };
     assert!(!pay("\"k\"", Some(TRACES[0])).await);
     assert_eq!(original(0), None);
-    // A client that tries again does so in a trace of its own, or in none.
+    // A client retries in another trace, or in none.
     for (at, trace) in [(1, Some(TRACES[1])), (2, None)] {
         assert!(pay("\"k\"", trace).await, "{trace:?}");
         assert_eq!(original(at).as_deref(), Some(TRACES[0]), "{trace:?}");
     }
-    // A run that was a part of no trace, or of nonsense, has none to name.
+    // A run without a trace, or with an invalid one, has no trace to name.
     for (at, key, nonsense) in [(3, "\"m\"", None), (5, "\"n\"", Some("nonsense"))] {
         assert!(!pay(key, nonsense).await);
         assert!(pay(key, Some(TRACES[1])).await);
@@ -238,7 +238,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
         world.store.always(call, Fault::Before(StoreErrorKind::Unavailable));
     }
-    // Handlers that hold leases since before, duplicates that come meanwhile, handlers that are cancelled.
+    // Handlers that have held leases since before, duplicates that come meanwhile, and handlers that are cancelled.
     world.store.always(Call::Reserve, Fault::None);
     let mut running: Vec<_> = (0..20)
         .map(|order| {
@@ -252,7 +252,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     }
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let minutes = async {
-        // Each call asks three times, for two seconds of this world.
+        // Each call tries three times, for two seconds of this world.
         for call in 0..300 {
             world.call(POLICY).await.unwrap_err();
             if call % 20 == 10 {
@@ -260,6 +260,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
             }
         }
     };
+    // Ten minutes of outage, after which the store answers again.
     world.driving(minutes).await;
     for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
         world.store.always(call, Fault::None);
@@ -267,6 +268,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     world.clock.advance(LEASE / 3);
     settle().await;
     world.call(POLICY).await.unwrap();
+    // The outage is a few lines, and the last one has the counts.
     let lines = capture.events(Level::WARN);
     let texts: Vec<_> = lines.iter().map(|line| line.name.split(';').next().unwrap_or_default()).collect();
     assert!((4..=9).contains(&lines.len()), "{texts:#?}");
@@ -363,7 +365,7 @@ async fn health_names_what_is_wrong() {
         assert_eq!(axes(&world.store.health().await), [axis]);
     }
 
-    // The store takes no renewals: a beat is due, then one more.
+    // The store takes no renewals: one beat is due, then another.
     world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
     settle().await;
     world.clock.advance(LEASE / 3 + Duration::from_secs(1));

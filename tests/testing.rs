@@ -1,4 +1,4 @@
-//! The tools for testing handlers: they must find the mistakes that they are for, and report nothing else.
+//! Tools for testing handlers: they must find the mistakes for which they are made, and report no others.
 #![allow(clippy::disallowed_methods, reason = "what a handler does with time is simulated here")]
 
 mod simulation {
@@ -12,7 +12,7 @@ mod simulation {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    /// Three tasks that note their turns.
+    /// Runs three tasks that note their turns.
     fn turns(seed: u64) -> Vec<u32> {
         let simulation = Simulation::new(seed);
         let turns = Rc::new(RefCell::new(Vec::new()));
@@ -114,14 +114,14 @@ mod simulation {
 
         simulation.limit_polls(1000);
         let spinning = async {
-            // Endless.
+            // Endless loop.
             loop {
                 tokio::task::yield_now().await;
             }
         };
         let stuck = simulation.try_run(spinning).unwrap_err();
         assert!(stuck.is_spinning());
-        // The simulation can still be used.
+        // The simulation is still usable.
         assert_eq!(simulation.run(async { 7 }), 7);
     }
 
@@ -163,7 +163,7 @@ mod simulation {
                 }
                 (task.polls(), task.await)
             });
-            // Three awaits: the fourth poll is ready, and a later kill comes too late.
+            // Three awaits: the fourth poll is ready, so a later kill comes too late.
             assert_eq!(output, killed_at.min(4), "polls of one killed at {killed_at}");
             assert_eq!(polls.get(), killed_at.min(4));
             assert_eq!(seen.is_ok(), killed_at > 3, "{seen:?}");
@@ -220,7 +220,7 @@ mod simulation {
         Ok(order_id)
     }
 
-    /// Ten deliveries of one message to workers of their own, some of them killed: how each of them ended, and when.
+    /// Ten deliveries of one message, each to its own worker, some of them killed: end and time of each.
     fn deliveries(seed: u64) -> Vec<(Option<Outcome>, Duration)> {
         let simulation = Simulation::new(seed);
         let clock = simulation.clock();
@@ -254,7 +254,7 @@ mod simulation {
             assert_eq!(ended, deliveries(seed), "seed {seed} repeats");
             let executed = ended.iter().flat_map(|(outcome, _)| outcome).filter(|it| it.executed()).count();
             assert!(executed == 1, "seed {seed}: {ended:?}");
-            // The lease of 30 s is renewed all the while, so no call takes over.
+            // The lease of 30 s is renewed throughout, so no call takes over.
             assert!(ended.iter().flat_map(|(outcome, _)| outcome).all(|it| !it.took_over()), "seed {seed}: {ended:?}");
         }
     }
@@ -270,7 +270,7 @@ mod explorer {
     use idem_runtime::{Disposition, Error, OnError, Store, current, idempotent, observe};
     use serde::{Deserialize, Serialize};
 
-    /// What a worker has.
+    /// Application of a worker.
     struct App {
         store: SimulatedStore,
         worker: Worker,
@@ -307,7 +307,7 @@ mod explorer {
         matches!(problem, Problem::Missing { .. })
     }
 
-    /// The scenarios with a problem of this kind. Each shows the same problem when it is played alone.
+    /// Scenarios with a problem of this kind. Checks that each shows the same problem when it is played alone.
     fn scenarios(report: &Report, alone: impl Fn(Explorer) -> Report, is: fn(&Problem) -> bool) -> BTreeSet<String> {
         let all = report.findings();
         let found: BTreeSet<_> = all.iter().filter(|it| is(it.problem())).map(|it| it.scenario().to_owned()).collect();
@@ -497,7 +497,8 @@ mod explorer {
     #[test]
     fn a_charge_before_its_check_is_found() {
         let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
-        // 1 and 2: reserving. 3: the charge is requested. From 4 on it has happened, up to the answer of its record.
+        // 1 and 2: the reservation. 3: the charge is requested. From 4 on the charge has happened, until the answer of
+        // its record comes.
         for cut in ["cancel@await:4", "crash@await:4", "crash@await:7", "answer-lost@effect:1", "pause@effect:1"] {
             assert!(found.contains(cut), "{cut} in {found:?}");
         }
@@ -623,7 +624,7 @@ mod explorer {
         let found = found!(is_missing, |worker| async move {
             let (result, outcome) = observe(charge_keyed(&App::new(worker), 42)).await;
             let lost = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(Error::LeaseLost { .. }));
-            // The handler takes `LeaseLost` for success: another worker has the message.
+            // The handler treats `LeaseLost` as success, because another worker has the message.
             if result.as_ref().is_err_and(lost) { Disposition::Ack } else { outcome.disposition() }
         });
         assert!(found.iter().all(|it| it.starts_with("overtake@")), "{found:?}");
@@ -839,7 +840,7 @@ mod explorer {
         assert_eq!(report.awaits(), expected);
         assert_eq!(report.store_calls(), ["reserve", "finish"]);
         assert_eq!(report.effects(), ["charge"]);
-        // The steps that the first, cancelled run reached for each await; the second run goes all the way.
+        // Steps that the first, cancelled run reached for each await; the second run reaches all of them.
         for (at, steps) in [0, 0, 1, 2, 2, 3, 4, 5, 5].into_iter().enumerate() {
             reached.lock().unwrap().clear();
             explored(Explorer::new().only(format!("cancel@await:{}", at + 1))).assert_once();

@@ -30,7 +30,7 @@ struct Receipt {
     cents: u32,
 }
 
-/// A service that insists on the idiom: `call` only after its own `poll_ready`, which no clone inherits.
+/// Service that insists on the idiom: `call` only after its own `poll_ready`, which no clone inherits.
 #[derive(Debug, Default)]
 struct Strict {
     runs: Arc<AtomicU32>,
@@ -84,7 +84,7 @@ async fn a_request_runs_once_and_its_duplicates_replay() {
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
     assert_eq!(inner.runs.load(Ordering::SeqCst), 1);
-    // Another service of the same layer, as each connection and each worker has.
+    // Another service of the same layer, as each connection and each worker has one.
     let receipt = layer(&store).layer(inner.clone()).oneshot(ORDER).await.unwrap();
     assert_eq!((receipt.run, inner.runs.load(Ordering::SeqCst)), (1, 1));
 }
@@ -93,7 +93,7 @@ async fn a_request_runs_once_and_its_duplicates_replay() {
 async fn the_service_that_was_ready_is_the_one_that_is_called() {
     let store = MemoryStore::new();
     let mut service = layer(&store).layer(Strict::default());
-    // Two calls under way at once, of one service and of its clone.
+    // Two concurrent calls, of one service and of its clone.
     let mut clone = service.clone();
     let first = service.ready().await.unwrap().call(ORDER);
     let second = clone.ready().await.unwrap().call(Order { id: 43, ..ORDER });
@@ -104,7 +104,7 @@ async fn the_service_that_was_ready_is_the_one_that_is_called() {
     assert_eq!(runs, [1, 2, 3]);
 }
 
-/// A service whose readiness never comes, or fails.
+/// Service whose readiness never comes, or fails.
 #[derive(Clone)]
 struct NotReady(Option<&'static str>);
 
@@ -145,7 +145,7 @@ async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
     for _ in 0..10 {
         buffered.ready().await.unwrap().call(ORDER).await.unwrap();
     }
-    // Readiness that was asked for and not used is no loss either.
+    // Readiness that was requested and not used is no loss either.
     drop(limited.ready().await.unwrap().call(ORDER));
     limited.ready().await.unwrap().call(Order { id: 43, ..ORDER }).await.unwrap();
     assert_eq!(inner.runs.load(Ordering::SeqCst), 2);
@@ -153,7 +153,7 @@ async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
 
 const WAITING: Policy = POLICY.in_progress(idem_runtime::InProgress::Wait(Duration::from_secs(60)));
 
-/// A service whose body goes on when it is told to.
+/// Service whose body goes on when the test allows it.
 #[derive(Clone)]
 struct Gated(Arc<tokio::sync::Semaphore>, Strict);
 
@@ -183,13 +183,13 @@ async fn a_duplicate_that_waits_holds_no_permit_of_a_limit_that_counts_bodies() 
     let inner = Gated(Arc::clone(&gate), Strict { fails_at: 1, ..Strict::default() });
     let mut service = ServiceBuilder::new().layer(layer).concurrency_limit(3).service(inner.clone());
     let mut calls = Vec::new();
-    // One that runs, and more duplicates of it than there are permits.
+    // A running call, and more duplicates of it than there are permits.
     for _ in 0..6 {
         let mut call = service.ready().await.unwrap().call(ORDER);
         assert!(futures::poll!(&mut call).is_pending());
         calls.push(call);
     }
-    // Three bodies at a time: each duplicate has given its permit back, so two more may run, and no third one.
+    // Three bodies at a time: each duplicate has returned its permit, so two more bodies may run, and no third one.
     for id in [43, 44] {
         let mut ready = Box::pin(service.ready());
         let std::task::Poll::Ready(ready) = futures::poll!(&mut ready) else { panic!("a duplicate holds a permit") };
@@ -201,7 +201,7 @@ async fn a_duplicate_that_waits_holds_no_permit_of_a_limit_that_counts_bodies() 
         let mut ready = Box::pin(service.ready());
         assert!(futures::poll!(&mut ready).is_pending(), "a fourth body would run");
     }
-    // The first one fails, so one of its duplicates runs the body: with a permit of its own.
+    // The first call fails, so one of its duplicates runs the body, with its own permit.
     gate.add_permits(16);
     let ended = futures::future::join_all(calls).await;
     assert_eq!(inner.1.runs.load(Ordering::SeqCst), 4);

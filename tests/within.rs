@@ -38,14 +38,14 @@ fn key(name: &str) -> Key {
 
 // ---- PostgreSQL ------------------------------------------------------------------------------------------------------
 
-/// A schema for one test, with a table of payments beside the records.
+/// Schema for one test, with a table of payments next to the records.
 struct Bank {
     url: String,
     schema: String,
     store: PostgresStore,
-    /// Whether errors are recorded instead of released.
+    /// True if errors are recorded instead of released.
     records_errors: bool,
-    /// Whether a body has paid and now hangs.
+    /// True if a body has paid and now hangs.
     hangs: Cell<bool>,
 }
 
@@ -54,7 +54,7 @@ impl Bank {
         Self::with_partitions(0).await
     }
 
-    /// One with a plain table, and one with a table of hash partitions.
+    /// Opens a bank with a plain table, and a bank with a table of hash partitions.
     async fn of_each_kind() -> [Self; 2] {
         [Self::with_partitions(0).await, Self::with_partitions(4).await]
     }
@@ -68,7 +68,7 @@ impl Bank {
         bank
     }
 
-    /// A connection that looks for tables in the schema first.
+    /// Connection that looks for tables in the schema first.
     async fn client(&self) -> Client {
         let client = raw(&self.url).await;
         let schema = self.schema.replace('"', "\"\"");
@@ -104,7 +104,7 @@ impl Bank {
         observe(operation.run(body)).await
     }
 
-    /// Pays in a transaction of its own, and commits.
+    /// Pays in a separate transaction, and commits.
     async fn pay_and_commit(&self, name: &str) -> (Result<u32, Error>, Outcome) {
         let mut client = self.client().await;
         let tx = client.transaction().await.unwrap();
@@ -123,7 +123,7 @@ async fn payment_and_record_commit_together() {
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded() && outcome.committed().recorded());
         assert_eq!((bank.payments().await, bank.state("a").await), (0, None), "nobody sees it yet");
-        // A second call in the same transaction already replays it.
+        // A second call in the same transaction already replays the payment.
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.replayed());
@@ -178,7 +178,7 @@ impl Bank {
     }
 }
 
-/// The end of a body in these tests, in a transaction of any driver.
+/// End of a body in these tests, in a transaction of any driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     Succeed,
@@ -199,7 +199,7 @@ impl From<Error> for Declined {
 }
 
 impl Bank {
-    /// Pays, and ends as `end` says.
+    /// Pays, and ends in the way of `end`.
     async fn end(&self, tx: &Transaction<'_>, name: &str, policy: Policy, end: End) -> Result<u32, Declined> {
         let body = async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
@@ -223,7 +223,7 @@ impl Bank {
         }
     }
 
-    /// A call that is dropped in its body.
+    /// Makes a call that is dropped in its body.
     async fn drop_in_body(&self, tx: &Transaction<'_>, name: &str, policy: Policy) {
         let mut call = Box::pin(self.end(tx, name, policy, End::Hang));
         self.hangs.set(false);
@@ -329,17 +329,19 @@ async fn a_call_can_be_dropped_at_every_await() {
         let bank = Bank { records_errors, ..Bank::open().await };
         let mut client = bank.client().await;
         let mut polls = 0;
+        // Drop the call at each of its awaits, in a transaction of its own.
         for round in 0.. {
             let name = format!("{name} {round}");
             let tx = client.transaction().await.unwrap();
             let is_over = dropped_after(polls, bank.end(&tx, &name, policy, end), async || {
-                // Every request is answered before the next poll.
+                // Wait until the server has answered every request of the last poll.
                 tx.batch_execute("SELECT 1").await.unwrap_or_default();
                 tokio::time::sleep(Duration::from_millis(2)).await;
             })
             .await;
             tx.execute("INSERT INTO payments VALUES ($1)", &[&format!("after {name}")]).await.unwrap();
             tx.commit().await.unwrap();
+            // The transaction goes on, and holds the payment only together with its record.
             let (state, names) = (bank.state(&name).await, bank.names().await);
             assert!(names.contains(&format!("after {name}")), "{name}: the transaction goes on");
             match (&state, names.contains(&name)) {
@@ -350,7 +352,7 @@ async fn a_call_can_be_dropped_at_every_await() {
             }
             if is_over {
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                // On a busy machine the answers may be there before the first poll has ended: nothing was dropped then.
+                // On a busy machine the answers may come before the end of the first poll: then nothing was dropped.
                 if polls > 1 {
                     break;
                 }
@@ -409,10 +411,10 @@ async fn calls_in_one_transaction_take_turns() {
             bank.run(tx, name, POLICY, body).await.0.is_ok()
         }
     };
-    // Without turns, the end of a failed call would undo the confirmed work that others have done since it began.
+    // Without turns, the end of a failed call would undo the confirmed work of other calls since its start.
     let calls = [slow("a", End::Fail), slow("b", End::Succeed), slow("c", End::Fail), slow("d", End::Succeed)];
     assert_eq!(join_all(calls).await, [false, true, false, true]);
-    // A call that is dropped while it waits for its turn takes none.
+    // A call that is dropped while it waits takes no turn.
     {
         let mut first = Box::pin(slow("e", End::Succeed));
         let mut second = Box::pin(slow("f", End::Succeed));
@@ -452,7 +454,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
         assert_eq!(paid.unwrap(), 2);
         assert!(outcome.took_over());
         tx.commit().await.unwrap();
-        // The retention counts from the completion, not from the beginning of the transaction.
+        // The retention counts from the completion, not from the start of the transaction.
         let client = bank.client().await;
         let expires: SystemTime = client.query_one("SELECT expires_at FROM records", &[]).await.unwrap().get(0);
         assert!(expires >= begun + Duration::from_secs(3600) + lease, "{:?}", expires.duration_since(begun));
@@ -521,7 +523,7 @@ async fn a_record_that_somebody_has_locked_is_not_waited_for() {
 async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() {
     let bank = Bank::open().await;
     let client = bank.client().await;
-    // The server's error for a value that is larger than it can be.
+    // The server's error for a value that exceeds its limit.
     client
         .batch_execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
@@ -544,7 +546,7 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     assert_eq!(bank.payments().await, 1);
     assert!(matches!(bank.state("a").await, Some(State::Completed(StoredResult::TooLarge { .. }))));
-    // The store itself does the same.
+    // The store outside of a transaction does the same.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
     let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
     let (result, outcome) = observe(operation.run(body)).await;
@@ -571,7 +573,7 @@ async fn a_record_made_in_a_transaction_tells_who_made_it() {
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// Checks what a record tells that was made here, by a handle of this name, which has a trace.
+/// Checks the trail of a record that was made in this process, by a handle of this name, under a trace.
 async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
     let found = store.inspect(&key(name)).await.unwrap().unwrap();
     let told = found.holder().unwrap();
@@ -617,7 +619,7 @@ async fn a_duplicate_that_runs_at_the_same_time_is_rejected_at_once() {
         let (refused, outcome) = bank.pay(&other, "a", POLICY).await;
         assert!(matches!(refused, Err(Error::InProgress { attempt: 1, .. })), "{refused:?}");
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
-        // Its transaction is as good as before, also for another key.
+        // The other transaction is still usable, also for another key.
         assert!(bank.pay(&other, "b", POLICY).await.1.executed());
         other.commit().await.unwrap();
         tx.rollback().await.unwrap();
@@ -640,7 +642,7 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
         let waiter: i32 = other.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
         let mut waiting = Box::pin(bank.pay(&other, name, policy));
-        // Until the server reports that it waits.
+        // Poll until the server reports the wait.
         let observer = bank.client().await;
         let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND pid = $1";
         while observer.query_one(waits, &[&waiter]).await.unwrap().get::<_, i64>(0) == 0 {
@@ -729,7 +731,7 @@ async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output 
     }
 }
 
-/// L6 where the record of one key is inserted and not committed: keys that share its batches are reserved, finished and
+/// L6 for a key whose record is inserted and not committed: keys in the same batches are reserved, finished and
 /// replayed without a wait, and the key itself is in progress.
 #[tokio::test]
 async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
@@ -738,6 +740,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
         let tx = client.transaction().await.unwrap();
         bank.pay(&tx, "0", POLICY).await.0.unwrap();
         let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
+        // The key of the open transaction and 63 others, in the same batches.
         let all = async || {
             let mut calls = tokio::task::JoinSet::new();
             for n in 0..64 {
@@ -759,7 +762,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
                     }
                 }
             }
-            // By itself, too, and as one that waits.
+            // The key alone too, and with a duplicate that waits.
             let waits = POLICY.in_progress(InProgress::Wait(Duration::from_millis(300)));
             for policy in [POLICY, waits] {
                 let alone = idem_runtime::Operation::new(&bank.store, Ok(key("0")), policy);
@@ -768,6 +771,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
             }
         })
         .await;
+        // After the commit the key is replayed.
         tx.commit().await.unwrap();
         assert!(matches!(bank.state("0").await, Some(State::Completed(_))));
         for (n, result) in all().await {
@@ -889,7 +893,7 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
     assert_eq!(bank.payments().await, 1);
 }
 
-/// A handler with the attribute; its future can be spawned.
+/// Handler with the attribute, whose future can be spawned.
 #[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = shared("pay"), fingerprint = (name, 7))]
 async fn pay(tx: &Transaction<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
     tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await?;
@@ -913,7 +917,8 @@ async fn the_attribute_takes_a_transaction_for_a_store() {
     assert_eq!(bank.payments().await, 1);
 }
 
-// ---- Commits, and the dispositions of messages ------------------------------------------------------------------------
+// ---- Commits, and the dispositions of messages
+// ------------------------------------------------------------------------
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -951,7 +956,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
     bank.checks_at_commit().await;
     bank.client().await.batch_execute("INSERT INTO payments VALUES ('a')").await.unwrap();
     for kills in [false, true] {
-        // By hand: the delivery fails, as its commit does.
+        // By hand: the delivery fails because its commit does.
         let mut client = bank.client().await;
         let (result, outcome) = observe(async {
             let tx = client.transaction().await?;
@@ -964,13 +969,13 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
-        // Until the commit, the call's own outcome says to retry.
+        // Until the commit, the outcome of the call is a retry.
         let mut client = bank.client().await;
         let tx = client.transaction().await.unwrap();
         let (paid, outcome) = bank.pay_waiting_in(&tx, "a").await;
         assert!(paid.is_ok() && is_retry(&outcome), "{paid:?}, {outcome:?}");
         drop(tx);
-        // By the helper.
+        // By `transact`.
         let mut client = bank.client().await;
         let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
             let paid = bank.pay_waiting_in(tx, "a").await.0?;
@@ -981,7 +986,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome) && !outcome.recorded(), "{result:?}, {outcome:?}");
-        // The attempt counts where there is a connection left to write it.
+        // The attempt counts, because the library has a connection left to record it.
         assert_eq!(bank.state("a").await, Some(State::Released));
     }
     assert_eq!(bank.payments().await, 1);
@@ -1032,7 +1037,7 @@ async fn a_statement_that_failed_without_notice_is_never_committed() {
         Ok::<_, AnyError>(paid)
     })
     .await;
-    // The server answers `COMMIT` with "ROLLBACK", which the driver takes for an ordinary answer.
+    // The server answers `COMMIT` with "ROLLBACK", which the driver accepts as an ordinary answer.
     assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
     assert_eq!((bank.payments().await, bank.state("a").await), (0, Some(State::Released)));
 }
@@ -1042,7 +1047,7 @@ async fn a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
     let bank = Bank::open().await;
     for replayed in [false, true] {
         let (url, schema) = (bank.url.clone(), bank.schema.clone());
-        // In a task of its own.
+        // In a separate task.
         let delivery = tokio::spawn(async move {
             let mut client = raw(&url).await;
             let path = format!("SET search_path = \"{}\"", schema.replace('"', "\"\""));
@@ -1094,7 +1099,7 @@ async fn a_transaction_that_met_another_one_is_tried_again() {
     let mut client = bank.client().await;
     client.batch_execute("SET default_transaction_isolation = 'repeatable read'").await.unwrap();
     let tries = Cell::new(0);
-    // A statement of the library sees that the record has changed since.
+    // A statement of the library finds that the record has changed since.
     let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| {
         tries.set(tries.get() + 1);
         tx.query("SELECT count(*) FROM payments", &[]).await?;
@@ -1106,7 +1111,7 @@ async fn a_transaction_that_met_another_one_is_tried_again() {
     .await;
     assert_eq!((paid.unwrap(), tries.get()), (1, 2));
     assert!(outcome.replayed() && outcome.disposition() == Disposition::Ack, "{outcome:?}");
-    // The commit sees it too, under SERIALIZABLE; but the repetition has to end.
+    // The commit finds it too, under SERIALIZABLE; but the repetitions must end.
     client.batch_execute("SET default_transaction_isolation = 'serializable'").await.unwrap();
     for always in [false, true] {
         tries.set(0);
@@ -1186,7 +1191,7 @@ impl Bank {
             .unwrap()
     }
 
-    /// The same as [`Bank::end`].
+    /// Like [`Bank::end`], with `sqlx`.
     async fn end_by_sqlx(
         &self,
         tx: &SqlxTransaction<'_>,
@@ -1278,7 +1283,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
             let tx = SqlxTransaction::new(pool.begin().await.unwrap());
             let pause = async || tokio::time::sleep(Duration::from_millis(3)).await;
             let is_over = dropped_after(polls, bank.end_by_sqlx(&tx, &name, policy, end), pause).await;
-            // Either everything is committed, or nothing is and the commit says so.
+            // Either everything is committed, or nothing is and the commit fails.
             let committed = tx.into_inner().commit().await.is_ok();
             let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
             match (&state, paid) {
@@ -1290,7 +1295,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
             if is_over {
                 assert!(committed);
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                // On a busy machine the answers may be there before the first poll has ended: nothing was dropped then.
+                // On a busy machine the answers may come before the end of the first poll: then nothing was dropped.
                 if polls > 1 {
                     break;
                 }
@@ -1308,6 +1313,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
     let bank = Bank::open().await;
     bank.checks_at_commit().await;
     let pool = bank.pool().await;
+    // A delivery in its own task, and its replay.
     for replayed in [false, true] {
         let (pool, schema) = (pool.clone(), bank.schema.clone());
         let delivery = tokio::spawn(async move {
@@ -1317,7 +1323,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!(paid.unwrap(), [0, 1, 255]);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // A refused commit, an error afterwards, and a failed statement whose error is swallowed.
+    // A refused commit, an error after the call, and a failed statement whose error the work ignores.
     for case in 0..3 {
         let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
             let paid = bank.end_by_sqlx(tx, "b", POLICY, End::Succeed).await.map_err(|it| it.0)?;
@@ -1336,6 +1342,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!(bank.names().await, ["a"], "{case}");
     }
     let bank = Bank { records_errors: true, ..bank };
+    // A recorded error is committed, and the rest of the transaction is rolled back.
     for replayed in [false, true] {
         let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
             insert(tx, "before").await;
@@ -1347,7 +1354,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!((outcome.disposition(), outcome.replayed()), (Disposition::DeadLetter, replayed));
     }
     assert_eq!(bank.names().await, ["a"]);
-    // A transaction that met another one.
+    // A transaction that conflicts with another one is tried again.
     let tries = Cell::new(0);
     let (paid, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
         tries.set(tries.get() + 1);
@@ -1389,7 +1396,7 @@ async fn a_transaction_of_sqlx_does_the_same() {
     other.into_inner().commit().await.unwrap();
     assert_eq!(bank.payments().await, 1);
 
-    // The other driver reads it, too.
+    // The other driver reads the record too.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("a")), POLICY);
     let result = operation.run(async { Ok::<Vec<u8>, Error>(vec![]) }).await;
     assert_eq!(result.unwrap(), [0, 1, 255]);
@@ -1403,7 +1410,7 @@ async fn a_transaction_of_sqlx_does_the_same() {
 
 // ---- SQLite ----------------------------------------------------------------------------------------------------------
 
-/// A file with a table of payments.
+/// File with a table of payments.
 struct Till {
     folder: Folder,
 }
@@ -1474,7 +1481,7 @@ async fn in_sqlite_a_duplicate_in_another_transaction_never_pays_again() {
     second.busy_timeout(Duration::from_millis(20)).unwrap();
     let tx = begin(&mut first);
     sell(&tx, "a", POLICY).await.0.unwrap();
-    // This transaction was not begun as a writing one, so its first write is refused.
+    // This transaction did not begin as a writing one, so its first write is refused.
     let other = second.transaction().unwrap();
     let (refused, outcome) = sell(&other, "a", POLICY).await;
     match refused {
@@ -1592,7 +1599,7 @@ async fn in_sqlite_a_result_too_large_for_a_row_ends_the_operation_without_it() 
 
 const HUGE: u64 = 1_000_000_000;
 
-/// A codec whose results need much memory.
+/// Codec whose results need much memory.
 struct Huge;
 
 impl Codec for Huge {
@@ -1694,12 +1701,13 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
     connection
         .execute_batch("CREATE TABLE sold (name TEXT REFERENCES names (name) DEFERRABLE INITIALLY DEFERRED)")
         .unwrap();
+    // A delivery, and its replay.
     for replayed in [false, true] {
         let (paid, outcome) = SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, "a").await).await;
         assert_eq!(paid.unwrap(), 7);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // A refused commit, and an error afterwards.
+    // A refused commit, and an error after the call.
     for refused in [true, false] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
             let paid = sell_by_attribute(tx, "b").await?;
@@ -1713,6 +1721,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert!(result.is_err() && is_retry(&outcome) && !outcome.replayed(), "{result:?}, {outcome:?}");
         assert_eq!((till.names(), till.state("b").await), (vec!["a".to_owned()], Some(State::Released)));
     }
+    // A recorded error is committed, and the rest of the transaction is rolled back.
     for replayed in [false, true] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
             tx.execute("INSERT INTO payments VALUES ('before')", [])?;
@@ -1725,7 +1734,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert!(matches!(till.state("c").await, Some(State::Failed(_))));
     }
     assert_eq!(till.names(), ["a"]);
-    // Another connection writes.
+    // Another connection writes meanwhile.
     let mut other = till.connection();
     other.busy_timeout(Duration::from_millis(20)).unwrap();
     let holding = begin(&mut connection);
@@ -1739,17 +1748,18 @@ async fn an_observation_around_a_transaction_counts_on_what_was_committed() {
     let till = Till::new();
     let mut connection = till.connection();
     let name = "a";
-    // Committed: the record takes effect, and the message is done.
+    // Committed: the record takes effect, and the message is acknowledged.
     let (_, outcome) =
         observe(async { SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, name).await).await.0 })
             .await;
     assert_eq!((outcome.disposition(), outcome.is_pending_commit()), (Disposition::Ack, false), "{outcome:?}");
+    // In each of the other cases, a call that succeeds before or after the transaction must not hide its failure.
     let other = MemoryStore::new();
     let done = async |name| {
         Operation::new(&other, Key::new("other", name), POLICY).run(async { Ok::<_, Error>(1) }).await.unwrap()
     };
     for order in ["before", "after"] {
-        // Rolled back, and the error is swallowed.
+        // Rolled back, and the delivery ignores the error.
         let (_, outcome) = observe(async {
             if order == "before" {
                 done("rolled back before").await;
@@ -1767,7 +1777,7 @@ async fn an_observation_around_a_transaction_counts_on_what_was_committed() {
         })
         .await;
         assert!(is_retry(&outcome), "{order}: {outcome:?}");
-        // Cut off in the middle, in a call and before the first one.
+        // Cut off in the middle: in a call, and before the first call.
         for calls in [true, false] {
             let (_, outcome) = observe(async {
                 if order == "before" {
@@ -1789,7 +1799,7 @@ async fn an_observation_around_a_transaction_counts_on_what_was_committed() {
             .await;
             assert!(is_retry(&outcome), "{order}: {outcome:?}");
         }
-        // Never begun.
+        // The transaction never begins.
         let holding = begin(&mut connection);
         let mut busy = till.connection();
         busy.busy_timeout(Duration::from_millis(1)).unwrap();
@@ -1809,7 +1819,7 @@ async fn an_observation_around_a_transaction_counts_on_what_was_committed() {
         drop(holding);
     }
     assert_eq!(till.names(), ["a"]);
-    // An error that is recorded all the same.
+    // An error of the body is still recorded.
     let (_, outcome) = observe(async {
         let failing = async |tx: &rusqlite::Transaction<'_>| {
             sell_and_end(tx, "c", POLICY, End::Fail, true).await.map_err(|declined| AnyError::from(declined.0))
@@ -1832,7 +1842,7 @@ fn ledger(spec: &str, begin: usize) -> Child {
     command.spawn().expect("a process starts")
 }
 
-/// Eight processes, one of which is killed again and again.
+/// Runs eight processes, one of which is killed repeatedly.
 async fn race(spec: &str) {
     let mut racers: Vec<Child> = (0..RACERS).map(|n| ledger(spec, n * KEYS / RACERS)).collect();
     for kill in 0..KILLS {
@@ -1873,9 +1883,10 @@ async fn in_sqlite_processes_that_die_leave_every_effect_exactly_once() {
     is_once(&counts);
 }
 
-// ---- What becomes of a message whose handler has a transaction ---------------------------------------------------------
+// ---- Dispositions of messages whose handlers have a transaction
+// --------------------------------------------------------
 
-/// A driver, with a table of payments and one of records.
+/// Driver, with a table of payments and a table of records.
 enum Driver {
     TokioPostgres(Bank),
     Sqlx(Bank, sqlx::PgPool),
@@ -1912,7 +1923,7 @@ impl Driver {
         }
     }
 
-    /// One delivery by `transact`. After the call the delivery fails if it `fails_after`.
+    /// Makes one delivery by `transact`. If `fails_after`, the delivery fails after the call.
     async fn transact(
         &self,
         delivery: u32,
@@ -1988,7 +1999,7 @@ impl Driver {
 #[tokio::test]
 async fn a_healthy_message_is_acknowledged() {
     for driver in Driver::all().await {
-        // By hand nothing says that the first delivery is committed; the next one finds that it is.
+        // By hand, the first outcome does not include the commit; the next delivery finds the committed record.
         for (n, expected) in [(1, None), (2, Some(Disposition::Ack)), (3, Some(Disposition::Ack))] {
             let (paid, outcome) = driver.by_hand(POLICY, End::Succeed).await;
             assert_eq!((paid.unwrap(), outcome.replayed()), (1, n > 1), "{}", driver.name());
@@ -2123,6 +2134,7 @@ async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let beats = async |_| Ok::<_, Error>(());
+    // Every option of an observed delivery, inside of another observation.
     let (paid, outcome) = observe(async {
         let work = async |tx: &Transaction<'_>| Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?);
         let (paid, inner) = PostgresStore::transact(&mut client, work)
@@ -2138,7 +2150,7 @@ async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_
     .await;
     assert_eq!((paid.unwrap(), outcome.disposition()), (1, Disposition::Ack));
     assert!(!outcome.is_pending_commit() && outcome.recorded());
-    // A failure that the outer delivery swallows, and a transaction that is cut off.
+    // A failure that the outer delivery ignores, and a transaction that is cut off.
     for cut_off in [false, true] {
         let end = if cut_off { End::Hang } else { End::Fail };
         let (result, outcome) = observe(async {

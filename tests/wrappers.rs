@@ -1,4 +1,4 @@
-//! The wrappers: what each adds to a store, and that none of them can make a body run again.
+//! Wrappers: the effect of each on a store, and that none of them can make a body run again.
 #![allow(clippy::unchecked_time_subtraction, reason = "the durations are constants")]
 
 use std::pin::Pin;
@@ -37,7 +37,7 @@ const TTL: Duration = Duration::from_secs(3600);
 const TICK: Duration = Duration::from_millis(1);
 const POLICY: Policy = Policy::new(TTL).max_result_bytes(64 * 1024 * 1024);
 
-/// A store in memory that fails on command, with a clock that the test drives.
+/// Store in memory that fails on command, with a clock that the test drives.
 struct World {
     clock: ManualClock,
     memory: MemoryStore,
@@ -56,7 +56,7 @@ impl World {
         ReserveRequest::new(key(name), self.memory.heartbeats().new_owner(), LEASE, TTL)
     }
 
-    /// The lease of a new attempt.
+    /// Reserves a new attempt, and returns its lease.
     async fn reserved(&self, store: &dyn Store, name: &str) -> Lease {
         match store.reserve(&self.request(name)).await.unwrap() {
             Reservation::Granted { lease, .. } => lease,
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// An attempt that finishes with these bytes.
+    /// Makes an attempt that finishes with these bytes.
     async fn finished(&self, store: &dyn Store, name: &str, bytes: &[u8]) -> Record {
         let lease = self.reserved(store, name).await;
         let finish = completed(bytes);
@@ -72,7 +72,7 @@ impl World {
         Record::after(&lease, finish.state())
     }
 
-    /// The finished record that a reservation meets.
+    /// Finished record that a reservation finds.
     async fn replay(&self, store: &dyn Store, name: &str) -> Record {
         match store.reserve(&self.request(name)).await.unwrap() {
             Reservation::Finished { record, .. } => record,
@@ -80,7 +80,7 @@ impl World {
         }
     }
 
-    /// A call of a handler that counts its runs and returns `result`.
+    /// Makes a call of a handler that counts its runs and returns `result`.
     async fn call(&self, store: &dyn Store, policy: Policy, result: &str) -> (Result<String, Error>, Outcome) {
         let operation = Operation::new(store, Ok(key("call")), policy);
         let body = async {
@@ -129,7 +129,7 @@ fn payload(record: &Record) -> &StoredResult {
     }
 }
 
-/// The result as the innermost store holds it.
+/// Result as the innermost store holds it.
 async fn kept(store: &dyn Store, name: &str) -> StoredResult {
     payload(&store.inspect(&key(name)).await.unwrap().expect("a record").record).clone()
 }
@@ -220,7 +220,7 @@ async fn wrappers_compose_in_every_order() {
                 assert_eq!(world.replay(&*store, &name).await, record, "{order}, result {i}");
                 assert_eq!(store.inspect(&key(&name)).await.unwrap().unwrap().record, record, "{order}, result {i}");
             }
-            // Another process, with the same wrappers and empty caches, reads it as well.
+            // Another process, with the same wrappers and empty caches, also reads the result.
             let failed = Finish::Failed(stored(bytes));
             let lease = world.reserved(&*store, &format!("{i} failed")).await;
             assert_eq!(store.finish(&lease, &failed).await.unwrap(), Verdict::Applied);
@@ -235,8 +235,8 @@ async fn wrappers_compose_in_every_order() {
     }
 }
 
-/// A wrapper's codec name is reserved for its own envelopes: a result that another codec wrote under it comes back as it
-/// was.
+/// A wrapper's codec name is reserved for its own envelopes: a result that another codec wrote under that name comes
+/// back unchanged.
 #[tokio::test]
 async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
@@ -259,7 +259,7 @@ async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
     }
 }
 
-/// The answer to a consumer that was deployed without the wrapper.
+/// A consumer that was deployed without the wrapper gets an error about another codec.
 #[tokio::test]
 async fn without_the_wrapper_a_result_is_of_another_codec() {
     for name in ["idem:zstd", "idem:object"] {
@@ -326,7 +326,7 @@ async fn other_endings_pass_unchanged() {
     }
 }
 
-/// A store whose upkeep has a line of its own.
+/// Store whose upkeep has its own line.
 #[derive(Clone, Debug)]
 struct Apart {
     calls: FaultyStore,
@@ -378,7 +378,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         assert!(std::ptr::eq(upkeep.heartbeats(), world.memory.heartbeats()), "{order}");
         assert!(Arc::ptr_eq(&upkeep, &store.upkeep()), "{order}: made once");
         assert_eq!((upkeep.name(), upkeep.namespace(), upkeep.response_timeout()), ("memory", "apart", LEASE / 10));
-        // A beat, a result that is recorded late, and the clean-up of a dropped call.
+        // A beat, a late result, and the clean-up of a dropped call.
         let leases = [world.reserved(&*store, "late").await, world.reserved(&*store, "dropped").await];
         assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Verdict::Applied; 2], "{order}");
         let result = completed(&[b'x'; 5000]);
@@ -389,7 +389,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         for call in [Call::Renew, Call::Finish, Call::Release] {
             assert_eq!((apart.calls.count(call), apart.upkeep.count(call)), (0, 1), "{order}: {call:?}");
         }
-        // The record is the store's own, with its result in the form that the wrappers give it.
+        // The record belongs to the store, with its result in the form of the wrappers.
         let as_it_was = kept(&world.memory, "late").await == *result.result();
         assert_eq!(as_it_was, order == "cached twice", "{order}");
         for _ in 0..3 {
@@ -426,7 +426,7 @@ async fn what_has_been_released_passes_unchanged() {
         }
         let second = world.reserved(&*store, "k").await;
         assert_eq!(second.attempt, 2, "{order}");
-        // Late again: while another attempt holds the key, and once that has finished.
+        // Late again: while another attempt holds the key, and once that attempt has finished.
         assert!(
             matches!(store.reserve(&request).await.unwrap(), Reservation::InProgress { attempt: 2, .. }),
             "{order}"
@@ -437,7 +437,7 @@ async fn what_has_been_released_passes_unchanged() {
             assert_eq!(world.replay(&*store, "k").await, Record::after(&second, result.state()), "{order}");
             let Reservation::Finished { .. } = store.reserve(&request).await.unwrap() else { panic!("{order}") };
         }
-        // An operator frees the key: the late reservation is now that of the other owner, and changes nothing.
+        // An operator frees the key: the late reservation is now the other owner's, and changes nothing.
         assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Verdict::Applied, "{order}");
         let late = world.request("k").owner(second.owner);
         assert_eq!(store.reserve(&late).await.unwrap(), Reservation::Released { attempt: 2 }, "{order}");
@@ -445,7 +445,7 @@ async fn what_has_been_released_passes_unchanged() {
     }
 }
 
-/// Processes that share records and objects, and are killed anywhere: between object and record too.
+/// Processes that share records and objects, and are killed at any point, also between object and record.
 #[tokio::test]
 async fn processes_race_for_the_same_keys() {
     let server = RedisServer::start(Kind::Redis);

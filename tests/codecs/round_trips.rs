@@ -1,4 +1,4 @@
-//! Results that are not read back as they were written: no duplicate gets one without a word.
+//! Results that do not read back as they were written: a duplicate never gets such a result without a report.
 
 #![allow(clippy::option_option, reason = "`Some(None)` is what JSON loses")]
 
@@ -40,7 +40,7 @@ struct Receipt {
     lines: Vec<Option<Option<u32>>>,
 }
 
-/// The text of the panic of the first call, if it panics; and whether a duplicate gets the same value.
+/// Returns the panic message of the first call, if it panics, and whether a duplicate gets the same value.
 async fn first_and_duplicate<C: Codec, T>(policy: Policy, value: &T) -> (Option<String>, Result<bool, Error>)
 where
     T: Serialize + DeserializeOwned + PartialEq + Clone,
@@ -53,7 +53,7 @@ where
     (said, duplicate)
 }
 
-/// The rule: the first call of a debug build says so if and only if a duplicate gets something else.
+/// Checks the rule: the first call of a debug build panics if and only if a duplicate gets another value.
 async fn rule<C: Codec, T>(value: T)
 where
     T: Serialize + DeserializeOwned + PartialEq + Clone + Debug,
@@ -148,7 +148,7 @@ async fn recorded_errors_are_compared_as_well() {
     assert!(outcome.replayed() && replayed.unwrap_err().reason.is_none());
 }
 
-/// Writes what it does not read.
+/// Codec that can't read its own bytes.
 struct OneWay;
 
 impl Codec for OneWay {
@@ -182,7 +182,7 @@ async fn a_result_that_is_never_read_back_is_refused_unless_it_is_migrated() {
 
 #[tokio::test]
 async fn what_can_not_be_compared_is_left_alone() {
-    /// Writes another text each time.
+    /// Serializes as another text each time.
     #[derive(Clone, PartialEq, Debug, Deserialize)]
     struct Restless(String);
     impl Serialize for Restless {
@@ -193,7 +193,7 @@ async fn what_can_not_be_compared_is_left_alone() {
     }
     let (said, _) = first_and_duplicate::<Json, _>(POLICY, &Restless(String::new())).await;
     assert_eq!(said, None);
-    // Longer than what is compared.
+    // Longer than the values that the check compares.
     let long = vec![Some(None::<u64>); 64 * 1024];
     let (said, duplicate) = first_and_duplicate::<Json, _>(POLICY.max_result_bytes(1 << 20), &long).await;
     assert_eq!((said, duplicate.unwrap()), (None, false));

@@ -1,4 +1,4 @@
-//! The correct answers of a store, written as simply as possible and without the library's own decisions.
+//! Correct answers of a store, written as simply as possible and without the library's own decisions.
 //!
 //! Time is a number of milliseconds. Owners are small numbers, one for each requested reservation.
 
@@ -8,7 +8,7 @@ use idem_runtime::OnCrash;
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Action, Finish, Release, Standing, Verdict};
 
-/// The request for an attempt.
+/// Request for an attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub(crate) key: usize,
@@ -31,7 +31,7 @@ pub(crate) enum Phase {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Entry {
     pub(crate) owner: usize,
-    /// How many decisions were applied since the latest attempt began, and who made the last of them.
+    /// Number of decisions that were applied since the latest attempt began; `by` made the last of them.
     pub(crate) decisions: u32,
     pub(crate) by: String,
     pub(crate) attempt: u32,
@@ -52,7 +52,7 @@ pub(crate) enum Answer {
     Released { attempt: u32 },
 }
 
-/// What an operator saw of an entry.
+/// An entry as an operator saw it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Sight {
     pub(crate) owner: usize,
@@ -61,7 +61,7 @@ pub(crate) struct Sight {
     pub(crate) standing: Standing,
 }
 
-/// An owner that never asked.
+/// Owner that never made a request.
 #[allow(dead_code, reason = "the simulation alone meets owners whose requests it has not heard of")]
 pub(crate) const NOBODY: usize = usize::MAX;
 
@@ -96,11 +96,13 @@ impl Reference {
             return self.grant(ask, 1, 1, ask.fingerprint, false);
         };
         let Entry { owner, attempt, starts, fingerprint, .. } = entry;
+        // The fingerprint comes first, in every phase.
         if fingerprint.is_some() && ask.fingerprint.is_some() && fingerprint != ask.fingerprint {
             return Answer::Mismatch { attempt };
         }
         let mut takeover = false;
         let mut counted = starts;
+        // The phase decides: an answer, or another attempt.
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
             Phase::Interrupted => return Answer::Interrupted { attempt },
@@ -114,7 +116,7 @@ impl Reference {
                 return Answer::Pending { attempt, lapses_in: lapses_at - self.now };
             }
             Phase::Pending { on_crash, begun, .. } => {
-                // Under `fail` a body begins with its mark; under `retry` it may have begun without one.
+                // Under `fail` a body begins with its mark; under `retry` it may have begun without a mark.
                 let interrupted = match on_crash {
                     OnCrash::Fail => begun,
                     _ => ask.on_crash == OnCrash::Fail,
@@ -126,6 +128,7 @@ impl Reference {
                 counted -= u32::from(!begun && counted > 0);
             }
         }
+        // Another attempt: the limit applies to the attempts that count.
         if ask.max_attempts.is_some_and(|max| counted >= max) {
             return Answer::Exhausted { attempts: counted };
         }
@@ -203,6 +206,7 @@ impl Reference {
             return Verdict::Refused;
         }
         let free = Phase::Released;
+        // The next phase and count, if the record were as the operator saw it.
         let next = match (action, &entry.phase) {
             (Action::Reopen | Action::BreakLease, Phase::Finished(_)) => return Verdict::Refused,
             (Action::Reopen, _) | (Action::Discard, Phase::Finished(_)) => Some((free, 0)),
@@ -218,7 +222,7 @@ impl Reference {
             }
             _ => None,
         };
-        // The answer was lost, and the same person repeats the decision.
+        // The first answer was lost, and the same person repeats the decision.
         if entry.decisions == sight.decisions + 1 && entry.by == by {
             let is_its_end = match action {
                 Action::Reopen | Action::Discard => entry.phase == Phase::Released && entry.starts == 0,
@@ -228,6 +232,8 @@ impl Reference {
             };
             return if is_its_end { Verdict::Applied } else { Verdict::Refused };
         }
+        // A decision applies only to the record that the operator saw. The lapse of a lease does not matter to a broken
+        // lease.
         let standing = match &entry.phase {
             Phase::Pending { lapses_at, .. } if now < *lapses_at => Standing::Running,
             Phase::Pending { .. } => Standing::Lapsed,
@@ -248,11 +254,12 @@ impl Reference {
                 (recorded, finish),
                 (Finish::Completed(_), Finish::Completed(_)) | (Finish::Failed(_), Finish::Failed(_))
             );
-            // Supplied: no caller can have been given another one.
+            // The operator supplies a missing result: no caller can have received another one.
             if recorded != finish && (!alike || !missing(recorded.result()) || missing(finish.result())) {
                 return Verdict::Refused;
             }
         }
+        // Apply the decision; it counts, and names the operator.
         match next {
             Some((phase, starts)) => {
                 let (decisions, by) = (entry.decisions + 1, by.to_owned());

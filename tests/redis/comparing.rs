@@ -1,8 +1,8 @@
-//! Completions by `SET … IFEQ` on servers that know it, and what a script has to decide.
+//! Completions by `SET … IFEQ` on servers that have it, and the cases that a script has to decide.
 
 use super::*;
 
-/// How often the server ran a script, and a `SET`.
+/// Number of scripts that the server ran, and number of `SET`s.
 async fn ran(server: &RedisServer) -> (u64, u64) {
     let calls = calls_of(server).await;
     (calls("evalsha") + calls("eval"), calls("set"))
@@ -12,7 +12,7 @@ async fn value_of(server: &RedisServer, name: &str) -> Vec<u8> {
     server.raw().await.get(format!("idem:1/test/{name}")).await.unwrap()
 }
 
-/// As a waiter does.
+/// Marks the record, as a waiter does.
 async fn flag(server: &RedisServer, name: &str) {
     let flags = value_of(server, name).await[format::FLAGS_AT] | format::FLAG_WAITED_FOR;
     let name = format!("idem:1/test/{name}");
@@ -36,7 +36,7 @@ async fn a_plain_first_run_calls_no_script() {
         assert_eq!((after.0 - before.0, after.1 - before.1), (scripts, 2), "{name}: a reservation and a completion");
     }
     let before = ran(&server).await.0;
-    // What makes the record longer is known, too.
+    // The store can compare the parts that make a record longer, too.
     let told = request(&store, "told")
         .holder(Holder::new("host/7/name"))
         .traceparent(TRACEPARENT.parse().ok())
@@ -65,20 +65,20 @@ async fn every_other_completion_is_decided_by_a_script() {
     let scripts = async || ran(&server).await.0;
     let before = scripts().await;
 
-    // A waiter has flagged it.
+    // A waiter has flagged the record.
     let lease = reserved(&store, "flagged").await;
     flag(&server, "flagged").await;
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
     assert_eq!(scripts().await - before, 1);
 
-    // A renewal has noted since when it runs.
+    // A renewal has noted the start of the attempt in the record.
     let lease = reserved(&store, "renewed").await;
     assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     let noted = format::times(&value_of(&server, "renewed").await.into());
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
     assert_eq!(format::times(&value_of(&server, "renewed").await.into()), noted, "what was noted first stays");
 
-    // Another attempt's, which the late one leaves alone.
+    // The record is another attempt's: the late completion does not change it.
     let late = wins(&store, &short("taken")).await;
     let mut successor = None;
     until("the lease lapses", async || {
@@ -98,13 +98,13 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(finishes(&store, &late).await, Verdict::Refused);
     assert_eq!(value_of(&server, "taken").await, value);
 
-    // Gone.
+    // The record is gone.
     let lease = reserved(&store, "gone").await;
     let _: () = server.raw().await.del("idem:1/test/gone").await.unwrap();
     assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
     assert!(store.inspect(&lease.key).await.unwrap().is_none());
 
-    // A lapsed lease that nobody has taken over is still its attempt's.
+    // The lease has lapsed and no other attempt has taken over: the attempt may still finish.
     let lapsed = wins(&store, &short("lapsed")).await;
     until("the lease lapses", async || {
         let found = store.inspect(&lapsed.key).await.unwrap().unwrap();
@@ -113,7 +113,7 @@ async fn every_other_completion_is_decided_by_a_script() {
     .await;
     assert_eq!(finishes(&store, &lapsed).await, Verdict::Applied);
 
-    // Repeated, and not the same: the first one counts, and its retention.
+    // Repeated completions that differ: the first one and its retention stay.
     let lease = reserved(&store, "repeated").await;
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
     let times = || idem_tests::cluster::ask::<i64>(server.port(), "PEXPIRETIME idem:1/test/repeated").unwrap();
@@ -124,21 +124,22 @@ async fn every_other_completion_is_decided_by_a_script() {
     }
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Refused);
 
-    // Released, and so over.
+    // A released attempt can't finish.
     let lease = reserved(&store, "released").await;
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     let value = value_of(&server, "released").await;
     assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
     assert_eq!(value_of(&server, "released").await, value);
 
-    // Too large to be sent twice.
+    // A result too large to be sent twice goes to the script directly.
     let (lease, before) = (reserved(&store, "large").await, scripts().await);
     let large = Finish::Completed(stored(vec![b'1'; 1024 * 1024]));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
     assert_eq!(scripts().await - before, 1);
 }
 
-/// What the server did not replace gets its script in the next exchange, and its source if the server has forgotten it.
+/// A completion that the server did not apply goes to the script in the next exchange, with its source if the server
+/// has lost it.
 #[tokio::test]
 async fn a_batch_mixes_both() {
     let server = RedisServer::start(Kind::Valkey);
@@ -149,7 +150,7 @@ async fn a_batch_mixes_both() {
         for name in names.iter().skip(1).step_by(2) {
             flag(&server, name).await;
         }
-        // Not this store's any more.
+        // A record that is not this store's.
         let taken = RedisStore::options().namespace("other:").connect(&server.url()).await.unwrap();
         let foreign = reserved(&taken, &format!("foreign {flush}")).await;
         if flush {
@@ -169,7 +170,7 @@ async fn a_batch_mixes_both() {
     }
 }
 
-/// The address stays, the server behind it is another one.
+/// The address stays; another server takes its place.
 #[tokio::test]
 async fn an_older_server_after_a_failover_is_asked_by_scripts() {
     let replace = |server: RedisServer, kind| {
@@ -177,6 +178,7 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
         drop(server);
         RedisServer::start_at(kind, port, &["--appendonly", "no"], &[])
     };
+    // The server counts the `SET`s that it refuses for their unknown option.
     let refused = async |server: &RedisServer| {
         let mut raw = server.raw().await;
         let stats: String = redis::cmd("INFO").arg("commandstats").query_async(&mut raw).await.unwrap();
@@ -204,12 +206,13 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
             values.push(value_of(&server, &format!("before{n}")).await);
         }
         server = replace(server, Kind::Redis);
+        // The older server holds the records, as after a failover.
         for (n, value) in values.iter().enumerate() {
             let mut raw = server.raw().await;
             let _: () = raw.pset_ex(format!("idem:1/test/before{n}"), value, 3_660_000).await.unwrap();
         }
         heals(&store).await;
-        // What the older server is asked first is a completion.
+        // The first request to the older server is a completion.
         let finish = done();
         if at_once {
             let finishes = futures::future::join_all(leases.iter().map(|lease| store.finish(lease, &finish))).await;
@@ -219,6 +222,7 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
                 assert_eq!(finishes(&store, lease).await, Verdict::Applied);
             }
         }
+        // Every completion is recorded, although the server refused the comparison; one refusal is enough.
         for lease in &leases {
             let found = store.inspect(&lease.key).await.unwrap().unwrap();
             assert_eq!(found.record, Record::after(lease, done().state()));
@@ -228,17 +232,17 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
         many(&store, "older").await;
         assert_eq!(refused(&server).await, told, "once is enough");
 
-        // A newer one again: noticed with its connection.
+        // A newer server again: the store finds out when it connects.
         server = replace(server, Kind::Valkey);
         heals(&store).await;
         many(&store, "newer").await;
         assert_eq!(ran(&server).await.0, 0);
     }
 
-    // Connected to an older one first.
+    // The store connects to an older server first.
     let mut server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
-    // `connect` has tried whether it may send the command, in a form that fails.
+    // `connect` has checked the right to send the command, in a form that fails.
     let tried = refused(&server).await;
     many(&store, "k").await;
     assert_eq!(refused(&server).await, tried, "its version tells");

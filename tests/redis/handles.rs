@@ -10,12 +10,12 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::*;
 
-/// A runtime that makes progress only while a thread blocks on it.
+/// Runtime that makes progress only while a thread blocks on it.
 fn lone_runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-/// Checks everything that a handle can do.
+/// Checks every operation of a handle.
 async fn works(store: &RedisStore, name: &str) {
     let runs = AtomicU32::new(0);
     let names: Vec<_> = (0..50).map(|n| format!("{name} {n}")).collect();
@@ -32,7 +32,7 @@ async fn works(store: &RedisStore, name: &str) {
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied, "{name}");
 }
 
-/// How many clients the server has, besides the one that asks.
+/// Number of the server's clients, without the one that asks.
 fn clients(server: &RedisServer) -> usize {
     lone_runtime().block_on(async {
         let mut raw = server.raw().await;
@@ -51,7 +51,7 @@ fn a_store_outlives_the_runtime_that_connected_it() {
         store
     };
     lone_runtime().block_on(works(&store, "second"));
-    // Each runtime takes its connections with it.
+    // Each runtime takes its connections with it when it ends.
     wait_until("they are closed", || clients(&server) == 0);
 }
 
@@ -64,7 +64,7 @@ fn a_runtime_that_stands_still_holds_up_nobody_else() {
         works(&store, "first").await;
         reserved(&store, "held").await
     });
-    // The first runtime is not driven from here on.
+    // No thread drives the first runtime from here on.
     let elsewhere = lone_runtime();
     elsewhere.block_on(works(&store, "second"));
     assert_eq!(elsewhere.block_on(store.finish(&lease, &done())).unwrap(), Verdict::Applied);
@@ -99,7 +99,7 @@ fn without_a_runtime_there_is_an_error() {
 
 // Upkeep.
 
-/// A handler that blocks the only thread of its runtime, and with it the connection of its store.
+/// A handler blocks the only thread of its runtime, and with it the connection of its store.
 #[test]
 fn upkeep_goes_on_while_a_runtime_is_blocked() {
     let server = RedisServer::start(Kind::Redis);
@@ -163,7 +163,7 @@ async fn upkeep_has_connections_of_its_own_once_it_is_used() {
     assert_eq!(proxy.sent()[0], before, "nothing by the connection of the callers");
 }
 
-/// The line is full of results of 1 MiB, for many leases.
+/// A line full of results of 1 MiB, and ten leases.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn results_on_a_slow_line_cost_no_lease() {
     const RESULTS: usize = 48;
@@ -177,6 +177,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
     let proxy = Proxy::to(server.port()).await;
     let store = RedisStore::connect(&proxy.url()).await.unwrap();
     proxy.set(Line::Slow(6 * 1024 * 1024));
+    // Ten handlers whose leases need renewals over the slow line.
     let policy = POLICY.lease(Duration::from_secs(3));
     let done = Arc::new(Notify::new());
     let handlers: Vec<_> = (0..10)
@@ -194,7 +195,8 @@ async fn results_on_a_slow_line_cost_no_lease() {
         })
         .collect();
     until("they run", async || store.heartbeats().live() == 10).await;
-    // Each result is requested again as soon as it has arrived, so that the line is never idle, for more than two leases.
+    // Each result is requested again as soon as it has arrived, so that the line is never idle, for more than two
+    // leases.
     let since = std::time::Instant::now();
     while since.elapsed() < 7 * Duration::from_secs(1) {
         let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
@@ -212,7 +214,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
 
 const ALONE: &str = "IDEM_TEST_ALONE";
 
-/// In a process of its own: a fork copies the locks that threads of other tests hold.
+/// In its own process, because a fork copies the locks that threads of other tests hold.
 #[test]
 fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     if std::env::var_os(ALONE).is_none() {
@@ -227,6 +229,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     let proxies = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let proxy = proxies.block_on(Proxy::to(server.port()));
     let runtime = lone_runtime();
+    // The parent has connections for calls and for its upkeep, and holds a lease.
     let (store, held) = runtime.block_on(async {
         let store = RedisStore::connect(&proxy.url()).await.unwrap();
         works(&store, "parent").await;
@@ -244,7 +247,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
                     works(&store, "child").await;
                     assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
                 });
-                // The child doesn't close them either.
+                // The child must not close the parent's connections either.
                 drop((upkeep, store));
             }));
             std::process::exit(i32::from(worked.is_err()));
@@ -254,6 +257,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
             assert_eq!(status, 0, "the child failed");
         }
     }
+    // The parent's connections were not used meanwhile, and still work.
     let after = proxy.sent();
     assert_eq!(after[..before.len()], before, "the child wrote to a connection of its parent");
     assert!(after.len() > before.len(), "the child has connections of its own");
@@ -265,7 +269,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     assert_eq!(proxy.sent().len(), after.len(), "the parent goes on with what it has");
 }
 
-/// There is only one connection, and it belongs to the parent.
+/// The store has only one connection, and it belongs to the parent.
 #[test]
 fn a_connection_of_ones_own_is_not_used_by_a_forked_process() {
     if std::env::var_os(ALONE).is_none() {

@@ -1,4 +1,4 @@
-//! Values that a server can't take: the error is told apart from a passing one, and no other caller keeps losing
+//! Values that a server can't take: the error is distinct from a passing one, and other callers do not keep losing
 //! connections.
 
 use super::*;
@@ -14,7 +14,7 @@ async fn set(server: &RedisServer, setting: &str, value: &str) {
     let _: () = redis::cmd("CONFIG").arg("SET").arg(setting).arg(value).query_async(&mut raw).await.unwrap();
 }
 
-/// How many connections the server has accepted, besides the one that asks.
+/// Number of connections that the server has accepted, without the one that asks.
 async fn connections(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -22,7 +22,7 @@ async fn connections(server: &RedisServer) -> u64 {
     accepted.unwrap().trim().parse::<u64>().unwrap() - 1
 }
 
-/// A store whose login may not read settings.
+/// Store whose login may not read settings.
 async fn unknowing(server: &RedisServer) -> RedisStore {
     let mut raw = server.raw().await;
     let rules = ["reset", "on", ">secret", "~*", "&*", "+@all", "-config"];
@@ -30,7 +30,7 @@ async fn unknowing(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&format!("redis://worker:secret@127.0.0.1:{}", server.port())).await.unwrap()
 }
 
-/// Repeats a finish while that may help, and returns how many tries it took.
+/// Repeats a finish while that may help. Returns the last answer and the number of tries.
 async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<Verdict, StoreError>, usize) {
     let mut tries = 0;
     loop {
@@ -57,7 +57,7 @@ async fn a_full_server_writes_nothing_and_says_so() {
     let reserving = async || store.reserve(&request(&store, "new")).await.map(|_| ());
     let finishing = async |lease: &Lease| store.finish(lease, &finish).await.map(|_| ());
     let mut answers = vec![reserving().await, finishing(&leases[0]).await];
-    // Together, too, when completions share a script.
+    // Together as well, where completions share a script.
     let (a, b, c, d) = futures::join!(reserving(), finishing(&leases[0]), finishing(&leases[1]), finishing(&leases[2]));
     answers.extend([a, b, c, d]);
     for answer in answers {
@@ -93,7 +93,8 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
     }
 }
 
-/// The server refuses the value and closes the connection, which may never get the reason: a few times at most.
+/// The server refuses the value and closes the connection, and the reason may get lost: after a few times the store has
+/// found the limit.
 #[tokio::test]
 async fn a_limit_that_may_not_be_asked_for_is_learned() {
     for kind in [Kind::Redis, Kind::Valkey] {
@@ -111,7 +112,7 @@ async fn a_limit_that_may_not_be_asked_for_is_learned() {
     }
 }
 
-/// Such a value gets a connection to itself.
+/// Such a value gets its own connection.
 #[tokio::test]
 async fn a_value_over_the_limit_takes_nobody_with_it() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
@@ -132,13 +133,13 @@ async fn a_value_over_the_limit_takes_nobody_with_it() {
     }
 }
 
-/// The server says nothing, and closes the connection.
+/// The server closes the connection without an error.
 #[tokio::test]
 async fn a_value_under_which_connections_break_is_too_large_after_some() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let lease = reserved(&store, "k").await;
-    // Lowered after the store has read the limit.
+    // The limit is lowered after the store has read it.
     set(&server, "client-query-buffer-limit", "1mb").await;
     let (answer, tries) = finally(&store, &lease, &result_of(4 * MIB)).await;
     too_large(answer);
@@ -147,7 +148,7 @@ async fn a_value_under_which_connections_break_is_too_large_after_some() {
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
 }
 
-/// The engine records the completion without its result, and tells later callers.
+/// The engine records the completion without its result, and later callers get an error with that reason.
 #[tokio::test]
 async fn a_result_that_the_server_can_not_take_runs_once() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);

@@ -8,11 +8,11 @@ use idem_tests::Reopen as _;
 use super::*;
 
 const MIB: usize = 1024 * 1024;
-/// How many large results there are.
+/// Number of large results.
 const RESULTS: usize = 24;
-/// How many bytes a slow line carries in a second.
+/// Bytes that a slow line carries in a second.
 const SLOW: u32 = 6 * 1024 * 1024;
-/// The time limit of a store on such a line: much shorter than all results take, and longer than one takes.
+/// Time limit of a store on such a line: much shorter than all results take together, and longer than one result takes.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Records results of 1 MiB, and opens a store behind a proxy.
@@ -49,7 +49,7 @@ async fn a_connection_that_delivers_is_not_given_up() {
     let since = std::time::Instant::now();
     replays(&store).await;
     assert!(since.elapsed() > 3 * LIMIT, "the line was not slow");
-    // A single result that takes longer than the limit as well.
+    // A single result that also takes longer than the limit.
     proxy.set(Line::Pass);
     let direct = connect(&server).await;
     let lease = reserved(&direct, "huge").await;
@@ -61,14 +61,14 @@ async fn a_connection_that_delivers_is_not_given_up() {
     assert_eq!(proxy.sent().len(), before, "no connection was given up");
 }
 
-/// A slow answer has a limit, too.
+/// A slow answer has a limit too.
 #[tokio::test]
 async fn a_connection_that_dribbles_is_given_up() {
     let server = RedisServer::start(Kind::Redis);
     let (_, proxy) = large_results(&server).await;
     let limit = Duration::from_millis(200);
     let store = RedisStore::options().response_timeout(limit).connect(&proxy.url()).await.unwrap();
-    // Some pieces of 16 KiB in each time limit, and 10 s for all: more than fifteen limits.
+    // Some pieces of 16 KiB in each time limit, and 10 s for the whole result: more than fifteen limits.
     proxy.set(Line::Slow(100 * 1024));
     let error = store.reserve(&request(&store, "large0")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
@@ -76,12 +76,12 @@ async fn a_connection_that_dribbles_is_given_up() {
     assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished { .. })));
 }
 
-/// Of many requests at once, only a few answers are under way at a time.
+/// Of many concurrent requests, only a few answers are under way at a time.
 #[tokio::test]
 async fn exchanges_are_bounded_by_what_comes_back() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = large_results(&server).await;
-    // The store learns how large the records are.
+    // With these replays the store measures the size of the records.
     replays(&store).await;
     proxy.set(Line::LoseReplies);
     let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
@@ -99,7 +99,7 @@ async fn sets(server: &RedisServer) -> u64 {
     calls("set") + calls("mget") + calls("evalsha")
 }
 
-/// Drops store calls after their first poll: they gather, and no lane has run yet.
+/// Drops store calls after their first poll: they are queued, and no lane has run yet.
 fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
     let calls: Vec<_> = calls
         .map(|call| {
@@ -136,7 +136,7 @@ async fn what_ends_an_attempt_was_handed_over() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     for count in [1, 300] {
-        // Also with a server that has lost the scripts in the meantime.
+        // Also with a server that has lost the scripts meanwhile.
         for forgetful in [false, true] {
             let names =
                 |what: &str| -> Vec<_> { (0..count).map(|n| format!("{what} {count} {forgetful} {n}")).collect() };
@@ -169,7 +169,7 @@ async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
     let runs = AtomicU32::new(0);
     futures::future::join_all(finished.iter().map(|name| call(&store, name, &runs))).await;
     let slow = RedisStore::connect(&proxy.url()).await.unwrap();
-    // The store expects replays from now on, and looks before it reserves.
+    // From now on the store expects replays, and looks before it reserves.
     futures::future::join_all(finished.iter().map(|name| call(&slow, name, &runs))).await;
     proxy.set(Line::Delay(Duration::from_millis(100)));
     let requests: Vec<_> = (0..200).map(|n| request(&slow, &format!("new{n}"))).collect();
@@ -180,7 +180,7 @@ async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
         answers = reserving => panic!("too early: {answers:?}"),
         () = looked => {}
     }
-    // The answers to the looks are still under way, and no call waits for them.
+    // The answers to the looks are still on their way, and no call waits for them.
     slow.inspect(&requests[0].key).await.unwrap();
     proxy.set(Line::Pass);
     slow.inspect(&requests[0].key).await.unwrap();
@@ -191,8 +191,8 @@ async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
     assert!(reserved <= 1, "{reserved} keys were reserved for nobody; one had gone by itself");
 }
 
-/// Calls are dropped at any moment, alone, together, and among replays. Afterwards no key is held, and none is interrupted
-/// unless a body ran for it.
+/// Calls are dropped at any moment, alone, together, and among replays. Afterwards no key is held, and none is
+/// interrupted unless a body ran for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_calls_leave_their_keys_as_promised() {
     const CALLS: usize = 1500;
@@ -202,6 +202,7 @@ async fn dropped_calls_leave_their_keys_as_promised() {
     proxy.set(Line::Uneven(Duration::from_millis(3)));
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         for replays in [false, true] {
+            // Many replays, after which the store looks before it reserves.
             if replays {
                 let runs = AtomicU32::new(0);
                 let names: Vec<_> = (0..300).map(|n| format!("done{on_crash:?}{n}")).collect();
@@ -232,6 +233,7 @@ async fn dropped_calls_leave_their_keys_as_promised() {
                 call.await.unwrap();
             }
             store.flush().await;
+            // After the late writes, every key must be free, or interrupted if its body had started under `fail`.
             let mut troubled = Vec::new();
             for (n, started) in started.iter().enumerate() {
                 let found = direct.inspect(&Key::new("test", name(n)).unwrap()).await.unwrap();

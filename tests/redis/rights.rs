@@ -1,17 +1,18 @@
-//! A missing right of the login is an error that says so: never "no record", never "somebody else's".
+//! A missing right of the login is its own error: the store never reads it as "no record" or as another attempt's
+//! record.
 
 use idem_tests::Reopen as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
 
 use super::*;
 
-/// Every right that a connected store uses.
+/// Rights that a connected store uses.
 const RIGHTS: [&str; 10] =
     ["set", "get", "mget", "pttl", "pexpire", "evalsha", "getrange", "setrange", "publish", "eval"];
-/// Enough requests to share scripts and lanes.
+/// Number of requests, enough to share scripts and lanes.
 const MANY: usize = 20;
 
-/// Makes a user on `server` with every right, and returns the URL of its login.
+/// Creates a user on `server` with every right. Returns the URL of its login.
 async fn worker(server: &RedisServer) -> String {
     allow(server, &["reset", "on", ">secret", "~*", "&*", "+@all"]).await;
     format!("redis://worker:secret@127.0.0.1:{}", server.port())
@@ -22,7 +23,7 @@ async fn allow(server: &RedisServer, rules: &[&str]) {
     let _: () = redis::cmd("ACL").arg("SETUSER").arg("worker").arg(rules).query_async(&mut raw).await.unwrap();
 }
 
-/// The answer to a request, in one word.
+/// Answer to a request, in one word.
 type Said = Result<&'static str, StoreError>;
 
 fn reservation(answer: Result<Reservation, StoreError>) -> Said {
@@ -40,7 +41,7 @@ fn write(answer: Result<Verdict, StoreError>) -> Said {
     answer.map(|answer| if answer == Verdict::Applied { "done" } else { "refused" })
 }
 
-/// One of each operation, on keys that are prepared by `others`.
+/// One operation of each kind, on keys that `others` has prepared.
 struct Scene {
     others: RedisStore,
     store: RedisStore,
@@ -79,7 +80,7 @@ impl Scene {
         request(&self.store, "any").key(of.key.clone())
     }
 
-    /// Runs every operation, and returns its name, the expected answer and the answer.
+    /// Runs every operation. Returns its name, the expected answer and the answer.
     async fn play(&self) -> Vec<(&'static str, &'static str, Said)> {
         let Self { store, held, finished, lapsed, finishing, releasing, .. } = self;
         let new = request(store, &format!("{} new", self.prefix));
@@ -109,7 +110,7 @@ impl Scene {
         ]
     }
 
-    /// Checks that every confirmed write is there, and that no other has changed its record.
+    /// Checks that every confirmed write took effect, and that no other write changed its record.
     async fn audit(&self, played: &[(&str, &str, Said)]) {
         for (lease, what) in [(&self.finishing, "a finish"), (&self.releasing, "a release")] {
             let done = played.iter().any(|(name, _, said)| *name == what && said.is_ok());
@@ -156,7 +157,7 @@ async fn what_a_login_may_not_do_is_never_an_answer() {
                 }
                 scene.audit(&played).await;
             }
-            // Waiters look from time to time, so publishing is not needed.
+            // Waiters also look periodically, so the store works without publishing.
             assert_eq!(missed == 0, right == "publish", "{kind:?} without {right}: {missed} errors");
         }
     }
@@ -186,7 +187,7 @@ async fn connect_names_every_right_that_is_missing() {
             }
             allow(&server, &[&format!("+{right}")]).await;
         }
-        // Rights on the keys of another application only.
+        // Rights only on the keys of another application.
         allow(&server, &["resetkeys", "~shop:*"]).await;
         let error = RedisStore::connect(&url).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
@@ -209,7 +210,7 @@ async fn a_check_of_rights_changes_nothing() {
     assert_eq!(keys, 1);
 }
 
-/// How many commands the server has executed.
+/// Number of commands that the server has executed.
 async fn commands(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -227,7 +228,7 @@ async fn a_missing_right_costs_a_handful_of_commands() {
         allow(&server, &[&format!("-{right}")]).await;
         let before = commands(&server).await;
         let request = request(&store, "any").key(held.key.clone());
-        // With or without an answer.
+        // The answer does not matter, only the number of commands.
         let _ = store.reserve(&request).await;
         let sent = commands(&server).await - before;
         assert!(sent < 20, "without {right} a reservation took {sent} commands");
@@ -235,8 +236,8 @@ async fn a_missing_right_costs_a_handful_of_commands() {
     }
 }
 
-/// A server that shows another record of every key at each look. Returns its address, and a count of the commands about
-/// records.
+/// Starts a server that shows another record of every key at each look. Returns its address, and a count of the
+/// commands about records.
 async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
@@ -247,7 +248,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
             let (mut stream, count, mut record) = (BufStream::new(stream), Arc::clone(&count), record.clone());
             tokio::spawn(async move {
                 while let Some(words) = command(&mut stream).await {
-                    // The byte that holds the number of the attempt.
+                    // This byte holds the number of the attempt.
                     record[27] = record[27] % 200 + 1;
                     let bulk = |bytes: &[u8]| [format!("${}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
                     let answer = match words[0].as_slice() {
@@ -268,7 +269,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     (url, asked)
 }
 
-/// The words of the client's next command.
+/// Words of the client's next command.
 async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Vec<u8>>> {
     let number = async |stream: &mut BufStream<tokio::net::TcpStream>| {
         let mut line = String::new();
@@ -345,7 +346,7 @@ fn corrupt<T: std::fmt::Debug>(answer: Result<T, StoreError>, what: &str) {
     assert_eq!(error.0, StoreErrorKind::Corrupt, "{what}: {error:?}");
 }
 
-/// The lease is derived from the remaining retention, so it is unknown whether it still holds.
+/// The lease is derived from the remaining retention: without an expiry, the end of the lease is unknown.
 #[tokio::test]
 async fn a_pending_record_without_an_expiry_is_damaged() {
     let server = RedisServer::start(Kind::Redis);
@@ -355,6 +356,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let request = request(&owner, &format!("restored {restored}"));
         let lease = wins(&owner, &request).await;
         let name = format!("idem:{}", lease.key.as_str());
+        // The expiry gets lost by a restored dump, or by `PERSIST`.
         if restored {
             let dump: Vec<u8> = redis::cmd("DUMP").arg(&name).query_async(&mut raw).await.unwrap();
             let _: () = raw.del(&name).await.unwrap();
@@ -363,6 +365,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
             persist(&server, &lease).await;
         }
         let before: Vec<u8> = raw.get(&name).await.unwrap();
+        // Every operation of owner and others fails, and changes nothing.
         for (who, store) in [("owner", &owner), ("other", &other)] {
             for on_crash in [OnCrash::Retry, OnCrash::Fail] {
                 let another = self::request(store, "any").on_crash(on_crash).key(lease.key.clone());
@@ -378,13 +381,13 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         }
         let (after, left): (Vec<u8>, i64) = (raw.get(&name).await.unwrap(), raw.pttl(&name).await.unwrap());
         assert_eq!((after, left), (before, -1), "it is as it was");
-        // Other leases in the same call are renewed all the same.
+        // Other leases in the same call are still renewed.
         let sound = reserved(&owner, &format!("beside {restored}")).await;
         let answers = Mutex::new(Vec::new());
         let answer = |at, write| answers.lock().unwrap().push((at, write));
         corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
         assert_eq!(answers.into_inner().unwrap(), [(1, Verdict::Applied)]);
-        // With an expiry set, the record works again, and is not what an operator saw before.
+        // With an expiry the record works again, and is no longer the record that an operator saw before.
         let seen = other.inspect(&lease.key).await.unwrap().unwrap();
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
         let forgotten = other.decide(&Decision::forget(&lease.key, &seen)).await.unwrap();
@@ -398,7 +401,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
     }
 }
 
-/// The effect has happened, and no other attempt can have begun meanwhile: refusing the result would protect nobody.
+/// The effect has happened, and no other attempt can have begun meanwhile: refusing the result would help no caller.
 #[tokio::test]
 async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
     let server = RedisServer::start(Kind::Redis);
@@ -449,7 +452,7 @@ async fn a_handler_whose_record_lost_its_expiry_ends_and_no_other_begins() {
             assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");
         }
     };
-    // Its lease can't be renewed: the body ends once that has lapsed.
+    // The lease can't be renewed: the body ends once it has lapsed.
     let (ended, ()) = futures::join!(operation.run(body), duplicates);
     let Err(Error::LeaseLost { source: Some(source), .. }) = ended else { panic!("{ended:?}") };
     assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");

@@ -44,7 +44,7 @@ async fn unused(app: &App, id: u32, _unused: String) -> Result<u32, Error> {
     Ok(app.run())
 }
 
-// The body consumes the arguments that the key, the fingerprint and the store were borrowed from.
+// The body consumes the arguments from which the key, the fingerprint and the store were borrowed.
 #[idempotent(key = "{event.id}:{event.lines[0]}", ttl = "1h", store = app.store, fingerprint = (event.id, event.lines))]
 async fn moved(app: Arc<App>, event: Event) -> Result<(u32, Vec<String>), Error> {
     let Event { lines, .. } = event;
@@ -74,7 +74,7 @@ async fn not_send(app: &App, id: Rc<str>) -> Result<String, Error> {
     Ok(format!("{id} {}", app.run()))
 }
 
-/// An argument whose drop notes whether the key is still held.
+/// Argument whose drop notes whether the key is still held.
 struct Guard<'a> {
     key: &'a str,
     held: &'a std::sync::Mutex<Vec<bool>>,
@@ -133,7 +133,7 @@ impl Guards for Shop {
     }
 }
 
-/// The body owns its arguments, whether or not it mentions them: they are dropped before the key is freed.
+/// The body owns its arguments, even those that it does not mention: they are dropped before the key is freed.
 #[tokio::test]
 #[expect(clippy::many_single_char_names, reason = "one for each form of an argument")]
 async fn arguments_are_dropped_before_the_key_is_freed() {
@@ -150,7 +150,7 @@ async fn arguments_are_dropped_before_the_key_is_freed() {
 
     let [a, b, c, d] = Guard::many("boxed", &held, &app);
     assert_eq!(Shop.guards(a, b, (c, d)).await.unwrap(), 1);
-    // The output of `#[async_trait]` drops what has no name before the call begins.
+    // The output of `#[async_trait]` drops unnamed arguments before the call begins.
     let held = std::mem::take(&mut *held.lock().unwrap());
     assert!(held.iter().all(|held| *held), "{held:?}");
 }

@@ -150,7 +150,7 @@ fn associated_types() {
         let app = &App::default();
         let queue = Queue { app, name: "q".to_owned() };
         assert_eq!(twice(queue.handle(7), queue.handle(7)).await, 8);
-        // One function has one scope, whatever its parameters.
+        // One function has one scope, with any parameters.
         let queue = Queue { app, name: 'r' };
         assert_eq!(twice(queue.handle(7), queue.handle(7)).await, 9);
     });

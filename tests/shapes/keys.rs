@@ -1,4 +1,4 @@
-//! The parts of a key, and its stored form.
+//! Parts of a key, and its stored form.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -11,7 +11,7 @@ use idem_runtime::{Error, KeyPart, current, idempotent};
 
 use crate::{App, spawned};
 
-/// A user's type that has only a `Display`.
+/// Example of a user's type that has only a `Display`.
 struct OrderId(u32);
 
 impl fmt::Display for OrderId {
@@ -20,7 +20,7 @@ impl fmt::Display for OrderId {
     }
 }
 
-/// A user's type that defines its own key part; its `Display` is for people.
+/// Example of a user's type that defines its own key part; its `Display` is for people.
 struct Tenant(&'static str);
 
 impl fmt::Display for Tenant {
@@ -59,7 +59,7 @@ impl Order {
     }
 }
 
-/// Functions that return the text of their key.
+/// Defines functions that return the text of their key.
 macro_rules! keys {
     ($($name:ident($($arg:ident: $ty:ty),*): $key:expr;)*) => {$(
         #[idempotent(key = $key, ttl = "1h", store = app.store, scope = shared("keys"))]

@@ -1,17 +1,17 @@
-//! Functions written by a `macro_rules!`, and other paths to the runtime.
+//! Functions that a `macro_rules!` writes, and other paths to the runtime.
 
 use idem_runtime::key::KeyProblem;
 use idem_runtime::{Error, idempotent};
 
 use crate::{App, spawned, twice};
 
-/// A company's own crate, which re-exports the runtime.
+/// Example of a company's crate, which re-exports the runtime.
 pub(super) mod company {
     pub(crate) mod reexports {
         pub(crate) use idem_runtime as idempotency;
     }
 
-    /// A macro of that crate finds the runtime by itself.
+    /// Macro of that crate, which finds the runtime through the crate.
     macro_rules! handler {
         ($name:ident($app:ident, $arg:ident), $key:literal, $ttl:expr, $codec:ty, $on_error:ident, $body:block) => {
             #[idem_runtime::idempotent(
@@ -165,7 +165,7 @@ fn one_scope_is_one_handler_s() {
         let app = &App::default();
         let (orders, refunds) = (Orders(app), Refunds(app));
         assert_eq!(twice(orders.handle(7), orders.handle(7)).await, 8);
-        // Two methods of one name in one module; even their line is the same, that of the macro call.
+        // Two methods of one name in one module. Even their line is the same: the line of the macro call.
         assert!(
             matches!(refunds.handle(7).await, Err(Error::InvalidKey { .. })),
             "a refund is not the replay of an order"

@@ -5,7 +5,7 @@
 use crate::{App, spawned, twice};
 
 mod shadowed {
-    //! The whole prelude, and the crates below it, mean something else here.
+    //! Every name of the prelude, and of the crates below it, means something else here.
 
     pub struct Result;
     pub struct Option;
@@ -57,7 +57,7 @@ mod shadowed {
 
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-// The locals of the generated code, used as arguments and locals of the user.
+// Names of the generated code's locals, used as arguments and locals of the user.
 #[idempotent(key = "{key}:{part}:{operation}", ttl = ttl, store = store, policy = policy, fingerprint = fingerprint)]
 async fn locals(
     app: &App,
@@ -91,7 +91,7 @@ mod constants {
     }
 }
 
-// A user's traits with methods named like those of the runtime.
+// Traits of a user, with methods named like methods of the runtime.
 trait Nosy {
     fn text(&self, _: &str) {}
     fn build(&self) {}
@@ -132,7 +132,7 @@ struct Outside<'a>(&'a App);
 
 impl Outside<'_> {
     async fn named(&self, id: u32) -> Result<u32, Error> {
-        // Inside a method, but not a method itself.
+        // A function inside of a method, but not a method.
         #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
         async fn inside(app: &App, id: u32) -> Result<u32, Error> {
             Ok(app.run() + id)

@@ -189,7 +189,7 @@ async fn encoded_by<C: Codec>(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
 }
 
-/// The handlers below as they were in an earlier release.
+/// The handlers below, as they were in an earlier release.
 #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"))]
 async fn earlier(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)

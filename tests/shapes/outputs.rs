@@ -1,4 +1,4 @@
-//! The output types that a handler may have.
+//! Output types that a handler may have.
 
 use std::error::Error as StdError;
 use std::io;
@@ -61,7 +61,7 @@ async fn projected(app: &App, id: u32) -> <App as HasOutput>::Output {
 
 #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
 async fn collected(app: &App, id: u32) -> Result<Vec<u32>, Error> {
-    // Inferred from the output type alone.
+    // The type is inferred only from the output type.
     let run = [Ok(app.run()), Ok(id)].into_iter().collect::<Result<_, Error>>()?;
     Ok(run)
 }

@@ -1,4 +1,4 @@
-//! Handlers with each error type that the documentation names, in tasks of their own and in every form.
+//! Handlers with each error type that the documentation names, in their own tasks and in every form.
 
 use std::error::Error as StdError;
 use std::pin::Pin;
@@ -10,7 +10,7 @@ use tokio::task::yield_now;
 
 use crate::{App, spawned, twice};
 
-/// A user's error type.
+/// Error type of a user.
 #[derive(Debug)]
 enum ShipError {
     Idempotency(#[expect(dead_code)] String),
@@ -22,7 +22,7 @@ impl From<Error> for ShipError {
     }
 }
 
-/// An error with a trait object inside.
+/// Error with a trait object inside.
 #[derive(Debug)]
 struct Caused(#[expect(dead_code)] Box<dyn StdError + Send + Sync>);
 

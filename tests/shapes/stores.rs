@@ -1,4 +1,4 @@
-//! Expressions that are, deref to, or share a store.
+//! Store options that are a store, deref to a store, or share one.
 
 use std::cell::RefCell;
 use std::ops::Deref;
@@ -29,12 +29,12 @@ fn open() -> MemoryStore {
 
 fn consume<T>(_: T) {}
 
-/// Handlers that differ only in the store.
+/// Defines handlers that differ only in the store.
 macro_rules! stores {
     ($($name:ident($($arg:ident: $ty:ty)?): $store:expr;)*) => {$(
         #[idempotent(key = "{id}", ttl = "1h", store = $store)]
         async fn $name(app: &App, id: u32, $($arg: $ty)?) -> Result<u32, Error> {
-            // The body may consume the value that the store was borrowed from.
+            // The body may consume the value from which the store was borrowed.
             $(consume($arg);)?
             tokio::task::yield_now().await;
             Ok(app.run() + id)

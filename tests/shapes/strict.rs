@@ -1,5 +1,5 @@
-//! A user's module under the strictest lints: the attribute must cause no reports of its own. `forbid` where possible, as
-//! an `allow` in generated code would then be an error.
+//! Module of a user under the strictest lints: the attribute must cause no reports of its own. `forbid` where possible,
+//! as an `allow` in generated code would then be an error.
 
 #![deny(warnings, clippy::all, clippy::pedantic, clippy::nursery)]
 #![deny(missing_docs, unreachable_pub, single_use_lifetimes, let_underscore_drop)]

@@ -1,4 +1,4 @@
-//! What programs rely on without calling it.
+//! Properties of public types that programs rely on without calling them.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -36,6 +36,6 @@ fn values_go_from_thread_to_thread() {
     value::<Outcome>();
     value::<Policy>();
     answers::<StoreFuture<'static, ()>>();
-    // Users' lints complain of larger errors.
+    // Users' lints report larger errors.
     assert!(size_of::<Error>() < 128, "{} bytes", size_of::<Error>());
 }

@@ -1,9 +1,9 @@
-//! The alerts and the panels of the dashboard, as expressions over the table of metrics.
+//! Alerts and panels of the dashboard, as expressions over the table of metrics.
 
-/// Who is told.
+/// Recipient of an alert.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Severity {
-    /// Somebody, at once.
+    /// A person on call, immediately.
     Page,
     /// The team, on the next day.
     Ticket,
@@ -18,14 +18,14 @@ impl Severity {
     }
 }
 
-/// A rule of Prometheus.
+/// Rule of Prometheus.
 pub(crate) struct Alert {
     pub(crate) name: &'static str,
     pub(crate) expr: &'static str,
-    /// For how long it has to hold.
+    /// Time for which the expression has to hold.
     pub(crate) holds: &'static str,
     pub(crate) severity: Severity,
-    /// With labels of the series in braces.
+    /// Summary, with labels of the series in braces.
     pub(crate) summary: &'static str,
 }
 
@@ -172,7 +172,7 @@ pub(crate) static ALERTS: &[Alert] = &[
     },
 ];
 
-/// A panel of the dashboard.
+/// Panel of the dashboard.
 pub(crate) struct Panel {
     pub(crate) title: &'static str,
     pub(crate) expr: &'static str,
@@ -180,7 +180,7 @@ pub(crate) struct Panel {
     pub(crate) unit: &'static str,
 }
 
-/// A row of the dashboard, with its panels.
+/// Row of the dashboard, with its panels.
 pub(crate) struct Row {
     pub(crate) title: &'static str,
     pub(crate) panels: &'static [Panel],

@@ -1,4 +1,4 @@
-//! Spans and events of this thread, as a test reads them.
+//! Spans and events of this thread, for a test to read.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -11,13 +11,13 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 
-/// A span or an event: its name or message, and its fields.
+/// Span or event: its name or message, and its fields.
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
     pub(crate) name: String,
     pub(crate) level: Level,
     pub(crate) fields: Fields,
-    /// The names of the spans around it, from the innermost one.
+    /// Names of the enclosing spans, from the innermost one.
     pub(crate) inside: Vec<&'static str>,
 }
 
@@ -42,7 +42,7 @@ impl Visit for Fields {
     }
 }
 
-/// Everything that happens on this thread while it lives.
+/// Captures all spans and events of this thread while it lives.
 pub(crate) struct Capture {
     seen: Arc<Mutex<Log>>,
     _default: DefaultGuard,
@@ -64,13 +64,13 @@ impl Capture {
         Self { seen, _default: tracing::subscriber::set_default(subscriber) }
     }
 
-    /// The spans with this name, in their order, with what was recorded until now.
+    /// Spans with this name, in their order, with the fields recorded until now.
     pub(crate) fn spans(&self, name: &str) -> Vec<Seen> {
         let log = self.seen.lock().unwrap();
         log.spans.iter().map(|(_, seen)| seen.clone()).filter(|seen| seen.name == name).collect()
     }
 
-    /// The events of the library at this level and above.
+    /// Events of the library at this level and above.
     pub(crate) fn events(&self, level: Level) -> Vec<Seen> {
         let log = self.seen.lock().unwrap();
         log.events.iter().filter(|seen| seen.level <= level).cloned().collect()
@@ -90,7 +90,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
 
     fn on_record(&self, id: &Id, values: &Record<'_>, _: Context<'_, S>) {
         let mut log = self.0.lock().unwrap();
-        // Ids are used again: the latest span with this one.
+        // Ids are reused: take the latest span with this id.
         if let Some((_, seen)) = log.spans.iter_mut().rev().find(|(known, _)| *known == id.into_u64()) {
             values.record(&mut seen.fields);
         }

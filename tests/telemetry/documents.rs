@@ -1,5 +1,5 @@
-//! What is made from the table of metrics, the scenarios and the alerts: the page of metrics, the rules of Prometheus and the
-//! dashboard of Grafana. `IDEM_UPDATE=1` writes them anew.
+//! Documents made from the table of metrics, the scenarios and the alerts: the page of metrics, the rules of Prometheus
+//! and the dashboard of Grafana. `IDEM_UPDATE=1` writes them anew.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ use super::scenarios::{LEASE, POLICY, SCENARIOS, SCOPE, World};
 
 const RUNBOOK: &str = "docs/operations.md";
 
-/// Compares a file of the repository with what it should be, or writes it.
+/// Compares a file of the repository with its expected text, or writes it.
 fn is_up_to_date(name: &str, expected: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
     if env::var_os("IDEM_UPDATE").is_some() {
@@ -74,7 +74,7 @@ fn alerts_yaml() -> String {
         "# Rules for Prometheus. Made from the table of metrics by tests/telemetry.rs (IDEM_UPDATE=1): change them there.\n",
     );
     text.push_str("groups:\n  - name: idem\n    rules:\n");
-    // A string of YAML in single quotes.
+    // A YAML string in single quotes.
     let quoted = |text: &str| format!("'{}'", text.replace('\'', "''"));
     for Alert { name, expr, holds, severity, summary } in ALERTS {
         writeln!(text, "      - alert: {name}\n        expr: {}\n        for: {holds}", quoted(expr)).unwrap();
@@ -124,7 +124,7 @@ fn dashboard() -> String {
     serde_json::to_string_pretty(&dashboard).unwrap() + "\n"
 }
 
-/// The meanings of the metrics in an expression.
+/// Meanings of the metrics in an expression.
 fn described(expr: &str) -> String {
     let metrics = selectors(expr).into_iter().map(|selector| metric_of(&selector.name).help);
     metrics.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>().join(" ")
@@ -161,14 +161,14 @@ fn every_alert_says_what_it_means_what_to_look_at_and_what_to_do() {
     }
 }
 
-/// A series in an expression: its name, and what its labels have to be.
+/// Series in an expression: its name, and the conditions on its labels.
 #[derive(Debug)]
 struct Selector {
     name: String,
     matchers: Vec<(String, String, String)>,
 }
 
-/// The series that `expr` asks for.
+/// Series that `expr` selects.
 fn selectors(expr: &str) -> Vec<Selector> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
@@ -192,14 +192,14 @@ fn selectors(expr: &str) -> Vec<Selector> {
     found
 }
 
-/// The metric that a series belongs to.
+/// Metric of a series.
 fn metric_of(series: &str) -> &'static Metric {
     let name = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| series.strip_suffix(suffix));
     let is_it = |metric: &&&Metric| metric.name == series || Some(metric.name) == name;
     TABLE.iter().find(is_it).unwrap_or_else(|| panic!("no metric of the table is called `{series}`"))
 }
 
-/// One line of the text that an exporter gives to Prometheus.
+/// One line of an exporter's text for Prometheus.
 struct Line<'a> {
     name: &'a str,
     labels: Vec<(&'a str, &'a str)>,
@@ -228,11 +228,13 @@ fn matches(line: &Line<'_>, (label, operator, value): &(String, String, String))
     }
 }
 
-/// What is wrong with an expression: a series that was not exported, or never counted; a label that it does not have.
+/// Problems of an expression: a series that was not exported or never counted, or a label that the series does not
+/// have.
 fn problems(expr: &str, exported: &[Line<'_>]) -> Vec<String> {
     let mut problems = Vec::new();
     for Selector { name, matchers } in selectors(expr) {
         let metric = metric_of(&name);
+        // The table must have each label, and the exporter must have counted each value.
         for (label, operator, values) in &matchers {
             if label == "le" && name.ends_with("_bucket") {
                 if !metric.buckets().iter().any(|bound| bound.to_string() == *values) {
@@ -283,7 +285,7 @@ fn every_expression_names_series_that_a_real_run_exports() {
         for scenario in SCENARIOS {
             (scenario.run)(&World::new()).await;
         }
-        // What is about deliveries: a broker that is away.
+        // Metrics of deliveries: a broker that is away.
         let world = World::new();
         let call =
             observe(world.lasting(POLICY, LEASE)).on_beat(LEASE / 3, |_| std::future::ready(Err::<(), _>("away")));
@@ -298,13 +300,13 @@ fn every_expression_names_series_that_a_real_run_exports() {
     for expr in ALERTS.iter().map(|alert| alert.expr).chain(panels) {
         assert_eq!(problems(expr, &exported), [""; 0], "{expr}");
     }
-    // All that is in the table is in the exporter, with its meaning; and nothing else.
+    // The exporter has exactly the metrics of the table, with their meanings.
     let names: BTreeSet<_> = exported.iter().map(|line| metric_of(line.name).name).collect();
     assert_eq!(names, TABLE.iter().map(|metric| metric.name).collect());
     for metric in TABLE {
         assert!(text.contains(&format!("# HELP {} {}", metric.name, metric.help)), "{}", metric.name);
     }
-    // The check itself notices what is wrong.
+    // The check itself notices wrong expressions.
     for wrong in
         [r#"idem_calls_total{outcome="execute"}"#, r#"idem_calls_total{kind="x"}"#, "sum by (store) (idem_calls_total)"]
     {

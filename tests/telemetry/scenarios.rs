@@ -1,4 +1,4 @@
-//! What happens to calls, and what is seen of it: each scenario with its span, its events and its numbers.
+//! Scenarios of calls, each with its span, its events and its numbers.
 
 use std::future::{pending, poll_fn};
 use std::panic::AssertUnwindSafe;
@@ -19,13 +19,13 @@ use idem_tests::{Call, Fault, FaultyStore, settle};
 
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(3600);
-/// Nine tenths of that: a whole number of the 17 ms that the store in memory counts in.
+/// Nine tenths of the retention: a multiple of the 17 ms in which the store in memory counts.
 pub(crate) const LATE: Duration = Duration::from_nanos(193_119 << 24);
 const LATE_MS: &str = "3239999";
 pub(crate) const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 pub(crate) const SCOPE: &str = "ship";
 
-/// A handler, its store, and a clock that stands still until a test moves it.
+/// Handler, its store, and a clock that stands still until a test advances it.
 pub(crate) struct World {
     pub(crate) clock: ManualClock,
     pub(crate) store: FaultyStore,
@@ -52,7 +52,7 @@ impl World {
         self.operation(policy).run(async { Ok(7) }).await
     }
 
-    /// A call whose body takes this long.
+    /// Makes a call whose body takes `duration`.
     pub(crate) async fn lasting(&self, policy: Policy, duration: Duration) -> Result<u32, Error> {
         let body = async {
             self.store.heartbeats().clock().sleep(duration).await;
@@ -61,14 +61,14 @@ impl World {
         self.operation(policy).run(body).await
     }
 
-    /// A call whose body never ends, up to its first `await`.
+    /// Starts a call whose body never ends, and polls it up to its first `await`.
     pub(crate) async fn hang(&self, policy: Policy) -> Running<'_> {
         let mut call: Running<'_> = Box::pin(self.operation(policy).run(pending()));
         assert!(poll_once(call.as_mut()).await.is_pending());
         call
     }
 
-    /// An attempt whose process died in its body.
+    /// Leaves an attempt whose process died in its body.
     pub(crate) async fn crash(&self, on_crash: OnCrash) {
         let request =
             ReserveRequest::new(Self::key(), self.store.heartbeats().new_owner(), LEASE, TTL).on_crash(on_crash);
@@ -77,7 +77,7 @@ impl World {
         assert_eq!(self.store.begin(&lease).await.unwrap(), Verdict::Applied);
     }
 
-    /// Runs `future`, and moves time on by a second whenever nothing else can happen.
+    /// Runs `future`, and advances time by a second whenever nothing else can happen.
     pub(crate) async fn driving<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         loop {
@@ -94,19 +94,19 @@ impl World {
     }
 }
 
-/// What happens, and what is seen of the last call of it.
+/// Scenario, and everything seen of its last call.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) run: for<'a> fn(&'a World) -> Pin<Box<dyn Future<Output = ()> + 'a>>,
-    /// `idem.outcome` of its span, and the label of the counter.
+    /// `idem.outcome` of the span, and the label of the counter.
     pub(crate) outcome: &'static str,
     /// `idem.disposition`, if the call returned.
     pub(crate) disposition: Option<&'static str>,
-    /// Whether the span has the status `ERROR`, with the outcome as its `error.type`.
+    /// True if the span has the status `ERROR`, with the outcome as its `error.type`.
     pub(crate) is_error: bool,
     /// Other fields of the span.
     pub(crate) fields: &'static [(&'static str, &'static str)],
-    /// Events from `INFO` up: the level, and how the message begins.
+    /// Events from `INFO` up: level and start of the message.
     pub(crate) events: &'static [(&'static str, &'static str)],
     /// Other series that count 1: name, and one label with its value.
     pub(crate) counts: &'static [(&'static str, &'static str, &'static str)],
@@ -184,7 +184,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         run: run!(|world| {
             let running = world.hang(POLICY).await;
             world.call(POLICY).await.unwrap_err();
-            // For ever, as if the test ended here.
+            // Held forever, as if the test ended here.
             std::mem::forget(running);
         }),
         outcome: "in_progress",
@@ -242,7 +242,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
             settle().await;
             world.clock.advance(LEASE);
             settle().await;
-            // Another process.
+            // An attempt of another process.
             world.crash(OnCrash::Retry).await;
             world.store.always(Call::Renew, Fault::None);
             world.clock.advance(LEASE / 3);
@@ -487,7 +487,7 @@ fn missing() -> idem_runtime::key::KeyError {
     Key::new(SCOPE, "").unwrap_err()
 }
 
-/// The value of the only series of `metric` that has this label.
+/// Value of the only series of `metric` that has these labels.
 pub(crate) fn count(snapshot: &Snapshot, metric: &str, labels: &[(&str, &str)]) -> u64 {
     let metric = metrics::TABLE.iter().find(|it| it.name == metric).unwrap_or_else(|| panic!("no metric `{metric}`"));
     snapshot.count(metric, labels)

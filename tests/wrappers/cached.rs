@@ -1,4 +1,4 @@
-//! `Cached`: which records are cached, for how long, and what removes them.
+//! `Cached`: the records that it caches, the age of its entries, and the events that remove them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -29,7 +29,7 @@ fn ageless(world: &World) -> Cached {
     Cached::options().max_age(AGELESS).wrap(world.store.clone())
 }
 
-/// How many calls of the store it takes to replay `name`.
+/// Number of calls of the store that a replay of `name` takes.
 async fn costs(world: &World, store: &Cached, name: &str, expected: &Record) -> usize {
     let before = calls(world);
     assert_eq!(world.replay(store, name).await, *expected);
@@ -51,7 +51,7 @@ async fn a_replay_of_what_ran_here_costs_no_call() {
     }
     assert_eq!((calls(&world), world.runs()), (2, 1));
 
-    // Recorded errors too, and results that could not be stored.
+    // The cache keeps recorded errors too, and results that could not be stored.
     for (name, finish) in [
         ("failed", Finish::Failed(stored(b"1"))),
         ("too large", Finish::Completed(StoredResult::TooLarge { size: 9 })),
@@ -74,7 +74,7 @@ async fn what_ran_elsewhere_costs_one_call_for_each_of_two_replays() {
     assert_eq!((world.store.count(Call::Reserve), world.store.count(Call::Inspect)), (1, 1));
 }
 
-/// A record that may still change is read each time.
+/// The cache reads a record each time while it may still change.
 #[tokio::test]
 async fn only_finished_records_are_kept() {
     let world = World::new();
@@ -120,7 +120,7 @@ async fn a_refused_or_failed_finish_is_not_kept() {
         store.finish(&successor, &completed(b"1")).await.unwrap_err();
         assert!(store.is_empty());
     }
-    // Nothing had been written, so the retention begins with the write that succeeds.
+    // The failed write had no effect, so the retention begins with the write that succeeds.
     assert_eq!(store.finish(&successor, &completed(b"1")).await.unwrap(), Verdict::Applied);
     assert_eq!(costs(&world, &store, "k", &Record::after(&successor, completed(b"1").state())).await, 0);
 }
@@ -147,7 +147,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
     }
     assert_eq!(calls(&world), before);
 
-    // The same on the way into the cache.
+    // The same when the record enters the cache.
     let elsewhere = Cached::new(world.store.clone());
     for _ in 0..3 {
         assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::FingerprintMismatch { attempt: 1 });
@@ -157,7 +157,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
 
 #[tokio::test]
 async fn an_entry_ends_with_the_retention_of_its_record() {
-    // Finished by this handle.
+    // The record was finished by this handle.
     let world = World::new();
     let store = ageless(&world);
     world.clock.advance(Duration::from_secs(5));
@@ -167,7 +167,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // Finished elsewhere, and read here when half of its retention was over.
+    // The record was finished elsewhere, and read here when half of its retention was over.
     let world = World::new();
     let store = ageless(&world);
     let record = world.finished(&world.memory, "k", b"1").await;
@@ -180,7 +180,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // A retention counts from the write, not from its answer, however late that comes.
+    // A retention counts from the write, however late its answer comes.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -192,6 +192,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TTL / 2);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
+    // The same for a read: the retention does not count from its answer.
     let world = World::new();
     let store = ageless(&world);
     world.finished(&world.memory, "k", b"1").await;
@@ -205,7 +206,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 }
 
-/// A repeated finish is done, but it is unknown since when.
+/// A repeated finish is applied, but the time of the first one is unknown to the handle.
 #[tokio::test]
 async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
     for how in ["lost", "dropped", "at once"] {
@@ -236,7 +237,7 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
         assert_eq!(world.reserved(&store, "k").await.attempt, 1, "{how}: forgotten with the first write");
     }
 
-    // Repeated after its answer: the entry is neither prolonged nor changed.
+    // The finish is repeated after its answer: the entry is neither prolonged nor changed.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -310,6 +311,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
             let store = ageless(&world);
             let peer = store.peer(world.memory.peer());
             let (finish, request, lease);
+            // A finish or a read is under way; its answer holds the record from before the decision.
             let call: std::pin::Pin<Box<dyn Future<Output = bool>>> = if entering == "finish" {
                 lease = world.reserved(&store, "k").await;
                 finish = completed(b"1");
@@ -326,6 +328,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
             };
             let reopen_elsewhere =
                 async || assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
+            // Meanwhile the record changes: by this cache, its peer, or another process.
             match meanwhile {
                 Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
@@ -358,13 +361,15 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 }
             }
             assert!(call.await, "{entering}: what was asked before is answered as it was");
+            // No later reservation may get the old record.
             let after = store.reserve(&world.request("k")).await.unwrap();
             assert!(!matches!(after, Reservation::Finished { .. }), "{entering}, {meanwhile:?}: a stale entry");
         }
     }
 }
 
-/// A read that begins after a decision was requested, but is answered before it is made, is as stale as an earlier one.
+/// A read that begins after the request of a decision, but is answered before the decision, is as stale as an earlier
+/// one.
 #[tokio::test]
 async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
     for ends in ["before", "after"] {
@@ -379,7 +384,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
             world.replay(&store, "k").await;
             assert_eq!(reopen.await.unwrap(), Verdict::Applied);
         } else {
-            // The operation is seen as finished again, so the record is read.
+            // The handle sees the operation as finished again, so it reads the record.
             world.store.next(Call::Inspect, Fault::Slow(1));
             let request = world.request("k");
             let read = polled(store.reserve(&request), 2).await;
@@ -390,7 +395,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
     }
 }
 
-/// An older answer must not remove a newer entry for good, nor must a newer one keep an older entry.
+/// An older answer must not permanently remove a newer entry, and a newer answer must not keep an older entry.
 #[tokio::test]
 async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
     let world = World::new();
@@ -416,7 +421,7 @@ async fn a_waiting_duplicate_gets_the_result_from_the_cache() {
     };
     let ((result, _), ()) = futures::join!(world.call(&store, wait, "again"), finish);
     assert_eq!((result.unwrap().as_str(), world.runs()), ("first", 0));
-    // One reservation by each caller, and no second one by the duplicate.
+    // Each caller reserved once, and the duplicate did not reserve again.
     assert_eq!(world.store.count(Call::Reserve), 2);
 }
 
@@ -438,7 +443,7 @@ async fn hits_need_no_store() {
     assert_eq!(world.runs(), 1);
 }
 
-/// A caller that can't read, for lack of a right or for a fault, still reserves.
+/// A cache that can't read, for lack of a right or because of a fault, still reserves.
 #[tokio::test]
 async fn a_read_that_fails_falls_back_to_the_reservation() {
     let world = World::new();
@@ -451,7 +456,7 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
     world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let error = store.reserve(&world.request("k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "never an answer that it could not get");
-    // The record is gone by the time it is read.
+    // The record is gone at the time of the read.
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.finished(&world.memory, "k", b"1").await;
@@ -461,13 +466,13 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
     assert!(store.is_empty());
 }
 
-/// A store in memory with a peculiarity.
+/// Store in memory with a peculiarity.
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// The heartbeats of a store inside a transaction, whose records may be rolled back.
+    /// Heartbeats of a store inside a transaction, whose records may be rolled back.
     none: Option<Arc<Heartbeats>>,
-    /// Whether finished records can't be read for now.
+    /// True if finished records can't be read for now.
     unreadable: bool,
 }
 
@@ -533,7 +538,7 @@ async fn nothing_is_kept_of_a_transaction() {
         }
         assert!(store.is_empty());
     }
-    // Rolled back: the records seen inside never existed.
+    // A rollback: the records seen inside of the transaction never existed.
     assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Verdict::Applied);
     assert_eq!(world.reserved(&store, "1").await.attempt, 2);
 }
@@ -570,7 +575,7 @@ async fn what_was_asked_for_lately_stays() {
         assert!(store.len() <= 8);
     }
     assert_eq!(store.len(), 8);
-    // A record dropped from the cache still exists, and costs one call.
+    // A record dropped from the cache still exists in the store, and costs one call.
     let before = calls(&world);
     world.replay(&store, "3").await;
     assert_eq!(calls(&world) - before, 1);
@@ -593,7 +598,7 @@ async fn the_bytes_are_bounded() {
     for _ in 0..3 {
         assert_eq!(costs(&world, &store, "large", &large).await, 1);
     }
-    // A key takes memory as well, whatever its result.
+    // Each entry takes memory for its key, in addition to its result.
     let bytes = store.bytes();
     assert!(bytes >= store.len() * 300, "{bytes} bytes for {} entries", store.len());
 }
@@ -618,8 +623,8 @@ async fn a_cache_without_room_is_none() {
     }
 }
 
-/// Threads finish, replay and reopen the same keys, through two handles: the bounds hold at every moment, and no caller
-/// gets a result that was given up before its request.
+/// Threads finish, replay and reopen the same keys through two handles: the bounds hold at every moment, and no caller
+/// gets a result that was discarded before its request.
 #[test]
 fn bounds_and_answers_hold_under_concurrency() {
     const ENTRIES: usize = 40;
@@ -629,7 +634,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
     let store = options.wrap(memory.clone());
     let peer = store.peer(memory.peer());
-    // For each key, the first attempt that may not have been given up.
+    // For each key, the first attempt whose result may not have been discarded.
     let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -660,7 +665,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     assert!(store.len() > ENTRIES / 2, "the room is used: {}", store.len());
 }
 
-/// Returns how many operations this thread has reopened.
+/// Works on the keys as one thread. Returns the number of operations that it has reopened.
 async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
     let world = World::new();
     let mut reopened = 0;
@@ -709,7 +714,7 @@ async fn a_shadow_of_nothing_stays() {
     assert_eq!((late.unwrap().as_str(), world.runs()), ("first", 1));
 }
 
-// ---- One flight for many -------------------------------------------------------------------------------------------
+// ---- One read for many callers -------------------------------------------------------------------------------------
 
 const MANY: usize = 10_000;
 
@@ -752,8 +757,8 @@ async fn whoever_joins_is_told_of_another_payload() {
     assert_eq!(calls(&world), 1);
 }
 
-/// Only a finished record is shared. A reservation belongs to one caller, and "in progress" is answered to each caller's
-/// own token.
+/// Only a finished record is shared. A reservation belongs to one caller, and "in progress" answers each caller's own
+/// token.
 #[tokio::test]
 async fn what_is_no_finished_record_is_not_shared() {
     let world = World::new();
@@ -767,7 +772,7 @@ async fn what_is_no_finished_record_is_not_shared() {
     assert_eq!(answers.iter().filter(|answer| pending(answer)).count(), MANY - 1);
     assert_eq!(calls(&world), MANY, "each asks at most once");
 
-    // The winner repeats its reservation because the answer got lost, while another caller asks.
+    // The winner repeats its reservation because the answer got lost, while another caller reserves.
     let winner = answers.iter().position(reserved).unwrap();
     world.store.next(Call::Reserve, Fault::Slow(3));
     let repeated = [&world.request("k"), &requests[winner]];
@@ -805,7 +810,7 @@ async fn many_that_wait_for_a_running_attempt_ask_once_each() {
     assert_eq!(asks(&world) - before, MANY, "the result is there already");
 }
 
-/// The call that reads for all may be dropped, or not be polled again.
+/// The call that reads for all callers may be dropped, or not be polled again.
 #[tokio::test]
 async fn nobody_is_kept_by_another_ones_call() {
     let world = World::new();
@@ -841,7 +846,7 @@ async fn nobody_joins_what_a_reopen_has_outdated() {
     let [early, late] = [world.request("k"), world.request("k")];
     world.store.next(Call::Reserve, Fault::Slow(1));
     let mut asking = store.reserve(&early);
-    // The store has answered, and the answer is under way.
+    // The store has answered, and the answer is on its way.
     asking = polled(asking, 2).await;
     assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
     assert!(matches!(store.reserve(&late).await.unwrap(), Reservation::Granted { .. }));

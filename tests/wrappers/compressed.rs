@@ -1,4 +1,4 @@
-//! `Compressed`: which results are compressed, which come back, and which don't.
+//! `Compressed`: the results that it compresses, those that come back, and those that don't.
 
 use idem_runtime::codec::{CodecName, ResultProblem};
 use idem_runtime::record::{Record, StoredResult};
@@ -17,7 +17,7 @@ fn envelope(bytes: &[u8]) -> Finish {
     })
 }
 
-/// Stores these bytes as an envelope of the wrapper, and reads them.
+/// Stores these bytes as an envelope of the wrapper, and reads them through it.
 async fn read(world: &World, name: &str, bytes: &[u8]) -> StoredResult {
     let lease = world.reserved(&world.store, name).await;
     assert_eq!(world.store.finish(&lease, &envelope(bytes)).await.unwrap(), Verdict::Applied);
@@ -27,7 +27,7 @@ async fn read(world: &World, name: &str, bytes: &[u8]) -> StoredResult {
     met
 }
 
-/// An envelope as version 1 writes it.
+/// Envelope as version 1 writes it.
 fn sealed(form: u8, codec: &str, size: u64, rest: &[u8]) -> Vec<u8> {
     let len = u8::try_from(codec.len()).unwrap();
     [&[1, form, len][..], codec.as_bytes(), &size.to_be_bytes(), rest].concat()
@@ -58,7 +58,7 @@ async fn the_envelope_is_pinned() {
     let [pinned_as_it_was, pinned_compressed] = GOLDEN.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     let [as_it_was, frame] = written.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     assert_eq!(as_it_was, pinned_as_it_was, "a released envelope never changes: give a new one a new version");
-    // Another version of zstd may find a shorter frame; the header before it is the library's.
+    // Another version of zstd may find a shorter frame; the library writes the header before it.
     let header = "compressed ".len() + 2 * (3 + 4 + 8);
     assert_eq!(frame[..header], pinned_compressed[..header], "a released envelope never changes");
 
@@ -110,7 +110,7 @@ async fn every_level_is_read() {
     assert!(sizes[6] < sizes[3], "a higher level is used: {sizes:?}");
 }
 
-/// The bound applies both to the size that a record claims and to the size of its frame's content.
+/// The bound applies both to the size that an envelope declares and to the size of its frame's content.
 #[tokio::test]
 async fn nothing_is_decompressed_beyond_the_bound() {
     let world = World::new();
@@ -129,7 +129,7 @@ async fn nothing_is_decompressed_beyond_the_bound() {
         let reason = read(&world, name, &sealed(1, "json", size, frame)).await;
         assert!(reason_of(&reason).contains("more than the 67108864 that may be decompressed"), "{name}: {reason:?}");
     }
-    // A frame that claims little and holds much, the reverse, and more than one frame.
+    // A frame that holds more than it declares, a frame that holds less, and more than one frame.
     let small = compressed(&[b'x'; 1000]).await.split_off(3 + 4 + 8);
     for (name, size, rest) in [
         ("holds more", 1000, frame.to_vec()),
@@ -161,7 +161,7 @@ async fn damage_is_noticed_wherever_it_is() {
             altered[at] ^= 1 << bit;
             match read(&world, &format!("altered at {at}.{bit}"), &altered).await {
                 StoredResult::Unreadable { .. } => {}
-                // In the codec's name: the handler then meets another codec, but never another result.
+                // A change in the codec's name: the handler then finds another codec, but never another result.
                 StoredResult::Encoded { codec, bytes } => {
                     assert!((3..7).contains(&at) || bytes[..] == text[..], "altered at {at}.{bit}");
                     assert!(codec.as_str() != "json" || bytes[..] == text[..], "altered at {at}.{bit}");
@@ -212,7 +212,8 @@ async fn a_finish_may_be_repeated() {
     assert_eq!(compressed(&vec![b'x'; 100_000]).await, first, "another process writes the same");
 }
 
-/// A store that can't hold the result says so, compressed or not; the completion is then recorded without it.
+/// If a store can't hold the result, compressed or not, its error comes through; the completion is then recorded
+/// without the result.
 #[tokio::test]
 async fn a_result_too_large_for_the_store_is_passed_on() {
     let world = World::new();

@@ -1,4 +1,4 @@
-//! `Offloaded`: which results become objects, and the answers when an object is gone, altered or out of reach.
+//! `Offloaded`: the results that become objects, and the answers when an object is gone, altered or out of reach.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -28,16 +28,16 @@ use super::{
 };
 
 const GOLDEN: &str = include_str!("../golden/envelope-object-v1.txt");
-/// The default time limit of an object store call.
+/// Default time limit of an object store call.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The fault of one object store call.
+/// Fault of one object store call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Trouble {
     Fails,
     Denies,
     Hangs,
-    /// Takes effect, and fails all the same.
+    /// The call takes effect, but still fails.
     LosesAnswer,
 }
 
@@ -191,7 +191,7 @@ fn offloaded(world: &World, objects: &Objects) -> Offloaded {
     Offloaded::options().above(100).wrap(world.store.clone(), Arc::new(objects.clone()))
 }
 
-/// Runs `work`, and lets time pass whenever it waits. Returns how much time passed.
+/// Runs `work`, and advances time whenever it waits. Returns the output and the time that passed.
 async fn as_time_passes<T>(world: &World, work: impl Future<Output = T>) -> (T, Duration) {
     let mut passed = Duration::ZERO;
     let pass = async {
@@ -214,7 +214,7 @@ async fn the_envelope_is_pinned() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
-    // Fixes every part of the object's name.
+    // A fixed owner token fixes every part of the object's name.
     let request = world.request("pinned").owner(OwnerToken::from_bytes(*b"0123456789abcdef"));
     let Reservation::Granted { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("a free key") };
     let finish = completed(&[b'x'; 101]);
@@ -232,7 +232,7 @@ async fn the_envelope_is_pinned() {
     );
     assert_eq!(written, GOLDEN, "a released envelope never changes: give a new one a new version");
 
-    // Another process reads it from the pinned bytes alone.
+    // Another process reads the result from the pinned bytes alone.
     let world = World::new();
     let reader = offloaded(&world, &objects);
     let pinned: Vec<&str> = GOLDEN.lines().map(|line| line.split_once(' ').unwrap().1).collect();
@@ -290,7 +290,7 @@ async fn names_tell_neither_key_nor_token() {
     assert!(!shown.contains("Objects {") && shown.contains("shop/results"), "{shown}");
 }
 
-/// Every way in which an object can differ from the record.
+/// Each way in which an object can differ from the record.
 #[tokio::test]
 async fn a_result_without_its_object_is_unavailable_and_never_runs_again() {
     let world = World::new();
@@ -368,12 +368,12 @@ async fn a_damaged_envelope_is_unavailable() {
         altered[at] ^= 1;
         match put(&format!("altered at {at}"), &altered).await {
             StoredResult::Unreadable { .. } => {}
-            // The name of the codec, and nothing else.
+            // A change in the codec's name changes only the codec.
             StoredResult::Encoded { codec, .. } if (3..7).contains(&at) => assert_ne!(codec.as_str(), "json"),
             other => panic!("altered at {at}: {other:?}"),
         }
     }
-    // A path that leads elsewhere, and one that is invalid.
+    // A path to another object, and invalid paths.
     for path in ["../../etc/passwd", "/", "a//b", "other"] {
         let forged = put(path, &[&whole[..15 + 32], path.as_bytes()].concat()).await;
         assert!(matches!(forged, StoredResult::Unreadable { .. }), "{path}: {forged:?}");
@@ -402,7 +402,7 @@ async fn a_read_is_tried_again_and_ends() {
     ] {
         objects.always(Verb::Get, trouble);
         let (replayed, passed) = as_time_passes(&world, world.replay(&store, "k")).await;
-        // The operation is finished without a result: an error could lead to a second run.
+        // The operation counts as finished without a result: an error could lead to a second run.
         assert_eq!((reason_of(payload(&replayed)), passed), (why, takes), "{trouble:?}");
         let (inspected, _) = as_time_passes(&world, store.inspect(&key("k"))).await;
         let error = inspected.unwrap_err();
@@ -446,7 +446,7 @@ async fn an_upload_is_tried_again() {
     assert_eq!(world.replay(&store, "k").await, record);
 }
 
-/// The effect has happened: the completion must be recorded, wherever its result goes.
+/// The effect has happened: the completion must be recorded, even if its result can't be offloaded.
 #[tokio::test]
 async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
     for (trouble, takes) in
@@ -454,7 +454,7 @@ async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
     {
         let world = World::new();
         let objects = Objects::default();
-        // A time-out longer than the lease, for which the upload must leave time.
+        // The time-out is longer than the lease, but the upload must leave time to record.
         let store = Offloaded::options().timeout(LEASE * 10).above(100);
         let store = store.wrap(world.store.clone(), Arc::new(objects.clone()));
         objects.always(Verb::Put, trouble);
@@ -494,7 +494,7 @@ async fn an_upload_stays_within_the_timeout() {
     assert_eq!(passed, Duration::from_secs(2));
 }
 
-/// A caller that lost the lease leaves no object behind, and doesn't touch the successor's.
+/// A caller that lost the lease leaves no object, and does not touch the successor's object.
 #[tokio::test]
 async fn a_refused_finish_removes_its_object() {
     let world = World::new();
@@ -506,14 +506,14 @@ async fn a_refused_finish_removes_its_object() {
     let successor = world.reserved(&store, "k").await;
     assert_eq!(store.finish(&late, &finish).await.unwrap(), Verdict::Refused);
     assert_eq!(objects.paths().await, [], "the object of the late attempt is removed");
-    // An equal result still makes an object of the successor's own.
+    // An equal result still makes a separate object for the successor.
     assert_eq!(store.finish(&successor, &finish).await.unwrap(), Verdict::Applied);
     let path = objects.only().await;
     assert_eq!(store.finish(&late, &finish).await.unwrap(), Verdict::Refused);
     assert_eq!(objects.only().await, path);
     assert_eq!(world.replay(&store, "k").await, Record::after(&successor, finish.state()));
 
-    // The removal is tried, but nothing depends on it.
+    // The removal is tried, but nothing depends on its success.
     for trouble in [Trouble::Fails, Trouble::Denies, Trouble::Hangs] {
         objects.always(Verb::Delete, trouble);
         let (answer, _) = as_time_passes(&world, store.finish(&late, &finish)).await;
@@ -538,13 +538,14 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
         world.store.next(Call::Finish, fault);
         store.finish(&lease, &finish).await.unwrap_err();
         assert_eq!(objects.paths().await.len(), objects_left, "{fault:?}");
-        // However often it is repeated, there is one object and one result.
+        // However often the finish is repeated, there is one object and one result.
         for _ in 0..2 {
             assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
             objects.only().await;
         }
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()), "{fault:?}");
-        // Given up by an operator, then presented again: refused, and the object has no record any more.
+        // An operator discards the result, then the finish is repeated: it is refused, and its object without a record
+        // is removed.
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Applied);
         assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Refused);
         assert_eq!(objects.paths().await, []);
@@ -612,7 +613,7 @@ async fn objects_in_a_folder() {
     }
     std::fs::remove_file(&file).unwrap();
     assert_eq!(reason_of(payload(&world.replay(&reader, "k").await)), "its object is missing");
-    // A folder that is not writable.
+    // A folder to which nothing can be written.
     std::fs::remove_dir_all(&folder).unwrap();
     std::fs::write(&folder, "a file in its place").unwrap();
     let store = Offloaded::options().above(100).timeout(Duration::from_millis(50));
@@ -623,13 +624,14 @@ async fn objects_in_a_folder() {
     std::fs::remove_file(&folder).unwrap();
 }
 
-/// The only file in a folder.
+/// Returns the only file in a folder.
 fn walk(folder: &std::path::Path) -> std::path::PathBuf {
     let entry = std::fs::read_dir(folder).unwrap().next().expect("an entry").unwrap().path();
     if entry.is_dir() { walk(&entry) } else { entry }
 }
 
-/// The connections of an object store may belong to a runtime that a handler blocks.
+/// The connections of an object store may belong to a runtime that a handler blocks; upkeep may have its own object
+/// store.
 #[tokio::test]
 async fn results_that_are_recorded_late_can_have_an_object_store_of_their_own() {
     let world = World::new();
