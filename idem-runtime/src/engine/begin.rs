@@ -262,6 +262,8 @@ struct Request<'a> {
     unanswered_since: Option<Instant>,
     /// Time at which the call found the first attempt that it waits for.
     met_at: Option<Instant>,
+    /// Late ends of attempts in this process when the key was asked for.
+    late_ends: u32,
     /// Whether the call has waited for another attempt.
     waited: bool,
     /// Whether the last request was answered as soon as it was made.
@@ -343,6 +345,7 @@ impl<'a> Request<'a> {
             reserve,
             unanswered_since,
             met_at,
+            late_ends: 0,
             waited: false,
             at_once: false,
             tokens: 1,
@@ -368,6 +371,7 @@ impl<'a> Request<'a> {
         // Blocks end what an await after them would carry along: every call has the size of its largest await.
         let unsettled = {
             let now = self.clock().now();
+            self.late_ends = self.store().heartbeats().late_ends_changed();
             // A repeated reservation may have taken effect by its first request: count the lease from that request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
             // Only a store that does not answer immediately costs the state of a repeated request.
@@ -406,7 +410,9 @@ impl<'a> Request<'a> {
             match answer {
                 Ok(Reservation::Released { .. }) => return self.ask_as_another(tokens_repeat),
                 Ok(Reservation::FingerprintMismatch { attempt }) => Unsettled::Mismatch(attempt),
-                Ok(Reservation::Interrupted { attempt }) if self.store().heartbeats().is_at_work(&self.reserve.key) => {
+                Ok(Reservation::Interrupted { attempt })
+                    if self.store().heartbeats().is_at_work(&self.reserve.key, self.late_ends) =>
+                {
                     Unsettled::EndsLate(attempt)
                 }
                 Ok(reservation) => return self.decide(reservation, asked_at),

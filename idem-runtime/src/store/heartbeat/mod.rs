@@ -18,6 +18,7 @@ use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::Key;
 use crate::metrics::{BeatResult, Metrics, Snapshot, StoreOp};
+use crate::policy::OnCrash;
 use crate::record::trail::{self, Holder};
 use crate::record::{Lease, OwnerToken, Owners, Trail, Verdict};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -44,6 +45,8 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(10);
 const ALONE_AT_ONCE: usize = 32;
 /// The part of all leases that one look may ask for alone: a refusal for good ends the last body within these looks.
 const LOOKS_FOR_ALL: usize = 4;
+/// Number of later changes after which the late end of an attempt may be forgotten.
+const LATE_ENDS_KEPT: u32 = 4096;
 /// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
 const OVERDUE: Duration = Duration::from_secs(1);
 
@@ -98,6 +101,8 @@ struct Leases {
     /// Time since which no reservation was answered, in nanoseconds since the clock's origin, or [`NEVER`].
     down_since: AtomicU64,
     warned: AtomicBool,
+    /// Number of changes of `late_ends`.
+    late_ends_changed: AtomicU32,
     counts: Counts,
     /// Distinguishes the keys of one place from those of others in [`OF_TRANSACTIONS`].
     place: u64,
@@ -111,6 +116,14 @@ struct Leases {
     abandoned: AtomicBool,
     /// Duplicates that wait. A forked child starts with none.
     flights: PerProcess<Flights>,
+}
+
+/// The end of an attempt after its lease.
+struct LateEnd {
+    /// Writes of it under way.
+    writes: usize,
+    /// Number of the latest change of this entry, among the changes of all entries.
+    changed: u32,
 }
 
 /// Counts of events that no record keeps.
@@ -140,8 +153,8 @@ struct Tables {
     shards: [SharedWithChild<Shard>; SHARDS],
     /// Deliveries that beat, in the order in which they began.
     deliveries: [SharedWithChild<Deliveries>; SHARDS],
-    /// Keys whose late writes go on after their lease, with the number of such writes.
-    ending: SharedWithChild<HashMap<Key, usize>>,
+    /// Attempts that end, or ended, after their lease.
+    late_ends: SharedWithChild<HashMap<Key, LateEnd>>,
 }
 
 type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
@@ -363,7 +376,8 @@ impl Heartbeats {
     }
 
     /// Waits until every late write and renewal is done: the writes of handlers that were cancelled or panicked, and
-    /// the current beat. Call it on shutdown, after the handlers have ended and before the process ends.
+    /// the current beat. Call it on shutdown, after the handlers have ended and before the process ends. A write that
+    /// outlasts its lease, as under `on_crash = fail` in an outage, is waited for during the lease only.
     ///
     /// # Cancel safety
     /// Cancel safe: the writes go on.
@@ -518,15 +532,22 @@ impl Heartbeats {
     /// Marks `key` as one whose attempt this handle is still ending, until the returned value is dropped.
     pub(crate) fn ends_late(&self, key: &Key) -> EndsLate {
         let leases = self.here();
-        *leases.ending().entry(key.clone()).or_default() += 1;
+        leases.late_end(key, |end| end.writes += 1);
         EndsLate { leases: Arc::clone(leases), key: key.clone() }
     }
 
-    /// Whether an attempt of `key` runs in this handle, or is still being ended by it. A lapsed lease says nothing about such
-    /// an attempt: the outage that kept its renewals away kept its end away, too.
-    pub(crate) fn is_at_work(&self, key: &Key) -> bool {
+    /// Number of changes of late ends so far, for [`is_at_work`](Heartbeats::is_at_work).
+    pub(crate) fn late_ends_changed(&self) -> u32 {
+        self.leases().late_ends_changed.load(Ordering::Relaxed)
+    }
+
+    /// Whether an attempt of `key` runs in this handle, or was ended by it late since
+    /// [`late_ends_changed`](Heartbeats::late_ends_changed) returned `since`. A lapsed lease says nothing about such an
+    /// attempt: the outage that kept its renewals away kept its end away, too.
+    pub(crate) fn is_at_work(&self, key: &Key, since: u32) -> bool {
         let leases = self.here();
-        if leases.ending().contains_key(key) {
+        let is_later = |end: &LateEnd| end.changed != since && end.changed.wrapping_sub(since) < u32::MAX / 2;
+        if leases.late_ends().get(key).is_some_and(|end| end.writes > 0 || is_later(end)) {
             return true;
         }
         let runs = |it: &Registered| it.lease.key == *key && it.standing != LeaseStanding::Lost;
@@ -648,6 +669,9 @@ impl Heartbeats {
     /// Stops the heartbeat. Returns the time when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
         let registered = self.leases().shard_of(owner).remove(&owner)?;
+        if registered.lease.on_crash == OnCrash::Fail && self.leases().clock.now() >= registered.held_until() {
+            self.leases().late_end(&registered.lease.key, |_| ());
+        }
         if let Some(metrics) = self.leases().metrics.get() {
             metrics.lease_ends();
         }
@@ -737,6 +761,7 @@ impl Leases {
             flushed: PerProcess::new(Notify::new()),
             down_since: AtomicU64::new(NEVER),
             warned: AtomicBool::new(false),
+            late_ends_changed: AtomicU32::new(0),
             counts: Counts::new(),
             place,
             metrics: SharedOnce::new(),
@@ -762,10 +787,22 @@ impl Leases {
         if self.beats { &self.counts } else { OF_TRANSACTIONS.get_or_init(Counts::new) }
     }
 
-    /// The keys whose attempts are being ended late.
-    fn ending(&self) -> MutexGuard<'_, HashMap<Key, usize>> {
-        let anew = |InheritedLock| self.anew.here().ending.lock().expect("a lock of this process");
-        self.tables.ending.lock().unwrap_or_else(anew)
+    fn late_ends(&self) -> MutexGuard<'_, HashMap<Key, LateEnd>> {
+        let anew = |InheritedLock| self.anew.here().late_ends.lock().expect("a lock of this process");
+        self.tables.late_ends.lock().unwrap_or_else(anew)
+    }
+
+    /// Changes the entry of an attempt that ends after its lease.
+    fn late_end(&self, key: &Key, change: impl FnOnce(&mut LateEnd)) {
+        let mut ends = self.late_ends();
+        let changed = self.late_ends_changed.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        // Now and then: an outage makes many entries.
+        if ends.len() >= 64 && ends.len().is_power_of_two() {
+            ends.retain(|_, end| end.writes > 0 || changed.wrapping_sub(end.changed) < LATE_ENDS_KEPT);
+        }
+        let end = ends.entry(key.clone()).or_insert(LateEnd { writes: 0, changed });
+        end.changed = changed;
+        change(end);
     }
 
     /// The same for deliveries.
@@ -1123,13 +1160,7 @@ pub(crate) struct EndsLate {
 
 impl Drop for EndsLate {
     fn drop(&mut self) {
-        let mut ending = self.leases.ending();
-        if let Some(writes) = ending.get_mut(&self.key) {
-            *writes -= 1;
-            if *writes == 0 {
-                ending.remove(&self.key);
-            }
-        }
+        self.leases.late_end(&self.key, |end| end.writes = end.writes.saturating_sub(1));
     }
 }
 
