@@ -584,7 +584,10 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
         let _ = writeln!(some, "{key}, attempt {}, {}", seen.attempt(), seen.standing());
     }
     some.push_str(if count > 10 { "… (`--dry-run` lists all)\n" } else { "" });
-    confirm(change.yes, &some, &format!("Forget {count} records that begin with `{prefix}`"))?;
+    let results =
+        found.iter().filter(|(_, seen)| matches!(seen.standing(), Standing::Completed | Standing::Failed)).count();
+    let lost = format!("Forget {count} records that begin with `{prefix}`, and give up the results of {results}");
+    confirm(change.yes, &some, &lost)?;
     let mut refused = 0;
     for (key, seen) in found {
         let attempt = seen.attempt();

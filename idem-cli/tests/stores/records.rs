@@ -790,7 +790,10 @@ async fn all_keys_with_a_prefix_are_forgotten_after_a_look_at_them() {
     let dry = records.idem(&[&forget[..], &["--dry-run", "--json"]].concat()).ends(0);
     assert_eq!(keys(&dry), ["pay/acme:1", "pay/acme:2", "pay/acme:3"]);
     assert!(dry.lines().iter().all(|line| line["action"] == "would_forget"));
-    records.idem(&forget).ends(2).complains("Forget 3 records that begin with `pay/acme:`: nobody can be asked");
+    records
+        .idem(&forget)
+        .ends(2)
+        .complains("begin with `pay/acme:`, and give up the results of 2: nobody can be asked");
     assert_eq!(state(&records.store, "acme:1").await, Some("completed"));
     let done = records.idem(&[&forget[..], &["--yes"]].concat()).ends(1);
     done.says("forgotten    pay/acme:1, attempt 1").says("left         pay/acme:3").complains("1 of 3 records");
