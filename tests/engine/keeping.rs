@@ -290,6 +290,23 @@ async fn a_renewal_that_is_refused_for_good_ends_the_body_when_its_lease_lapses(
 }
 
 #[tokio::test]
+async fn a_refusal_for_good_ends_a_thousand_bodies_within_a_beat_of_the_lapse() {
+    const BODIES: usize = 1000;
+    let world = World::new();
+    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Misconfigured));
+    let began = world.clock.now();
+    let names: Vec<_> = (0..BODIES).map(|at| at.to_string()).collect();
+    let calls = names.iter().map(|name| {
+        let operation = Operation::new(&world.store, Ok(World::key(name)), POLICY);
+        Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()))
+    });
+    let all = driving(&world.clock, futures::future::join_all(calls)).await;
+    let took = world.clock.now().saturating_since(began);
+    assert!(all.iter().all(|result| matches!(result, Err(Error::LeaseLost { source: Some(_), .. }))));
+    assert!((LEASE..LEASE * 3 / 2).contains(&took), "{took:?}");
+}
+
+#[tokio::test]
 async fn an_outage_pauses_a_body_for_a_stated_time() {
     for (policy, pause) in [(POLICY, LEASE * 3), (POLICY.max_pause(LEASE / 2), LEASE / 2)] {
         for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After, Fault::Hang] {

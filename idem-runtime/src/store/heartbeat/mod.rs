@@ -41,10 +41,6 @@ const LOOKING: u64 = NEVER - 1;
 const SHARDS: usize = 16;
 /// Longest sleep of the renewal task, so that the task ends soon after the last handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(10);
-/// Least number of leases that one look asks for alone, of those that have lapsed and were refused together with others.
-const ALONE_AT_ONCE: usize = 32;
-/// The part of all leases that one look may ask for alone: a refusal for good ends the last body within these looks.
-const LOOKS_FOR_ALL: usize = 4;
 /// Number of later changes after which the late end of an attempt may be forgotten.
 const LATE_ENDS_KEPT: u32 = 4096;
 /// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
@@ -903,7 +899,6 @@ impl Leases {
         }
         let mut next = now.saturating_add(LONGEST_SLEEP);
         due.deliveries = self.due_deliveries(now, &mut next);
-        let alone_at_once = ALONE_AT_ONCE.max(self.live().div_ceil(LOOKS_FOR_ALL));
         // Without heartbeats only the deliveries beat.
         for at in (0..SHARDS).filter(|_| self.beats) {
             let mut over = Vec::new();
@@ -928,7 +923,7 @@ impl Leases {
                     // A call for several leases does not say which of them the store permanently refuses, and only a
                     // refusal of its own lease may end a body.
                     let is_alone = registered.is_refused() && registered.held_until() <= now;
-                    match is_alone && due.alone.len() < alone_at_once {
+                    match is_alone {
                         true => due.alone.push(registered.lease.clone()),
                         false => due.leases.push(registered.lease.clone()),
                     }
