@@ -114,7 +114,7 @@ struct Leases {
     flights: PerProcess<Flights>,
 }
 
-/// The end of an attempt after its lease.
+/// The end of an attempt, or a renewal, after its lease.
 struct LateEnd {
     /// Writes of it under way.
     writes: usize,
@@ -149,7 +149,7 @@ struct Tables {
     shards: [SharedWithChild<Shard>; SHARDS],
     /// Deliveries that beat, in the order in which they began.
     deliveries: [SharedWithChild<Deliveries>; SHARDS],
-    /// Attempts that end, or ended, after their lease.
+    /// Attempts that are renewed or ended after their lease.
     late_ends: SharedWithChild<HashMap<Key, LateEnd>>,
 }
 
@@ -233,6 +233,11 @@ impl Registered {
 
     fn held_until(&self) -> Instant {
         self.confirmed_at.saturating_add(self.lease.duration)
+    }
+
+    /// Whether a record may have called the attempt interrupted by `now`.
+    fn lapsed_under_fail(&self, now: Instant) -> bool {
+        self.lease.on_crash == OnCrash::Fail && self.held_until() <= now
     }
 
     /// Returns whether the store has permanently refused to renew this lease, alone or together with others.
@@ -665,7 +670,7 @@ impl Heartbeats {
     /// Stops the heartbeat. Returns the time when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
         let registered = self.leases().shard_of(owner).remove(&owner)?;
-        if registered.lease.on_crash == OnCrash::Fail && self.leases().clock.now() >= registered.held_until() {
+        if registered.lapsed_under_fail(self.leases().clock.now()) {
             self.leases().late_end(&registered.lease.key, |_| ());
         }
         if let Some(metrics) = self.leases().metrics.get() {
@@ -676,8 +681,15 @@ impl Heartbeats {
 
     /// Records a renewal that another part of the engine sent at `asked_at`.
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
+        let mut late = None;
         if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
+            if registered.lapsed_under_fail(self.leases().clock.now()) {
+                late = Some(registered.lease.key.clone());
+            }
             registered.confirmed_at = registered.confirmed_at.max(asked_at);
+        }
+        if let Some(key) = late {
+            self.leases().late_end(&key, |_| ());
         }
     }
 
@@ -948,9 +960,10 @@ impl Leases {
             return;
         };
         self.count_beat(if write == Verdict::Applied { BeatResult::Renewed } else { BeatResult::Refused });
+        let mut lapsed = false;
         let waker = match write {
             Verdict::Applied => {
-                let lapsed = registered.held_until() <= self.clock.now();
+                lapsed = registered.held_until() <= self.clock.now();
                 registered.confirmed_at = registered.confirmed_at.max(asked_at);
                 registered.due = registered.confirmed_at.saturating_add(registered.beat());
                 registered.failing = None;
@@ -959,6 +972,9 @@ impl Leases {
             Verdict::Refused => registered.turn(LeaseStanding::Lost),
         };
         drop(shard);
+        if lapsed && lease.on_crash == OnCrash::Fail {
+            self.late_end(&lease.key, |_| ());
+        }
         if let Some(waker) = waker {
             self.wake(vec![waker]);
         }
