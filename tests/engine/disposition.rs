@@ -5,6 +5,8 @@ use std::future::ready;
 
 use idem_runtime::observe_all;
 
+use idem_tests::log::Log;
+
 use super::super::*;
 
 /// Ending of a call.
@@ -240,6 +242,46 @@ async fn a_mistake_of_the_deployment_is_not_set_aside_before_the_last_delivery()
     let error = world.operation(POLICY).fingerprint("b").run(world.body()).await.unwrap_err().to_string();
     for remedy in ["a key", "skip_serializing_if"] {
         assert!(error.contains(remedy), "{error}");
+    }
+}
+
+/// The log says why a message is set aside with its last delivery, and only then.
+#[tokio::test]
+async fn the_last_delivery_of_a_message_has_an_event_that_names_the_cause() {
+    let world = World::new();
+    world.operation(POLICY).fingerprint("a").run(world.body()).await.unwrap();
+    let event = "the last delivery of a message";
+    for delivery in 4..=5 {
+        for (cause, expected) in [
+            ("another payload", "had another payload than its key"),
+            ("another return type", "failed for a mistake of the deployment"),
+            ("an error", "the events of its call say why"),
+        ] {
+            let log = Log::start();
+            let operation = |name| Operation::new(&world.store, Ok(World::key(name)), POLICY);
+            let observed = match cause {
+                "another payload" => {
+                    observe(operation("k").fingerprint("b").run(world.body()))
+                        .delivery(delivery)
+                        .delivery_limit(5)
+                        .await
+                        .1
+                }
+                "another return type" => {
+                    let changed = operation("k").fingerprint("a").run(async { Ok::<_, Error>("text".to_owned()) });
+                    observe(changed).delivery(delivery).delivery_limit(5).await.1
+                }
+                _ => {
+                    let failing = operation("failing").run(async { Err::<u32, _>(Error::NoAttempt) });
+                    observe(failing).delivery(delivery).delivery_limit(5).await.1
+                }
+            };
+            let text = log.end();
+            let is_last = delivery == 5;
+            assert_eq!(observed.disposition() == Disposition::DeadLetter, is_last, "{cause}: {observed:?}");
+            assert_eq!(text.matches(event).count(), usize::from(is_last), "{cause}: {text}");
+            assert_eq!(text.contains(expected), is_last, "{cause}: {text}");
+        }
     }
 }
 
