@@ -231,3 +231,66 @@ fn the_readme_names_the_versions_that_are_used() {
     assert!(drivers >= 7, "{drivers} drivers are too few: the check reads nothing");
     assert!(readme.lines().count() <= 250, "README.md is longer than what is read in five minutes");
 }
+
+/// The sentences of a page or of the comments of a source, without code.
+fn sentences(text: &str, is_page: bool) -> Vec<String> {
+    let (mut paragraphs, mut is_code) = (vec![String::new()], false);
+    for line in text.lines() {
+        let line = line.trim_start();
+        let comment = ["///", "//!", "//"].iter().find_map(|mark| line.strip_prefix(mark));
+        let Some(line) = (if is_page { Some(line) } else { comment }) else {
+            paragraphs.push(String::new());
+            is_code = false;
+            continue;
+        };
+        let line = line.trim();
+        is_code ^= line.starts_with("```");
+        let begins = line.is_empty() || line.starts_with(['-', '|', '#']) || line.starts_with("```");
+        if begins {
+            paragraphs.push(String::new());
+        }
+        if !is_code && let Some(paragraph) = paragraphs.last_mut() {
+            *paragraph += line.trim_start_matches(['-', '#', '>', ' ', '`']);
+            *paragraph += " ";
+        }
+    }
+    let ends = |c: char| matches!(c, '.' | ':' | ';' | '?' | '|');
+    paragraphs.iter().flat_map(|it| it.split_inclusive(ends)).map(|it| it.trim().to_owned()).collect()
+}
+
+#[test]
+fn sentences_begin_with_their_subject() {
+    const CLAUSES: [&str; 8] = ["What", "How", "Who", "Whoever", "Whatever", "Nobody", "Somebody", "Those who"];
+    let sources = ["idem-runtime", "idem-macros", "idem-cli", "tests", "examples", "benches", "fuzz"];
+    let sources = sources.iter().flat_map(|folder| files(&root().join(folder), "rs"));
+    let pages = fs::read_dir(root()).expect("the folder").map(|entry| entry.expect("an entry").path());
+    let pages = pages.filter(|path| path.extension().is_some_and(|it| it == "md"));
+    let pages = pages.chain(files(&root().join("docs"), "md")).chain([root().join("benches/README.md")]);
+    let texts = sources.map(|path| (path, false)).chain(pages.map(|path| (path, true)));
+    let (mut count, mut wrong) = (0, Vec::new());
+    for (path, is_page) in texts {
+        for sentence in sentences(&read(&path), is_page) {
+            count += 1;
+            let begins_with = |word: &str| {
+                sentence.strip_prefix(word).is_some_and(|rest| rest.starts_with(' ') && !rest.ends_with('?'))
+            };
+            if CLAUSES.into_iter().any(begins_with) {
+                wrong.push(format!("{}: {sentence}", path.display()));
+            }
+        }
+    }
+    assert!(count > 10_000, "{count} sentences are too few: the check reads nothing");
+    assert!(wrong.is_empty(), "{} sentences begin with a clause: {wrong:#?}", wrong.len());
+}
+
+#[test]
+fn the_first_pages_are_short() {
+    for (page, most) in [("README.md", 1400), ("ARCHITECTURE.md", 3000)] {
+        let (mut words, mut is_code) = (0, false);
+        for line in read(&root().join(page)).lines() {
+            is_code ^= line.starts_with("```");
+            words += if is_code { 0 } else { line.split_whitespace().filter(|word| *word != "|").count() };
+        }
+        assert!(words <= most, "{page} has {words} words, more than {most}");
+    }
+}

@@ -1,7 +1,7 @@
 //! The protocol as a model, checked in every state that it can reach: for any loss, delay, duplication and reordering
 //! between calls and store, any death, and any lapse of a lease.
 //!
-//! # What is modelled
+//! # Scope of the model
 //!
 //! - *The store* (`protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
 //!   runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state`
@@ -21,7 +21,7 @@
 //! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by
 //! request and result by result.
 //!
-//! # What is left out
+//! # Omissions
 //!
 //! The bytes, statements and scripts of the stores (the conformance suite covers them); the batching of heartbeats;
 //! pauses (a retry follows immediately, or any time later); the order in which tasks are polled. A dropped store call
@@ -29,7 +29,7 @@
 //! construction. A reservation is tried two or three times. No call uses its own key from inside its body. Mode `off`
 //! and a missing key make no store call, so they are left out.
 //!
-//! # How to read and rerun
+//! # Failures and reruns
 //!
 //! Each configuration is a test, and prints what it shows, its bound and its number of states:
 //!

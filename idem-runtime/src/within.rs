@@ -875,7 +875,7 @@ pub(crate) fn begun() {
     unsettled();
 }
 
-/// How often a transaction is tried that conflicts with others.
+/// Number of tries of a transaction that conflicts with others.
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) const TRIES: u32 = 5;
 

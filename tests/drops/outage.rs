@@ -18,17 +18,17 @@ use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Load, Scene};
 
 const LEASE: Duration = Duration::from_secs(1);
-/// How long a store may take to answer: a little less than a beat.
+/// Longest answer of a store: a little less than a beat.
 pub const ANSWER: Duration = Duration::from_millis(300);
 /// The number of calls in a scene.
 const CALLS: usize = 240;
-/// How many keys are checked side by side.
+/// Number of keys that are checked concurrently.
 const AT_ONCE: usize = 32;
-/// How long late writes may take after an outage. Their pauses double.
+/// Longest time of late writes after an outage. Their pauses double.
 const PATIENCE: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// How a store does not answer.
+/// Kinds of outages of a store.
 #[derive(Clone, Copy, Debug)]
 pub enum Outage {
     /// Requests land after the outage.
@@ -66,7 +66,7 @@ pub async fn play(store: &'static str, rig: Rig) {
     assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
 }
 
-/// What is wrong with a key.
+/// Problem of a key.
 enum Wrong {
     /// It may be right later: a lease, or a late write, is under way.
     Yet(String),

@@ -216,7 +216,7 @@ pub struct Calls {
 /// Calls of one scene, and the findings afterwards.
 pub struct Scene {
     store: &'static str,
-    /// What its lines do.
+    /// Behaviour of its lines.
     how: &'static str,
     calls: Arc<Calls>,
     took: Duration,

@@ -16,7 +16,7 @@ const PROGRESS: usize = 5;
 /// Step of the clocks, in seconds.
 const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
-/// How many keys a worker begins side by side once the server is stopped.
+/// Number of keys that a worker begins concurrently once the server is stopped.
 const GATED: usize = 24;
 /// For how many leases the server is stopped.
 const STOPPED: u32 = 3;

@@ -599,7 +599,7 @@ fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let is_gone = call.phase == Phase::Over(Class::Dropped) || !has_begun;
     let holds = !is_dead && !call.deed.abandoned && !follows;
     broken.note(if is_gone { Rule::S12 } else { Rule::L2 }, holds);
-    // What another call with the same policy is told after the lease.
+    // Answer to another call with the same policy after the lease.
     match store::after_its_lease(config, slot, who) {
         Answer::Interrupted => {
             broken.note(Rule::S14, !may_have_begun);

@@ -452,7 +452,7 @@ pub(crate) struct History {
     /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not
     /// counted.
     pub(crate) spared: bool,
-    /// How many decisions of operators were applied.
+    /// Number of applied decisions of operators.
     pub(crate) decided: u8,
 }
 

@@ -45,7 +45,7 @@ pub(crate) enum Check {
     Values,
     /// A waiting duplicate is woken when the attempt that it waits for ends, and waits on while the store fails.
     Woken,
-    /// What an operator decides holds: nothing is decided while an attempt is running but that its lease ends, and after a
+    /// Decisions of an operator hold: nothing is decided while an attempt is running but that its lease ends, and after a
     /// resolution no body runs until a person lets it.
     Decided,
     /// A body that must be marked begins once the store has marked it.
@@ -77,7 +77,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// How a body ended.
+/// End of a body.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum BodyEnd {
     Value(String),
@@ -110,7 +110,7 @@ pub(crate) struct Run {
     pub(crate) values_dropped: Option<u64>,
 }
 
-/// How a call ended for its caller.
+/// End of a call for its caller.
 #[derive(Debug)]
 pub(crate) enum CallEnd {
     Returned(Result<String, Failure>, Outcome),
@@ -123,7 +123,7 @@ pub(crate) enum CallEnd {
 /// The policy of a handler.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
-    /// How long results are retained.
+    /// Retention of results.
     pub(crate) ttl: Duration,
     pub(crate) lease: Duration,
     pub(crate) on_crash: OnCrash,
@@ -711,7 +711,7 @@ impl Ledger {
     }
 }
 
-/// What a replay says of a result that an operator gave.
+/// Replayed form of a result that an operator gave.
 fn said_by(finish: &Finish) -> Option<BodyEnd> {
     match finish {
         Finish::Completed(StoredResult::Encoded { bytes, .. }) => {

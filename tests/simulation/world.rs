@@ -73,7 +73,7 @@ pub(crate) enum Broken {
 pub(crate) struct Report {
     pub(crate) seed: u64,
     pub(crate) findings: Vec<Finding>,
-    /// How often each event occurred.
+    /// Number of occurrences of each event.
     pub(crate) counts: BTreeMap<&'static str, u64>,
     world: World,
 }
@@ -129,7 +129,7 @@ struct Message {
     settled: bool,
 }
 
-/// How often other things than store calls go wrong, in thousandths.
+/// Rates of faults other than those of store calls, in thousandths.
 #[derive(Clone, Copy, Debug)]
 struct Mishaps {
     /// Deliveries whose caller gives up.
@@ -672,7 +672,7 @@ impl World {
         });
     }
 
-    /// What an operator decides who knows more than to let a key run again; `None` for one who does that.
+    /// Decision of an operator who knows more than to let a key run again; `None` for one who does that.
     fn decision(&self, dice: &Dice, key: &Key, found: &Inspection) -> Option<Decision> {
         let (number, attempt) = (self.bodies.get(), found.attempt());
         let text = format!("{}/{attempt}/resolved after {number}", key.text());

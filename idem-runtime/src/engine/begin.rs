@@ -30,7 +30,7 @@ const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from
 const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
 /// Pause of a duplicate that waits for the late end of an attempt in this process. The end is tried about as often.
 const END_PAUSE: Duration = Duration::from_secs(1);
-/// How many owner tokens a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
+/// Number of owner tokens that a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
 /// had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
 

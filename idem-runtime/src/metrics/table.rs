@@ -405,13 +405,13 @@ table! {
     TAKEOVERS: "idem_takeovers_total", Kind::Counter, Count, [SCOPE],
         "Attempts that took over from one whose lease had lapsed.";
     BODY_SECONDS: "idem_body_seconds", histogram(TIMES), Seconds, [SCOPE],
-        "How long bodies ran.";
+        "Run times of bodies.";
     BODY_LEASE_RATIO: "idem_body_lease_ratio", histogram(PARTS), Ratio, [SCOPE],
-        "How long bodies ran, in leases: above 1 they live on heartbeats.";
+        "Run times of bodies, in leases: above 1 they live on heartbeats.";
     WAIT_SECONDS: "idem_wait_seconds", histogram(TIMES), Seconds, [SCOPE],
-        "How long duplicates waited for a running attempt.";
+        "Waits of duplicates for a running attempt.";
     REPLAY_AGE_SECONDS: "idem_replay_age_seconds", histogram(AGES), Seconds, [SCOPE],
-        "How old records were when they were replayed, counted from when their attempts began.";
+        "Ages of records at their replays, counted from the beginning of their attempts.";
     REPLAY_AGE_RATIO: "idem_replay_age_ratio", histogram(PARTS_OF_TTL), Ratio, [SCOPE],
         "The same in parts of `ttl`: near 1 duplicates are about to be forgotten, and to run.";
     ATTEMPTS: "idem_attempts", histogram(ATTEMPT_NUMBERS), Count, [SCOPE],
@@ -423,7 +423,7 @@ table! {
     KEY_QUALITY: "idem_key_quality_total", Kind::Counter, Count, [SCOPE, KeyQuality::LABEL],
         "Shadow mode: calls whose key seems to name too much or too little.";
     STORE_SECONDS: "idem_store_seconds", histogram(TIMES), Seconds, [STORE, StoreOp::LABEL],
-        "How long operations of the store took; the least bucket if they were answered at once.";
+        "Durations of operations of the store; the least bucket for immediate answers.";
     STORE_ERRORS: "idem_store_errors_total", Kind::Counter, Count, [STORE, StoreOp::LABEL, ErrorKind::LABEL],
         "Operations of the store that failed, each try of its own.";
     LEASES_HELD: "idem_leases_held", Kind::Gauge, Count, [STORE],
@@ -431,7 +431,7 @@ table! {
     BEATS: "idem_beats_total", Kind::Counter, Count, [STORE, BeatResult::LABEL],
         "Renewals of leases, by what became of them.";
     BEAT_LAG_SECONDS: "idem_beat_lag_seconds", histogram(TIMES), Seconds, [STORE],
-        "How much later than planned leases were renewed.";
+        "Delays of renewals of leases after their plan.";
     BROKER_BEATS: "idem_broker_beats_total", Kind::Counter, Count, [STORE, BrokerBeat::LABEL],
         "Times that a broker was to be told that a message is being handled.";
 }

@@ -15,7 +15,7 @@ const FIRST_PAUSE: Duration = Duration::from_secs(30);
 /// Longest pause between two lines. After this time without a failure the pauses start again at [`FIRST_PAUSE`].
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
-/// What has failed since it last succeeded, and when that is told.
+/// Operations that have failed since the last success, and the time of the next line about them.
 #[derive(Default)]
 pub(super) struct Outage {
     /// True if the last operation failed. Read at each success.

@@ -49,7 +49,7 @@
 //! A finding contains its story line by line, and the name of its scenario. The name plays that scenario alone, for
 //! example under a debugger: `Explorer::new().only("crash@await:4").explore(…)`.
 //!
-//! # What happens to the handler
+//! # Scenarios of a handler
 //!
 //! | scenario | fault at that point of the first delivery | bugs it finds |
 //! |---|---|---|

@@ -104,7 +104,7 @@ struct Leases {
     place: u64,
     /// Made by the first that counts: the name of the store is known then.
     metrics: SharedOnce<Arc<Metrics>>,
-    /// What the store has not answered.
+    /// Operations that the store has not answered.
     outage: Outage,
     /// Failures of a broker since its last success.
     broker_outage: Outage,

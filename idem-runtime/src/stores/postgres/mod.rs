@@ -62,7 +62,7 @@ const LOOKS_AT_UNSEEN: u32 = 8;
 /// transaction may stay open for any time, but mostly for a short one. The time doubles with each duplicate in this
 /// process, up to 6.4 s.
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
-/// How often each key was met while a transaction held it.
+/// Number of encounters with each key while a transaction held it.
 static MEETINGS: Repeats = Repeats::new();
 /// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
