@@ -1,4 +1,5 @@
-//! A transfer over HTTP that happens exactly once: the record of its key is written in the transaction that moves the money.
+//! A transfer over HTTP that happens exactly once: the record of its key is written in the transaction that moves the
+//! money.
 //!
 //! ```sh
 //! cargo run --example axum_within --features axum

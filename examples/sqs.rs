@@ -1,7 +1,7 @@
 //! Shows a consumer of SQS that uses `#[idempotent]`, and survives the kill of its process and a redriven message.
 //!
-//! `cargo run --example sqs --features sqs -- --url http://host:4566` publishes orders with duplicates and charges each exactly
-//! once, on an emulator of SQS. Records are in a SQLite file.
+//! `cargo run --example sqs --features sqs -- --url http://host:4566` publishes orders with duplicates and charges each
+//! exactly once, on an emulator of SQS. Records are in a SQLite file.
 //!
 //! - *Key*: the order, from the payload. Redrive gives a message a new `MessageId`, and so does a producer that sends
 //!   the message again: `redrive` below shows it.

@@ -2,8 +2,8 @@
 //!
 //! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
 //! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. In whatever
-//! order its writes land: once late writes are through, every key is free, recorded, or interrupted by a body that did not
-//! return, and stays so. After that, calls are dropped while their store does not answer for two leases.
+//! order its writes land: once late writes are through, every key is free, recorded, or interrupted by a body that did
+//! not return, and stays so. After that, calls are dropped while their store does not answer for two leases.
 //!
 //! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which servers work.
 #![allow(

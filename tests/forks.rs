@@ -205,8 +205,8 @@ struct Steps {
 const STEPS: usize = 2000;
 
 impl Steps {
-    /// Forks off children that run `child` while threads repeat `step`. Each step has a number of its own. `child` takes the
-    /// number of the fork, and that of the latest step.
+    /// Forks off children that run `child` while threads repeat `step`. Each step has a number of its own. `child`
+    /// takes the number of the fork, and that of the latest step.
     fn fork(step: impl Fn(usize) + Send + Sync + 'static, child: impl Fn(usize, usize)) {
         let (taken, allowed) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let steps = Arc::new(Self { taken, allowed, paused: AtomicBool::new(true) });

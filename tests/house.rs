@@ -284,6 +284,30 @@ fn sentences_begin_with_their_subject() {
 }
 
 #[test]
+fn comments_are_at_most_120_columns_wide() {
+    const SOURCES: [&str; 7] = ["idem-runtime", "idem-macros", "idem-cli", "tests", "examples", "benches", "fuzz"];
+    let (mut count, mut wrong) = (0, Vec::new());
+    for path in SOURCES.iter().flat_map(|folder| files(&root().join(folder), "rs")) {
+        let mut is_code = false;
+        for (number, line) in read(&path).lines().enumerate() {
+            let Some((_, comment)) = line.split_once("//").filter(|(code, _)| code.trim().is_empty()) else {
+                is_code = false;
+                continue;
+            };
+            count += 1;
+            is_code ^= comment.contains("```");
+            // Tables, rulers and examples can't be wrapped.
+            let is_whole = is_code || comment.contains("| ") || comment.contains("----");
+            if line.chars().count() > 120 && !is_whole {
+                wrong.push(format!("{}:{}", path.display(), number + 1));
+            }
+        }
+    }
+    assert!(count > 10_000, "{count} lines are too few: the check reads nothing");
+    assert!(wrong.is_empty(), "comments of more than 120 columns: {wrong:#?}");
+}
+
+#[test]
 fn the_first_pages_are_short() {
     for (page, most) in [("README.md", 1400), ("ARCHITECTURE.md", 3000)] {
         let (mut words, mut is_code) = (0, false);

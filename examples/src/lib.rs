@@ -41,7 +41,8 @@ pub use report::{Charges, Count, Counts, Report, counts};
 
 /// Runs an example: reads the orders, lets `deliver` charge them, and prints the result.
 ///
-/// The exit code is 0 if every order was charged and handled exactly once, 1 if not, and 2 if the example could not run.
+/// The exit code is 0 if every order was charged and handled exactly once, 1 if not, and 2 if the example could not
+/// run.
 pub fn main<E: Into<Box<dyn Error>>>(
     name: &str,
     deliver: impl FnOnce(&Arguments, &[Event]) -> Result<(Counts, Charges), E>,

@@ -9,12 +9,12 @@ use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
 use crate::policy::{Backoff, Doubt, PolicyProblem, Uncertain};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Longest pause before a message is delivered again that a mistake of the deployment holds up: long enough for no hot loop,
-/// short enough for messages to flow soon after the correction.
+/// Longest pause before a message is delivered again that a mistake of the deployment holds up: long enough for no hot
+/// loop, short enough for messages to flow soon after the correction.
 const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
 
-/// Pause before a message with `key` is delivered again that a mistake of the deployment holds up. The pauses of different keys
-/// differ: the mistake holds up many messages.
+/// Pause before a message with `key` is delivered again that a mistake of the deployment holds up. The pauses of
+/// different keys differ: the mistake holds up many messages.
 pub(crate) fn deployment_pause(key: Option<&Key>) -> Duration {
     Backoff::new(DEPLOYMENT_PAUSE, DEPLOYMENT_PAUSE).after(1, key.map_or(0, Key::spread))
 }

@@ -654,7 +654,8 @@ struct Calls {
     changed: Notify,
 }
 
-/// The calls of all transactions of this process, and how many users they have. A child goes on with none of its parent's.
+/// The calls of all transactions of this process, and how many users they have. A child goes on with none of its
+/// parent's.
 static CALLS: PerProcess<Mutex<KnownCalls>> = PerProcess::empty();
 
 type KnownCalls = HashMap<usize, (Arc<Calls>, usize)>;

@@ -286,8 +286,8 @@ async fn whatever_is_in_doubt_is_told_once() {
         Ok::<u32, Error>(4)
     }));
     assert!(poll_once(late.as_mut()).await.is_pending());
-    // A caller under `fail` does not take over from a body that may have had its effect. Its own process knows that this
-    // body is being ended.
+    // A caller under `fail` does not take over from a body that may have had its effect. Its own process knows that
+    // this body is being ended.
     let at_most_once = policy.on_crash(OnCrash::Fail);
     assert!(matches!(hanging(at_most_once).await, Err(Error::InProgress { attempt: 4, .. })));
     let elsewhere = world.memory.peer();

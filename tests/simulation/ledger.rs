@@ -20,8 +20,8 @@ pub(crate) enum Check {
     Linearizable,
     /// The search for such an order ends.
     Undecided,
-    /// A body starts under a lease, and every body that believes to hold a lease does hold it, for at least as long: no two
-    /// bodies run under live leases.
+    /// A body starts under a lease, and every body that believes to hold a lease does hold it, for at least as long: no
+    /// two bodies run under live leases.
     Belief,
     /// Fencing tokens grow and never repeat; the body is told the latest one.
     Fencing,
@@ -45,8 +45,8 @@ pub(crate) enum Check {
     Values,
     /// A waiting duplicate is woken when the attempt that it waits for ends, and waits on while the store fails.
     Woken,
-    /// Decisions of an operator hold: nothing is decided while an attempt is running but that its lease ends, and after a
-    /// resolution no body runs until a person lets it.
+    /// Decisions of an operator hold: nothing is decided while an attempt is running but that its lease ends, and after
+    /// a resolution no body runs until a person lets it.
     Decided,
     /// A body that must be marked begins once the store has marked it.
     Marked,
@@ -140,8 +140,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
 impl Terms {
-    /// Whether no record is forgotten. Otherwise bodies run again and fencing tokens start over, and the only check left is
-    /// that the store forgets in time.
+    /// Whether no record is forgotten. Otherwise bodies run again and fencing tokens start over, and the only check
+    /// left is that the store forgets in time.
     fn remembers(&self) -> bool {
         self.ttl == FOR_EVER
     }
@@ -421,8 +421,8 @@ impl Ledger {
                 if net.history().was_reopened(key, run.started..later.started) {
                     continue;
                 }
-                // An operator who breaks a lease answers for its body, even if that has not begun by then: the answer to the
-                // reservation may be on its way.
+                // An operator who breaks a lease answers for its body, even if that has not begun by then: the answer
+                // to the reservation may be on its way.
                 if net.history().was_broken(key, run.attempt, later.started) {
                     continue;
                 }

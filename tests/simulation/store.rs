@@ -264,7 +264,8 @@ impl Net {
     }
 }
 
-/// Lets other tasks run, as `tokio::task::yield_now` does, but also while one of them blocks and the runtime stands still.
+/// Lets other tasks run, as `tokio::task::yield_now` does, but also while one of them blocks and the runtime stands
+/// still.
 pub(crate) async fn yield_now() {
     let mut yielded = false;
     poll_fn(|cx| match std::mem::replace(&mut yielded, true) {

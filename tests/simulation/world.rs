@@ -1,7 +1,7 @@
 //! A world: processes whose workers handle the messages of one broker, all decided by one seed.
 //!
-//! In the first phase, the *storm*, store calls fail, processes die, callers give up, bodies panic and operators decide.
-//! Then the faults stop, and everything has to end.
+//! In the first phase, the *storm*, store calls fail, processes die, callers give up, bodies panic and operators
+//! decide. Then the faults stop, and everything has to end.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -93,7 +93,8 @@ impl Report {
     }
 }
 
-/// Tells the dice of operators from the other dice of a world. Those of the seeds that once found something decide as before.
+/// Tells the dice of operators from the other dice of a world. Those of the seeds that once found something decide as
+/// before.
 const DECIDERS: u64 = 0x6f70_6572;
 
 /// Sets the dice of outages and of lost rights apart.

@@ -25,13 +25,13 @@ use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, ren
 
 /// Pauses before the retries of a failed reservation. Few retries suffice: the broker delivers again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
-/// Pauses between the tries of a duplicate that waits for another attempt. The longest one is the delay of its result after
-/// an outage.
+/// Pauses between the tries of a duplicate that waits for another attempt. The longest one is the delay of its result
+/// after an outage.
 const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
 /// Pause of a duplicate that waits for the late end of an attempt in this process. The end is tried about as often.
 const END_PAUSE: Duration = Duration::from_secs(1);
-/// Number of owner tokens that a call may draw. It needs another one if a clean-up overtook its own late request, and if its lease
-/// had lapsed before the record could say that the body begins.
+/// Number of owner tokens that a call may draw. It needs another one if a clean-up overtook its own late request, and
+/// if its lease had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
 
 thread_local! {
@@ -428,8 +428,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Waits for attempt `attempt`, whose lease has lapsed and which this process runs or is still ending, for as long as the
-    /// policy says. The record calls it interrupted, and will not once that end is written.
+    /// Waits for attempt `attempt`, whose lease has lapsed and which this process runs or is still ending, for as long
+    /// as the policy says. The record calls it interrupted, and will not once that end is written.
     async fn await_end(&mut self, attempt: u32) -> Step {
         self.store().heartbeats().store_answered();
         self.may_wait_at_last();
@@ -565,8 +565,8 @@ impl<'a> Request<'a> {
     }
 
     /// Pause before a request is sent again whose try number `tried`, from 0, has failed with `error`. Each call has
-    /// `pauses`. A duplicate in its wait goes on for as long as it may wait: the attempt that it waits for may outlive the
-    /// outage. Its pauses are drawn, so that thousands of waiting duplicates do not ask together.
+    /// `pauses`. A duplicate in its wait goes on for as long as it may wait: the attempt that it waits for may outlive
+    /// the outage. Its pauses are drawn, so that thousands of waiting duplicates do not ask together.
     fn pause(&self, error: &StoreError, tried: u32, pauses: &[Duration]) -> Option<Duration> {
         if !error.is_transient() {
             return None;

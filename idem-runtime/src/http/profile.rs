@@ -140,8 +140,8 @@ impl Profile {
 fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Recording {
     let grpc = trailers.get("grpc-status").or_else(|| head.headers.get("grpc-status"));
     let is_final = match grpc.map(HeaderValue::as_bytes) {
-        // OK, and the errors of clients: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION, OUT_OF_RANGE,
-        // UNIMPLEMENTED.
+        // OK, and the errors of clients: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION,
+        // OUT_OF_RANGE, UNIMPLEMENTED.
         Some(status) => [&b"0"[..], b"3", b"5", b"6", b"9", b"11", b"12"].contains(&status),
         None => match head.status.as_u16() {
             401 | 403 | 408 | 409 | 421 | 425 | 429 => false,

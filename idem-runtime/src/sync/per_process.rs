@@ -140,8 +140,8 @@ impl<T> Drop for PerProcess<T> {
 
 #[cfg(any(test, feature = "redis"))]
 impl<T: Clone + Default> PerProcess<Mutex<T>> {
-    /// The lock of this process. A child begins with a copy of its parent's data, and with none if a thread of the parent
-    /// held the lock at the fork.
+    /// The lock of this process. A child begins with a copy of its parent's data, and with none if a thread of the
+    /// parent held the lock at the fork.
     pub(crate) fn copied(&self) -> &Mutex<T> {
         let copy = |parents: &Mutex<T>| parents.try_lock().ok().map(|data| data.clone());
         self.find_or(|parents| Mutex::new(parents.and_then(copy).unwrap_or_default()))
@@ -150,8 +150,8 @@ impl<T: Clone + Default> PerProcess<Mutex<T>> {
 
 /// A value that is made once, and that a child goes on with.
 ///
-/// A child that is forked while a thread of its parent makes the value makes its own. With a `OnceLock` it would wait for
-/// that thread for ever.
+/// A child that is forked while a thread of its parent makes the value makes its own. With a `OnceLock` it would wait
+/// for that thread for ever.
 pub(crate) struct SharedOnce<T> {
     /// The process that makes `first`.
     maker: AtomicU32,

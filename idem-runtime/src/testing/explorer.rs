@@ -41,8 +41,8 @@ const SHOWN: usize = 160;
 /// Limit of scenarios (default: 50 000).
 const MAX_SCENARIOS: usize = 50_000;
 
-/// The output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) decides what happens to the
-/// message, or the [`Disposition`] that a consumer of your own has decided on.
+/// The output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) decides what happens to
+/// the message, or the [`Disposition`] that a consumer of your own has decided on.
 pub trait Delivered: sealed::Delivered {}
 
 impl<D: sealed::Delivered> Delivered for D {}
@@ -197,8 +197,8 @@ impl Explorer {
         self
     }
 
-    /// Also cancels or kills a later delivery, at each of its awaits, after the first delivery was cut. For handlers whose
-    /// second attempt takes another path. The number of these scenarios grows with the square of the awaits.
+    /// Also cancels or kills a later delivery, at each of its awaits, after the first delivery was cut. For handlers
+    /// whose second attempt takes another path. The number of these scenarios grows with the square of the awaits.
     pub fn twice(mut self) -> Self {
         self.twice = true;
         self

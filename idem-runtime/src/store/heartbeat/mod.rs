@@ -437,8 +437,8 @@ impl Heartbeats {
         }
     }
 
-    /// Notes whether the store refused a call of `key` in a transaction. Returns the number of refusals in a row, as far as that
-    /// is remembered.
+    /// Notes whether the store refused a call of `key` in a transaction. Returns the number of refusals in a row, as
+    /// far as that is remembered.
     pub(crate) fn refusals_in_transactions(&self, key: &Key, is_refused: bool) -> u32 {
         let (refusals, tag) = (&self.leases().counts().refusals, self.leases().tag(key));
         match is_refused {
