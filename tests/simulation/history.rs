@@ -357,15 +357,18 @@ impl History {
         self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt + 1)).filter_map(|op| op.landed).min()
     }
 
-    /// When the store gave the latest refusal that `process` heard for `key` before the event `when`: that the key is
-    /// interrupted, or its attempts are exhausted. As an event, and by the store's clock.
-    pub(crate) fn refused_at(&self, process: usize, key: usize, when: u64) -> Option<(u64, u64)> {
+    /// When the store gave the latest refusal that `process` heard for `key` before the event `when`, to a reservation
+    /// that landed at the time `since` or later: that the key is interrupted, or its attempts are exhausted. As an event,
+    /// and by the store's clock. A waiting duplicate may have heard of the end without a reservation.
+    pub(crate) fn refused_at(&self, process: usize, key: usize, since: u64, when: u64) -> Option<(u64, u64)> {
         let is_refusal = |op: &&Op| {
             let said = matches!(
                 op.end,
                 End::Answered { said: Said::Reservation(Answer::Interrupted { .. } | Answer::Exhausted { .. }), .. }
             );
-            said && op.process == process && op.key == key && op.responded.is_some_and(|heard| heard < when)
+            let is_of_call =
+                op.landed.is_some_and(|(_, at)| at >= since) && op.responded.is_some_and(|heard| heard < when);
+            said && op.process == process && op.key == key && is_of_call
         };
         self.ops.iter().filter(is_refusal).max_by_key(|op| op.responded)?.landed
     }

@@ -551,7 +551,7 @@ impl Ledger {
     fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
         let history = net.history();
         let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);
-        let answer = history.refused_at(call.process, key, heard.0).unwrap_or(heard);
+        let answer = history.refused_at(call.process, key, call.made_at, heard.0).unwrap_or(heard);
         let (when, at) = history.taken_over_at(key, attempt).map_or(answer, |taken_over| taken_over.min(answer));
         let is_dead = |process| self.kills.iter().any(|(killed, since)| *killed == process && *since <= at);
         let died = history.is_marked(key, attempt, when)
