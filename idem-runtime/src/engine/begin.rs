@@ -786,9 +786,15 @@ where
     let (store, clock) = (request.store(), request.clock());
     let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
     let mut failed = 0;
+    // Once the lease may have lapsed under a mark, duplicates in this process ask again before they believe its record.
+    let mut ends_late = None;
     loop {
         let since = clock.now();
-        match ask().await {
+        let answer = ask().await;
+        if clock.now() >= since.saturating_add(lease.duration) || answer.is_err() {
+            ends_late.get_or_insert_with(|| end::ends_late(store, lease));
+        }
+        match answer {
             Ok(Verdict::Refused) => {
                 unused.may_have_landed = false;
                 return Ok(None);
