@@ -60,13 +60,13 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     }
 }
 
-/// Repeats `open` for a minute: a store that is away, or busy with other processes, must not fail a process that
+/// Repeats `open` for five minutes: a store that is away, or busy with other processes, must not fail a process that
 /// starts.
 async fn patiently<S, F: Future<Output = Result<S, StoreError>>>(open: impl Fn() -> F) -> S {
     let started = Instant::now();
     loop {
         match open().await {
-            Err(error) if error.is_transient() && started.elapsed() < Duration::from_secs(60) => {
+            Err(error) if error.is_transient() && started.elapsed() < Duration::from_secs(300) => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
             opened => break opened.expect("the store is there"),
