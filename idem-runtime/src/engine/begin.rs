@@ -786,7 +786,8 @@ where
     let (store, clock) = (request.store(), request.clock());
     let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
     let mut failed = 0;
-    // Once the lease may have lapsed under a mark, duplicates in this process ask again before they believe its record.
+    // Once the lease may have lapsed under a mark, duplicates in this process ask again before they believe its
+    // record.
     let mut ends_late = None;
     loop {
         let since = clock.now();
