@@ -358,8 +358,8 @@ impl History {
     }
 
     /// When the store gave the latest refusal that `process` heard for `key` before the event `when`, to a reservation
-    /// that landed at the time `since` or later: that the key is interrupted, or its attempts are exhausted. As an event,
-    /// and by the store's clock. A waiting duplicate may have heard of the end without a reservation.
+    /// that landed at the time `since` or later: that the key is interrupted, or its attempts are exhausted. As an
+    /// event, and by the store's clock. A waiting duplicate may have heard of the end without a reservation.
     pub(crate) fn refused_at(&self, process: usize, key: usize, since: u64, when: u64) -> Option<(u64, u64)> {
         let is_refusal = |op: &&Op| {
             let said = matches!(
