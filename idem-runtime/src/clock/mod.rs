@@ -17,30 +17,53 @@ pub use self::system::SystemClock;
 /// A point on a [`Clock`]: the time since an origin that only this clock knows.
 ///
 /// Instants of two clocks, and so of two machines, can't be compared; only durations travel.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Instant(Duration);
+///
+/// Counted in nanoseconds; the last possible point is 584 years after the origin.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Instant(u64);
 
 impl Instant {
-    /// Creates the point `since_origin` after the clock's origin.
+    /// Creates the point `since_origin` after the clock's origin; the last possible point if it is later than that.
+    #[inline]
     pub const fn new(since_origin: Duration) -> Self {
-        Self(since_origin)
+        Self(as_nanos(since_origin))
     }
 
     /// Returns the time since the clock's origin.
+    #[inline]
     pub const fn since_origin(self) -> Duration {
+        Duration::from_nanos(self.0)
+    }
+
+    /// Returns the nanoseconds since the clock's origin.
+    pub(crate) const fn nanos(self) -> u64 {
         self.0
     }
 
     /// Returns the time from `earlier` to `self`, zero if `earlier` is later.
+    #[inline]
     pub const fn saturating_since(self, earlier: Self) -> Duration {
-        self.0.saturating_sub(earlier.0)
+        Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
     /// Returns the point `duration` later; the last possible point if that overflows.
     #[must_use]
+    #[inline]
     pub const fn saturating_add(self, duration: Duration) -> Self {
-        Self(self.0.saturating_add(duration))
+        Self(self.0.saturating_add(as_nanos(duration)))
     }
+}
+
+impl fmt::Debug for Instant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Instant").field(&self.since_origin()).finish()
+    }
+}
+
+/// Returns the nanoseconds of `duration`; the largest number if there are more.
+#[inline]
+pub(crate) const fn as_nanos(duration: Duration) -> u64 {
+    duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos() as u64)
 }
 
 /// A future that is ready when a [`Clock`] has moved on far enough.

@@ -329,7 +329,7 @@ fn label(doubt: Doubt) -> DoubtLabel {
 }
 
 fn nanos(instant: Instant) -> u64 {
-    u64::try_from(instant.since_origin().as_nanos()).unwrap_or(NO_BODY)
+    instant.nanos()
 }
 
 fn millis(duration: Duration) -> u64 {

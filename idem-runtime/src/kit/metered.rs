@@ -42,8 +42,7 @@ pub(crate) struct Moment {
 
 impl Moment {
     pub(crate) fn set(&self, at: Instant) {
-        let nanos = u64::try_from(at.since_origin().as_nanos()).unwrap_or(u64::MAX);
-        self.nanos.store(nanos, Ordering::Relaxed);
+        self.nanos.store(at.nanos(), Ordering::Relaxed);
     }
 
     pub(crate) fn get(&self) -> Instant {

@@ -32,7 +32,7 @@ pub(crate) use self::scopes::ScopeCells;
 use self::scopes::Scopes;
 pub use self::snapshot::{Distribution, Series, Snapshot, Value};
 pub use self::table::*;
-use crate::clock::Clock;
+use crate::clock::{Clock, as_nanos};
 use crate::sync::SharedList;
 
 static TRANSACTIONS: SharedList<Arc<Metrics>> = SharedList::new();
@@ -91,7 +91,7 @@ impl Metrics {
 
     /// Notes the duration of a store operation.
     pub(crate) fn store_took(&self, op: StoreOp, took: Duration) {
-        self.store_seconds.add(op as usize, nanos(took));
+        self.store_seconds.add(op as usize, as_nanos(took));
     }
 
     pub(crate) fn store_failed(&self, op: StoreOp, kind: ErrorKind) {
@@ -111,7 +111,7 @@ impl Metrics {
     }
 
     pub(crate) fn beat_was_late(&self, by: Duration) {
-        self.beat_lag.add(0, nanos(by));
+        self.beat_lag.add(0, as_nanos(by));
     }
 
     pub(crate) fn broker_beat(&self, result: BrokerBeat) {
@@ -137,8 +137,4 @@ impl fmt::Debug for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Metrics").field("store", &self.store).finish_non_exhaustive()
     }
-}
-
-fn nanos(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -6,14 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::cells::{Counters, Histograms};
-use super::nanos;
 use super::snapshot::Series;
 use super::table::{
     ATTEMPTS, BODY_LEASE_RATIO, BODY_SECONDS, CALLS, CallOutcome, DISPOSITIONS, DispositionLabel, DoubtLabel, Dropped,
     KEY_QUALITY, KeyQuality, REPLAY_AGE_RATIO, REPLAY_AGE_SECONDS, RESULT_BYTES, RESULTS_DROPPED, TAKEOVERS, UNCERTAIN,
     Unit, WAIT_SECONDS,
 };
-use crate::clock::{Clock, Instant};
+use crate::clock::{Clock, Instant, as_nanos};
 use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
 
 /// Number of scopes that have numbers of their own. Scopes are written in code; a larger number is data by mistake.
@@ -161,12 +160,12 @@ impl ScopeCells {
     }
 
     pub(crate) fn waited(&self, waited: Duration) {
-        self.wait_seconds.add(0, nanos(waited));
+        self.wait_seconds.add(0, as_nanos(waited));
     }
 
     /// Notes the replay of a record of this age, whose handler keeps results for this `ttl`.
     pub(crate) fn replayed(&self, age: Duration, ttl: Duration) {
-        self.replay_age_seconds.add(0, nanos(age));
+        self.replay_age_seconds.add(0, as_nanos(age));
         if !ttl.is_zero() {
             self.replay_age_ratio.add(0, Unit::Ratio.of(share(age, ttl)));
         }
@@ -174,7 +173,7 @@ impl ScopeCells {
 
     /// Notes that a body ran for this long, under this lease if it had a reservation.
     pub(crate) fn ran(&self, ran: Duration, lease: Option<Duration>) {
-        self.body_seconds.add(0, nanos(ran));
+        self.body_seconds.add(0, as_nanos(ran));
         if let Some(lease) = lease.filter(|lease| !lease.is_zero()) {
             self.body_lease_ratio.add(0, Unit::Ratio.of(share(ran, lease)));
         }
@@ -236,7 +235,7 @@ impl ScopeCells {
 /// Returns `part` as a fraction of `whole`.
 #[expect(clippy::cast_precision_loss, reason = "it is rounded anyway")]
 fn share(part: Duration, whole: Duration) -> f64 {
-    nanos(part) as f64 / nanos(whole) as f64
+    as_nanos(part) as f64 / as_nanos(whole) as f64
 }
 
 impl fmt::Debug for ScopeCells {

@@ -35,7 +35,7 @@ impl<'a> Watch<'a> {
         let span = (!span.is_disabled()).then(|| Box::new(span));
         heartbeats.metrics(name);
         let began = began.unwrap_or_else(|| heartbeats.clock().now());
-        Self { heartbeats, op, began: nanos(began), span }
+        Self { heartbeats, op, began: began.nanos(), span }
     }
 
     pub(super) fn span(&self) -> Option<&Span> {
@@ -48,7 +48,7 @@ impl<'a> Watch<'a> {
         // Made at the start of the operation: the name of the store is unknown here.
         let Some(metrics) = self.heartbeats.known_metrics() else { return };
         let store = metrics.store();
-        metrics.store_took(self.op, Duration::from_nanos(nanos(now).saturating_sub(self.began)));
+        metrics.store_took(self.op, Duration::from_nanos(now.nanos().saturating_sub(self.began)));
         match answer {
             Ok(_) => self.heartbeats.outage().store_answers(store, self.op, || now),
             Err(error) => {
@@ -74,10 +74,6 @@ impl Heartbeats {
         self.metrics(store).store_failed(op, error.kind().label());
         self.outage().store_fails(store, op, error, self.clock().now());
     }
-}
-
-fn nanos(instant: Instant) -> u64 {
-    u64::try_from(instant.since_origin().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Returns the OpenTelemetry name of the system behind a store of the library.

@@ -14,7 +14,7 @@ use super::flight::Flights;
 use super::outage::Outage;
 use super::repeats::Repeats;
 use super::{Store, StoreError, StoreErrorKind};
-use crate::clock::{Clock, Instant};
+use crate::clock::{Clock, Instant, as_nanos};
 use crate::combine::race;
 use crate::key::Key;
 use crate::metrics::{BeatResult, Metrics, Snapshot, StoreOp};
@@ -1015,11 +1015,11 @@ fn no_answer() -> StoreError {
 }
 
 fn span(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(LOOKING).min(LOOKING - 1)
+    as_nanos(duration).min(LOOKING - 1)
 }
 
 fn nanos(instant: Instant) -> u64 {
-    span(instant.since_origin())
+    instant.nanos().min(LOOKING - 1)
 }
 
 /// Marks a renewal task as running. If a runtime that shuts down drops the task, this guard wakes the remaining

@@ -16,7 +16,7 @@ use tokio::sync::futures::OwnedNotified;
 
 pub use self::options::MemoryOptions;
 use self::slots::{Order, Slot, Slots};
-use crate::clock::Instant;
+use crate::clock::{Instant, as_nanos};
 use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
@@ -250,11 +250,11 @@ type Nanos = u64;
 const LONGEST: Nanos = Nanos::MAX / 4;
 
 fn span(duration: Duration) -> Nanos {
-    Nanos::try_from(duration.as_nanos()).unwrap_or(LONGEST).min(LONGEST)
+    as_nanos(duration).min(LONGEST)
 }
 
 fn point(instant: Instant) -> Nanos {
-    Nanos::try_from(instant.since_origin().as_nanos()).unwrap_or(2 * LONGEST).min(2 * LONGEST)
+    instant.nanos().min(2 * LONGEST)
 }
 
 impl Shared {
