@@ -539,15 +539,26 @@ impl<'a> Request<'a> {
 
     /// Returns the time that the call, which has found another attempt, may still wait for it.
     fn may_wait(&mut self) -> Duration {
-        let now = self.clock().now();
-        self.met_at.get_or_insert(now);
-        self.left_to_wait()
+        match self.longest_wait() {
+            Some(limit) => {
+                let now = self.clock().now();
+                self.met_at.get_or_insert(now).saturating_add(limit).saturating_since(now)
+            }
+            // Most calls don't wait, and read no clock.
+            None => Duration::ZERO,
+        }
     }
 
     /// Returns the time that the call may still wait for another attempt. The limit counts from the first attempt that
     /// the call has found; before that the time is zero.
     fn left_to_wait(&self) -> Duration {
         let Some(met_at) = self.met_at else { return Duration::ZERO };
+        let limit = self.longest_wait().unwrap_or_default();
+        met_at.saturating_add(limit).saturating_since(self.clock().now())
+    }
+
+    /// Returns the time that the call may wait for another attempt in all; `None` if it does not wait.
+    fn longest_wait(&self) -> Option<Duration> {
         let Policy { in_progress, timeout, lease, .. } = self.subject.policy;
         // An attempt may hold the key for this long.
         let scarce = self.last_wait.is_some().then(|| timeout.saturating_add(lease));
@@ -555,13 +566,8 @@ impl<'a> Request<'a> {
             InProgress::Wait(limit) => Some(limit).max(scarce),
             InProgress::Reject => scarce,
         };
-        match limit {
-            // A handler that waits for itself is never woken, and shadow mode must not delay a call.
-            Some(limit) if self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key) => {
-                met_at.saturating_add(limit).saturating_since(self.clock().now())
-            }
-            _ => Duration::ZERO,
-        }
+        // A handler that waits for itself is never woken, and shadow mode must not delay a call.
+        limit.filter(|_| self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key))
     }
 
     /// Pause before a request is sent again whose try number `tried`, from 0, has failed with `error`. Each call has

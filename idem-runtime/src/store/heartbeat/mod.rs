@@ -236,8 +236,8 @@ impl Registered {
     }
 
     /// Whether a record may have called the attempt interrupted by `now`.
-    fn lapsed_under_fail(&self, now: Instant) -> bool {
-        self.lease.on_crash == OnCrash::Fail && self.held_until() <= now
+    fn lapsed_under_fail(&self, now: impl FnOnce() -> Instant) -> bool {
+        self.lease.on_crash == OnCrash::Fail && self.held_until() <= now()
     }
 
     /// Returns whether the store has permanently refused to renew this lease, alone or together with others.
@@ -670,7 +670,7 @@ impl Heartbeats {
     /// Stops the heartbeat. Returns the time when the lease was last confirmed.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
         let registered = self.leases().shard_of(owner).remove(&owner)?;
-        if registered.lapsed_under_fail(self.leases().clock.now()) {
+        if registered.lapsed_under_fail(|| self.leases().clock.now()) {
             self.leases().late_end(&registered.lease.key, |_| ());
         }
         if let Some(metrics) = self.leases().metrics.get() {
@@ -683,7 +683,7 @@ impl Heartbeats {
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
         let mut late = None;
         if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
-            if registered.lapsed_under_fail(self.leases().clock.now()) {
+            if registered.lapsed_under_fail(|| self.leases().clock.now()) {
                 late = Some(registered.lease.key.clone());
             }
             registered.confirmed_at = registered.confirmed_at.max(asked_at);
