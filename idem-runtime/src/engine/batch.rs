@@ -443,7 +443,7 @@ impl Turns {
         key: &Key,
         item: usize,
         limit: impl FnOnce() -> Sleep,
-    ) -> (Option<Box<Turn>>, bool) {
+    ) -> (Option<Arc<Turn>>, bool) {
         let key = Arc::clone(lock(&self.0).entry(key.clone()).or_default());
         // Two calls of one item must not wait for each other: the handler may poll only the second call.
         if key.holder.load(Ordering::Relaxed) == item {
@@ -458,7 +458,7 @@ impl Turns {
         };
         let turn = first.map(|first| {
             key.holder.store(item, Ordering::Relaxed);
-            Box::new(Turn { key, _first: first })
+            Arc::new(Turn { key, _first: first })
         });
         (turn, waited)
     }

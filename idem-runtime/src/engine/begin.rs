@@ -58,8 +58,9 @@ pub(super) struct Beginning {
     pub(super) waited: Option<Duration>,
     /// True if the store answered without a wait.
     pub(super) at_once: bool,
-    /// Turn of the call on its key, if the call is one of a batch.
-    pub(super) turn: Option<Box<Turn>>,
+    /// Turn of the call on its key, if the call is one of a batch. The drop of an empty `Option<Arc>` is inlined; that of
+    /// a box is a function that each call would call.
+    pub(super) turn: Option<Arc<Turn>>,
 }
 
 /// Next step of a call: the use of its body, or its end.

@@ -17,6 +17,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
@@ -244,7 +245,7 @@ pin_project! {
         on_uncertain: Option<fn(Uncertain<'_>)>,
         end: fn(HeldAttempt) -> C,
         // Dropped after the phase: the next item of the batch finds the key free.
-        turn: Option<Box<Turn>>,
+        turn: Option<Arc<Turn>>,
         // Dropped last: its drop reports the end of the call.
         telemetry: Telemetry,
     }
