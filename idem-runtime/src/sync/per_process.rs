@@ -58,7 +58,17 @@ impl<T> PerProcess<T> {
 
     /// Returns the latest value that this process or one of its parents has made. Makes no system call: in a child,
     /// this is the parent's value until the child has asked for its own value.
+    #[inline]
     pub(crate) fn latest(&self) -> Option<&T> {
+        // No process was forked since: each call asks several times, so this case is one load.
+        if self.claims[0].process.load(Ordering::Relaxed) == FREE {
+            return self.value.as_ref().map(|(_, value)| value);
+        }
+        self.latest_of_children()
+    }
+
+    #[cold]
+    fn latest_of_children(&self) -> Option<&T> {
         let later = self.claims.iter().take_while(|claim| claim.process.load(Ordering::Relaxed) != FREE);
         match later.filter_map(|claim| claim.value.get()).last() {
             Some(later) => later.latest(),
