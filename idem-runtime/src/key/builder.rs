@@ -77,7 +77,8 @@ impl<'a> KeyBuilder<'a> {
 
     /// Appends text in which values are already escaped.
     pub(super) fn literal(&mut self, text: &str) {
-        if text.contains(char::is_control) {
+        // Most texts are ASCII, so this is tested first.
+        if !text.bytes().all(|byte| matches!(byte, b' '..=b'~')) && text.contains(char::is_control) {
             self.problem.get_or_insert(KeyProblem::ControlCharacter);
         }
         self.text.push_str(text);

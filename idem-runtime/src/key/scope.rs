@@ -59,7 +59,15 @@ impl Scope {
 
     /// Checks that a handler that records a `result` may use the scope. Every call makes this check: one load and one
     /// comparison.
+    #[inline]
     pub(super) fn check(&self, result: &'static str) -> Result<(), KeyProblem> {
+        match self.claimed.get() {
+            Some(Ok(first)) if std::ptr::eq(*first, result) => Ok(()),
+            _ => self.check_anew(result),
+        }
+    }
+
+    fn check_anew(&self, result: &'static str) -> Result<(), KeyProblem> {
         match self.claimed.get_or_init(|| self.claim(result)) {
             // Equal type names mostly share one text in memory, but two crates may have a copy each.
             Ok(first) if std::ptr::eq(*first, result) || self.shared || *first == result => Ok(()),
