@@ -19,7 +19,9 @@ use crate::metrics::StoreOp;
 use crate::policy::{
     Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Policy, PolicyProblem,
 };
-use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, Verdict};
+use crate::record::{
+    Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, State, Trail, Verdict,
+};
 use crate::store::flight::{Aboard, News, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
@@ -84,7 +86,14 @@ pub(super) enum Start {
 pub(super) struct Replay {
     pub(super) key: Key,
     pub(super) store: &'static str,
-    pub(super) record: Record,
+    /// State of the record, which holds the result. Only the parts that a replay needs are kept, because each call
+    /// carries their size along.
+    pub(super) state: State,
+    /// Number of the attempt that ended.
+    pub(super) attempt: u32,
+    /// Seed for the pauses of that attempt.
+    seed: u64,
+    pub(super) trail: Trail,
     /// Age of the record, if the store reports it.
     pub(super) age: Option<Duration>,
     /// Time for which the policy of the call keeps a result.
@@ -97,7 +106,7 @@ impl Replay {
     /// Returns the pause before a message is delivered again if its delivery fails after this replay. The pause is as
     /// long as the record is old, so that it doubles each time.
     pub(super) fn pause(&self) -> Duration {
-        self.backoff.during(self.age.unwrap_or_default(), self.record.owner.seed())
+        self.backoff.during(self.age.unwrap_or_default(), self.seed)
     }
 }
 
@@ -164,8 +173,8 @@ fn instead(subject: &Subject, mode: Mode, start: &Start) -> Option<Start> {
             tracing::info!(%error, "shadow mode: would have been refused");
             Some(unprotected(subject, mode, error.key(), Refusal::of(error)))
         }
-        Start::Replay(Replay { key, store, record, .. }) if mode == Mode::Shadow => {
-            tracing::info!(%key, store, attempt = record.attempt, "shadow mode: would have been replayed");
+        Start::Replay(Replay { key, store, attempt, .. }) if mode == Mode::Shadow => {
+            tracing::info!(%key, store, attempt, "shadow mode: would have been replayed");
             Some(unprotected(subject, mode, Some(key), Some(Refusal::Replay)))
         }
         _ => None,
@@ -485,7 +494,9 @@ impl<'a> Request<'a> {
         Step::Decided(match reservation {
             Reservation::Finished { record, age } => {
                 let Policy { on_undecodable, ttl, backoff, .. } = *policy;
-                Start::Replay(Replay { key: key.clone(), store: name, record, age, ttl, backoff, on_undecodable })
+                let Record { owner, attempt, state, trail, .. } = record;
+                let (key, store, seed) = (key.clone(), name, owner.seed());
+                Start::Replay(Replay { key, store, state, attempt, seed, trail, age, ttl, backoff, on_undecodable })
             }
             Reservation::Granted { lease, takeover } => {
                 if takeover {
@@ -649,7 +660,7 @@ impl<'a> Request<'a> {
                 let Lease { attempt, duration, .. } = held.attempt().lease;
                 Some((attempt, duration))
             }
-            Step::Decided(Start::Replay(replay)) => Some((replay.record.attempt, self.reserve.lease)),
+            Step::Decided(Start::Replay(replay)) => Some((replay.attempt, self.reserve.lease)),
             Step::AskAgain | Step::Decided(_) => None,
         });
         step

@@ -28,7 +28,7 @@ use super::attempt::Attempt;
 use super::batch::Turn;
 use super::begin::{Beginning, Start, begin};
 use super::end::{Ending, RecordContent, end};
-use super::held::{HeldAttempt, note_refusal, poll_as, tell};
+use super::held::{EndingAttempt, HeldAttempt, note_refusal, poll_as, tell};
 use super::outcome::{Commit, ErrorFacts, Kept, ObservedCall, Progress, Refusal, Seat, report, report_again};
 use super::recorder::{Recorder, encoded};
 use super::telemetry::{Facts, Telemetry};
@@ -243,7 +243,7 @@ pin_project! {
         seat: Seat,
         max_result_bytes: usize,
         on_uncertain: Option<fn(Uncertain<'_>)>,
-        end: fn(HeldAttempt) -> C,
+        end: fn(EndingAttempt) -> C,
         // Dropped after the phase: the next item of the batch finds the key free.
         turn: Option<Arc<Turn>>,
         // Dropped last: its drop reports the end of the call.
@@ -295,25 +295,27 @@ where
                         facts.begins();
                         report(this.seat, || this.seen.clone());
                     }
-                    let Beginning { start, waited, at_once, turn } = ready!(begin.poll(cx));
+                    let Beginning { mut start, waited, at_once, turn } = ready!(begin.poll(cx));
                     *this.turn = turn;
                     this.seen.waited = waited.is_some();
                     if let Some(waited) = waited {
                         facts.waited(span, waited);
                     }
                     // Decides about the body: it runs, or the call ends with a replay or an error.
-                    let entered = enter(start, this.seen, *this.seat, facts, span, work.as_mut(), *this.on_uncertain);
-                    let Some(entered) = entered else { break };
+                    if !enters(&mut start, this.seen, *this.seat, facts, span, work.as_mut(), *this.on_uncertain) {
+                        break;
+                    }
                     this.seen.progress = Progress::Running;
                     report(this.seat, || this.seen.clone());
                     // A store that answered immediately saves a second reading of the clock.
-                    facts.body_begins(match &entered {
-                        Entered::Held(held) if at_once => Some(held.attempt().reserved_at),
+                    facts.body_begins(match &start {
+                        Start::Reserved(held) if at_once => Some(held.attempt().reserved_at),
                         _ => None,
                     });
-                    this.phase.set(match entered {
-                        Entered::Held(held) => Phase::Body { held: Some(held) },
-                        Entered::Unprotected(attempt) => Phase::Unprotected { attempt, refused_inside: false },
+                    this.phase.set(match start {
+                        Start::Reserved(held) => Phase::Body { held: Some(held) },
+                        Start::Unprotected { attempt, .. } => Phase::Unprotected { attempt, refused_inside: false },
+                        Start::Replay(_) | Start::Refused(_) => unreachable!("the call has ended"),
                     });
                 }
                 PhaseProjection::Unprotected { attempt, refused_inside } => {
@@ -332,11 +334,11 @@ where
                     let running = held.as_mut().expect("taken at the end only");
                     let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
                     facts.body_ended(Some(running.attempt().lease.duration));
-                    let mut held = held.take().expect("polled just now");
                     // Without a result of the body the call returns an error, and the drop of `held` ends the attempt.
-                    let is_ok = match held.end_of(ended) {
+                    let is_ok = match running.end_of(ended) {
                         Ok(is_ok) => is_ok,
                         Err(error) => {
+                            let _held = held.take();
                             work.as_mut().drop_body();
                             facts.refused(span, &error);
                             refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
@@ -345,17 +347,18 @@ where
                     };
                     if this.seen.commit == Commit::Pending {
                         // A rollback takes the attempt with it: its number does not grow with the failures.
-                        this.seen.again = this.seen.again.max(Some(held.attempt().pause_unprotected(is_ok)));
+                        this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
                     }
                     this.seen.progress = Progress::Recording;
                     report(this.seat, || this.seen.clone());
+                    let mut ending = held.take().expect("polled just now").ending();
                     if is_ok {
                         // In case the encoding panics: the body has succeeded, so no other may run.
-                        held.on_drop = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
+                        ending.ending = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
                     // An error that a refused call inside may have caused is not recorded: the next delivery may get
                     // further.
-                    held.on_drop = Some(if held.refused_inside() && !is_ok {
+                    ending.ending = Some(if ending.held.refused_inside() && !is_ok {
                         note_refusal();
                         Ending::Release(Release::Returned)
                     } else {
@@ -363,8 +366,8 @@ where
                     });
                     // The variables of the body may be large, and may hold locks or permits for which others wait.
                     work.as_mut().drop_body();
-                    let enforced = held.enforced;
-                    this.phase.set(Phase::End { end: (this.end)(held), is_ok, enforced });
+                    let enforced = ending.held.enforced;
+                    this.phase.set(Phase::End { end: (this.end)(ending), is_ok, enforced });
                 }
                 PhaseProjection::End { end, is_ok, enforced } => {
                     match ready!(end.poll(cx)) {
@@ -401,22 +404,16 @@ where
     }
 }
 
-/// Way in which a body runs.
-enum Entered {
-    Held(HeldAttempt),
-    Unprotected(Option<Attempt>),
-}
-
-/// Returns the way in which the body runs, or `None` if the call ends without it.
-fn enter(
-    start: Start,
+/// Returns whether the body runs. If not, the call ends with a replay, or with the error of `start`, which is taken out.
+fn enters(
+    start: &mut Start,
     seen: &mut ObservedCall,
     seat: Seat,
     facts: &mut Facts,
     span: Option<&Span>,
     mut work: Pin<&mut dyn Work>,
     on_uncertain: Option<fn(Uncertain<'_>)>,
-) -> Option<Entered> {
+) -> bool {
     let error = match start {
         Start::Reserved(held) => {
             let number = held.attempt().number();
@@ -425,35 +422,35 @@ fn enter(
             seen.takeover = held.takeover;
             seen.again = Some(held.pause());
             facts.reserved(span, number, held.takeover);
-            return Some(Entered::Held(held));
+            return true;
         }
         Start::Unprotected { attempt, mode, bypassed } => {
             seen.key = attempt.as_ref().map(|attempt| attempt.key().clone());
-            seen.bypassed = bypassed;
-            facts.unprotected(mode, bypassed);
-            return Some(Entered::Unprotected(attempt));
+            seen.bypassed = *bypassed;
+            facts.unprotected(*mode, *bypassed);
+            return true;
         }
         Start::Replay(replay) => {
             seen.again = Some(replay.pause());
             // Reported early, in case the decoding panics.
             report_again(seat, seen.again);
-            match work.as_mut().replay(&replay.record.state, replay.on_undecodable) {
+            match work.as_mut().replay(&replay.state, replay.on_undecodable) {
                 Ok(is_ok) => {
-                    facts.replayed(span, &replay, seen.waited);
+                    facts.replayed(span, replay, seen.waited);
                     seen.progress = Progress::Replayed { is_ok };
-                    seen.attempt = Some(replay.record.attempt);
-                    seen.key = Some(replay.key);
-                    return None;
+                    seen.attempt = Some(replay.attempt);
+                    seen.key = Some(replay.key.clone());
+                    return false;
                 }
-                Err(problem) => Error::ResultUnavailable { key: replay.key, store: replay.store, problem },
+                Err(problem) => Error::ResultUnavailable { key: replay.key.clone(), store: replay.store, problem },
             }
         }
-        Start::Refused(error) => error,
+        Start::Refused(error) => std::mem::replace(error, Error::NoAttempt),
     };
     // The call is refused, or its recorded result can't be returned.
     facts.refused(span, &error);
     refuse(seen, work, error, on_uncertain);
-    None
+    false
 }
 
 /// Notes that the body is being polled during `poll`. The note stays after a panic.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::attempt::Attempt;
-use super::held::HeldAttempt;
+use super::held::{EndingAttempt, HeldAttempt};
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
@@ -57,39 +57,40 @@ pub(super) enum RecordContent {
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
-pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
+pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
     async move {
         // The body has returned. If its own error is released, the caller has that error, and nothing is in doubt.
-        held.on_uncertain = None;
+        attempt.held.on_uncertain = None;
         let written = 'written: {
-            let Some(mut writing) = held.write() else { break 'written Ok(Verdict::Applied) };
+            let Some(mut writing) = attempt.write() else { break 'written Ok(Verdict::Applied) };
             if let Some(written) = writing.at_once() {
                 break 'written Ok(written);
             }
             // A write that takes time must not be ended by the body's time limit or by a beat: only the store decides
             // now.
-            let Attempt { store, lease, .. } = held.attempt();
+            let Attempt { store, lease, .. } = attempt.held.attempt();
             store.heartbeats().body_returned(lease.owner);
             (&mut writing).await
         };
         let ended = match written {
             Ok(written) => Ok(written),
             // Boxed: a repetition is rare, and every call would carry its size inline.
-            Err(error) => Box::pin(write_held_again(&mut held, error)).await,
+            Err(error) => Box::pin(write_held_again(&mut attempt, error)).await,
         };
-        let content = match (&ended, &held.on_drop) {
-            (Ok(Verdict::Applied), Some(ending)) => content(held.attempt().key(), ending),
+        let content = match (&ended, &attempt.ending) {
+            (Ok(Verdict::Applied), Some(ending)) => content(attempt.held.attempt().key(), ending),
             _ => RecordContent::Nothing,
         };
-        let is_release = matches!(held.on_drop, Some(Ending::Release(_)));
-        // The drop of `HeldAttempt` repeats two kinds of writes: a release that failed, and a result that no other
+        let is_release = matches!(attempt.ending, Some(Ending::Release(_)));
+        let EndingAttempt { held, ending } = &mut attempt;
+        // The drop of `EndingAttempt` repeats two kinds of writes: a release that failed, and a result that no other
         // attempt can supply meanwhile.
         let goes_on = match &ended {
             Ok(_) => false,
             Err(error) => is_release || (held.enforced && may_pass(error) && outlasts_lease(&held.attempt().lease)),
         };
         if !goes_on {
-            held.on_drop = None;
+            *ending = None;
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {
@@ -121,14 +122,12 @@ pub(super) fn end(mut held: HeldAttempt) -> impl Future<Output = Result<RecordCo
 }
 
 /// Repeats a failed write while the lease can be held. The caller does not wait for a release: the drop repeats it.
-async fn write_held_again(held: &mut HeldAttempt, error: StoreError) -> Result<Verdict, StoreError> {
-    match held {
+async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Result<Verdict, StoreError> {
+    match attempt {
         // Shadow mode must not delay a call.
-        HeldAttempt {
-            attempt: Some(Attempt { store, lease, reserved_at, .. }),
-            on_drop: Some(ending),
-            enforced: true,
-            ..
+        EndingAttempt {
+            held: HeldAttempt { attempt: Some(Attempt { store, lease, reserved_at, .. }), enforced: true, .. },
+            ending: Some(ending),
         } if matches!(ending, Ending::Finish(_)) => {
             write_again(Tries::new(&**store, lease, *reserved_at), ending, Err(error)).await
         }

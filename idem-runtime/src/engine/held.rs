@@ -14,8 +14,7 @@ use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
 use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
-/// A reservation, and the write that its drop makes. While the body runs, the drop releases the key (or marks the key
-/// as interrupted). While the result is being recorded, the drop records the result late.
+/// A reservation. Its drop releases the key (or marks the key as interrupted).
 pub(super) struct HeldAttempt {
     /// `None` only while the attempt is the current one of this thread.
     pub(super) attempt: Option<Attempt>,
@@ -25,11 +24,35 @@ pub(super) struct HeldAttempt {
     pub(super) enforced: bool,
     limits: Limits,
     pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
-    pub(super) on_drop: Option<Ending>,
+    /// Release that the drop writes; `None` if the drop writes nothing.
+    on_drop: Option<Release>,
     /// End of the body, once the body has ended.
     ended: Option<BodyEnd>,
     /// True if the library temporarily refused a call that the body made.
     refused_inside: bool,
+}
+
+/// An attempt whose body has returned, and the ending that its drop writes late. Apart from [`HeldAttempt`], because an
+/// ending is large, and every earlier step of a call would carry its size along.
+pub(super) struct EndingAttempt {
+    pub(super) held: HeldAttempt,
+    /// `None` if the drop writes nothing.
+    pub(super) ending: Option<Ending>,
+}
+
+impl EndingAttempt {
+    /// Writes the end of the attempt, once.
+    pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
+        let Attempt { store, lease, .. } = self.held.attempt();
+        self.ending.as_ref().map(|ending| end::write(&**store, lease, ending))
+    }
+}
+
+impl Drop for EndingAttempt {
+    fn drop(&mut self) {
+        let ending = self.ending.take();
+        self.held.ends(ending);
+    }
 }
 
 /// Stage of a body between two polls.
@@ -62,9 +85,8 @@ impl HeldAttempt {
             OnCrash::Retry => Release::Returned,
             OnCrash::Fail => Release::Interrupted,
         };
-        let on_drop = Some(Ending::Release(release));
         let Policy { timeout, on_uncertain, .. } = *policy;
-        let limits = Limits { timeout, pause: enforced.then(|| policy.longest_pause()) };
+        let limits = Limits::new(timeout, enforced.then(|| policy.longest_pause()));
         Self {
             attempt: Some(attempt),
             body: BodyStage::New,
@@ -72,7 +94,7 @@ impl HeldAttempt {
             enforced,
             limits,
             on_uncertain,
-            on_drop,
+            on_drop: Some(release),
             ended: None,
             refused_inside: false,
         }
@@ -130,14 +152,14 @@ impl HeldAttempt {
     pub(super) fn drops_values(&self) {
         let Some(Attempt { store, lease, .. }) = &self.attempt else { return };
         if self.body != BodyStage::New {
-            store.heartbeats().drops_values(lease.owner, self.limits.timeout);
+            store.heartbeats().drops_values(lease.owner, self.limits.timeout());
         }
     }
 
-    /// Writes the end of the attempt, once.
-    pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
-        let Attempt { store, lease, .. } = self.attempt();
-        self.on_drop.as_ref().map(|ending| end::write(&**store, lease, ending))
+    /// Attaches the ending that the drop writes.
+    pub(super) fn ending(self) -> EndingAttempt {
+        let ending = self.on_drop.map(Ending::Release);
+        EndingAttempt { held: self, ending }
     }
 
     /// Returns whether the result of the body is `Ok`, or the error of a body that has no result.
@@ -158,9 +180,9 @@ impl HeldAttempt {
             }
             BodyEnd::TimedOut => {
                 self.drops_values();
-                let timeout = self.limits.timeout;
+                let timeout = self.limits.timeout();
                 match self.on_drop {
-                    Some(Ending::Release(Release::Interrupted)) => tracing::error!(
+                    Some(Release::Interrupted) => tracing::error!(
                         %key, store, attempt, ?timeout,
                         "the body ran for longer than its `timeout` and was cancelled; no other may run: somebody has to \
                          decide"
@@ -220,7 +242,7 @@ impl HeldAttempt {
     fn timed_out(&self) -> Error {
         let Attempt { store, lease, .. } = self.attempt();
         let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
-        Error::TimedOut { key, store, attempt, timeout: self.limits.timeout, retry_after: self.pause() }
+        Error::TimedOut { key, store, attempt, timeout: self.limits.timeout(), retry_after: self.pause() }
     }
 }
 
@@ -297,11 +319,12 @@ pub(super) fn poll_as(
     work.poll_body(cx)
 }
 
-impl Drop for HeldAttempt {
-    fn drop(&mut self) {
+impl HeldAttempt {
+    /// Writes `ending` late, unless the attempt has ended already.
+    fn ends(&mut self, ending: Option<Ending>) {
         let Some(Attempt { store, lease, reserved_at, .. }) = self.attempt.take() else { return };
         let begun = self.body != BodyStage::New;
-        let late = match (self.ended, &self.on_drop) {
+        let late = match (self.ended, &ending) {
             (None, _) if !begun => Late::NotStarted,
             (None, _) if self.body == BodyStage::Polling => Late::Panicked,
             (None, _) => Late::Cancelled,
@@ -310,14 +333,14 @@ impl Drop for HeldAttempt {
             (_, Some(Ending::Release(_))) => Late::Returned,
             _ => Late::Recording,
         };
-        if begun && matches!(self.on_drop, Some(Ending::Release(_))) {
+        if begun && matches!(ending, Some(Ending::Release(_))) {
             let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
             let (key, attempt) = (&lease.key, lease.attempt);
             tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
             tell_dropped(late, store.name(), &lease);
         }
         // A body that has not begun is not interrupted, whatever the policy says of a crash.
-        let ending = if begun { self.on_drop.take() } else { Some(Ending::Release(Release::NotStarted)) };
+        let ending = if begun { ending } else { Some(Ending::Release(Release::NotStarted)) };
         let ends_late = ending.as_ref().and_then(|_| end::ends_late(&store, &lease));
         let confirmed_at = match begun {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
@@ -326,5 +349,11 @@ impl Drop for HeldAttempt {
         if let Some(ending) = ending {
             end::write_late(store, lease, confirmed_at, ending, late, ends_late);
         }
+    }
+}
+
+impl Drop for HeldAttempt {
+    fn drop(&mut self) {
+        self.ends(self.on_drop.map(Ending::Release));
     }
 }

@@ -159,22 +159,22 @@ impl Facts {
 
     /// Notes that the call returns a recorded result.
     pub(super) fn replayed(&mut self, span: Option<&Span>, replay: &Replay, waited: bool) {
-        let Replay { key, store, record, age, ttl, .. } = replay;
+        let Replay { key, store, attempt, age, ttl, .. } = replay;
         if let (Some(cells), Some(age)) = (&self.cells, *age) {
             cells.replayed(age, *ttl);
         }
         self.outcome = Some(if waited { CallOutcome::WaitedReplayed } else { CallOutcome::Replayed });
         if let Some(span) = span {
             span.record("idem.replayed", true);
-            span.record("idem.attempt", record.attempt);
+            span.record("idem.attempt", *attempt);
             if let Some(age) = age {
                 span.record("idem.age_ms", millis(*age));
             }
-            if let Some(run) = record.trail.traceparent() {
+            if let Some(run) = replay.trail.traceparent() {
                 span.record("idem.original_trace", run.trace_id());
             }
         }
-        tracing::debug!(%key, store, attempt = record.attempt, "a duplicate: the recorded result is returned");
+        tracing::debug!(%key, store, attempt, "a duplicate: the recorded result is returned");
     }
 
     /// Notes that the call returns `error` in the place of a result.

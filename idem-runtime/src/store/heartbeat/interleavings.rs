@@ -63,7 +63,7 @@ impl World {
     fn register_for(&self, key: u32, lease: Duration, timeout: Duration) -> Lease {
         let asked_at = self.clock.now();
         let lease = self.reserve(key, lease);
-        let limits = Limits { timeout, pause: Some(timeout) };
+        let limits = Limits::new(timeout, Some(timeout));
         self.heartbeats().register(&self.store, &lease, asked_at, limits);
         lease
     }

@@ -191,9 +191,36 @@ pub(crate) enum LeaseStanding {
 /// Time limits of a body.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    pub(crate) timeout: Duration,
-    /// Longest wait for a renewal after the lease has lapsed; `None` if the body does not wait.
-    pub(crate) pause: Option<Duration>,
+    /// Nanoseconds.
+    timeout: u64,
+    pause: LongestPause,
+}
+
+impl Limits {
+    /// Makes the limits of a body that runs for `timeout` at most. `pause`: longest wait for a renewal after the lease
+    /// has lapsed; `None` if the body does not wait.
+    pub(crate) fn new(timeout: Duration, pause: Option<Duration>) -> Self {
+        let pause = pause.map_or(LongestPause::NONE, |pause| LongestPause(as_nanos(pause).min(u64::MAX - 1)));
+        Self { timeout: as_nanos(timeout), pause }
+    }
+
+    pub(crate) fn timeout(self) -> Duration {
+        Duration::from_nanos(self.timeout)
+    }
+}
+
+/// Longest wait of a body for a renewal after its lease has lapsed, in nanoseconds. Half as large as a duration: each
+/// call copies it several times.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct LongestPause(u64);
+
+impl LongestPause {
+    /// No body waits.
+    const NONE: Self = Self(u64::MAX);
+
+    fn get(self) -> Option<Duration> {
+        (self != Self::NONE).then(|| Duration::from_nanos(self.0))
+    }
 }
 
 /// Renewals that failed.
@@ -216,10 +243,10 @@ struct Registered {
     /// Time when the last renewal was sent, answered or not.
     asked_at: Instant,
     stop_at: Instant,
-    /// Longest wait of the body for a renewal after its lease has lapsed; `None` if no body waits.
-    pause: Option<Duration>,
-    /// Failures since the last confirmed renewal, if there were any.
-    failing: Option<Failing>,
+    pause: LongestPause,
+    /// Failures since the last confirmed renewal, if there were any. Boxed: they are rare, and every lease would carry
+    /// their size inline.
+    failing: Option<Box<Failing>>,
     /// Never [`LeaseStanding::Lapsed`], which depends only on the time.
     standing: LeaseStanding,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
@@ -248,7 +275,7 @@ impl Registered {
     /// Time when the body stops waiting for a renewal, unless one succeeds before. A process that was suspended sent no
     /// renewals meanwhile, so the time counts from the first failed renewal.
     fn give_up_at(&self) -> Instant {
-        match (&self.failing, self.pause) {
+        match (self.failing.as_deref(), self.pause.get()) {
             (Some(Failing { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
             (Some(Failing { since, .. }), Some(pause)) => self.held_until().max(*since).saturating_add(pause),
             _ => Instant::new(Duration::MAX),
@@ -570,7 +597,7 @@ impl Heartbeats {
             confirmed_at,
             due: confirmed_at.saturating_add(lease.duration / 3),
             asked_at: confirmed_at,
-            stop_at: confirmed_at.saturating_add(limits.timeout),
+            stop_at: confirmed_at.saturating_add(limits.timeout()),
             pause: limits.pause,
             failing: None,
             standing: LeaseStanding::Held,
@@ -633,7 +660,7 @@ impl Heartbeats {
     pub(crate) fn body_returned(&self, owner: OwnerToken) {
         if let Some(registered) = self.leases().shard_of(owner).get_mut(&owner) {
             registered.stop_at = Instant::new(Duration::MAX);
-            registered.pause = None;
+            registered.pause = LongestPause::NONE;
             registered.waker = None;
         }
     }
@@ -646,7 +673,7 @@ impl Heartbeats {
             let mut shard = self.leases().shard_of(owner);
             let Some(registered) = shard.get_mut(&owner) else { return };
             registered.stop_at = stop_at;
-            registered.pause = None;
+            registered.pause = LongestPause::NONE;
             registered.waker = None;
             let resumes = matches!(registered.standing, LeaseStanding::TimedOut | LeaseStanding::Unrenewed);
             if resumes {
@@ -992,7 +1019,8 @@ impl Leases {
                 registered.due = registered.due.min(now.saturating_add(registered.beat() / 4));
                 let since = registered.failing.as_ref().map_or(asked_at, |failing| failing.since);
                 let error = error.cloned().unwrap_or_else(no_answer);
-                registered.failing = Some(Failing { since, error, is_its_own: leases.len() == 1 });
+                let failing = Failing { since, error, is_its_own: leases.len() == 1 };
+                registered.failing = Some(Box::new(failing));
                 self.count_beat(BeatResult::Failed);
                 sooner = true;
             }
