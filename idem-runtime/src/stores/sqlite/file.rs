@@ -250,7 +250,7 @@ impl From<rusqlite::Error> for Failure {
 /// The index holds the locks of all processes, and the log their commits. A process that keeps using a file that is no
 /// longer at its path works alone, with records that no other process sees.
 #[derive(Clone)]
-pub(super) struct Files([(PathBuf, FileId); 3]);
+pub(super) struct Files([Found; 3]);
 
 impl Files {
     fn of(path: &Path) -> Result<Self, StoreError> {
@@ -259,12 +259,10 @@ impl Files {
             let mut name = std::fs::canonicalize(path).map_err(|error| gone(path, &error))?.into_os_string();
             name.push(end);
             let name = PathBuf::from(name);
-            let id = FileId::of(&name).map_err(|error| gone(&name, &error))?;
-            Ok::<_, StoreError>((name, id))
+            Found::at(&name)
         };
-        let file = (path.to_owned(), FileId::of(path).map_err(|error| gone(path, &error))?);
-        let files = Self([file, named("-wal")?, named("-shm")?]);
-        let index = &files.0[2].0;
+        let files = Self([Found::at(path)?, named("-wal")?, named("-shm")?]);
+        let index = &files.0[2].path;
         if uses_removed(index) {
             return Err(unavailable(format!(
                 "`{}` was removed or replaced, and another connection of this process still uses the old one; it must be closed",
@@ -276,10 +274,10 @@ impl Files {
 
     /// Returns an error if one of the files is not at its path.
     pub(super) fn check(&self) -> Result<(), StoreError> {
-        self.0.iter().try_for_each(|(path, id)| match FileId::of(path) {
-            Ok(found) if found == *id => Ok(()),
-            Ok(_) => Err(unavailable(format!("`{}` was replaced by another file", path.display()))),
-            Err(error) => Err(gone(path, &error)),
+        self.0.iter().try_for_each(|found| match found.place.id() {
+            Ok(id) if id == found.id => Ok(()),
+            Ok(_) => Err(unavailable(format!("`{}` was replaced by another file", found.path.display()))),
+            Err(error) => Err(gone(&found.path, &error)),
         })
     }
 
@@ -287,8 +285,8 @@ impl Files {
     /// index among all connections of a process: the index of the first connection.
     pub(super) fn check_against(&self, other: &Self) -> Result<(), StoreError> {
         let [ours, theirs] = [&self.0, &other.0];
-        match ours[0].1 == theirs[0].1 && ours[2].1 != theirs[2].1 {
-            true => Err(unavailable(format!("`{}` was replaced by another file", ours[2].0.display()))),
+        match ours[0].id == theirs[0].id && ours[2].id != theirs[2].id {
+            true => Err(unavailable(format!("`{}` was replaced by another file", ours[2].path.display()))),
             false => Ok(()),
         }
     }
@@ -318,16 +316,63 @@ fn uses_removed(index: &Path) -> bool {
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct FileId(u64, u64);
 
-impl FileId {
+/// A file as a connection found it.
+#[derive(Clone)]
+struct Found {
+    path: PathBuf,
+    place: Place,
+    id: FileId,
+}
+
+impl Found {
+    fn at(path: &Path) -> Result<Self, StoreError> {
+        let found = Place::new(path).and_then(|place| Ok((place.id()?, place)));
+        let (id, place) = found.map_err(|error| gone(path, &error))?;
+        Ok(Self { path: path.to_owned(), place, id })
+    }
+}
+
+/// A path in the form that the system takes. Each transaction compares three files twice, and a path would be copied
+/// and checked each time.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+#[derive(Clone)]
+struct Place(std::ffi::CString);
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+impl Place {
+    fn new(path: &Path) -> io::Result<Self> {
+        use std::os::unix::ffi::OsStrExt;
+        Ok(Self(std::ffi::CString::new(path.as_os_str().as_bytes())?))
+    }
+
+    fn id(&self) -> io::Result<FileId> {
+        let file = rustix::fs::stat(&*self.0)?;
+        // The types of these numbers differ between systems.
+        #[allow(clippy::unnecessary_cast)]
+        Ok(FileId(file.st_dev as u64, file.st_ino as u64))
+    }
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+#[derive(Clone)]
+struct Place(PathBuf);
+
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+impl Place {
+    #[expect(clippy::unnecessary_wraps, reason = "other systems refuse some paths")]
+    fn new(path: &Path) -> io::Result<Self> {
+        Ok(Self(path.to_owned()))
+    }
+
     #[cfg(unix)]
-    fn of(path: &Path) -> io::Result<Self> {
+    fn id(&self) -> io::Result<FileId> {
         use std::os::unix::fs::MetadataExt;
-        std::fs::metadata(path).map(|file| Self(file.dev(), file.ino()))
+        std::fs::metadata(&self.0).map(|file| FileId(file.dev(), file.ino()))
     }
 
     /// On this system an open file can't be removed.
     #[cfg(not(unix))]
-    fn of(path: &Path) -> io::Result<Self> {
-        std::fs::metadata(path).map(|_| Self(0, 0))
+    fn id(&self) -> io::Result<FileId> {
+        std::fs::metadata(&self.0).map(|_| FileId(0, 0))
     }
 }
