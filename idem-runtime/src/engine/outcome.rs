@@ -1,6 +1,6 @@
 //! Outcomes of deliveries, without a change to the signature of a handler.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -689,6 +689,14 @@ impl Observer {
 thread_local! {
     /// The observer of the delivery whose [`observe`] is being polled on this thread.
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
+    /// True while [`OBSERVER`] has an observer. Each call looks several times and most calls are not observed, and this
+    /// value, which needs no drop, is one load.
+    static IS_OBSERVED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether an [`observe`] is being polled on this thread.
+fn is_observed() -> bool {
+    IS_OBSERVED.get()
 }
 
 /// Collects the outcomes of calls on this thread, until the guard is dropped.
@@ -714,16 +722,20 @@ impl Drop for Observation<'_> {
 }
 
 fn swap(other: &mut Option<Observer>) {
-    OBSERVER.with_borrow_mut(|observer| {
-        // Most calls are not observed.
-        if observer.is_some() || other.is_some() {
+    // Most calls are not observed.
+    if is_observed() || other.is_some() {
+        OBSERVER.with_borrow_mut(|observer| {
             std::mem::swap(observer, other);
-        }
-    });
+            IS_OBSERVED.set(observer.is_some());
+        });
+    }
 }
 
 /// Reports the progress of a call, or its end, to the enclosing `observe`.
 pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
+    if !is_observed() {
+        return;
+    }
     OBSERVER.with_borrow_mut(|observer| {
         let Some(observer) = observer else { return };
         observer.note(seat, call());
@@ -732,6 +744,9 @@ pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
 
 /// Notes the time until the next delivery, for a delivery that ends without another report of its call.
 pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
+    if !is_observed() {
+        return;
+    }
     OBSERVER.with_borrow_mut(|observer| {
         let calls = observer.as_mut().map(|observer| &mut observer.calls);
         if let (Some(calls), Some(seat)) = (calls, seat)
@@ -782,6 +797,9 @@ pub(crate) fn settle(settled: Settled) {
 /// Notes that a call on `store` begins, whose timer the delivery may need. Returns the delivery's batch and its index
 /// there, if it is one of a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
+    if !is_observed() {
+        return None;
+    }
     OBSERVER.with_borrow_mut(|observer| {
         let observer = observer.as_mut()?;
         // Entered just before this, at the end. Until its end is reported, the key distinguishes its pause from others.
@@ -797,12 +815,18 @@ pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usi
 
 /// Returns the delivery count and the delivery limit of the current call's message.
 pub(super) fn budget() -> Budget {
+    if !is_observed() {
+        return Budget::default();
+    }
     OBSERVER.with_borrow(|observer| observer.as_ref().map(|observer| observer.budget).unwrap_or_default())
 }
 
 /// Returns the time for which the broker may deliver the current call's message again, if known; `Duration::MAX` means
 /// forever.
 pub(super) fn redelivered_for() -> Option<Duration> {
+    if !is_observed() {
+        return None;
+    }
     OBSERVER.with_borrow(|observer| observer.as_ref().and_then(|observer| observer.redelivered_for))
 }
 
@@ -820,6 +844,9 @@ pub(super) fn describe_message(span: &Span) {
 
 /// Returns the trace that the current call's message is a part of, if known.
 pub(super) fn traceparent() -> Option<Traceparent> {
+    if !is_observed() {
+        return None;
+    }
     OBSERVER.with_borrow(|observer| observer.as_ref()?.message.as_ref()?.traceparent)
 }
 
