@@ -8,7 +8,7 @@
 //!              let output = returning::<Result<Shipment, ShipError>>().result().value().error();
 //!              let key = {                                    // Before BODY moves `event`.
 //!                  let mut key = { static SCOPE: Scope = ..; key_of_values(&SCOPE, output) };
-//!                  key.text("order:");
+//!                  text(&mut key, "order:");
 //!                  match &(event.id) { part => Part(part).append(&mut key, None) }
 //!                  key.build()
 //!              };
@@ -113,7 +113,7 @@ impl Expansion<'_> {
         let site = self.site;
         let parts = &self.call.key;
         let parts = parts.iter().enumerate().map(|(at, part)| match part {
-            Part::Text(text) => quote_spanned!(site=> __idem_key.text(#text);),
+            Part::Text(text) => quote_spanned!(site=> __idem::text(&mut __idem_key, #text);),
             Part::Value(value) => self.part(value, parts.get(at + 1)),
         });
         let scope = self.scope();

@@ -81,6 +81,11 @@ pub fn key_of_results<T, E>(scope: &'static Scope, _: Returning<Result<T, E>>) -
 #[derive(Debug)]
 pub struct Part<'a, T: ?Sized>(pub &'a T);
 
+/// Appends literal text of the template. The attribute has checked it.
+pub fn text(key: &mut KeyBuilder, text: &'static str) {
+    key.checked(text);
+}
+
 /// Appends a [`KeyPart`].
 pub trait OwnPart {
     fn idem_append(&self, key: &mut KeyBuilder, next: Option<char>);

@@ -75,6 +75,13 @@ impl<'a> KeyBuilder<'a> {
         self.literal(text);
     }
 
+    /// Appends literal text that is known to have neither `%` nor control characters.
+    #[inline]
+    pub(crate) fn checked(&mut self, text: &'static str) {
+        debug_assert!(!text.contains('%') && !text.contains(char::is_control), "checked by the attribute");
+        self.text.push_str(text);
+    }
+
     /// Appends text in which values are already escaped.
     pub(super) fn literal(&mut self, text: &str) {
         // Most texts are ASCII, so this is tested first.
