@@ -239,7 +239,6 @@ async fn admit(subject: &Subject, mode: Mode) -> Beginning {
 }
 
 /// The next step after the answer to a request.
-#[expect(clippy::large_enum_variant, reason = "it lives for a moment; a box would cost each call an allocation")]
 enum Step {
     Decided(Start),
     /// The answer decides nothing: ask again immediately.
