@@ -60,8 +60,8 @@ pub(super) struct Beginning {
     pub(super) waited: Option<Duration>,
     /// True if the store answered without a wait.
     pub(super) at_once: bool,
-    /// Turn of the call on its key, if the call is one of a batch. The drop of an empty `Option<Arc>` is inlined; that of
-    /// a box is a function that each call would call.
+    /// Turn of the call on its key, if the call is one of a batch. An `Arc`, because the drop of an empty `Option<Arc>`
+    /// is inlined, and the drop of a box is a function that each call would call.
     pub(super) turn: Option<Arc<Turn>>,
 }
 
