@@ -639,8 +639,7 @@ impl Observer {
         if !std::mem::take(&mut self.changed) {
             return;
         }
-        OBSERVER.with_borrow_mut(|outer| {
-            let Some(outer) = outer else { return };
+        with_observer(|outer| {
             if self.outside.len() < self.calls.len() {
                 self.outside.resize(self.calls.len(), None);
             }
@@ -667,8 +666,7 @@ impl Observer {
     /// Takes over the settings of the message from the enclosing observation. Returns whether that observation waits
     /// for a timer.
     fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
-        let wanted_outside = OBSERVER.with_borrow(|outer| {
-            let Some(outer) = outer else { return false };
+        let wanted_outside = with_observer(|outer| {
             self.budget = self.budget.or(outer.budget);
             self.redelivered_for = self.redelivered_for.or(outer.redelivered_for);
             if self.turns.is_none() {
@@ -678,7 +676,8 @@ impl Observer {
                 self.message.clone_from(&outer.message);
             }
             matches!(outer.timer, TimerSlot::Wanted)
-        });
+        })
+        .unwrap_or_default();
         if matches!(self.timer, TimerSlot::Unwanted) && (wants_timer || wanted_outside) {
             self.timer = TimerSlot::Wanted;
         }
@@ -689,14 +688,17 @@ impl Observer {
 thread_local! {
     /// The observer of the delivery whose [`observe`] is being polled on this thread.
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
-    /// True while [`OBSERVER`] has an observer. Each call looks several times and most calls are not observed, and this
-    /// value, which needs no drop, is one load.
+    /// True while [`OBSERVER`] has an observer. Each call looks several times, and most calls are not observed. This
+    /// value needs no drop, so a look is one load.
     static IS_OBSERVED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether an [`observe`] is being polled on this thread.
-fn is_observed() -> bool {
-    IS_OBSERVED.get()
+/// Calls `look` with the observer of the delivery whose [`observe`] is being polled on this thread, if there is one.
+fn with_observer<R>(look: impl FnOnce(&mut Observer) -> R) -> Option<R> {
+    if !IS_OBSERVED.get() {
+        return None;
+    }
+    OBSERVER.with_borrow_mut(|observer| observer.as_mut().map(look))
 }
 
 /// Collects the outcomes of calls on this thread, until the guard is dropped.
@@ -723,7 +725,7 @@ impl Drop for Observation<'_> {
 
 fn swap(other: &mut Option<Observer>) {
     // Most calls are not observed.
-    if is_observed() || other.is_some() {
+    if IS_OBSERVED.get() || other.is_some() {
         OBSERVER.with_borrow_mut(|observer| {
             std::mem::swap(observer, other);
             IS_OBSERVED.set(observer.is_some());
@@ -733,25 +735,13 @@ fn swap(other: &mut Option<Observer>) {
 
 /// Reports the progress of a call, or its end, to the enclosing `observe`.
 pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
-    if !is_observed() {
-        return;
-    }
-    OBSERVER.with_borrow_mut(|observer| {
-        let Some(observer) = observer else { return };
-        observer.note(seat, call());
-    });
+    with_observer(|observer| observer.note(seat, call()));
 }
 
 /// Notes the time until the next delivery, for a delivery that ends without another report of its call.
 pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
-    if !is_observed() {
-        return;
-    }
-    OBSERVER.with_borrow_mut(|observer| {
-        let calls = observer.as_mut().map(|observer| &mut observer.calls);
-        if let (Some(calls), Some(seat)) = (calls, seat)
-            && let Some(call) = calls.get_mut(seat)
-        {
+    with_observer(|observer| {
+        if let Some(call) = seat.and_then(|seat| observer.calls.get_mut(seat)) {
             call.again = again;
         }
     });
@@ -761,8 +751,7 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
 /// the delivery counts as cut off, and the calls of an earlier try are forgotten.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unsettled() {
-    OBSERVER.with_borrow_mut(|observer| {
-        let Some(observer) = observer else { return };
+    with_observer(|observer| {
         observer.calls.fill(ObservedCall::NEW);
         observer.note(&mut Some(0), ObservedCall { progress: Progress::Reserving, ..ObservedCall::NEW });
     });
@@ -771,8 +760,7 @@ pub(crate) fn unsettled() {
 /// Notes that the transaction of this delivery is over, or could not begin.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn settle(settled: Settled) {
-    OBSERVER.with_borrow_mut(|observer| {
-        let Some(Observer { calls, changed, final_error, .. }) = observer else { return };
+    with_observer(|Observer { calls, changed, final_error, .. }| {
         *changed = true;
         // The first call stands for the transaction.
         let mut transaction = ObservedCall::NEW;
@@ -797,11 +785,7 @@ pub(crate) fn settle(settled: Settled) {
 /// Notes that a call on `store` begins, whose timer the delivery may need. Returns the delivery's batch and its index
 /// there, if it is one of a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
-    if !is_observed() {
-        return None;
-    }
-    OBSERVER.with_borrow_mut(|observer| {
-        let observer = observer.as_mut()?;
+    with_observer(|observer| {
         // Entered just before this, at the end. Until its end is reported, the key distinguishes its pause from others.
         if let Some(call @ ObservedCall { progress: Progress::Reserving, key: None, .. }) = observer.calls.last_mut() {
             call.key = key.cloned();
@@ -811,27 +795,23 @@ pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usi
         }
         observer.turns.clone()
     })
+    .flatten()
 }
 
 /// Returns the delivery count and the delivery limit of the current call's message.
 pub(super) fn budget() -> Budget {
-    if !is_observed() {
-        return Budget::default();
-    }
-    OBSERVER.with_borrow(|observer| observer.as_ref().map(|observer| observer.budget).unwrap_or_default())
+    with_observer(|observer| observer.budget).unwrap_or_default()
 }
 
 /// Returns the time for which the broker may deliver the current call's message again, if known; `Duration::MAX` means
 /// forever.
 pub(super) fn redelivered_for() -> Option<Duration> {
-    if !is_observed() {
-        return None;
-    }
-    OBSERVER.with_borrow(|observer| observer.as_ref().and_then(|observer| observer.redelivered_for))
+    with_observer(|observer| observer.redelivered_for).flatten()
 }
 
 /// Writes the names of the current call's message into the span of the call, if known.
 pub(super) fn describe_message(span: &Span) {
+    // Shared: a subscriber that is told the fields may look at the observer.
     OBSERVER.with_borrow(|observer| {
         let message = observer.as_ref().and_then(|observer| observer.message.as_ref());
         let Some((system, destination, id)) = message.and_then(|message| message.called.as_ref()) else { return };
@@ -844,10 +824,7 @@ pub(super) fn describe_message(span: &Span) {
 
 /// Returns the trace that the current call's message is a part of, if known.
 pub(super) fn traceparent() -> Option<Traceparent> {
-    if !is_observed() {
-        return None;
-    }
-    OBSERVER.with_borrow(|observer| observer.as_ref()?.message.as_ref()?.traceparent)
+    with_observer(|observer| observer.message.as_ref()?.traceparent).flatten()
 }
 
 /// Runs `future`, which handles one delivery, and returns its result and its [`Outcome`].
@@ -1047,11 +1024,7 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
         {
             this.beat.start(timer, cx);
             if wanted_outside {
-                OBSERVER.with_borrow_mut(|outer| {
-                    if let Some(outer) = outer {
-                        outer.timer = timer.clone();
-                    }
-                });
+                with_observer(|outer| outer.timer = timer.clone());
             }
         }
         polled
