@@ -136,14 +136,14 @@ impl Facts {
     /// Notes that the body is about to be polled for the first time: at `now`, if known.
     pub(super) fn body_begins(&mut self, now: Option<Instant>) {
         let now = now.or_else(|| self.cells.as_ref().map(|cells| cells.now()));
-        self.body_began = now.map_or(NO_BODY, nanos);
+        self.body_began = now.map_or(NO_BODY, Instant::nanos);
     }
 
     /// Notes that the body has returned or is given up; `lease` is the lease of its reservation.
     pub(super) fn body_ended(&mut self, lease: Option<Duration>) {
         let began = std::mem::replace(&mut self.body_began, NO_BODY);
         if let Some(cells) = self.cells.as_ref().filter(|_| began != NO_BODY) {
-            cells.ran(Duration::from_nanos(nanos(cells.now()).saturating_sub(began)), lease);
+            cells.ran(Duration::from_nanos(cells.now().nanos().saturating_sub(began)), lease);
         }
     }
 
@@ -326,10 +326,6 @@ fn label(doubt: Doubt) -> DoubtLabel {
         Doubt::Panicked => DoubtLabel::Panicked,
         Doubt::Interrupted => DoubtLabel::Interrupted,
     }
-}
-
-fn nanos(instant: Instant) -> u64 {
-    instant.nanos()
 }
 
 fn millis(duration: Duration) -> u64 {
