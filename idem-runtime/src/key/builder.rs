@@ -75,7 +75,7 @@ impl<'a> KeyBuilder<'a> {
         self.literal(text);
     }
 
-    /// Appends literal text that is known to have neither `%` nor control characters.
+    /// Appends literal text of a template that the attribute has checked: it has neither `%` nor control characters.
     #[inline]
     pub(crate) fn checked(&mut self, text: &'static str) {
         debug_assert!(!text.contains('%') && !text.contains(char::is_control), "checked by the attribute");
@@ -84,8 +84,7 @@ impl<'a> KeyBuilder<'a> {
 
     /// Appends text in which values are already escaped.
     pub(super) fn literal(&mut self, text: &str) {
-        // Most texts are ASCII, so this is tested first.
-        if !text.bytes().all(|byte| matches!(byte, b' '..=b'~')) && text.contains(char::is_control) {
+        if text.contains(char::is_control) {
             self.problem.get_or_insert(KeyProblem::ControlCharacter);
         }
         self.text.push_str(text);
