@@ -347,8 +347,7 @@ impl Place {
 
     fn id(&self) -> io::Result<FileId> {
         let file = rustix::fs::stat(&*self.0)?;
-        // The types of these numbers differ between systems.
-        #[allow(clippy::unnecessary_cast)]
+        #[allow(clippy::unnecessary_cast, reason = "the types of these numbers differ between systems")]
         Ok(FileId(file.st_dev as u64, file.st_ino as u64))
     }
 }
