@@ -404,7 +404,7 @@ where
     }
 }
 
-/// Returns whether the body runs. If not, the call ends with a replay, or with the error of `start`, which is taken out.
+/// Returns whether the body runs. If not, the call ends with a replay, or with the error of `start`, taken out of it.
 fn enters(
     start: &mut Start,
     seen: &mut ObservedCall,
