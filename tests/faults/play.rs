@@ -78,6 +78,18 @@ impl Seens<'_> {
         self.0.iter().rev().find(|line| line.worker == worker)
     }
 
+    /// Reports whether the latest body of `worker` has ended, and its result is not recorded yet.
+    fn is_recording(&self, worker: u32) -> bool {
+        let of_worker = self.0.iter().rev().filter(|line| line.worker == worker);
+        let waits = |event: &Event| matches!(event, Event::Asked | Event::InProgress | Event::Unrecorded);
+        of_worker.map(|line| &line.event).find(|event| !waits(event)) == Some(&Event::Ended)
+    }
+
+    /// Reports whether the call of that body has ended, too.
+    fn is_recording_late(&self, worker: u32) -> bool {
+        self.is_recording(worker) && self.last_of(worker).is_some_and(|line| line.event != Event::Ended)
+    }
+
     /// Number of times that the store refused `worker` in calls that began after `since`.
     fn refused_since(&self, since: u64, worker: u32) -> usize {
         let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
@@ -126,15 +138,17 @@ impl<R: Rig> Scene<R> {
         self.until(what, |seen| seen.ran_since(now) >= PROGRESS).await;
     }
 
-    /// Waits until the store has failed for every worker, in calls made from now on. A worker that is recording a
-    /// result gets no answer for as long as its lease can be renewed.
+    /// Waits until the store has failed for every worker, in calls made from now on. A worker whose body has ended gets
+    /// no answer of the store: it records the result for as long as its lease can be renewed. Once that call has ended
+    /// as unrecorded, its process goes on with the write, and the next calls for the key find the attempt in progress.
     async fn told(&self) {
         let now = race::now();
         self.until("everybody is refused", |seen| {
             let refused = self.others.map(|worker| seen.refused_since(now, worker) > 0);
-            let recording = |worker| seen.last_of(worker).is_some_and(|line| line.event == Event::Ended);
-            let stuck = |(worker, refused): (&u32, &bool)| *refused || recording(*worker);
-            refused.contains(&true) && self.others.iter().zip(&refused).all(stuck)
+            let stuck = |(worker, refused): (&u32, &bool)| *refused || seen.is_recording(*worker);
+            // A body may have ended a moment ago, and its result may be recorded in the next.
+            let failed = refused.contains(&true) || self.others.iter().all(|worker| seen.is_recording_late(*worker));
+            failed && self.others.iter().zip(&refused).all(stuck)
         })
         .await;
     }
