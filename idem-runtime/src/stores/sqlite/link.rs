@@ -110,6 +110,12 @@ impl Link {
     /// Closes a connection whose files were removed or replaced, unless a thread is using it. That thread finds out on
     /// its own.
     fn close_if_outdated(&self) {
+        // Most links belong to other files. Their lock is left alone: a lone caller that meets it held would hand its
+        // read to the reader.
+        let files = lock(&self.files).clone();
+        if files.is_none_or(|files| files.check().is_ok()) {
+            return;
+        }
         let Some(mut connected) = self.try_lock() else { return };
         if let Some(outdated) = connected.take_if(|it| it.files.check().is_err()) {
             outdated.close();
