@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use dashmap::DashMap;
 use idem_benches::{Goal, Receipt, Table, alternate, nanos_each, sized, timed_on_cpu};
 use idem_runtime::{Cached, Error, MemoryStore, idempotent};
-use idem_tests::{Call, Fault, FaultyStore};
+use idem_tests::{Fault, FaultyStore, StoreCall};
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store)]
 async fn ship(store: &Cached, order_id: u64) -> Result<Receipt, Error> {
@@ -55,8 +55,10 @@ fn main() {
     };
     // The first call runs the handler.
     ours();
-    let calls =
-        || [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait].map(|call| counted.count(call));
+    let calls = || {
+        [StoreCall::Reserve, StoreCall::Renew, StoreCall::Finish, StoreCall::Release, StoreCall::Wait]
+            .map(|call| counted.count(call))
+    };
     let before = calls();
     let [raw, idem] = alternate(rounds, [&mut { by_hand }, &mut { ours }]);
     assert_eq!(calls(), before, "a replay that hits makes no call of the store");
@@ -79,7 +81,7 @@ fn hot_key(runtime: &tokio::runtime::Runtime) {
         if finished {
             runtime.block_on(ship(&Cached::new(memory), 0)).expect("ships");
         }
-        counted.next(Call::Reserve, Fault::Slow(3));
+        counted.next(StoreCall::Reserve, Fault::Slow(3));
         let took = timed_on_cpu(|| {
             runtime.block_on(async {
                 let call = |_| {
@@ -92,7 +94,10 @@ fn hot_key(runtime: &tokio::runtime::Runtime) {
                 }
             });
         });
-        let calls = [Call::Reserve, Call::Inspect, Call::Finish].map(|call| counted.count(call)).iter().sum::<usize>();
+        let calls = [StoreCall::Reserve, StoreCall::Inspect, StoreCall::Finish]
+            .map(|call| counted.count(call))
+            .iter()
+            .sum::<usize>();
         println!("| {name} | {calls} | {} |", took.as_micros());
     }
 }

@@ -38,7 +38,7 @@ use idem_tests::cluster::Cluster;
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 use idem_tests::sqlite::Folder;
-use idem_tests::{Call, FaultyStore};
+use idem_tests::{FaultyStore, StoreCall};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
@@ -631,7 +631,15 @@ impl Subject {
 
 /// Returns the number of calls of the contract that a store got.
 fn all_calls(store: &FaultyStore) -> usize {
-    let calls = [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Decide];
+    let calls = [
+        StoreCall::Reserve,
+        StoreCall::Renew,
+        StoreCall::Finish,
+        StoreCall::Release,
+        StoreCall::Wait,
+        StoreCall::Inspect,
+        StoreCall::Decide,
+    ];
     calls.map(|call| store.count(call)).iter().sum()
 }
 

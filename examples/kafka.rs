@@ -21,7 +21,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use idem_examples::fleet::{self, BROKER_TIMEOUT, Event, Failure, Receipt, Run};
 use idem_examples::kafka::{Mock, config, make_topics, mock, remove_topics};
-use idem_runtime::brokers::{OffsetTracker, Redelivery, Started};
+use idem_runtime::brokers::{OffsetTracker, Redelivery, StartedMessage};
 use idem_runtime::policy::Backoff;
 use idem_runtime::{Disposition, Policy, SqliteStore, StoreExt as _, current, idempotent, observe};
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer as _, ConsumerContext, Rebalance, StreamConsumer};
@@ -136,7 +136,7 @@ async fn work(run: Run) -> Result<(), Failure> {
 type Partition = (String, i32);
 
 /// Stores the offset that may be committed now. A message that could not be settled keeps the offset where it is.
-fn settle(consumer: &Consumer, ended: (Partition, Started, Result<(), Failure>)) -> Result<(), Failure> {
+fn settle(consumer: &Consumer, ended: (Partition, StartedMessage, Result<(), Failure>)) -> Result<(), Failure> {
     let (partition, started, delivered) = ended;
     delivered?;
     // Locked until the offset is stored, so that no rebalance happens in between.

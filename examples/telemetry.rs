@@ -17,7 +17,7 @@ use std::time::Duration;
 use std::{env, io};
 
 use idem_runtime::store::ReserveRequest;
-use idem_runtime::testing::{Call, Fault, FaultyStore};
+use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
 use idem_runtime::{
     Error, InProgress, Key, KeyPart, Mode, OnCrash, Operation, Policy, SqliteStore, Store, StoreErrorKind,
     StoreExt as _, metrics, observe,
@@ -167,11 +167,11 @@ fn ok<T>(value: T) -> Ready<Result<T, Error>> {
 async fn outages(store: FaultyStore) -> Infallible {
     loop {
         sleep(Duration::from_secs(60)).await;
-        for call in [Call::Reserve, Call::Finish, Call::Renew] {
+        for call in [StoreCall::Reserve, StoreCall::Finish, StoreCall::Renew] {
             store.always(call, Fault::Before(StoreErrorKind::Unavailable));
         }
         sleep(Duration::from_secs(12)).await;
-        for call in [Call::Reserve, Call::Finish, Call::Renew] {
+        for call in [StoreCall::Reserve, StoreCall::Finish, StoreCall::Renew] {
             store.always(call, Fault::None);
         }
     }

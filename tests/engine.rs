@@ -27,14 +27,14 @@ use idem_runtime::clock::{Clock as _, ManualClock};
 use idem_runtime::codec::ResultProblem;
 use idem_runtime::key::{KeyBuilder, KeyError, KeyProblem, Scope};
 use idem_runtime::record::{Record, State, StoredResult};
-use idem_runtime::store::{Action, Decided, Decision};
+use idem_runtime::store::{Action, Decision, DecisionAnswer};
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, InProgress, Json, Key, MemoryStore, MissingKey, Mode, ModeSwitch, OnCrash,
     OnError, OnStoreError, Operation, Outcome, Policy, Refusal, Store, StoreErrorKind, current, observe,
 };
 use idem_tests::Reopen as _;
 use idem_tests::polls::poll_once;
-use idem_tests::{Call, Fault, FaultyStore, settle, yields};
+use idem_tests::{Fault, FaultyStore, StoreCall, settle, yields};
 use serde::{Deserialize, Serialize};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -118,7 +118,7 @@ impl World {
     /// Leaves the record of a process that died in its body: pending, with a lease that is not renewed.
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
-        dead.always(Call::Renew, Fault::Hang);
+        dead.always(StoreCall::Renew, Fault::Hang);
         let request =
             idem_runtime::store::ReserveRequest::new(Self::key("k"), dead.heartbeats().new_owner(), LEASE, TTL)
                 .on_crash(if matches!(format!("{policy:?}"), text if text.contains("on_crash: Fail")) {
@@ -155,8 +155,8 @@ async fn a_duplicate_replays_the_first_result() {
         assert_eq!(outcome.key().unwrap().text(), "k");
     }
     assert_eq!(world.runs(), 1);
-    assert_eq!(world.store.count(Call::Reserve), 4, "one store call for a replay");
-    assert_eq!((world.store.count(Call::Finish), world.store.count(Call::Renew)), (1, 0));
+    assert_eq!(world.store.count(StoreCall::Reserve), 4, "one store call for a replay");
+    assert_eq!((world.store.count(StoreCall::Finish), world.store.count(StoreCall::Renew)), (1, 0));
 }
 
 #[tokio::test]
@@ -401,7 +401,7 @@ async fn an_attempt_whose_body_never_started_does_not_count() {
     let world = World::new();
     let policy = POLICY.max_attempts(1);
     for _ in 0..3 {
-        world.store.next(Call::Reserve, Fault::Slow(1));
+        world.store.next(StoreCall::Reserve, Fault::Slow(1));
         let mut call = Box::pin(world.call(policy));
         // The reservation is in the store; the call is dropped before the answer arrives.
         for _ in 0..2 {
@@ -451,7 +451,7 @@ async fn a_fingerprint_that_fails_is_an_error_and_not_a_match() {
     let operation = world.operation(POLICY).fingerprint(&Broken);
     let result = operation.run(world.body()).await;
     assert!(matches!(result, Err(Error::InvalidFingerprint { .. })), "{result:?}");
-    assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 0));
+    assert_eq!((world.runs(), world.store.count(StoreCall::Reserve)), (0, 0));
 }
 
 #[tokio::test]
@@ -471,7 +471,7 @@ async fn a_missing_key_is_rejected_or_runs_without_a_store_call() {
         assert!(outcome.executed() && !outcome.recorded());
         assert_eq!(outcome.attempt(), None);
     }
-    assert_eq!(world.store.count(Call::Reserve), 0);
+    assert_eq!(world.store.count(StoreCall::Reserve), 0);
 }
 
 #[tokio::test]
@@ -528,7 +528,7 @@ async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
         let may = tries[..=last].iter().any(|it| *it == faults[1] || *it == faults[3]);
         let world = World::new();
         for fault in tries {
-            world.store.next(Call::Reserve, fault);
+            world.store.next(StoreCall::Reserve, fault);
         }
         let (result, _) = driving(&world.clock, world.call(POLICY)).await;
         let error = result.unwrap_err();
@@ -547,7 +547,7 @@ async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
 async fn a_lease_that_is_lost_with_its_record_names_that_cause() {
     for taken_over in [true, false] {
         let world = World::new();
-        world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+        world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
         let mut call = Box::pin(world.operation(POLICY).run(std::future::pending::<Result<u32, Error>>()));
         assert!(poll_once(call.as_mut()).await.is_pending());
         settle().await;
@@ -558,9 +558,9 @@ async fn a_lease_that_is_lost_with_its_record_names_that_cause() {
         } else {
             let found = world.store.inspect(&World::key("k")).await.unwrap().expect("a record");
             let forget = Decision::new(&World::key("k"), &found, Action::Forget);
-            assert_eq!(world.store.decide(&forget).await.unwrap(), Decided::Applied);
+            assert_eq!(world.store.decide(&forget).await.unwrap(), DecisionAnswer::Applied);
         }
-        world.store.always(Call::Renew, Fault::None);
+        world.store.always(StoreCall::Renew, Fault::None);
         let error = driving(&world.clock, call).await.unwrap_err();
         assert!(matches!(error, Error::LeaseLost { source: None, .. }), "{error:?}");
         assert!(error.to_string().contains("another attempt took over, or the record was removed"), "{error}");
@@ -576,18 +576,18 @@ async fn a_policy_that_can_not_be_honoured_never_runs() {
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "no message is to blame");
         assert!(outcome.misconfigured());
     }
-    assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 0));
+    assert_eq!((world.runs(), world.store.count(StoreCall::Reserve)), (0, 0));
 }
 
 #[tokio::test]
 async fn a_store_that_fails_is_never_read_as_no_record() {
     for kind in [StoreErrorKind::Corrupt, StoreErrorKind::Misconfigured, StoreErrorKind::Full] {
         let world = World::new();
-        world.store.always(Call::Reserve, Fault::Before(kind));
+        world.store.always(StoreCall::Reserve, Fault::Before(kind));
         let (result, outcome) = world.call(POLICY).await;
         assert!(matches!(&result, Err(Error::Store { source, .. }) if source.kind() == kind), "{result:?}");
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
-        assert_eq!((world.runs(), world.store.count(Call::Reserve)), (0, 1), "a retry can't help");
+        assert_eq!((world.runs(), world.store.count(StoreCall::Reserve)), (0, 1), "a retry can't help");
 
         let (result, outcome) = world.call(POLICY.on_store_error(OnStoreError::Run)).await;
         if kind == StoreErrorKind::Corrupt {
@@ -618,16 +618,16 @@ async fn driving<F: Future>(clock: &ManualClock, future: F) -> F::Output {
 #[tokio::test]
 async fn a_reservation_whose_answer_got_lost_is_recognised() {
     let world = World::new();
-    world.store.next(Call::Reserve, Fault::After);
+    world.store.next(StoreCall::Reserve, Fault::After);
     let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
     assert_eq!(result.unwrap(), 1);
     assert_eq!(outcome.attempt(), Some(1), "not somebody else's, and not a second attempt");
-    assert_eq!(world.store.count(Call::Reserve), 2);
+    assert_eq!(world.store.count(StoreCall::Reserve), 2);
 }
 
 /// Starts a call whose reservation has landed, but whose answer arrives only after the lease has lapsed.
 async fn answered_too_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
-    world.store.next(Call::Reserve, Fault::Slow(2));
+    world.store.next(StoreCall::Reserve, Fault::Slow(2));
     let mut call = Box::pin(world.operation(POLICY).run(world.body()));
     while world.record().await.is_none() {
         assert!(poll_once(call.as_mut()).await.is_pending());
@@ -641,7 +641,7 @@ async fn a_reservation_that_is_answered_after_its_lease_is_renewed_before_the_bo
     let world = World::new();
     let call = answered_too_late(&world).await;
     assert_eq!(call.await.unwrap(), 1);
-    assert_eq!((world.store.count(Call::Renew), world.runs()), (1, 1));
+    assert_eq!((world.store.count(StoreCall::Renew), world.runs()), (1, 1));
     assert_eq!(world.record().await.unwrap().attempt, 1);
 }
 
@@ -661,7 +661,7 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After, Fault::Hang] {
         let world = World::new();
         let mut call = answered_too_late(&world).await;
-        world.store.next(Call::Renew, fault);
+        world.store.next(StoreCall::Renew, fault);
         if fault == Fault::Hang {
             for _ in 0..4 {
                 assert!(poll_once(call.as_mut()).await.is_pending());
@@ -679,7 +679,7 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
 /// Starts a waiting duplicate whose first request got no answer and arrives only now: it reserves the key.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
-    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));
+    world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));
     let policy = POLICY.in_progress(InProgress::Wait(2 * LEASE));
     let mut waiting =
         Box::pin(world.operation(policy).run(async { Ok::<_, Error>(current().expect("inside").lease_remaining()) }));
@@ -713,7 +713,7 @@ async fn a_reservation_that_lands_while_its_caller_waits_is_released_with_it() {
 #[tokio::test]
 async fn a_reservation_that_is_given_up_is_released() {
     let world = World::new();
-    world.store.always(Call::Reserve, Fault::After);
+    world.store.always(StoreCall::Reserve, Fault::After);
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
     assert!(matches!(&result, Err(Error::Store { source, .. }) if source.may_have_landed()), "{result:?}");
     assert_eq!(world.runs(), 0);
@@ -725,11 +725,11 @@ async fn a_reservation_that_is_given_up_is_released() {
 #[tokio::test]
 async fn a_completion_whose_answer_got_lost_is_recognised() {
     let world = World::new();
-    world.store.next(Call::Finish, Fault::After);
+    world.store.next(StoreCall::Finish, Fault::After);
     let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
     assert_eq!(result.unwrap(), 1);
     assert!(outcome.recorded());
-    assert_eq!(world.store.count(Call::Finish), 2);
+    assert_eq!(world.store.count(StoreCall::Finish), 2);
     assert!(world.call(POLICY).await.1.replayed());
 }
 
@@ -737,17 +737,17 @@ async fn a_completion_whose_answer_got_lost_is_recognised() {
 async fn recording_is_retried_while_the_lease_can_be_held() {
     let world = World::new();
     for _ in 0..5 {
-        world.store.next(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+        world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     }
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
     assert_eq!(result.unwrap(), 1);
-    assert_eq!(world.store.count(Call::Finish), 6);
+    assert_eq!(world.store.count(StoreCall::Finish), 6);
 }
 
 #[tokio::test]
 async fn a_result_that_can_not_be_recorded_is_said_to_be_so() {
     let world = World::new();
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
     let Err(Error::Unrecorded { attempt: 1, source, .. }) = result else { panic!("{result:?}") };
     assert_eq!(source.kind(), StoreErrorKind::Unavailable);
@@ -756,14 +756,14 @@ async fn a_result_that_can_not_be_recorded_is_said_to_be_so() {
     assert!(matches!(world.state().await, State::Pending { .. }));
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     world.clock.advance(LEASE);
-    world.store.always(Call::Finish, Fault::None);
+    world.store.always(StoreCall::Finish, Fault::None);
     assert_eq!(world.call(POLICY).await.1.attempt(), Some(2));
 }
 
 #[tokio::test]
 async fn a_release_that_fails_does_not_hide_the_bodys_own_error() {
     let world = World::new();
-    world.store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     let (result, _) = world.call_failing(POLICY).await;
     assert_eq!(result, Err(Failure::Declined(1)));
     driving(&world.clock, world.store.heartbeats().flush()).await;
@@ -860,7 +860,7 @@ async fn a_heartbeat_keeps_a_slow_handler_alive() {
     };
     let (result, ()) = futures::join!(call, time);
     assert_eq!(result.unwrap(), 1);
-    let beats = world.store.count(Call::Renew);
+    let beats = world.store.count(StoreCall::Renew);
     assert!((20..=35).contains(&beats), "250 s at a beat of 10 s: {beats}");
     assert_eq!(world.store.heartbeats().live(), 0);
 }
@@ -881,7 +881,7 @@ async fn one_call_renews_all_leases() {
     settle().await;
     world.clock.advance(LEASE / 3);
     settle().await;
-    assert_eq!(world.store.count(Call::Renew), 1);
+    assert_eq!(world.store.count(StoreCall::Renew), 1);
     drop(calls);
     assert_eq!(world.store.heartbeats().live(), 0);
 }
@@ -911,7 +911,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
     }
     let world = World::new();
     // The first attempt can't renew: its process is cut off from the store.
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let cancelled = Rc::new(Cell::new(false));
     let guard = Cancelled(Rc::clone(&cancelled));
     let first = observe(world.operation(POLICY).run(async move {
@@ -925,7 +925,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
         settle().await;
         assert!(!cancelled.get(), "a store that fails has not said that the lease is lost");
         let second = world.hang(POLICY).await;
-        world.store.always(Call::Renew, Fault::None);
+        world.store.always(StoreCall::Renew, Fault::None);
         world.clock.advance(LEASE / 3);
         settle().await;
         second
@@ -944,7 +944,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
 async fn a_late_completion_is_refused_after_a_takeover_only() {
     let world = World::new();
     let stalled = async |taken_over: bool| {
-        world.store.next(Call::Finish, Fault::Slow(1));
+        world.store.next(StoreCall::Finish, Fault::Slow(1));
         let mut call = Box::pin(world.operation(POLICY).run(async {
             // A single poll that takes longer than a lease, in a process whose other threads stand still too.
             world.clock.advance(LEASE * 2);
@@ -968,7 +968,7 @@ async fn a_late_completion_is_refused_after_a_takeover_only() {
 #[tokio::test]
 async fn a_dropped_caller_does_not_lose_a_result_that_is_being_recorded() {
     let world = World::new();
-    world.store.next(Call::Finish, Fault::Slow(1));
+    world.store.next(StoreCall::Finish, Fault::Slow(1));
     let mut call = Box::pin(world.call(POLICY));
     assert!(poll_once(call.as_mut()).await.is_pending(), "recording");
     assert_eq!(world.runs(), 1);
@@ -997,7 +997,7 @@ async fn shadow_mode_always_runs_and_reports() {
     assert_eq!(outcome.bypassed(), Some(Refusal::InProgress));
     drop(running);
 
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(shadow).await;
     assert!(result.is_ok());
     assert_eq!(outcome.bypassed(), Some(Refusal::Store));
@@ -1009,7 +1009,7 @@ async fn shadow_mode_always_runs_and_reports() {
 #[tokio::test]
 async fn in_shadow_mode_nothing_that_fails_reaches_the_caller() {
     let world = World::new();
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(POLICY.mode(Mode::Shadow)).await;
     assert_eq!(result.unwrap(), 1);
     assert!(!outcome.recorded());
@@ -1026,7 +1026,7 @@ async fn the_mode_is_switched_while_the_process_runs() {
         assert_eq!(result.unwrap(), n);
         assert_eq!(outcome.bypassed(), None);
     }
-    assert_eq!(world.store.count(Call::Reserve), 0, "off means no store call");
+    assert_eq!(world.store.count(StoreCall::Reserve), 0, "off means no store call");
     SWITCH.set(Mode::Enforce);
     assert_eq!(world.call(policy).await.0.unwrap(), 3);
     assert!(world.call(policy).await.1.replayed());
@@ -1049,7 +1049,7 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     assert!(current().is_err(), "not between polls");
     let child = call.await.unwrap();
     assert!(current().is_err());
-    assert_eq!(world.store.count(Call::Renew), 1);
+    assert_eq!(world.store.count(StoreCall::Renew), 1);
 
     // A later attempt gets the same child key; another key gets a different one.
     let next = async |name: &str| {
@@ -1118,7 +1118,7 @@ async fn a_result_whose_encoding_panics_ends_the_operation_all_the_same() {
 #[tokio::test]
 async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends_all_the_same() {
     let world = World::new();
-    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let (result, outcome) = world.call(POLICY).await;
     assert_eq!(result.unwrap(), 1);
     assert!(outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
@@ -1132,10 +1132,10 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
 
     // The same if no caller waits for the write any more.
     let world = World::new();
-    world.store.next(Call::Finish, Fault::Slow(2));
+    world.store.next(StoreCall::Finish, Fault::Slow(2));
     // The drop tries once, in case the store answers immediately; then a task goes on.
-    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
-    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let body = world.body();
     let mut call = Box::pin(world.operation(POLICY).run(body));
     assert!(poll_once(call.as_mut()).await.is_pending());
@@ -1147,7 +1147,7 @@ async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends
 #[tokio::test]
 async fn an_error_that_the_store_can_not_hold_frees_the_key() {
     let world = World::new();
-    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let call = async || {
         let body = async { Err::<u32, _>(Failure::Declined(7)) };
         observe(world.operation(POLICY).record_errors().run(body)).await

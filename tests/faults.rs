@@ -103,7 +103,7 @@ const FAULTS: &[(Fault, &str)] = &[
 
 /// Effect of a fault on the user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Seen {
+pub enum VisibleEffect {
     TakenOver,
     LeaseLost,
     Refused,
@@ -120,53 +120,61 @@ pub enum Seen {
 }
 
 /// Words of the table with their meanings.
-const SEEN: &[(Seen, &str, &str)] = &[
+const SEEN: &[(VisibleEffect, &str, &str)] = &[
     (
-        Seen::TakenOver,
+        VisibleEffect::TakenOver,
         "taken over",
         "the key is held for a lease, then the next delivery runs the body again; under `on_crash = fail` it gets \
          `Interrupted`, until an operator decides",
     ),
     (
-        Seen::LeaseLost,
+        VisibleEffect::LeaseLost,
         "lease lost",
         "as before; the worker that wakes gets `LeaseLost`, records nothing, and is replayed the other's result; under \
          `on_crash = fail` its own result is recorded, as no other body runs",
     ),
     (
-        Seen::Refused,
+        VisibleEffect::Refused,
         "refused",
         "`Error::Store` while it lasts, and no body begins; results of bodies that end are recorded once that can be done, \
          as long as their lease is held; afterwards everything goes on, and nothing is forgotten",
     ),
-    (Seen::Retried, "retried", "calls under way may get `Error::Store`; nothing that was acknowledged is forgotten"),
     (
-        Seen::RunsAgain,
+        VisibleEffect::Retried,
+        "retried",
+        "calls under way may get `Error::Store`; nothing that was acknowledged is forgotten",
+    ),
+    (
+        VisibleEffect::RunsAgain,
         "runs again",
         "forgotten: finished operations run again, with attempts from 1, and running ones get `LeaseLost`",
     ),
-    (Seen::Slower, "slower", "nothing else"),
-    (Seen::GoesOn, "goes on", "nothing, but for calls under way that are asked again"),
+    (VisibleEffect::Slower, "slower", "nothing else"),
+    (VisibleEffect::GoesOn, "goes on", "nothing, but for calls under way that are asked again"),
     (
-        Seen::LeasesMove,
+        VisibleEffect::LeasesMove,
         "leases shift",
         "leases end early or late by the step, so bodies may overlap; one outcome is recorded all the same",
     ),
-    (Seen::Kept, "kept", "nothing: every lease is kept, every body runs once, and its result is recorded and replayed"),
     (
-        Seen::OthersKept,
+        VisibleEffect::Kept,
+        "kept",
+        "nothing: every lease is kept, every body runs once, and its result is recorded and replayed",
+    ),
+    (
+        VisibleEffect::OthersKept,
         "others kept",
         "who wants what is stuck waits, or gets `Error::Store`; all other keys keep their leases, and go on meanwhile",
     ),
     (
-        Seen::Fenced,
+        VisibleEffect::Fenced,
         "fenced",
         "the body is polled once more at most; then it gets `LeaseLost`, or goes on if nobody took over, as always under \
          `on_crash = fail`",
     ),
-    (Seen::Recorded, "recorded", "results are recorded half a second later; every body runs once"),
+    (VisibleEffect::Recorded, "recorded", "results are recorded half a second later; every body runs once"),
     (
-        Seen::Unrenewed,
+        VisibleEffect::Unrenewed,
         "not renewed",
         "each body ends when its lease lapses, with `LeaseLost` that holds what the store said; once the store renews leases \
          again, everything goes on",
@@ -176,7 +184,7 @@ const SEEN: &[(Seen, &str, &str)] = &[
 struct Column {
     name: &'static str,
     title: &'static str,
-    cells: &'static [(Fault, Seen)],
+    cells: &'static [(Fault, VisibleEffect)],
     absent: &'static [(Fault, &'static str)],
 }
 
@@ -191,14 +199,14 @@ macro_rules! stores {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $fault() {
                 use crate::rigs::*;
-                let (fault, seen) = (crate::Fault::$fault, crate::Seen::$seen);
+                let (fault, seen) = (crate::Fault::$fault, crate::VisibleEffect::$seen);
                 crate::play::play($start(fault).await, fault, seen).await;
             })*
         })*
         const COLUMNS: &[Column] = &[$(Column {
             name: stringify!($store),
             title: $title,
-            cells: &[$((Fault::$fault, Seen::$seen)),*],
+            cells: &[$((Fault::$fault, VisibleEffect::$seen)),*],
             absent: &[$((Fault::$absent, $reason)),*],
         }),*];
     };

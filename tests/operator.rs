@@ -6,7 +6,7 @@ use futures::FutureExt as _;
 use idem_runtime::clock::ManualClock;
 use idem_runtime::operator::{OperatorError, Resolution};
 use idem_runtime::store::{Cursor, Filter, Standing};
-use idem_runtime::testing::{Call, Fault, FaultyStore};
+use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
 use idem_runtime::{Error, Key, MemoryStore, Store, StoreErrorKind, StoreExt, idempotent};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -132,7 +132,7 @@ async fn a_store_that_fails_says_whether_to_repeat() {
         (Fault::Before(StoreErrorKind::Unavailable), "nothing was changed"),
         (Fault::After, "the decision may be recorded: repeat it"),
     ] {
-        faulty.next(Call::Decide, fault);
+        faulty.next(StoreCall::Decide, fault);
         let said = faulty.operator().reopen(&key, &found).await.unwrap_err().to_string();
         assert!(said.contains(words), "{said}");
     }
@@ -227,15 +227,15 @@ async fn refund(store: &dyn Store, order: u64) -> Result<u64, Error> {
 #[tokio::test]
 async fn a_store_that_can_not_list_says_so() {
     let store = FaultyStore::new(&MemoryStore::new());
-    store.always(Call::List, Fault::Before(StoreErrorKind::Unsupported));
+    store.always(StoreCall::List, Fault::Before(StoreErrorKind::Unsupported));
     for refused in [
         store.operator().list(&Filter::new()).await.unwrap_err(),
         store.operator().stats(&Filter::new(), 10).await.unwrap_err(),
     ] {
         assert!(matches!(refused, OperatorError::Unsupported { store: "memory", .. }), "{refused:?}");
     }
-    store.always(Call::List, Fault::Before(StoreErrorKind::Unavailable));
+    store.always(StoreCall::List, Fault::Before(StoreErrorKind::Unavailable));
     let failed = store.operator().list(&Filter::new()).await.unwrap_err();
     assert!(matches!(failed, OperatorError::Store { key: None, .. }), "{failed:?}");
-    assert_eq!(store.count(Call::List), 3);
+    assert_eq!(store.count(StoreCall::List), 3);
 }

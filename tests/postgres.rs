@@ -14,8 +14,8 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::postgres::PostgresOptions;
 use idem_runtime::record::{State, StoredResult, Traceparent};
 use idem_runtime::store::{
-    Decided, Decision, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest, Standing,
-    Verdict, renew_all,
+    Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
+    Standing, Verdict, renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Json, Key, OnCrash, Operation, PostgresStore, Store, StoreError, StoreErrorKind, StoreExt,
@@ -343,7 +343,7 @@ async fn the_written_form_is_pinned() {
         if release == Release::Interrupted {
             let found = store.inspect(&lease.key).await.unwrap().expect("a record");
             let noted = Decision::break_lease(&lease.key, &found).by("alice").reason("INC-7");
-            assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+            assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
         }
     }
     // Pending records, one of them of a second attempt.
@@ -1799,7 +1799,7 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
     let key = idem_tests::calls::key("k");
     let found = store.inspect(&key).await.unwrap().expect("a record");
     let noted = Decision::discard(&key, &found).by("alice").reason("INC-7");
-    assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+    assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
     let sql = format!("SELECT holder, decided_by, decided_reason FROM {}.records", quoted(&schema));
     let row = raw(&url).await.query_one(&sql, &[]).await.unwrap();
     let columns: [&str; 3] = [0, 1, 2].map(|at| row.get(at));

@@ -24,7 +24,7 @@ use idem_runtime::operator::OperatorError;
 use idem_runtime::record::format;
 use idem_runtime::record::{Record, State, StoredResult, Trail};
 use idem_runtime::store::{
-    Cursor, Decided, Decision, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
+    Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
     Standing, Verdict, renew_all,
 };
 use idem_runtime::{

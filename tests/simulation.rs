@@ -37,7 +37,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ledger::Check;
 use linearize::Judgement;
 use plain::Mistake as M;
-use store::Prank;
+use store::DeliberateBreak;
 use world::{Broken, Report, run};
 
 /// Number of worlds in a run (default: 1000).
@@ -224,20 +224,20 @@ fn histories_are_judged_the_same_from_outside() {
 /// Each deliberate break with the check that must notice it. Mistakes of the store that no engine can show (the size of
 /// kept results, keys that share a record) are left to the conformance suite.
 const BREAKS: &[(Broken, Check)] = &[
-    (Broken::Between(Prank::SlowClock), Check::Belief),
-    (Broken::Between(Prank::StaleReads), Check::Linearizable),
-    (Broken::Between(Prank::FailsAfterAll), Check::Linearizable),
-    (Broken::Between(Prank::RenewsNothing), Check::Lapse),
-    (Broken::Between(Prank::ReleasesNothing), Check::Leak),
-    (Broken::Between(Prank::FinishesNothing), Check::Recorded),
-    (Broken::Between(Prank::ResolvesNothing), Check::Decided),
+    (Broken::Between(DeliberateBreak::SlowClock), Check::Belief),
+    (Broken::Between(DeliberateBreak::StaleReads), Check::Linearizable),
+    (Broken::Between(DeliberateBreak::FailsAfterAll), Check::Linearizable),
+    (Broken::Between(DeliberateBreak::RenewsNothing), Check::Lapse),
+    (Broken::Between(DeliberateBreak::ReleasesNothing), Check::Leak),
+    (Broken::Between(DeliberateBreak::FinishesNothing), Check::Recorded),
+    (Broken::Between(DeliberateBreak::ResolvesNothing), Check::Decided),
     // The store answers that the token was released before: no body runs.
-    (Broken::Between(Prank::OwnersRepeat), Check::Stuck),
-    (Broken::Between(Prank::MarksNothing), Check::Marked),
-    (Broken::Between(Prank::ReleasesNothingAfterOutages), Check::Freed),
-    (Broken::Between(Prank::ReleasesNothingAfterOutages), Check::Interrupted),
-    (Broken::Between(Prank::RefusalsAreOutages), Check::Frozen),
-    (Broken::Between(Prank::RefusalsAreOutages), Check::Reason),
+    (Broken::Between(DeliberateBreak::OwnersRepeat), Check::Stuck),
+    (Broken::Between(DeliberateBreak::MarksNothing), Check::Marked),
+    (Broken::Between(DeliberateBreak::ReleasesNothingAfterOutages), Check::Freed),
+    (Broken::Between(DeliberateBreak::ReleasesNothingAfterOutages), Check::Interrupted),
+    (Broken::Between(DeliberateBreak::RefusalsAreOutages), Check::Frozen),
+    (Broken::Between(DeliberateBreak::RefusalsAreOutages), Check::Reason),
     (Broken::Store(M::UnmarkedIsInterrupted), Check::Interrupted),
     (Broken::Store(M::UnmarkedCounts), Check::Counted),
     (Broken::Store(M::ReservationBegins), Check::Interrupted),

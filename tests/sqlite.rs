@@ -20,7 +20,8 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State, StoredResult, Traceparent};
 use idem_runtime::sqlite::{SqliteOptions, Synchronous};
 use idem_runtime::store::{
-    Decided, Decision, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, Standing, Verdict, renew_all,
+    Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, Standing, Verdict,
+    renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Key, OnCrash, Operation, SqliteStore, Store, StoreError, StoreErrorKind, observe,
@@ -91,7 +92,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
         if name == "interrupted" {
             let found = store.inspect(&request.key).await.unwrap().expect("a record");
             let noted = Decision::break_lease(&request.key, &found).by("alice").reason("INC-7");
-            assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+            assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
             record.owner = idem_tests::decided(record.owner, 1);
             record.trail = record.trail.with_decision("alice", "INC-7");
         }
@@ -1491,7 +1492,7 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();
     let found = store.inspect(&key("k")).await.unwrap().expect("a record");
     let noted = Decision::discard(&key("k"), &found).by("alice").reason("INC-7");
-    assert_eq!(store.decide(&noted).await.unwrap(), Decided::Applied);
+    assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
     let sql = "SELECT holder, decided_by, decided_reason FROM idem_records";
     let columns: (String, String, String) =
         raw(&folder.file()).query_row(sql, [], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?))).unwrap();

@@ -22,7 +22,7 @@ use idem_runtime::{
     Error, Key, KeyDisplay, MemoryStore, OnCrash, Operation, Store as _, StoreErrorKind, StoreExt as _, observe,
 };
 use idem_tests::polls::poll_once;
-use idem_tests::{Call, Fault, FaultyStore, settle};
+use idem_tests::{Fault, FaultyStore, StoreCall, settle};
 use tracing::Level;
 
 use self::telemetry::capture::Capture;
@@ -118,7 +118,7 @@ async fn results_and_payloads_are_in_no_span_and_no_event() {
 #[tokio::test]
 async fn a_call_is_in_the_span_of_its_caller_and_operations_are_in_the_call() {
     let (world, capture) = (World::new(), Capture::start());
-    world.store.always(Call::Reserve, Fault::Slow(1));
+    world.store.always(StoreCall::Reserve, Fault::Slow(1));
     let span = tracing::info_span!("process orders");
     let call = async {
         observe(world.call(POLICY)).message("kafka", "orders", "0/42").await.0.unwrap();
@@ -222,7 +222,7 @@ async fn a_replay_over_http_names_the_trace_of_the_run_that_made_the_response() 
 #[tokio::test]
 async fn an_operation_that_fails_says_so_in_its_span() {
     let (world, capture) = (World::new(), Capture::start());
-    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     world.call(POLICY).await.unwrap_err();
     let operations = capture.spans("idem.store");
     assert_eq!(operations[0].field("error.type"), Some("misconfigured"));
@@ -235,11 +235,11 @@ async fn an_operation_that_fails_says_so_in_its_span() {
 #[tokio::test]
 async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     let (world, capture) = (World::new(), Capture::start());
-    for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
+    for call in [StoreCall::Reserve, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
         world.store.always(call, Fault::Before(StoreErrorKind::Unavailable));
     }
     // Handlers that have held leases since before, duplicates that come meanwhile, and handlers that are cancelled.
-    world.store.always(Call::Reserve, Fault::None);
+    world.store.always(StoreCall::Reserve, Fault::None);
     let mut running: Vec<_> = (0..20)
         .map(|order| {
             let policy = POLICY.timeout(Duration::from_secs(86_400));
@@ -250,7 +250,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     for call in &mut running {
         assert!(poll_once(call.as_mut()).await.is_pending());
     }
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let minutes = async {
         // Each call tries three times, for two seconds of this world.
         for call in 0..300 {
@@ -262,7 +262,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     };
     // Ten minutes of outage, after which the store answers again.
     world.driving(minutes).await;
-    for call in [Call::Reserve, Call::Renew, Call::Finish, Call::Release] {
+    for call in [StoreCall::Reserve, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
         world.store.always(call, Fault::None);
     }
     world.clock.advance(LEASE / 3);
@@ -286,7 +286,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
 #[tokio::test]
 async fn a_result_that_is_written_late_names_its_key_and_what_happened_to_its_call() {
     let (world, capture) = (World::new(), Capture::start());
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let mut call = Box::pin(world.call(POLICY));
     assert!(poll_once(call.as_mut()).await.is_pending());
     drop(call);
@@ -361,12 +361,12 @@ async fn health_names_what_is_wrong() {
     assert!(health.is_ready() && health.leases == 1, "{health}");
 
     for (kind, axis) in [(StoreErrorKind::Unavailable, "store"), (StoreErrorKind::Misconfigured, "schema")] {
-        world.store.next(Call::Ping, Fault::Before(kind));
+        world.store.next(StoreCall::Ping, Fault::Before(kind));
         assert_eq!(axes(&world.store.health().await), [axis]);
     }
 
     // The store takes no renewals: one beat is due, then another.
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     settle().await;
     world.clock.advance(LEASE / 3 + Duration::from_secs(1));
     settle().await;

@@ -21,7 +21,7 @@ use idem_tests::Reopen as _;
 use idem_tests::polls::poll_once;
 use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer};
-use idem_tests::{Call, FaultyStore};
+use idem_tests::{FaultyStore, StoreCall};
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 
@@ -386,7 +386,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         let again = world.request("dropped").owner(leases[1].owner);
         assert!(matches!(upkeep.reserve(&again).await.unwrap(), Reservation::Granted { .. }), "{order}");
         assert_eq!(upkeep.release(&leases[1], Release::NotStarted).await.unwrap(), Verdict::Applied, "{order}");
-        for call in [Call::Renew, Call::Finish, Call::Release] {
+        for call in [StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
             assert_eq!((apart.calls.count(call), apart.upkeep.count(call)), (0, 1), "{order}: {call:?}");
         }
         // The record belongs to the store, with its result in the form of the wrappers.

@@ -17,7 +17,7 @@ use crate::store::StoreArguments;
 /// contains the command that shows the record in the store's own client.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
-pub(crate) struct Arguments {
+pub(crate) struct KeyArguments {
     /// The key, the values of the template, or the `Idempotency-Key` of the request
     #[arg(required = true)]
     values: Vec<String>,
@@ -50,7 +50,7 @@ pub(crate) struct Arguments {
     pub(crate) json: bool,
 }
 
-pub(crate) fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+pub(crate) fn main(arguments: &KeyArguments) -> Result<ExitCode, Stop> {
     let key = key(arguments)?;
     let place = match arguments.store.url()? {
         Some(_) => Some(arguments.store.place()?),
@@ -75,8 +75,8 @@ pub(crate) fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn key(arguments: &Arguments) -> Result<Key, Stop> {
-    let Arguments { values, scope, template, tuple, http, method, route, caller, .. } = arguments;
+fn key(arguments: &KeyArguments) -> Result<Key, Stop> {
+    let KeyArguments { values, scope, template, tuple, http, method, route, caller, .. } = arguments;
     let wrong = |error: KeyError| Stop::Usage(error.to_string());
     let one = || match &values[..] {
         [one] => Ok(one),

@@ -135,13 +135,13 @@ pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
 
 /// End of a listing.
 #[derive(Default)]
-pub(crate) struct End {
+pub(crate) struct ListEnd {
     next: Option<Cursor>,
     /// Number of entries that are not records: another program stores them there.
     unreadable: u64,
 }
 
-impl End {
+impl ListEnd {
     /// Returns whether there may be more records.
     pub(crate) fn goes_on(&self) -> bool {
         self.next.is_some()
@@ -153,8 +153,8 @@ pub(crate) async fn each<S: Store + ?Sized>(
     operator: &Operator<'_, S>,
     mut filter: Filter,
     mut take: impl FnMut(&Key, &Inspection) -> Result<bool, Stop>,
-) -> Result<End, Stop> {
-    let mut end = End::default();
+) -> Result<ListEnd, Stop> {
+    let mut end = ListEnd::default();
     loop {
         let page = operator.list(&filter).await?;
         end.unreadable += page.unreadable;
@@ -196,8 +196,8 @@ pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
 }
 
 /// Prints that more records follow, and the number of unreadable entries.
-fn rest(output: &Output, end: &End) -> Result<(), Stop> {
-    let End { next, unreadable } = end;
+fn rest(output: &Output, end: &ListEnd) -> Result<(), Stop> {
+    let ListEnd { next, unreadable } = end;
     if next.is_none() && *unreadable == 0 {
         return Ok(());
     }
@@ -226,7 +226,7 @@ pub(crate) async fn stats(arguments: &StatsOf) -> Result<ExitCode, Stop> {
     }
     let total = stats.total();
     output.line(&counted(None, &total), &format!("all\n    {}", summed(&total)))?;
-    rest(&output, &End { next: stats.next, unreadable: stats.unreadable })?;
+    rest(&output, &ListEnd { next: stats.next, unreadable: stats.unreadable })?;
     Ok(ExitCode::SUCCESS)
 }
 

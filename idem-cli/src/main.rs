@@ -26,18 +26,18 @@ use report::{Stop, hidden};
 /// Idempotency on the command line: shows what is recorded and what is stuck, and lets you decide about it.
 #[derive(Parser)]
 #[command(name = "idem", version, max_term_width = 120, after_help = report::STATUSES)]
-struct Arguments {
+struct CommandLine {
     #[command(subcommand)]
     command: Command,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    Doctor(doctor::Arguments),
-    Cost(cost::Arguments),
+    Doctor(doctor::DoctorArguments),
+    Cost(cost::CostArguments),
     List(list::List),
     Stats(list::StatsOf),
-    Watch(watch::Arguments),
+    Watch(watch::WatchArguments),
     Show(records::Show),
     Resolve(records::Resolve),
     Reopen(records::Reopen),
@@ -45,7 +45,7 @@ enum Command {
     Forget(records::Forget),
     Release(records::Release),
     Purge(records::Purge),
-    Key(key::Arguments),
+    Key(key::KeyArguments),
     /// Prints, compares or creates the schema that a store needs in its server.
     #[command(subcommand)]
     Schema(schema::Schema),
@@ -58,8 +58,8 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Conformance {
-    Http(conformance::http::Arguments),
-    Store(conformance::store::Arguments),
+    Http(conformance::http::HttpArguments),
+    Store(conformance::store::StoreCheckArguments),
 }
 
 impl Command {
@@ -103,14 +103,14 @@ impl Command {
             Self::Schema(it) => schema::main(it).await,
             Self::Conformance(Conformance::Http(it)) => Ok(conformance::http::main(it)),
             Self::Conformance(Conformance::Store(it)) => conformance::store::main(it).await,
-            Self::Completions(it) => generate::completions(it, Arguments::command()),
-            Self::Man(it) => generate::man(it, Arguments::command()),
+            Self::Completions(it) => generate::completions(it, CommandLine::command()),
+            Self::Man(it) => generate::man(it, CommandLine::command()),
         }
     }
 }
 
 fn main() -> ExitCode {
-    let command = match Arguments::try_parse() {
+    let command = match CommandLine::try_parse() {
         Ok(arguments) => arguments.command,
         Err(error) => return misused(&error),
     };

@@ -85,7 +85,7 @@ pub(crate) struct Resolve {
     failed: Option<PathBuf>,
     /// The operation completed (or failed permanently, with `=failed`), and its result is unknown
     #[arg(long, value_name = "END", group = "end", num_args = 0..=1, require_equals = true, default_missing_value = "completed")]
-    without_result: Option<End>,
+    without_result: Option<OperationEnd>,
     /// Codec of the handler; JSON is checked, other codecs are not
     #[arg(long, value_name = "NAME", default_value = "json")]
     codec: String,
@@ -98,7 +98,7 @@ pub(crate) struct Resolve {
 
 /// End of an operation.
 #[derive(Clone, Copy, ValueEnum)]
-enum End {
+enum OperationEnd {
     Completed,
     Failed,
 }
@@ -515,7 +515,9 @@ pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
             let end = format!("failed with {}", described(&result));
             (Finish::Failed(result).into(), end)
         }
-        (.., Some(End::Failed)) => (Resolution::failed_without_result(), "failed, its error unknown".to_owned()),
+        (.., Some(OperationEnd::Failed)) => {
+            (Resolution::failed_without_result(), "failed, its error unknown".to_owned())
+        }
         _ => (Resolution::completed_without_result(), "completed, its result unknown".to_owned()),
     };
     let act = if *replace { Act::Replace } else { Act::Resolve };

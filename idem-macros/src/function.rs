@@ -174,11 +174,14 @@ impl Function {
         Some(Handler { output: Some(output), body, owned, this, frame: Some(frame) })
     }
 
-    fn owned_arguments(&self) -> Vec<Owned> {
+    fn owned_arguments(&self) -> Vec<OwnedName> {
         let arguments = self.signature.inputs.iter().flat_map(|argument| match argument {
             FnArg::Typed(argument) => owned(&argument.attrs, &argument.pat),
             FnArg::Receiver(receiver) => {
-                vec![Owned { attributes: receiver.attrs.clone(), name: Ident::new("self", receiver.self_token.span) }]
+                vec![OwnedName {
+                    attributes: receiver.attrs.clone(),
+                    name: Ident::new("self", receiver.self_token.span),
+                }]
             }
         });
         arguments.collect()
@@ -216,12 +219,12 @@ fn name_arguments(signature: &mut Signature) {
 }
 
 /// A name that an argument binds by value.
-pub(crate) struct Owned {
+pub(crate) struct OwnedName {
     attributes: Vec<Attribute>,
     name: Ident,
 }
 
-impl Owned {
+impl OwnedName {
     /// Returns a statement that moves the value into the `async move` block around it. `used`: all tokens that the user
     /// wrote.
     pub(crate) fn moved(&self, used: &TokenStream) -> TokenStream {
@@ -238,12 +241,12 @@ impl Owned {
 }
 
 /// Names that `pattern` binds by value. `attributes`: the attributes of the argument.
-fn owned(attributes: &[Attribute], pattern: &Pat) -> Vec<Owned> {
+fn owned(attributes: &[Attribute], pattern: &Pat) -> Vec<OwnedName> {
     let each =
         |patterns: &mut dyn Iterator<Item = &Pat>| patterns.flat_map(|pattern| owned(attributes, pattern)).collect();
     match pattern {
         Pat::Ident(name) if name.by_ref.is_none() => {
-            vec![Owned { attributes: attributes.to_vec(), name: name.ident.clone() }]
+            vec![OwnedName { attributes: attributes.to_vec(), name: name.ident.clone() }]
         }
         Pat::Paren(inner) => owned(attributes, &inner.pat),
         Pat::Reference(inner) => owned(attributes, &inner.pat),
@@ -270,7 +273,7 @@ pub(crate) struct Handler {
     /// Statements to protect.
     pub(crate) body: TokenStream,
     /// Names of the arguments in the statements.
-    pub(crate) owned: Vec<Owned>,
+    pub(crate) owned: Vec<OwnedName>,
     /// Name of `self` in the statements, if they use another name.
     this: Option<Ident>,
     /// Code around the statements; `None` if only the braces of the function surround them.

@@ -65,12 +65,12 @@ pub const fn scope_name(name: &'static str) -> &'static str {
 pub fn function<F>(_: F) {}
 
 /// Starts the key of a handler whose values are recorded.
-pub fn key_of_values<T, E>(scope: &'static Scope, _: Returning<Result<T, E>>) -> KeyBuilder<'static> {
+pub fn key_of_values<T, E>(scope: &'static Scope, _: BoundCheck<Result<T, E>>) -> KeyBuilder<'static> {
     KeyBuilder::of_results(scope, type_name::<T>())
 }
 
 /// Starts the key of a handler whose values and errors are recorded.
-pub fn key_of_results<T, E>(scope: &'static Scope, _: Returning<Result<T, E>>) -> KeyBuilder<'static> {
+pub fn key_of_results<T, E>(scope: &'static Scope, _: BoundCheck<Result<T, E>>) -> KeyBuilder<'static> {
     KeyBuilder::of_results(scope, type_name::<Result<T, E>>())
 }
 
@@ -248,9 +248,9 @@ pub fn never<T>() -> T {
 
 /// A type whose bounds are checked. This is a function pointer, because the compiler would show the definition of a
 /// type of our own in every message.
-pub type Returning<T> = fn() -> T;
+pub type BoundCheck<T> = fn() -> T;
 
-pub const fn returning<T>() -> Returning<T> {
+pub const fn returning<T>() -> BoundCheck<T> {
     never::<T>
 }
 
@@ -261,15 +261,15 @@ pub const fn returning<T>() -> Returning<T> {
 )]
 pub trait CodecWanted<C> {}
 
-impl<C: Codec> CodecWanted<C> for Returning<C> {}
+impl<C: Codec> CodecWanted<C> for BoundCheck<C> {}
 
 pub trait IsCodec<C> {
-    fn idem_codec(self) -> Returning<C>;
+    fn idem_codec(self) -> BoundCheck<C>;
 }
 
-impl<C> IsCodec<C> for Returning<C>
+impl<C> IsCodec<C> for BoundCheck<C>
 where
-    Returning<C>: CodecWanted<C>,
+    BoundCheck<C>: CodecWanted<C>,
 {
     fn idem_codec(self) -> Self {
         self
@@ -286,7 +286,7 @@ pub trait ResultWanted<O> {
     type Error;
 }
 
-impl<T, E> ResultWanted<Result<T, E>> for Returning<Result<T, E>> {
+impl<T, E> ResultWanted<Result<T, E>> for BoundCheck<Result<T, E>> {
     type Value = T;
     type Error = E;
 }
@@ -294,17 +294,17 @@ impl<T, E> ResultWanted<Result<T, E>> for Returning<Result<T, E>> {
 pub trait ReturnsResult<O> {
     type Value;
     type Error;
-    fn idem_result(self) -> Returning<Result<Self::Value, Self::Error>>;
+    fn idem_result(self) -> BoundCheck<Result<Self::Value, Self::Error>>;
 }
 
-impl<O> ReturnsResult<O> for Returning<O>
+impl<O> ReturnsResult<O> for BoundCheck<O>
 where
-    Returning<O>: ResultWanted<O>,
+    BoundCheck<O>: ResultWanted<O>,
 {
     type Value = <Self as ResultWanted<O>>::Value;
     type Error = <Self as ResultWanted<O>>::Error;
 
-    fn idem_result(self) -> Returning<Result<Self::Value, Self::Error>> {
+    fn idem_result(self) -> BoundCheck<Result<Self::Value, Self::Error>> {
         returning()
     }
 }
@@ -316,16 +316,16 @@ where
 )]
 pub trait ValueWanted<T> {}
 
-impl<T: Serialize + DeserializeOwned, E> ValueWanted<T> for Returning<Result<T, E>> {}
+impl<T: Serialize + DeserializeOwned, E> ValueWanted<T> for BoundCheck<Result<T, E>> {}
 
 pub trait ValueIsRecorded<T> {
     #[must_use]
     fn idem_value(self) -> Self;
 }
 
-impl<T, E> ValueIsRecorded<T> for Returning<Result<T, E>>
+impl<T, E> ValueIsRecorded<T> for BoundCheck<Result<T, E>>
 where
-    Returning<Result<T, E>>: ValueWanted<T>,
+    BoundCheck<Result<T, E>>: ValueWanted<T>,
 {
     fn idem_value(self) -> Self {
         self
@@ -339,16 +339,16 @@ where
 )]
 pub trait ErrorWanted<E> {}
 
-impl<T, E: From<Error>> ErrorWanted<E> for Returning<Result<T, E>> {}
+impl<T, E: From<Error>> ErrorWanted<E> for BoundCheck<Result<T, E>> {}
 
 pub trait TakesError<E> {
     #[must_use]
     fn idem_error(self) -> Self;
 }
 
-impl<T, E> TakesError<E> for Returning<Result<T, E>>
+impl<T, E> TakesError<E> for BoundCheck<Result<T, E>>
 where
-    Returning<Result<T, E>>: ErrorWanted<E>,
+    BoundCheck<Result<T, E>>: ErrorWanted<E>,
 {
     fn idem_error(self) -> Self {
         self
@@ -362,16 +362,16 @@ where
 )]
 pub trait RecordedErrorWanted<E> {}
 
-impl<T, E: Serialize + DeserializeOwned> RecordedErrorWanted<E> for Returning<Result<T, E>> {}
+impl<T, E: Serialize + DeserializeOwned> RecordedErrorWanted<E> for BoundCheck<Result<T, E>> {}
 
 pub trait ErrorIsRecorded<E> {
     #[must_use]
     fn idem_recorded_error(self) -> Self;
 }
 
-impl<T, E> ErrorIsRecorded<E> for Returning<Result<T, E>>
+impl<T, E> ErrorIsRecorded<E> for BoundCheck<Result<T, E>>
 where
-    Returning<Result<T, E>>: RecordedErrorWanted<E>,
+    BoundCheck<Result<T, E>>: RecordedErrorWanted<E>,
 {
     fn idem_recorded_error(self) -> Self {
         self
@@ -380,27 +380,27 @@ where
 
 /// Makes the recorder for the value of `on_error`.
 pub trait Records<T, E> {
-    fn values<C: Codec>(self, codec: Returning<C>) -> Handler<T, E, RecordValues<C>>;
-    fn results<C: Codec>(self, codec: Returning<C>) -> Handler<T, E, RecordResults<C, ()>>;
+    fn values<C: Codec>(self, codec: BoundCheck<C>) -> Handler<T, E, RecordValues<C>>;
+    fn results<C: Codec>(self, codec: BoundCheck<C>) -> Handler<T, E, RecordResults<C, ()>>;
     fn results_if<C: Codec, F: Fn(&E) -> OnError>(
         self,
-        codec: Returning<C>,
+        codec: BoundCheck<C>,
         decide: F,
     ) -> Handler<T, E, RecordResults<C, Rule<E, F>>>;
 }
 
-impl<T, E> Records<T, E> for Returning<Result<T, E>> {
-    fn values<C: Codec>(self, _: Returning<C>) -> Handler<T, E, RecordValues<C>> {
+impl<T, E> Records<T, E> for BoundCheck<Result<T, E>> {
+    fn values<C: Codec>(self, _: BoundCheck<C>) -> Handler<T, E, RecordValues<C>> {
         Handler { recorder: RecordValues::new(), result: PhantomData }
     }
 
-    fn results<C: Codec>(self, _: Returning<C>) -> Handler<T, E, RecordResults<C, ()>> {
+    fn results<C: Codec>(self, _: BoundCheck<C>) -> Handler<T, E, RecordResults<C, ()>> {
         Handler { recorder: RecordResults::new(()), result: PhantomData }
     }
 
     fn results_if<C: Codec, F: Fn(&E) -> OnError>(
         self,
-        _: Returning<C>,
+        _: BoundCheck<C>,
         decide: F,
     ) -> Handler<T, E, RecordResults<C, Rule<E, F>>> {
         let rule = Rule { decide, call: |decide, error| decide(error) };
@@ -426,12 +426,12 @@ impl<E, F> ErrorRule<E> for Rule<E, F> {
 #[derive(Debug)]
 pub struct Handler<T, E, R> {
     recorder: R,
-    result: PhantomData<Returning<Result<T, E>>>,
+    result: PhantomData<BoundCheck<Result<T, E>>>,
 }
 
 impl<T, E, R> Handler<T, E, R> {
-    pub fn on<O: Operate>(self, operation: O) -> Protected<O, T, E, R> {
-        Protected { operation, handler: self }
+    pub fn on<O: Operate>(self, operation: O) -> ProtectedCall<O, T, E, R> {
+        ProtectedCall { operation, handler: self }
     }
 }
 
@@ -443,19 +443,19 @@ impl<T, E, R> Handler<T, E, R> {
 /// equal another, and no such handler could be spawned. For the future of a function the compiler checks only the
 /// fields.
 #[derive(Debug)]
-pub struct Protected<O, T, E, R> {
+pub struct ProtectedCall<O, T, E, R> {
     operation: O,
     handler: Handler<T, E, R>,
 }
 
-impl<T, E: From<Error>, R: Recorder<T, E>> Protected<Operation, T, E, R> {
+impl<T, E: From<Error>, R: Recorder<T, E>> ProtectedCall<Operation, T, E, R> {
     pub fn run<B: Future<Output = Result<T, E>>>(self, body: B) -> impl Future<Output = Result<T, E>> {
         self.operation.recorded_by(self.handler.recorder).run(body)
     }
 }
 
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-impl<C, T, E, R> Protected<Operation<RecordValues<Json>, crate::within::InTransaction<C>>, T, E, R>
+impl<C, T, E, R> ProtectedCall<Operation<RecordValues<Json>, crate::within::InTransaction<C>>, T, E, R>
 where
     C: crate::within::Transaction,
     E: From<Error>,

@@ -196,36 +196,36 @@ where
         // The polled instance is ready; a clone of it may not be.
         let clone = self.inner.clone();
         let ready = mem::replace(&mut self.inner, clone);
-        let waiting = Arc::new(Mutex::new(Some(Inner { service: ready, is_ready: true })));
+        let waiting = Arc::new(Mutex::new(Some(InnerService { service: ready, is_ready: true })));
         let inner = Arc::clone(&waiting);
         let body = async move {
-            let Inner { mut service, is_ready } = lock(&inner).take().expect("taken by the body only");
+            let InnerService { mut service, is_ready } = lock(&inner).take().expect("taken by the body only");
             if !is_ready {
                 poll_fn(|cx| service.poll_ready(cx)).await?;
             }
             service.call(request).await
         };
         let call = operation.recorded_by(RecordValues::<C>::new()).run(body);
-        OperationFuture(Box::pin(Call { call, waiting }))
+        OperationFuture(Box::pin(ServiceCall { call, waiting }))
     }
 }
 
 /// The inner service of a call whose body has not begun.
-struct Inner<S> {
+struct InnerService<S> {
     service: S,
     is_ready: bool,
 }
 
 pin_project! {
     /// A call that holds the readiness of its service until its body begins, or until it waits for another attempt.
-    struct Call<F, S> {
+    struct ServiceCall<F, S> {
         #[pin]
         call: F,
-        waiting: Arc<Mutex<Option<Inner<S>>>>,
+        waiting: Arc<Mutex<Option<InnerService<S>>>>,
     }
 }
 
-impl<F: Future, S: Clone> Future for Call<F, S> {
+impl<F: Future, S: Clone> Future for ServiceCall<F, S> {
     type Output = F::Output;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
@@ -239,7 +239,7 @@ impl<F: Future, S: Clone> Future for Call<F, S> {
         {
             // A clone holds no permit of the ready instance, whose drop gives the permit back.
             let clone = inner.service.clone();
-            *inner = Inner { service: clone, is_ready: false };
+            *inner = InnerService { service: clone, is_ready: false };
         }
         polled
     }

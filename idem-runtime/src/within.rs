@@ -5,9 +5,9 @@
 // future of the call, which may borrow the transaction, answers the requests in that mailbox. The mailbox ends with the
 // call: no lease is renewed, and nothing is written late.
 //
-// Each call has a savepoint ([`Scene`]). A call that ends without a completed record is rolled back to its savepoint,
-// so that a swallowed error leaves nothing of the body. Savepoints form a stack. So calls in one transaction that are
-// not nested take turns ([`Turn`]): otherwise the end of one call would undo another call.
+// Each call has a savepoint ([`SavepointScope`]). A call that ends without a completed record is rolled back to its
+// savepoint, so that a swallowed error leaves nothing of the body. Savepoints form a stack. So calls in one transaction
+// that are not nested take turns ([`Turn`]): otherwise the end of one call would undo another call.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -27,12 +27,12 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use crate::clock::{Clock, SystemClock};
 use crate::codec::Json;
 use crate::combine::race;
-use crate::engine::{Operation, RecordValues, Recorder, Settled, settle, unreached, unsettled};
+use crate::engine::{Operation, RecordValues, Recorder, TransactionEnd, settle, unreached, unsettled};
 use crate::error::Error;
 use crate::key::{Key, KeyError};
 use crate::policy::{Mode, OnCrash, Policy};
 use crate::record::{
-    Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::{PerProcess, lock};
@@ -121,7 +121,7 @@ impl<C: Transaction> Within<C> {
 
 /// The place of an [`Operation`] that is recorded inside of a transaction; see [`Within::operation`].
 pub struct InTransaction<C> {
-    asked: mpsc::UnboundedReceiver<Ask>,
+    asked: mpsc::UnboundedReceiver<MailboxRequest>,
     transaction: C,
     undoes: bool,
 }
@@ -151,9 +151,9 @@ impl<R, C: Transaction> Operation<R, InTransaction<C>> {
         B: Future<Output = Result<T, E>>,
     {
         let (operation, InTransaction { asked, transaction, undoes }) = self.at(());
-        let scene = Arc::new(Scene { transaction, undoes, state: Mutex::new(State::new()) });
+        let scene = Arc::new(SavepointScope { transaction, undoes, state: Mutex::new(CallState::new()) });
         let doer = Arc::clone(&scene);
-        Call {
+        TransactionCall {
             asked,
             act: move |act| perform(Arc::clone(&doer), act),
             acting: None,
@@ -167,9 +167,9 @@ impl<R, C: Transaction> Operation<R, InTransaction<C>> {
 
 pin_project! {
     /// A call, which also answers the requests of its engine to the transaction.
-    struct Call<F, A, R: Future, U> {
+    struct TransactionCall<F, A, R: Future, U> {
         // Dropped before the engine, whose late writes then find the mailbox closed.
-        asked: mpsc::UnboundedReceiver<Ask>,
+        asked: mpsc::UnboundedReceiver<MailboxRequest>,
         act: F,
         #[pin]
         acting: Option<A>,
@@ -184,15 +184,15 @@ pin_project! {
 
 /// Next action of a call in its transaction.
 #[expect(clippy::large_enum_variant, reason = "there is one at a time, and most are answers")]
-enum Act {
-    Answer(Ask),
+enum NextAction {
+    Answer(MailboxRequest),
     /// The call is over.
     End,
 }
 
-impl<F, A, R, U> Future for Call<F, A, R, U>
+impl<F, A, R, U> Future for TransactionCall<F, A, R, U>
 where
-    F: Fn((Act, Arc<Node>)) -> A,
+    F: Fn((NextAction, Arc<Node>)) -> A,
     A: Future<Output = ()>,
     R: Future,
 {
@@ -210,16 +210,16 @@ where
             }
             let node = this.node.get_or_insert_with(Node::new);
             let polled = {
-                let _inside = Inside::enter(node);
+                let _inside = PolledCall::enter(node);
                 this.run.poll(cx)
             };
             let act = match polled {
                 Poll::Ready(result) => {
                     *this.result = Some(result);
-                    Act::End
+                    NextAction::End
                 }
                 Poll::Pending => match ready!(this.asked.poll_recv(cx)) {
-                    Some(ask) => Act::Answer(ask),
+                    Some(ask) => NextAction::Answer(ask),
                     // Does not happen: the engine keeps its end of the mailbox for as long as it runs.
                     None => return Poll::Pending,
                 },
@@ -230,16 +230,16 @@ where
 }
 
 /// A request of the engine to its mailbox, answered in the transaction.
-pub(crate) enum Ask {
+pub(crate) enum MailboxRequest {
     Reserve(ReserveRequest, Sender<Reservation>),
     Finish(Lease, Finish, Sender<Verdict>),
     Release(Lease, Release, Sender<Verdict>),
     Wait(Key, Duration, Sender<()>),
     Inspect(Key, Sender<Option<Inspection>>),
-    Decide(Decision, Sender<Decided>),
+    Decide(Decision, Sender<DecisionAnswer>),
 }
 
-impl Ask {
+impl MailboxRequest {
     fn refuse(self, error: StoreError) {
         match self {
             Self::Reserve(_, answer) => drop(answer.send(Err(error))),
@@ -319,7 +319,7 @@ pub trait Transaction: sealed::Sealed + Clone {
     fn inspect(&self, key: &Key) -> impl Future<Output = Result<Option<Inspection>, StoreError>>;
 
     #[doc(hidden)]
-    fn decide(&self, decision: &Decision) -> impl Future<Output = Result<Decided, StoreError>>;
+    fn decide(&self, decision: &Decision) -> impl Future<Output = Result<DecisionAnswer, StoreError>>;
 }
 
 pub(crate) mod sealed {
@@ -328,14 +328,14 @@ pub(crate) mod sealed {
 }
 
 /// A call and its savepoint.
-struct Scene<C> {
+struct SavepointScope<C> {
     transaction: C,
     /// True if the writes of a body that does not complete are undone; false in shadow mode.
     undoes: bool,
-    state: Mutex<State>,
+    state: Mutex<CallState>,
 }
 
-struct State {
+struct CallState {
     turn: Option<Turn>,
     /// Number of open savepoints: of the call, and of a write in it.
     saved: usize,
@@ -343,14 +343,14 @@ struct State {
     reserved: Option<ReserveRequest>,
 }
 
-impl State {
+impl CallState {
     const fn new() -> Self {
         Self { turn: None, saved: 0, reserved: None }
     }
 }
 
-impl<C: Transaction> Scene<C> {
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+impl<C: Transaction> SavepointScope<C> {
+    fn state(&self) -> std::sync::MutexGuard<'_, CallState> {
         lock(&self.state)
     }
 
@@ -455,7 +455,7 @@ impl<C: Transaction> Scene<C> {
                 Ok(written)
             }
             Finish::Failed(_) => {
-                let written = self.end_undone(lease, Ending::Finish(finish)).await?;
+                let written = self.end_undone(lease, UndoneEnd::Finish(finish)).await?;
                 if written == Verdict::Applied
                     && let Some(request) = self.state().reserved.take()
                 {
@@ -472,11 +472,11 @@ impl<C: Transaction> Scene<C> {
     }
 
     async fn release(&self, lease: &Lease, release: Release) -> Result<Verdict, StoreError> {
-        self.end_undone(lease, Ending::Release(release)).await
+        self.end_undone(lease, UndoneEnd::Release(release)).await
     }
 
     /// Undoes the writes of the body, and ends its attempt.
-    async fn end_undone(&self, lease: &Lease, ending: Ending<'_>) -> Result<Verdict, StoreError> {
+    async fn end_undone(&self, lease: &Lease, ending: UndoneEnd<'_>) -> Result<Verdict, StoreError> {
         let Some(request) = self.state().reserved.clone() else {
             return self.saved(ending.write(&self.transaction, lease)).await;
         };
@@ -517,18 +517,20 @@ impl<C: Transaction> Scene<C> {
         self.state().turn = None;
     }
 
-    async fn answer(&self, ask: Ask) {
+    async fn answer(&self, ask: MailboxRequest) {
         // The asking call may be gone. Then its answer is dropped.
         let at = &self.transaction;
         match ask {
-            Ask::Reserve(request, answer) => drop(answer.send(self.reserve(request).await)),
-            Ask::Finish(lease, finish, answer) => drop(answer.send(self.finish(&lease, &finish).await.map_err(ended))),
-            Ask::Release(lease, release, answer) => {
+            MailboxRequest::Reserve(request, answer) => drop(answer.send(self.reserve(request).await)),
+            MailboxRequest::Finish(lease, finish, answer) => {
+                drop(answer.send(self.finish(&lease, &finish).await.map_err(ended)));
+            }
+            MailboxRequest::Release(lease, release, answer) => {
                 drop(answer.send(self.release(&lease, release).await.map_err(ended)));
             }
-            Ask::Wait(key, at_most, answer) => drop(answer.send(self.wait(&key, at_most).await)),
-            Ask::Inspect(key, answer) => drop(answer.send(self.saved(at.inspect(&key)).await)),
-            Ask::Decide(decision, answer) => drop(answer.send(self.saved(at.decide(&decision)).await)),
+            MailboxRequest::Wait(key, at_most, answer) => drop(answer.send(self.wait(&key, at_most).await)),
+            MailboxRequest::Inspect(key, answer) => drop(answer.send(self.saved(at.inspect(&key)).await)),
+            MailboxRequest::Decide(decision, answer) => drop(answer.send(self.saved(at.decide(&decision)).await)),
         }
     }
 
@@ -547,12 +549,12 @@ impl<C: Transaction> Scene<C> {
 
 /// End of an attempt whose body is undone.
 #[derive(Clone, Copy)]
-enum Ending<'a> {
+enum UndoneEnd<'a> {
     Finish(&'a Finish),
     Release(Release),
 }
 
-impl Ending<'_> {
+impl UndoneEnd<'_> {
     async fn write<C: Transaction>(self, transaction: &C, lease: &Lease) -> Result<Verdict, StoreError> {
         match self {
             Self::Finish(finish) => transaction.finish(lease, finish).await,
@@ -574,18 +576,18 @@ fn is_large(payload: &StoredResult) -> bool {
     payload.stored_bytes() >= LARGE
 }
 
-async fn perform<C: Transaction>(scene: Arc<Scene<C>>, (act, node): (Act, Arc<Node>)) {
+async fn perform<C: Transaction>(scene: Arc<SavepointScope<C>>, (act, node): (NextAction, Arc<Node>)) {
     match act {
-        Act::Answer(ask) => match scene.take_turn(&node).await {
+        NextAction::Answer(ask) => match scene.take_turn(&node).await {
             Ok(()) => scene.answer(ask).await,
             Err(error) => ask.refuse(error),
         },
-        Act::End => scene.end().await,
+        NextAction::End => scene.end().await,
     }
 }
 
 /// Undoes a call that is dropped before its end.
-struct Undo<C: Transaction>(Arc<Scene<C>>);
+struct Undo<C: Transaction>(Arc<SavepointScope<C>>);
 
 impl<C: Transaction> Drop for Undo<C> {
     fn drop(&mut self) {
@@ -633,15 +635,15 @@ impl Node {
 }
 
 /// Marks a call as the one that is being polled on this thread, until this guard is dropped.
-struct Inside(Option<Arc<Node>>);
+struct PolledCall(Option<Arc<Node>>);
 
-impl Inside {
+impl PolledCall {
     fn enter(node: &Arc<Node>) -> Self {
         Self(INSIDE.replace(Some(Arc::clone(node))))
     }
 }
 
-impl Drop for Inside {
+impl Drop for PolledCall {
     fn drop(&mut self) {
         INSIDE.set(self.0.take());
     }
@@ -656,20 +658,20 @@ struct Calls {
 
 /// The calls of all transactions of this process, and how many users they have. A child goes on with none of its
 /// parent's.
-static CALLS: PerProcess<Mutex<KnownCalls>> = PerProcess::empty();
+static CALLS: PerProcess<Mutex<CallsByTransaction>> = PerProcess::empty();
 
-type KnownCalls = HashMap<usize, (Arc<Calls>, usize)>;
+type CallsByTransaction = HashMap<usize, (Arc<Calls>, usize)>;
 
 /// A user of the entry of a transaction in [`CALLS`]. The last user removes the entry, because another transaction may
 /// be at the same address later.
-struct Known {
+struct CallsUser {
     /// Where they are among those of their process.
-    all: &'static Mutex<KnownCalls>,
+    all: &'static Mutex<CallsByTransaction>,
     transaction: usize,
     calls: Arc<Calls>,
 }
 
-impl Known {
+impl CallsUser {
     fn new(transaction: usize) -> Self {
         let all = CALLS.here();
         let mut known = lock(all);
@@ -679,7 +681,7 @@ impl Known {
     }
 }
 
-impl Drop for Known {
+impl Drop for CallsUser {
     fn drop(&mut self) {
         // In a child, a thread that does not exist there may hold the lock of its parent's.
         if !std::ptr::eq(self.all, CALLS.here()) {
@@ -697,13 +699,13 @@ impl Drop for Known {
 
 /// The right of a call to use its transaction.
 struct Turn {
-    known: Known,
+    known: CallsUser,
     id: u64,
 }
 
 impl Turn {
     async fn take(transaction: usize, node: &Node) -> Result<Self, StoreError> {
-        let known = Known::new(transaction);
+        let known = CallsUser::new(transaction);
         let calls = Arc::clone(&known.calls);
         let free = async {
             loop {
@@ -793,12 +795,12 @@ pub(crate) fn journal(note: impl FnOnce(&mut Journal)) -> bool {
 }
 
 /// Failure of the work in a transaction.
-pub(crate) enum Failed<E> {
+pub(crate) enum WorkFailure<E> {
     Error(E),
     Panic(Box<dyn Any + Send>),
 }
 
-impl<E> Failed<E> {
+impl<E> WorkFailure<E> {
     /// Returns the error.
     ///
     /// # Panics
@@ -811,30 +813,30 @@ impl<E> Failed<E> {
     }
 }
 
-struct Journaled<F> {
+struct JournalEntry<F> {
     /// `None` once the work has ended.
     work: Option<Pin<Box<F>>>,
     journal: Arc<Mutex<Journal>>,
 }
 
-impl<F: Future<Output = Result<T, E>>, T, E> Future for Journaled<F> {
-    type Output = Result<T, Failed<E>>;
+impl<F: Future<Output = Result<T, E>>, T, E> Future for JournalEntry<F> {
+    type Output = Result<T, WorkFailure<E>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        struct Entered(Option<Arc<Mutex<Journal>>>);
-        impl Drop for Entered {
+        struct NestingGuard(Option<Arc<Mutex<Journal>>>);
+        impl Drop for NestingGuard {
             fn drop(&mut self) {
                 JOURNAL.set(self.0.take());
             }
         }
-        let _entered = Entered(JOURNAL.replace(Some(Arc::clone(&self.journal))));
+        let _entered = NestingGuard(JOURNAL.replace(Some(Arc::clone(&self.journal))));
         let Self { work, .. } = &mut *self;
         let polling = work.as_mut().expect("polled after it was ready").as_mut();
         // A panic does not end the transaction: the attempt that panicked is written after the rollback.
         let ended = match catch_unwind(AssertUnwindSafe(|| polling.poll(cx))) {
             Ok(Poll::Pending) => return Poll::Pending,
-            Ok(Poll::Ready(result)) => result.map_err(Failed::Error),
-            Err(panic) => Err(Failed::Panic(panic)),
+            Ok(Poll::Ready(result)) => result.map_err(WorkFailure::Error),
+            Err(panic) => Err(WorkFailure::Panic(panic)),
         };
         *work = None;
         Poll::Ready(ended)
@@ -844,16 +846,16 @@ impl<F: Future<Output = Result<T, E>>, T, E> Future for Journaled<F> {
 /// Runs `work` in a transaction. Returns its result, and the journal of the transaction.
 ///
 /// Boxed: a call in a transaction is large, and its caller's future would store it more than once.
-pub(crate) async fn journaled<T, E>(work: impl Future<Output = Result<T, E>>) -> (Result<T, Failed<E>>, Journal) {
+pub(crate) async fn journaled<T, E>(work: impl Future<Output = Result<T, E>>) -> (Result<T, WorkFailure<E>>, Journal) {
     let journal = Arc::new(Mutex::new(Journal::default()));
-    let ended = Journaled { work: Some(Box::pin(work)), journal: Arc::clone(&journal) }.await;
+    let ended = JournalEntry { work: Some(Box::pin(work)), journal: Arc::clone(&journal) }.await;
     let journal = std::mem::take(&mut *lock(&journal));
     (ended, journal)
 }
 
 /// Notes that the transaction of the delivery is committed.
 pub(crate) fn committed() {
-    settle(Settled::Committed);
+    settle(TransactionEnd::Committed);
 }
 
 /// Notes that the transaction of the delivery was rolled back. `recorded`: whether the errors that its calls had
@@ -863,12 +865,12 @@ pub(crate) fn rolled_back(recorded: Result<bool, StoreError>) {
         tracing::warn!(%error, "a transaction was rolled back, and its attempts could not be counted");
         false
     });
-    settle(Settled::RolledBack { failures_recorded });
+    settle(TransactionEnd::RolledBack { failures_recorded });
 }
 
 /// Notes that no transaction could be begun for the delivery, mostly for lack of a connection.
 pub(crate) fn not_begun() {
-    settle(Settled::NotBegun { again: unreached() });
+    settle(TransactionEnd::NotBegun { again: unreached() });
 }
 
 /// Notes that the transaction of the delivery has begun, for the first time or again.
@@ -892,7 +894,7 @@ struct Mailbox {
     name: &'static str,
     namespace: Box<str>,
     heartbeats: Heartbeats,
-    asks: mpsc::UnboundedSender<Ask>,
+    asks: mpsc::UnboundedSender<MailboxRequest>,
 }
 
 impl fmt::Debug for Mailbox {
@@ -902,7 +904,7 @@ impl fmt::Debug for Mailbox {
 }
 
 impl Mailbox {
-    async fn ask<T>(&self, ask: impl FnOnce(Sender<T>) -> Ask) -> Result<T, StoreError> {
+    async fn ask<T>(&self, ask: impl FnOnce(Sender<T>) -> MailboxRequest) -> Result<T, StoreError> {
         let (sender, answer) = oneshot::channel();
         let over = || StoreError::new(StoreErrorKind::Aborted, "the call that used the transaction has ended");
         self.asks.send(ask(sender)).map_err(|_| over())?;
@@ -910,7 +912,7 @@ impl Mailbox {
     }
 
     /// Sends a write. The write is refused once the call is over: then the transaction alone decides about its record.
-    async fn write(&self, ask: impl FnOnce(Sender<Verdict>) -> Ask) -> Result<Verdict, StoreError> {
+    async fn write(&self, ask: impl FnOnce(Sender<Verdict>) -> MailboxRequest) -> Result<Verdict, StoreError> {
         if self.asks.is_closed() { Ok(Verdict::Refused) } else { self.ask(ask).await }
     }
 }
@@ -941,7 +943,7 @@ impl Store for Mailbox {
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
-        StoreFuture::new(self.ask(|answer| Ask::Reserve(request.clone(), answer)))
+        StoreFuture::new(self.ask(|answer| MailboxRequest::Reserve(request.clone(), answer)))
     }
 
     /// Sends nothing: the reservation has marked the record, and the transaction holds its keys for as long as it is
@@ -957,26 +959,26 @@ impl Store for Mailbox {
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(|answer| Ask::Finish(lease.clone(), finish.clone(), answer)))
+        StoreFuture::new(self.write(|answer| MailboxRequest::Finish(lease.clone(), finish.clone(), answer)))
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(move |answer| Ask::Release(lease.clone(), release, answer)))
+        StoreFuture::new(self.write(move |answer| MailboxRequest::Release(lease.clone(), release, answer)))
     }
 
     fn wait<'a>(&'a self, key: &'a Key, _: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            self.ask(move |answer| Ask::Wait(key.clone(), at_most, answer)).await?;
+            self.ask(move |answer| MailboxRequest::Wait(key.clone(), at_most, answer)).await?;
             Ok(None)
         })
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        StoreFuture::new(self.ask(|answer| Ask::Inspect(key.clone(), answer)))
+        StoreFuture::new(self.ask(|answer| MailboxRequest::Inspect(key.clone(), answer)))
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
-        StoreFuture::new(self.ask(|answer| Ask::Decide(decision.clone(), answer)))
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
+        StoreFuture::new(self.ask(|answer| MailboxRequest::Decide(decision.clone(), answer)))
     }
 
     /// Does nothing: expired records are not part of the user's transaction.

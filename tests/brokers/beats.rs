@@ -8,7 +8,7 @@ use idem_runtime::brokers::{Beat, OnBeatLost};
 use idem_runtime::policy::{Doubt, Uncertain};
 use idem_runtime::record::State;
 use idem_runtime::{Disposition, InProgress, MissingKey, Mode, OnCrash, StoreErrorKind, observe};
-use idem_tests::{Call, Fault};
+use idem_tests::{Fault, StoreCall};
 
 use super::super::*;
 
@@ -16,9 +16,9 @@ const EVERY: Duration = Duration::from_secs(10);
 
 /// Number and time of each call of a callback.
 #[derive(Clone, Default)]
-struct Told(Arc<Mutex<Vec<(u32, Duration)>>>);
+struct CallbackCalls(Arc<Mutex<Vec<(u32, Duration)>>>);
 
-impl Told {
+impl CallbackCalls {
     fn note(&self, beat: &Beat) {
         self.0.lock().unwrap().push((beat.number(), beat.elapsed()));
     }
@@ -44,7 +44,7 @@ impl Told {
 #[tokio::test]
 async fn a_handler_that_takes_long_beats_until_it_ends() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let call = observe(world.lasting("k", POLICY, Duration::from_secs(35))).on_beat(EVERY, told.callback());
     let (result, outcome) = world.drive(call).await;
     assert_eq!((result.unwrap(), outcome.disposition()), (1, Disposition::Ack));
@@ -58,7 +58,7 @@ async fn a_handler_that_takes_long_beats_until_it_ends() {
 #[tokio::test]
 async fn a_handler_that_is_ready_at_once_has_no_beat() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let (_, outcome) =
         observe(world.lasting("k", POLICY, Duration::ZERO)).on_beat(Duration::ZERO, told.callback()).await;
     assert!(outcome.executed());
@@ -70,7 +70,7 @@ async fn a_handler_that_is_ready_at_once_has_no_beat() {
 async fn a_duplicate_that_waits_for_another_attempt_beats() {
     let world = World::new();
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(600)));
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let first = world.lasting("k", POLICY, Duration::from_secs(35));
     let duplicate = observe(world.lasting("k", policy, Duration::ZERO)).on_beat(EVERY, told.callback());
     let (_, (result, outcome)) = world.drive(async { tokio::join!(first, duplicate) }).await;
@@ -83,13 +83,13 @@ async fn a_duplicate_that_waits_for_another_attempt_beats() {
 async fn a_call_beats_in_every_mode_and_without_a_key() {
     for mode in [Mode::Enforce, Mode::Shadow, Mode::Off] {
         let world = World::new();
-        let told = Told::default();
+        let told = CallbackCalls::default();
         let call = world.lasting("k", POLICY.mode(mode), Duration::from_secs(25));
         world.drive(observe(call).on_beat(EVERY, told.callback())).await.0.unwrap();
         assert_eq!(told.seconds(), [10, 20], "{mode:?}");
     }
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let call = world.lasting("", POLICY.missing_key(MissingKey::Run), Duration::from_secs(25));
     world.drive(observe(call).on_beat(EVERY, told.callback())).await.0.unwrap();
     assert_eq!(told.seconds(), [10, 20], "without a key");
@@ -98,7 +98,7 @@ async fn a_call_beats_in_every_mode_and_without_a_key() {
 #[tokio::test]
 async fn a_delivery_of_several_calls_beats_through_all_of_them_and_in_between() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let delivery = observe(async {
         // The first call ends immediately; from it the delivery takes the clock.
         world.lasting("a", POLICY, Duration::ZERO).await?;
@@ -114,7 +114,7 @@ async fn a_delivery_of_several_calls_beats_through_all_of_them_and_in_between() 
 #[tokio::test]
 async fn an_observation_inside_of_another_gives_it_its_beats() {
     let world = World::new();
-    let (outer, inner) = (Told::default(), Told::default());
+    let (outer, inner) = (CallbackCalls::default(), CallbackCalls::default());
     let delivery = observe(async {
         observe(world.lasting("k", POLICY, Duration::from_secs(25))).on_beat(EVERY, inner.callback()).await.0
     });
@@ -125,7 +125,7 @@ async fn an_observation_inside_of_another_gives_it_its_beats() {
 #[tokio::test]
 async fn a_message_that_is_lost_goes_on_under_its_lease() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let note = told.clone();
     let call = observe(world.lasting("k", POLICY, Duration::from_secs(120))).on_beat(EVERY, move |beat| {
         note.note(&beat);
@@ -184,7 +184,7 @@ async fn a_message_that_is_lost_is_cancelled_if_the_caller_says_so() {
 #[tokio::test]
 async fn a_callback_that_fails_is_called_again_soon() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let note = told.clone();
     let call = observe(world.lasting("k", POLICY, Duration::from_secs(24))).on_beat(EVERY, move |beat| {
         note.note(&beat);
@@ -201,7 +201,7 @@ async fn a_callback_that_fails_is_called_again_soon() {
 #[tokio::test]
 async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
     let world = World::new();
-    let (told, other) = (Told::default(), Told::default());
+    let (told, other) = (CallbackCalls::default(), CallbackCalls::default());
     let note = told.clone();
     let hanging = observe(world.lasting("k", POLICY, Duration::from_secs(55))).on_beat(EVERY, move |beat| {
         note.note(&beat);
@@ -213,13 +213,13 @@ async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
     assert_eq!(other.seconds(), [10, 20, 30, 40, 50]);
     // A hanging callback is dropped when the next beat is due, and then called again.
     assert!((3..=5).contains(&told.count()), "{:?}", told.seconds());
-    assert_eq!(world.store.count(Call::Renew), 5, "both leases at once, every third of 30 s");
+    assert_eq!(world.store.count(StoreCall::Renew), 5, "both leases at once, every third of 30 s");
 }
 
 #[tokio::test]
 async fn a_callback_that_panics_harms_nobody_and_is_called_again() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let note = told.clone();
     let call = observe(world.lasting("k", POLICY, Duration::from_secs(23))).on_beat(EVERY, move |beat| {
         note.note(&beat);
@@ -259,8 +259,8 @@ async fn a_callback_under_way_ends_with_its_delivery() {
 #[tokio::test]
 async fn a_store_that_is_away_stops_no_beats() {
     let world = World::new();
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
-    let told = Told::default();
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    let told = CallbackCalls::default();
     let call = world.lasting("k", POLICY, Duration::from_secs(25));
     world.drive(observe(call).on_beat(EVERY, told.callback())).await.0.unwrap();
     assert_eq!(told.seconds(), [10, 20]);
@@ -269,7 +269,7 @@ async fn a_store_that_is_away_stops_no_beats() {
 #[tokio::test]
 async fn many_deliveries_beat_beside_one_another() {
     let world = World::new();
-    let told = Told::default();
+    let told = CallbackCalls::default();
     let calls = (0..200_u32).map(|number| {
         let call = observe(world.lasting(&number.to_string(), POLICY, Duration::from_secs(25)));
         let call = call.on_beat(EVERY, told.callback());
@@ -294,7 +294,7 @@ fn a_handler_that_blocks_its_thread_beats() {
     on_threads(|| async {
         let (tell, told) = mpsc::channel();
         let store = FaultyStore::new(&MemoryStore::new());
-        store.always(Call::Reserve, Fault::Slow(1));
+        store.always(StoreCall::Reserve, Fault::Slow(1));
         let body = async move {
             // The body ends only after three beats.
             for _ in 0..3 {
@@ -325,8 +325,8 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
             tokio::task::yield_now().await;
             tokio::task::spawn_blocking(move || is_blocked.recv().unwrap()).await.unwrap();
             // While the callback blocks its thread, the lease is renewed several times.
-            let before = renewing.count(Call::Renew);
-            while renewing.count(Call::Renew) < before + 3 {
+            let before = renewing.count(StoreCall::Renew);
+            while renewing.count(StoreCall::Renew) < before + 3 {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
             let _ = release.send(());

@@ -2,7 +2,7 @@
 
 use idem_runtime::policy::Backoff;
 use idem_runtime::{Disposition, Mode, OnStoreError, StoreErrorKind, observe};
-use idem_tests::{Call, Fault};
+use idem_tests::{Fault, StoreCall};
 
 use super::super::*;
 
@@ -29,7 +29,7 @@ const BROKERS: [Broker; 5] = [
 
 /// Fate of a message.
 #[derive(PartialEq, Eq, Debug)]
-struct Delivered {
+struct DeliveryOutput {
     deliveries: u32,
     dead: bool,
     replayed: bool,
@@ -37,11 +37,11 @@ struct Delivered {
 
 /// Delivers one message to its consumer until it is acknowledged or set aside. `knows`: the consumer passes the number
 /// of the delivery.
-async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> Delivered {
+async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> DeliveryOutput {
     let mut deliveries = 0;
     loop {
         if deliveries == broker.limit {
-            return Delivered { deliveries, dead: true, replayed: false };
+            return DeliveryOutput { deliveries, dead: true, replayed: false };
         }
         deliveries += 1;
         // Until this time no other consumer gets the message.
@@ -60,8 +60,8 @@ async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> 
         let hidden_until = *hidden_until.lock().unwrap();
         assert!(hidden_until.is_none_or(|until| world.now() <= until), "delivered again while it was being handled");
         match outcome.disposition() {
-            Disposition::Ack => return Delivered { deliveries, dead: false, replayed: outcome.replayed() },
-            Disposition::DeadLetter => return Delivered { deliveries, dead: true, replayed: false },
+            Disposition::Ack => return DeliveryOutput { deliveries, dead: false, replayed: outcome.replayed() },
+            Disposition::DeadLetter => return DeliveryOutput { deliveries, dead: true, replayed: false },
             Disposition::Retry { after } => {
                 assert!(!after.is_zero());
                 world.sleep(if broker.delays { after } else { Duration::from_millis(1) }).await;
@@ -89,7 +89,7 @@ async fn a_consumer_that_does_not_count_its_deliveries_loses_that_duplicate() {
         let world = World::new();
         let handler = world.lasting("k", POLICY, LEASE * 10);
         let (_, duplicate) = world.drive(async { tokio::join!(handler, consume(&world, broker, POLICY, false)) }).await;
-        let burnt = Delivered { deliveries: broker.limit, dead: true, replayed: false };
+        let burnt = DeliveryOutput { deliveries: broker.limit, dead: true, replayed: false };
         assert_eq!(duplicate, burnt, "{}: this is what the budget is for", broker.name);
     }
 }
@@ -119,10 +119,10 @@ async fn an_outage_of_the_store_sets_no_message_aside() {
     for broker in BROKERS {
         for knows in [true, false] {
             let world = World::new();
-            world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
             let outage = async {
                 world.sleep(Duration::from_secs(1_800)).await;
-                world.store.always(Call::Reserve, Fault::None);
+                world.store.always(StoreCall::Reserve, Fault::None);
             };
             let (delivered, ()) =
                 world.drive(async { tokio::join!(consume(&world, broker, POLICY, knows), outage) }).await;
@@ -132,16 +132,16 @@ async fn an_outage_of_the_store_sets_no_message_aside() {
     }
     // A body that may run without protection does so immediately.
     let world = World::new();
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let call = world.lasting("k", POLICY.on_store_error(OnStoreError::Run), Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.executed());
     assert!(world.now() < Duration::from_secs(1));
     // An error that is no outage is returned immediately, and an outage without an end ends the call too.
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let call = world.lasting("l", POLICY, Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.misconfigured());
     assert!(world.now() < Duration::from_secs(1));
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let call = world.lasting("m", POLICY, Duration::ZERO);
     let (result, outcome) = world.drive(observe(call).delivery(5).delivery_limit(5)).await;
     assert!(matches!(result, Err(Error::Store { .. })) && !outcome.executed());

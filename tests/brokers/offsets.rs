@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use idem_runtime::brokers::{OffsetTracker, Started};
+use idem_runtime::brokers::{OffsetTracker, StartedMessage};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -72,7 +72,7 @@ proptest! {
     fn no_commit_passes_a_message_that_is_not_settled(steps in prop::collection::vec(step(), 1..120)) {
         let mut tracker = OffsetTracker::new();
         let mut account = Account::default();
-        let mut started: Vec<Option<Started>> = Vec::new();
+        let mut started: Vec<Option<StartedMessage>> = Vec::new();
         let mut next = [0_i64; 3];
         for step in steps {
             match step {

@@ -78,7 +78,7 @@ fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
 
 /// Events of a batch.
 #[derive(Default)]
-struct Seen {
+struct BatchEvents {
     running: [usize; 3],
     most: usize,
     /// Duration of each item.
@@ -86,10 +86,10 @@ struct Seen {
 }
 
 /// Guard of a body, which counts as running until the guard is dropped.
-struct Runs<'a>(&'a RefCell<Seen>, usize);
+struct Runs<'a>(&'a RefCell<BatchEvents>, usize);
 
 impl<'a> Runs<'a> {
-    fn new(seen: &'a RefCell<Seen>, key: usize) -> Self {
+    fn new(seen: &'a RefCell<BatchEvents>, key: usize) -> Self {
         let mut now = seen.borrow_mut();
         now.running[key] += 1;
         now.most = now.most.max(now.running[key]);
@@ -104,7 +104,7 @@ impl Drop for Runs<'_> {
     }
 }
 
-async fn make(world: &World, seen: &RefCell<Seen>, policy: Policy, call: &Call) {
+async fn make(world: &World, seen: &RefCell<BatchEvents>, policy: Policy, call: &Call) {
     let body = async {
         let _runs = Runs::new(seen, call.key);
         world.sleep(Duration::from_secs(call.seconds)).await;
@@ -126,7 +126,7 @@ async fn make(world: &World, seen: &RefCell<Seen>, policy: Policy, call: &Call) 
     }
 }
 
-async fn handle(world: &World, seen: &RefCell<Seen>, policy: Policy, item: &[Step]) {
+async fn handle(world: &World, seen: &RefCell<BatchEvents>, policy: Policy, item: &[Step]) {
     for step in item {
         match step {
             Step::Work(seconds) => world.sleep(Duration::from_secs(*seconds)).await,
@@ -137,9 +137,9 @@ async fn handle(world: &World, seen: &RefCell<Seen>, policy: Policy, item: &[Ste
     }
 }
 
-async fn run(items: &[Vec<Step>], limit: usize, mode: Mode) -> Seen {
+async fn run(items: &[Vec<Step>], limit: usize, mode: Mode) -> BatchEvents {
     let world = World::new();
-    let seen = RefCell::new(Seen { took: vec![None; items.len()], ..Seen::default() });
+    let seen = RefCell::new(BatchEvents { took: vec![None; items.len()], ..BatchEvents::default() });
     let policy = POLICY.mode(mode);
     let calls = items.iter().enumerate().map(|(id, item)| {
         let (world, seen) = (&world, &seen);

@@ -15,8 +15,8 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::conformance::Subject;
 use idem_runtime::record::{Record, State, StoredResult, Trail};
 use idem_runtime::store::{
-    Action, Answers, Cursor, Decided, Decision, Filter, Finish, Heartbeats, Holder, Inspection, Lease, OwnerToken,
-    Page, Release, Reservation, ReserveRequest, Revision, Standing, StoreFuture, Verdict,
+    Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Heartbeats, Holder, Inspection, Lease,
+    OwnerToken, Page, Release, Reservation, ReserveRequest, Revision, Standing, StoreFuture, Verdict,
 };
 use idem_runtime::{Key, OnCrash, Store, StoreError, StoreErrorKind};
 use idem_tests::clock::OddClock;
@@ -669,7 +669,7 @@ impl Plain {
     }
 
     #[expect(clippy::too_many_lines, reason = "one decision, to be read together")]
-    fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> Decided {
+    fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> DecisionAnswer {
         let now = self.now();
         // Mistakes that decide about any attempt, or at any time.
         let any = match decision.action {
@@ -692,37 +692,41 @@ impl Plain {
                 let record = Record::new(nobody, decision.seen.attempt(), State::Released);
                 let expires_at = now.saturating_add(Duration::from_secs(600));
                 *slot = Some(Slot { record, lapses_at: now, expires_at, first_seen: now, began: now, decided: None });
-                return Decided::Applied;
+                return DecisionAnswer::Applied;
             }
-            return Decided::NoRecord;
+            return DecisionAnswer::NoRecord;
         };
         // Refuse a decision about another record than the one that the operator saw: a damaged value, or another
         // attempt.
         if decision.seen.standing() == Standing::Damaged && !self.is(M::DamageWasNoChange) {
-            return Decided::changed(self.inspection(found).standing());
+            return DecisionAnswer::changed(self.inspection(found).standing());
         }
         if found.record.attempt != decision.seen.attempt() && !(any != M::None && self.is(any)) {
-            return if no_reason { Decided::NoRecord } else { Decided::other_attempt(found.record.attempt) };
+            return if no_reason {
+                DecisionAnswer::NoRecord
+            } else {
+                DecisionAnswer::other_attempt(found.record.attempt)
+            };
         }
         // The same person repeats the decision: it has been applied already.
         if let Some((_, last)) = &found.decided
             && (&last.seen, &last.action, &last.by) == (&decision.seen, &decision.action, &decision.by)
             && !(matches!(decision.action, Action::Resolve(_)) && self.is(M::ResolveNotRepeatable))
         {
-            return Decided::Applied;
+            return DecisionAnswer::Applied;
         }
         // A live lease refuses each decision except `BreakLease`.
         let pending = matches!(found.record.state, State::Pending { .. });
         let live = pending && found.lapses_at > now && decision.action != Action::BreakLease;
         if live && !(at_any_time != M::None && self.is(at_any_time)) {
             let lapses_in = found.lapses_at.saturating_since(now);
-            return if no_reason { Decided::NoRecord } else { Decided::live_lease(lapses_in) };
+            return if no_reason { DecisionAnswer::NoRecord } else { DecisionAnswer::live_lease(lapses_in) };
         }
         // Refuse a record that has changed since the operator saw it, and name the operator who changed it.
         let excused = (any != M::None && self.is(any)) || (at_any_time != M::None && self.is(at_any_time));
         if !excused && !self.is_seen(found, decision) {
-            let mut changed = Decided::changed(self.inspection(found).standing());
-            if let (Decided::Changed { decided_by, .. }, Some(_)) = (&mut changed, &found.decided) {
+            let mut changed = DecisionAnswer::changed(self.inspection(found).standing());
+            if let (DecisionAnswer::Changed { decided_by, .. }, Some(_)) = (&mut changed, &found.decided) {
                 *decided_by = found.record.trail.decided_by().map(Box::from);
             }
             return changed;
@@ -731,18 +735,18 @@ impl Plain {
         let owner = found.decided.as_ref().map_or(found.record.owner, |(owner, _)| *owner);
         // Apply the decision to the record, or refuse it.
         match &decision.action {
-            Action::Discard if !finished && !self.is(M::DiscardsNothing) => return Decided::Unfinished,
-            Action::Discard if self.is(M::DiscardSparesResults) => return Decided::Finished,
-            Action::Replace(_) if !finished && !self.is(M::ReplacesNothing) => return Decided::Unfinished,
-            Action::Replace(_) if self.is(M::ReplaceSparesResults) => return Decided::Finished,
+            Action::Discard if !finished && !self.is(M::DiscardsNothing) => return DecisionAnswer::Unfinished,
+            Action::Discard if self.is(M::DiscardSparesResults) => return DecisionAnswer::Finished,
+            Action::Replace(_) if !finished && !self.is(M::ReplacesNothing) => return DecisionAnswer::Unfinished,
+            Action::Replace(_) if self.is(M::ReplaceSparesResults) => return DecisionAnswer::Finished,
             Action::Replace(_) if self.is(M::ReplaceReleases) => found.record.state = State::Released,
             Action::Replace(finish) => found.record.state = finish.state(),
-            Action::Reopen if finished && !self.is(M::ReopenGivesUpResults) => return Decided::Finished,
+            Action::Reopen if finished && !self.is(M::ReopenGivesUpResults) => return DecisionAnswer::Finished,
             Action::Reopen | Action::Discard => {
                 if self.is(M::ReopenDeletes) {
                     *slot = None;
                     self.wake(false);
-                    return Decided::Applied;
+                    return DecisionAnswer::Applied;
                 }
                 if !self.is(M::ReopenKeepsStarts) {
                     found.record.attempts_used = 0;
@@ -754,7 +758,7 @@ impl Plain {
             }
             Action::Resolve(finish) => {
                 if !self.resolve(found, finish) {
-                    return Decided::Finished;
+                    return DecisionAnswer::Finished;
                 }
             }
             Action::BreakLease => match found.record.state {
@@ -772,7 +776,7 @@ impl Plain {
                     }
                 }
                 _ if finished && self.is(M::BreakEndsResults) => found.record.state = State::Released,
-                _ if finished => return Decided::Finished,
+                _ if finished => return DecisionAnswer::Finished,
                 _ => {}
             },
             Action::Forget if self.is(M::ForgetOnlyReleases) => found.record.state = State::Released,
@@ -801,7 +805,7 @@ impl Plain {
         if !self.is(M::DecisionsWakeNobody) {
             self.wake(false);
         }
-        Decided::Applied
+        DecisionAnswer::Applied
     }
 }
 
@@ -881,17 +885,17 @@ impl Plain {
     }
 
     /// Answer to a decision about a value that is not a record.
-    fn decide_about_damage(&self, decision: &Decision) -> Option<Decided> {
+    fn decide_about_damage(&self, decision: &Decision) -> Option<DecisionAnswer> {
         let text = self.foreign(&decision.key).filter(|_| !self.is(M::ForeignIsAbsent))?;
         let is_seen = decision.seen == self.damaged(&text).revision() || self.is(M::DamageIsForgottenUnseen);
         Some(match decision.action {
-            _ if !is_seen => Decided::changed(Standing::Damaged),
-            Action::Forget if self.is(M::DamageIsNeverForgotten) => Decided::Damaged,
+            _ if !is_seen => DecisionAnswer::changed(Standing::Damaged),
+            Action::Forget if self.is(M::DamageIsNeverForgotten) => DecisionAnswer::Damaged,
             _ if decision.action == Action::Forget || self.is(M::DamageIsForgottenByAll) => {
                 self.shared.values.lock().unwrap().remove(&self.key(&decision.key));
-                Decided::Applied
+                DecisionAnswer::Applied
             }
-            _ => Decided::Damaged,
+            _ => DecisionAnswer::Damaged,
         })
     }
 
@@ -1134,7 +1138,7 @@ impl Store for Plain {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
             match self.decide_about_damage(decision) {
                 Some(decided) => Ok(decided),

@@ -23,9 +23,9 @@ async fn only_policies_that_ask_for_it_mark_the_beginning() {
         let world = World::new();
         let failing = world.operation(policy).run(async { Err::<u32, Error>(Error::NoAttempt) });
         assert!(failing.await.is_err());
-        assert_eq!(world.store.count(Call::Begin), first, "{policy:?}, the first attempt");
+        assert_eq!(world.store.count(StoreCall::Begin), first, "{policy:?}, the first attempt");
         let _ = world.call(policy).await;
-        assert_eq!(world.store.count(Call::Begin), second, "{policy:?}, the second attempt");
+        assert_eq!(world.store.count(StoreCall::Begin), second, "{policy:?}, the second attempt");
     }
 }
 
@@ -37,7 +37,7 @@ async fn a_reservation_that_lands_late_interrupts_nothing_and_is_not_counted() {
         let world = World::new();
         for _ in 0..3 {
             let dead = FaultyStore::new(&world.store);
-            dead.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            dead.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
             let lost = Operation::new(&dead, Ok(World::key("k")), policy).run(world.body());
             let lost = driving(&world.clock, lost).await;
             assert!(matches!(lost, Err(Error::Store { started: false, .. })), "{lost:?}");
@@ -56,7 +56,7 @@ async fn a_reservation_that_lands_late_interrupts_nothing_and_is_not_counted() {
 async fn no_body_begins_before_its_mark_is_confirmed() {
     for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After] {
         let world = World::new();
-        world.store.always(Call::Begin, fault);
+        world.store.always(StoreCall::Begin, fault);
         let (result, outcome) = driving(&world.clock, observe(world.operation(AT_MOST_ONCE).run(world.body()))).await;
         assert!(matches!(result, Err(Error::Store { started: false, .. })), "{result:?}");
         assert!(!outcome.executed() && !outcome.uncertain());
@@ -64,7 +64,7 @@ async fn no_body_begins_before_its_mark_is_confirmed() {
         // The clean-up releases the key.
         settle().await;
         assert_eq!(world.state().await, State::Released);
-        world.store.always(Call::Begin, Fault::None);
+        world.store.always(StoreCall::Begin, Fault::None);
         assert_eq!(world.call(AT_MOST_ONCE).await.0.unwrap(), 1);
     }
 }
@@ -72,16 +72,16 @@ async fn no_body_begins_before_its_mark_is_confirmed() {
 #[tokio::test]
 async fn a_mark_that_lands_in_an_outage_is_taken_back_for_as_long_as_that_takes() {
     let world = World::new();
-    world.store.always(Call::Begin, Fault::After);
-    world.store.always(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Begin, Fault::After);
+    world.store.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     let result = driving(&world.clock, world.operation(AT_MOST_ONCE).run(world.body())).await;
     assert!(matches!(result, Err(Error::Store { started: false, .. })), "{result:?}");
     outlast(&world, 5).await;
     assert!(matches!(world.state().await, State::Pending { begun: true, .. }));
     // `flush` does not wait for the rest of the outage.
     assert!(poll_once(std::pin::pin!(world.store.heartbeats().flush())).await.is_ready());
-    world.store.always(Call::Begin, Fault::None);
-    world.store.always(Call::Release, Fault::None);
+    world.store.always(StoreCall::Begin, Fault::None);
+    world.store.always(StoreCall::Release, Fault::None);
     outlast(&world, 2).await;
     assert_eq!(world.state().await, State::Released);
     assert_eq!(world.call(AT_MOST_ONCE).await.0.unwrap(), 1);
@@ -91,7 +91,7 @@ async fn a_mark_that_lands_in_an_outage_is_taken_back_for_as_long_as_that_takes(
 async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
     for fault in [Fault::Hang, Fault::Slow(3)] {
         let world = World::new();
-        world.store.next(Call::Begin, fault);
+        world.store.next(StoreCall::Begin, fault);
         let mut call = Box::pin(world.operation(AT_MOST_ONCE).run(world.body()));
         assert!(poll_once(call.as_mut()).await.is_pending());
         drop(call);
@@ -105,21 +105,25 @@ async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
 #[tokio::test]
 async fn a_mark_after_the_lapse_leads_to_another_attempt() {
     let world = World::new();
-    world.store.next(Call::Begin, Fault::Slow(1));
+    world.store.next(StoreCall::Begin, Fault::Slow(1));
     let mut call = Box::pin(observe(world.operation(AT_MOST_ONCE).run(world.body())));
     assert!(poll_once(call.as_mut()).await.is_pending());
     world.clock.advance(LEASE);
     let (result, outcome) = driving(&world.clock, call).await;
     assert_eq!(result.unwrap(), 1);
     assert_eq!((outcome.attempt(), world.record().await.unwrap().attempts_used), (Some(2), 1));
-    assert_eq!(world.store.count(Call::Release), 1, "where clocks differ, the lapsed reservation would be in the way");
+    assert_eq!(
+        world.store.count(StoreCall::Release),
+        1,
+        "where clocks differ, the lapsed reservation would be in the way"
+    );
 }
 
 #[tokio::test]
 async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
     let world = World::new();
     let body = async { Err::<u32, Error>(Error::NoAttempt) };
-    world.store.always(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     assert!(world.operation(AT_MOST_ONCE).run(body).await.is_err());
     outlast(&world, 6).await;
     let (result, outcome) = world.call(AT_MOST_ONCE).await;
@@ -132,7 +136,7 @@ async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
     let mut waiting = Box::pin(world.call(patient));
     assert!(poll_once(waiting.as_mut()).await.is_pending(), "it waits for the end");
     drop(waiting);
-    world.store.always(Call::Release, Fault::None);
+    world.store.always(StoreCall::Release, Fault::None);
     outlast(&world, 2).await;
     assert_eq!(world.state().await, State::Released);
     assert_eq!(world.call(AT_MOST_ONCE).await.0.unwrap(), 1);
@@ -141,12 +145,12 @@ async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
 #[tokio::test]
 async fn under_fail_a_result_is_recorded_after_an_outage_of_many_leases() {
     let world = World::new();
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let (result, outcome) = driving(&world.clock, observe(world.operation(AT_MOST_ONCE).run(world.body()))).await;
     assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
     assert!(outcome.uncertain());
     outlast(&world, 5).await;
-    world.store.always(Call::Finish, Fault::None);
+    world.store.always(StoreCall::Finish, Fault::None);
     outlast(&world, 2).await;
     let (result, outcome) = world.call(AT_MOST_ONCE).await;
     assert!(outcome.replayed() && result.unwrap() == 1, "the body ran once, and its result is there");
@@ -156,13 +160,13 @@ async fn under_fail_a_result_is_recorded_after_an_outage_of_many_leases() {
 async fn a_late_end_of_a_dead_process_stays_away() {
     let world = World::new();
     let dead = FaultyStore::new(&world.store);
-    dead.always(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    dead.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     let body = async { Err::<u32, Error>(Error::NoAttempt) };
     assert!(Operation::new(&dead, Ok(World::key("k")), AT_MOST_ONCE).run(body).await.is_err());
     outlast(&world, 2).await;
     assert_eq!(world.store.reopen(&World::key("k"), 1).await.unwrap(), Verdict::Applied);
     let call = world.hang(AT_MOST_ONCE).await;
-    dead.always(Call::Release, Fault::None);
+    dead.always(StoreCall::Release, Fault::None);
     for _ in 0..2 {
         outlast(&world, 1).await;
         assert!(

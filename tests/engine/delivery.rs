@@ -84,7 +84,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
 async fn a_call_that_is_cut_off_says_how_far_it_came() {
     // Cut off while its key is being reserved.
     let world = World::new();
-    world.store.next(Call::Reserve, Fault::Hang);
+    world.store.next(StoreCall::Reserve, Fault::Hang);
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
     assert!(outcome.observed() && outcome.cancelled() && !outcome.executed() && !outcome.uncertain(), "{outcome:?}");
     retries(&outcome);
@@ -100,7 +100,7 @@ async fn a_call_that_is_cut_off_says_how_far_it_came() {
 
     // Cut off while its result is being recorded: the recording goes on without the call.
     let world = World::new();
-    world.store.next(Call::Finish, Fault::Slow(3));
+    world.store.next(StoreCall::Finish, Fault::Slow(3));
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
     assert!(outcome.cancelled() && outcome.executed() && outcome.uncertain() && !outcome.recorded(), "{outcome:?}");
     retries(&outcome);
@@ -186,7 +186,7 @@ async fn retries_slow_down() {
 #[tokio::test]
 async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
     let world = World::new();
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let mut deliveries = 0;
     while idem_runtime::clock::Clock::now(&world.clock).since_origin() < Duration::from_secs(600) {
         let (_, outcome) = driving(&world.clock, world.call(POLICY)).await;
@@ -194,9 +194,9 @@ async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
         deliveries += 1;
     }
     assert!(deliveries <= 16, "a broker that delivers twenty times gives up: {deliveries}");
-    world.store.always(Call::Reserve, Fault::None);
+    world.store.always(StoreCall::Reserve, Fault::None);
     world.call_failing(POLICY).await.0.unwrap_err();
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let (_, outcome) = driving(&world.clock, world.call(POLICY)).await;
     assert!(retries(&outcome) <= Duration::from_secs(1), "another outage");
 }
@@ -204,7 +204,7 @@ async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
 #[tokio::test]
 async fn a_mistake_of_the_deployment_costs_no_message() {
     let world = World::new();
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(POLICY).await;
     assert!(result.unwrap_err().is_misconfigured() && outcome.misconfigured());
     retries(&outcome);
@@ -219,8 +219,8 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
 #[tokio::test]
 async fn what_can_not_be_recorded_is_never_tried_again_at_once() {
     let world = World::new();
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
     assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
     assert!(outcome.uncertain() && outcome.executed() && !outcome.recorded());
@@ -280,7 +280,7 @@ async fn whatever_is_in_doubt_is_told_once() {
     assert!(matches!(driving(&world.clock, hanging(slow)).await, Err(Error::TimedOut { .. })));
     assert_eq!(noted("doubted"), [(3, Doubt::TimedOut)]);
 
-    world.store.next(Call::Finish, Fault::Slow(1));
+    world.store.next(StoreCall::Finish, Fault::Slow(1));
     let mut late = Box::pin(operation(policy).run(async {
         world.clock.advance(LEASE * 2);
         Ok::<u32, Error>(4)

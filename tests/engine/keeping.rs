@@ -33,7 +33,7 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
             // Wait until the task sleeps for the next beat; only then advance the time.
             block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
-            block_until("a beat", || store.count(Call::Renew) >= beats);
+            block_until("a beat", || store.count(StoreCall::Renew) >= beats);
             let mut other = Box::pin(observe(
                 Operation::new(&memory.peer(), Ok(World::key("k")), POLICY).run(async { Ok::<_, Error>(2) }),
             ));
@@ -55,15 +55,15 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
     assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
     // The first tries fail, so that the release needs a task and needs time to pass.
-    store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
-    store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable));
+    store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
+    store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     drop(runtime);
     drop(call);
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     runtime.block_on(store.heartbeats().flush());
     let found = runtime.block_on(store.inspect(&World::key("k"))).unwrap().unwrap();
     assert_eq!(found.record.state, State::Released);
-    assert_eq!(store.count(Call::Release), 3);
+    assert_eq!(store.count(StoreCall::Release), 3);
 }
 
 #[tokio::test]
@@ -76,7 +76,7 @@ async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
     });
     let mut call = Box::pin(world.operation(POLICY).run(body));
     assert!(poll_once(call.as_mut()).await.is_pending());
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     // The process is stopped for longer than its lease.
     world.clock.advance(LEASE);
     for _ in 0..5 {
@@ -85,7 +85,7 @@ async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
         world.clock.advance(Duration::from_secs(5));
     }
     assert_eq!(polls.get(), 1, "nobody knows whether it still holds its key");
-    world.store.always(Call::Renew, Fault::None);
+    world.store.always(StoreCall::Renew, Fault::None);
     settle().await;
     world.clock.advance(Duration::from_secs(5));
     settle().await;
@@ -144,7 +144,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
     .await;
     // Every other renewal never ends; another call renews its leases concurrently.
     for _ in 0..30 {
-        world.store.next(Call::Renew, Fault::Hang);
+        world.store.next(StoreCall::Renew, Fault::Hang);
         for _ in 0..4 {
             settle().await;
             world.clock.advance(LEASE / 12);
@@ -165,7 +165,7 @@ async fn a_store_that_is_full_for_a_moment_gets_the_result() {
         // The result must not depend on whether the body was ever pending.
         for pends in [false, true] {
             let world = World::new();
-            world.store.always(Call::Finish, Fault::Before(kind));
+            world.store.always(StoreCall::Finish, Fault::Before(kind));
             let body = async {
                 if pends {
                     tokio::task::yield_now().await;
@@ -178,7 +178,7 @@ async fn a_store_that_is_full_for_a_moment_gets_the_result() {
                 settle().await;
                 world.clock.advance(Duration::from_millis(50));
             }
-            world.store.always(Call::Finish, Fault::None);
+            world.store.always(StoreCall::Finish, Fault::None);
             let (result, outcome) = driving(&world.clock, call).await;
             assert_eq!(result.unwrap(), 1, "{kind:?}");
             assert!(outcome.recorded() && outcome.result_stored());
@@ -190,7 +190,7 @@ async fn a_store_that_is_full_for_a_moment_gets_the_result() {
 async fn a_result_that_the_store_never_takes_is_left_out_after_half_a_lease() {
     for kind in [StoreErrorKind::Full, StoreErrorKind::Unconfirmed] {
         let world = World::new();
-        world.store.always(Call::Finish, Fault::BeforeResult(kind));
+        world.store.always(StoreCall::Finish, Fault::BeforeResult(kind));
         let began = world.clock.now();
         let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
         assert_eq!(result.unwrap(), 1, "{kind:?}");
@@ -205,7 +205,7 @@ async fn a_result_that_the_store_never_takes_is_left_out_after_half_a_lease() {
 #[tokio::test]
 async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
     let world = World::new();
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Full));
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Full));
     let began = world.clock.now();
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
     assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
@@ -216,10 +216,10 @@ async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
 async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
     let world = World::new();
     // The result is recorded, the answer is lost, and no other finish reaches the store until after the next beat.
-    world.store.next(Call::Finish, Fault::After);
-    world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.next(StoreCall::Finish, Fault::After);
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let mut call = Box::pin(observe(world.operation(POLICY).run(world.body())));
-    while world.store.count(Call::Renew) == 0 {
+    while world.store.count(StoreCall::Renew) == 0 {
         assert!(poll_once(call.as_mut()).await.is_pending());
         settle().await;
         world.clock.advance(Duration::from_secs(1));
@@ -230,7 +230,7 @@ async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
         world.clock.advance(Duration::from_secs(1));
         assert!(poll_once(call.as_mut()).await.is_pending());
     }
-    world.store.always(Call::Finish, Fault::None);
+    world.store.always(StoreCall::Finish, Fault::None);
     let (result, outcome) = driving(&world.clock, call).await;
     assert_eq!(result.unwrap(), 1);
     assert!(outcome.recorded());
@@ -270,7 +270,7 @@ async fn a_renewal_that_is_refused_for_good_ends_the_body_when_its_lease_lapses(
     for kind in [StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt, StoreErrorKind::Unsupported] {
         for (policy, left) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
             let world = World::new();
-            world.store.always(Call::Renew, Fault::Before(kind));
+            world.store.always(StoreCall::Renew, Fault::Before(kind));
             let began = world.clock.now();
             let call = observe(world.operation(policy).run(std::future::pending::<Result<u32, Error>>()));
             let (result, outcome) = driving(&world.clock, call).await;
@@ -293,7 +293,7 @@ async fn a_renewal_that_is_refused_for_good_ends_the_body_when_its_lease_lapses(
 async fn a_refusal_for_good_ends_a_thousand_bodies_within_a_beat_of_the_lapse() {
     const BODIES: usize = 1000;
     let world = World::new();
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Misconfigured));
     let began = world.clock.now();
     let names: Vec<_> = (0..BODIES).map(|at| at.to_string()).collect();
     let calls = names.iter().map(|name| {
@@ -311,7 +311,7 @@ async fn an_outage_pauses_a_body_for_a_stated_time() {
     for (policy, pause) in [(POLICY, LEASE * 3), (POLICY.max_pause(LEASE / 2), LEASE / 2)] {
         for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After, Fault::Hang] {
             let world = World::new();
-            world.store.always(Call::Renew, fault);
+            world.store.always(StoreCall::Renew, fault);
             let began = world.clock.now();
             let call = world.operation(policy).run(std::future::pending::<Result<u32, Error>>());
             let Err(error) = driving(&world.clock, call).await else { panic!("it hangs") };
@@ -328,7 +328,7 @@ async fn an_outage_pauses_a_body_for_a_stated_time() {
 async fn a_process_that_stood_still_for_many_leases_renews_before_it_gives_up() {
     let world = World::new();
     let mut call = world.hang(POLICY).await;
-    world.store.next(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.next(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     world.clock.advance(LEASE * 50);
     settle().await;
     assert!(poll_once(call.as_mut()).await.is_pending(), "its first renewal since then has failed");
@@ -353,14 +353,14 @@ async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
     for _ in 0..60 {
         let both = world.clock.now().since_origin() < LEASE;
         let kind = if both { StoreErrorKind::Corrupt } else { StoreErrorKind::Unavailable };
-        world.store.always(Call::Renew, Fault::Before(kind));
+        world.store.always(StoreCall::Renew, Fault::Before(kind));
         world.clock.advance(LEASE / 30);
         settle().await;
         for call in &mut calls {
             assert!(poll_once(call.as_mut()).await.is_pending());
         }
     }
-    world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Corrupt));
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Corrupt));
     for _ in 0..10 {
         world.clock.advance(LEASE / 12);
         settle().await;

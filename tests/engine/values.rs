@@ -168,12 +168,12 @@ fn a_lease_is_kept_while_values_are_dropped() {
             then: Some(Box::new({
                 let (store, clock) = (store.clone(), clock.clone());
                 move || {
-                    let before = store.count(Call::Renew);
+                    let before = store.count(StoreCall::Renew);
                     // The beats go on for five leases while the drop blocks its thread.
                     for beats in 1..=15 {
                         super::keeping::block_until("the sleep", || clock.next_wake().is_some());
                         clock.advance(LEASE / 3);
-                        super::keeping::block_until("a beat", || store.count(Call::Renew) >= before + beats);
+                        super::keeping::block_until("a beat", || store.count(StoreCall::Renew) >= before + beats);
                     }
                     let other = Operation::new(&peer, Ok(World::key("k")), POLICY);
                     let other = other.run(async { Ok::<_, Error>(2) }).now_or_never().expect("memory answers at once");
@@ -192,7 +192,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         for beats in 1..=if timed_out { 17 } else { 16 } {
             super::keeping::block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
-            super::keeping::block_until("a beat", || store.count(Call::Renew) >= beats);
+            super::keeping::block_until("a beat", || store.count(StoreCall::Renew) >= beats);
         }
         if timed_out {
             clock.advance(LEASE / 3);

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak};
 
 use idem_runtime::store::{
-    Action, Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict,
-    forward,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoreFuture,
+    Verdict, forward,
 };
 use tokio::sync::oneshot;
 
@@ -15,13 +15,13 @@ const WAIT: Policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(20)
 
 /// Store whose waits end when the test ends them. All of its handles are one `Arc`, as in the library.
 #[derive(Debug)]
-struct Told {
+struct ScriptedWaits {
     this: Weak<Self>,
     inner: FaultyStore,
     waits: Mutex<VecDeque<oneshot::Sender<Option<Inspection>>>>,
 }
 
-impl Store for Told {
+impl Store for ScriptedWaits {
     forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, upkeep, reserve, begin, renew, finish, release, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
@@ -37,7 +37,7 @@ impl Store for Told {
 
 struct Hall {
     clock: ManualClock,
-    store: Arc<Told>,
+    store: Arc<ScriptedWaits>,
     runs: AtomicU32,
 }
 
@@ -47,7 +47,7 @@ impl Hall {
     fn new() -> Self {
         let clock = ManualClock::new();
         let inner = FaultyStore::new(&MemoryStore::options().clock(clock.clone()).build());
-        let store = Arc::new_cyclic(|this| Told { this: Weak::clone(this), inner, waits: Mutex::default() });
+        let store = Arc::new_cyclic(|this| ScriptedWaits { this: Weak::clone(this), inner, waits: Mutex::default() });
         Self { clock, store, runs: AtomicU32::new(0) }
     }
 
@@ -88,7 +88,7 @@ impl Hall {
 
     /// Number of reservations so far, and number of waits under way.
     fn asked(&self) -> (usize, usize) {
-        (self.store.inner.count(Call::Reserve), self.store.waits.lock().unwrap().len())
+        (self.store.inner.count(StoreCall::Reserve), self.store.waits.lock().unwrap().len())
     }
 
     /// Ends the oldest wait with the answer `told`.
@@ -114,7 +114,7 @@ async fn a_waiting_duplicate_asks_once_and_is_told() {
     hall.tell(hall.found().await);
     assert_eq!(result_of(call).await, 1);
     assert_eq!(hall.asked(), (2, 0), "the holder, and the duplicate once");
-    assert_eq!(hall.store.inner.count(Call::Inspect), 1, "that of the test");
+    assert_eq!(hall.store.inner.count(StoreCall::Inspect), 1, "that of the test");
 }
 
 /// Duplicates that came during a wait share one more look at the record, after that wait.
@@ -152,7 +152,7 @@ async fn nobody_is_told_what_was_read_before_it_asked() {
     // An answer is on its way. Meanwhile the record is removed and the key reserved again, as attempt 1 again.
     let found = hall.store.inner.inspect(&key).await.unwrap().expect("a record");
     let forgotten = Decision::new(&key, &found, Action::Forget);
-    assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), Decided::Applied);
+    assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), DecisionAnswer::Applied);
     let again = hall.held().await;
     assert_eq!(again.attempt, 1);
     let mut second = hall.waits().await;
@@ -295,7 +295,7 @@ async fn the_turn_is_nobodys_to_keep() {
         let mut first = hall.waits().await;
         let mut second = hall.waits().await;
         assert_eq!(hall.store.inner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
-        hall.store.inner.next(Call::Reserve, Fault::Hang);
+        hall.store.inner.next(StoreCall::Reserve, Fault::Hang);
         hall.tell(hall.found().await);
         assert!(poll_once(first.as_mut()).await.is_pending(), "its question hangs");
         assert!(poll_once(second.as_mut()).await.is_pending(), "it waits for the first one");
@@ -342,16 +342,16 @@ async fn an_outage_ends_no_wait() {
             let running = world.hang(POLICY).await;
             let mut waiting = Box::pin(observe(world.operation(policy).run(world.body())));
             assert!(poll_once(waiting.as_mut()).await.is_pending());
-            world.store.always(Call::Wait, Fault::Before(kind));
-            world.store.always(Call::Reserve, Fault::Before(kind));
+            world.store.always(StoreCall::Wait, Fault::Before(kind));
+            world.store.always(StoreCall::Reserve, Fault::Before(kind));
             drop(running);
             for _ in 0..15 {
                 settle().await;
                 assert!(poll_once(waiting.as_mut()).await.is_pending(), "{kind:?}: 15 of 20 s");
                 world.clock.advance(Duration::from_secs(1));
             }
-            world.store.always(Call::Wait, Fault::None);
-            world.store.always(Call::Reserve, Fault::None);
+            world.store.always(StoreCall::Wait, Fault::None);
+            world.store.always(StoreCall::Reserve, Fault::None);
             let (result, outcome) = driving(&world.clock, waiting).await;
             assert!(result.is_ok() && outcome.executed() && outcome.waited() && outcome.recorded(), "{outcome:?}");
             world.store.heartbeats().flush().await;
@@ -370,17 +370,17 @@ async fn duplicates_that_wait_through_an_outage_do_not_ask_together() {
     let calls = (0..WAITERS).map(|_| Box::pin(world.operation(WAIT).run(world.body())));
     let mut waiting = Box::pin(futures::future::join_all(calls));
     assert!(poll_once(waiting.as_mut()).await.is_pending());
-    world.store.always(Call::Wait, Fault::Before(StoreErrorKind::Unavailable));
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Wait, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     drop(running);
     // Their pauses have reached the longest one.
     let step = Duration::from_millis(10);
     let mut together = Vec::new();
     for _ in 0..600 {
-        let before = world.store.count(Call::Reserve);
+        let before = world.store.count(StoreCall::Reserve);
         settle().await;
         assert!(poll_once(waiting.as_mut()).await.is_pending());
-        together.push(world.store.count(Call::Reserve) - before);
+        together.push(world.store.count(StoreCall::Reserve) - before);
         world.clock.advance(step);
     }
     let late = &together[400..];
@@ -397,8 +397,8 @@ async fn a_wait_in_an_outage_is_as_long_as_the_policy_says() {
         let mut waiting = Box::pin(world.operation(WAIT).run(world.body()));
         assert!(poll_once(waiting.as_mut()).await.is_pending());
         let began = world.clock.now();
-        world.store.always(Call::Wait, Fault::Before(kind));
-        world.store.always(Call::Reserve, Fault::Before(kind));
+        world.store.always(StoreCall::Wait, Fault::Before(kind));
+        world.store.always(StoreCall::Reserve, Fault::Before(kind));
         drop(running);
         let result = driving(&world.clock, waiting).await;
         assert!(matches!(&result, Err(Error::Store { source, .. }) if source.kind() == kind), "{result:?}");

@@ -9,7 +9,7 @@ use idem_tests::server::until;
 
 use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
-use crate::{Fault, Seen, leases};
+use crate::{Fault, VisibleEffect, leases};
 
 /// Number of keys that must be done before a store counts as working.
 const PROGRESS: usize = 5;
@@ -22,27 +22,38 @@ const GATED: usize = 24;
 const STOPPED: u32 = 3;
 
 /// Causes `fault` in `rig` while racers work, and shows that it has the promised effect, `seen`.
-pub async fn play(rig: impl Rig, fault: Fault, seen: Seen) {
+pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
     let is_of_the_process = matches!(fault, Fault::threads_exhausted | Fault::descriptors_exhausted);
     if is_of_the_process
-        || matches!(seen, Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded | Seen::Unrenewed)
+        || matches!(
+            seen,
+            VisibleEffect::Kept
+                | VisibleEffect::OthersKept
+                | VisibleEffect::Fenced
+                | VisibleEffect::Recorded
+                | VisibleEffect::Unrenewed
+        )
     {
         return leases::play(rig, fault).await;
     }
     let clock = WallClock::new();
     let mut scene = Scene::open(rig, fault, &clock).await;
     let rules = match seen {
-        Seen::TakenOver => scene.kill_workers().await,
-        Seen::LeaseLost => scene.stop_workers().await,
-        Seen::Refused if fault == Fault::server_stopped_and_continued => scene.is_stopped().await,
-        Seen::Refused => scene.is_refused(fault).await,
-        Seen::Retried => scene.is_retried(fault).await,
-        Seen::RunsAgain => scene.is_forgotten(fault).await,
-        Seen::Slower => scene.is_slower().await,
-        Seen::GoesOn if fault == Fault::connections_half_closed => scene.goes_on_elsewhere().await,
-        Seen::GoesOn => scene.clock_is_stepped(&clock, false).await,
-        Seen::LeasesMove => scene.clock_is_stepped(&clock, true).await,
-        Seen::Kept | Seen::OthersKept | Seen::Fenced | Seen::Recorded | Seen::Unrenewed => unreachable!("about leases"),
+        VisibleEffect::TakenOver => scene.kill_workers().await,
+        VisibleEffect::LeaseLost => scene.stop_workers().await,
+        VisibleEffect::Refused if fault == Fault::server_stopped_and_continued => scene.is_stopped().await,
+        VisibleEffect::Refused => scene.is_refused(fault).await,
+        VisibleEffect::Retried => scene.is_retried(fault).await,
+        VisibleEffect::RunsAgain => scene.is_forgotten(fault).await,
+        VisibleEffect::Slower => scene.is_slower().await,
+        VisibleEffect::GoesOn if fault == Fault::connections_half_closed => scene.goes_on_elsewhere().await,
+        VisibleEffect::GoesOn => scene.clock_is_stepped(&clock, false).await,
+        VisibleEffect::LeasesMove => scene.clock_is_stepped(&clock, true).await,
+        VisibleEffect::Kept
+        | VisibleEffect::OthersKept
+        | VisibleEffect::Fenced
+        | VisibleEffect::Recorded
+        | VisibleEffect::Unrenewed => unreachable!("about leases"),
     };
     scene.close(&rules).await;
 }

@@ -18,7 +18,7 @@ use http::Request;
 use idem_runtime::http::{Caller, IdempotencyLayer};
 use idem_runtime::{InProgress, MemoryStore, OnCrash, Store, current};
 use idem_tests::sqlite::Folder;
-use idem_tests::{Call, Fault, FaultyStore};
+use idem_tests::{Fault, FaultyStore, StoreCall};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tower::ServiceExt;
@@ -82,7 +82,7 @@ async fn a_client_that_hangs_up_in_its_request_starts_nothing() {
         drop(stream);
     }
     assert_eq!(send(address, post("k", "1234567890")).await.text(), "run 1");
-    assert_eq!((stage.begun(), store.count(Call::Reserve)), (1, 1));
+    assert_eq!((stage.begun(), store.count(StoreCall::Reserve)), (1, 1));
 }
 
 /// Sends the request, waits until `reached`, and hangs up.
@@ -166,10 +166,10 @@ async fn a_client_that_hangs_up_cancels_nothing_that_has_begun() {
 #[tokio::test]
 async fn a_client_that_hangs_up_while_its_key_is_reserved_leaves_it_free() {
     let store = FaultyStore::new(&MemoryStore::new());
-    store.next(Call::Reserve, Fault::Hang);
+    store.next(StoreCall::Reserve, Fault::Hang);
     let layer = IdempotencyLayer::new(&store, POLICY.on_crash(OnCrash::Fail), Caller::single());
     let address = serve_stage(layer.clone(), &Stage::open()).await;
-    hang_up(Version::Two, address, until("it asks", || store.count(Call::Reserve) == 1)).await;
+    hang_up(Version::Two, address, until("it asks", || store.count(StoreCall::Reserve) == 1)).await;
     until("its place is free", || layer.in_flight() == 0).await;
     store.heartbeats().flush().await;
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
@@ -184,7 +184,7 @@ async fn a_client_that_hangs_up_while_it_waits_frees_its_place() {
     let address = serve_stage(layer.clone(), &stage).await;
     let first = tokio::spawn(send(address, post("k", "")));
     stage.entered().await;
-    hang_up(Version::Two, address, until("it waits", || store.count(Call::Wait) == 1)).await;
+    hang_up(Version::Two, address, until("it waits", || store.count(StoreCall::Wait) == 1)).await;
     until("its place is free", || layer.in_flight() == 1).await;
     stage.go();
     assert_eq!(first.await.unwrap().text(), "run 1");

@@ -4,7 +4,7 @@ use http::header::HeaderName;
 use http::{HeaderValue, Method, Request};
 use idem_runtime::http::{Caller, IdempotencyKey, IdempotencyLayer};
 use idem_runtime::{MemoryStore, MissingKey, Policy};
-use idem_tests::{Call, FaultyStore};
+use idem_tests::{FaultyStore, StoreCall};
 
 use crate::rig::*;
 
@@ -169,7 +169,7 @@ async fn without_credentials_nothing_is_stored_or_shared() {
         assert_eq!(reply.problem(), (403, "forbidden".to_owned()));
         assert_eq!(reply.header("www-authenticate"), None);
     }
-    assert_eq!((stage.begun(), store.count(Call::Reserve)), (0, 0));
+    assert_eq!((stage.begun(), store.count(StoreCall::Reserve)), (0, 0));
 }
 
 #[tokio::test]

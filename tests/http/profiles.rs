@@ -6,7 +6,7 @@ use axum::body::Body;
 use http::{Method, Request, StatusCode};
 use idem_runtime::http::{Caller, Equality, IdempotencyLayer, Profile, Recording};
 use idem_runtime::{MemoryStore, MissingKey, OnStoreError, StoreErrorKind};
-use idem_tests::{Call, Fault, FaultyStore};
+use idem_tests::{Fault, FaultyStore, StoreCall};
 
 use crate::rig::*;
 
@@ -100,7 +100,7 @@ async fn ucp_compares_bytes_and_wants_long_keys() {
     assert_eq!(send(address, post_to("/200", key, "{}")).await.text(), "run 1");
     let reply = send(address, post_to("/200", key, "{ }")).await;
     assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (409, &"fingerprint_mismatch".into()));
-    store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let reply = send(address, post_to("/200", key, "{}")).await;
     assert_eq!((reply.status.as_u16(), &json(&reply)["code"]), (503, &"store_unavailable".into()));
 }

@@ -14,7 +14,7 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::http::{Caller, IdempotencyLayer, Recording};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::{Error, Key, MemoryStore, OnCrash, Operation, Store};
-use idem_tests::{Call, FaultyStore};
+use idem_tests::{FaultyStore, StoreCall};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -401,7 +401,7 @@ async fn handlers_that_panic_or_break_off_free_the_key() {
 #[tokio::test]
 async fn the_response_is_recorded_before_it_is_sent() {
     let store = FaultyStore::new(&MemoryStore::new());
-    store.next(Call::Finish, idem_tests::Fault::Slow(50));
+    store.next(StoreCall::Finish, idem_tests::Fault::Slow(50));
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single());
     let (address, _) = serve_responses(layer, |_, _| answer(200, &[], "paid")).await;
     let mut connection = Connection::open(address, Version::Two).await;

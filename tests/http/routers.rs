@@ -4,7 +4,7 @@ use axum::Router;
 use axum::routing::{MethodRouter, any};
 use idem_runtime::MemoryStore;
 use idem_runtime::http::{Caller, IdempotencyLayer};
-use idem_tests::{Call, FaultyStore};
+use idem_tests::{FaultyStore, StoreCall};
 
 use crate::rig::*;
 
@@ -72,7 +72,7 @@ async fn the_layer_twice_on_one_route_is_the_layer_once() {
     let app = Router::new().route("/pay", counter(&stage).layer(layer.clone())).layer(layer);
     let address = serve(app).await;
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
-    assert_eq!((store.count(Call::Reserve), store.count(Call::Finish)), (1, 1));
+    assert_eq!((store.count(StoreCall::Reserve), store.count(StoreCall::Finish)), (1, 1));
     let again = send(address, post("k", "")).await;
     assert_eq!((again.text(), again.is_replay()), ("run 1", true));
 }
@@ -85,7 +85,7 @@ async fn two_layers_with_two_scopes_are_two_operations() {
     let app = Router::new().route("/pay", counter(&stage)).layer(named("inner")).layer(named("outer"));
     let address = serve(app).await;
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
-    assert_eq!(store.count(Call::Finish), 2);
+    assert_eq!(store.count(StoreCall::Finish), 2);
     assert!(send(address, post("k", "")).await.is_replay());
     assert_eq!(stage.begun(), 1);
 }

@@ -9,7 +9,7 @@ use idem_runtime::store::Filter;
 use idem_runtime::{
     InProgress, MemoryStore, Mode, ModeSwitch, OnCrash, OnStoreError, Outcome, Policy, StoreErrorKind, StoreExt as _,
 };
-use idem_tests::{Call, Fault, FaultyStore};
+use idem_tests::{Fault, FaultyStore, StoreCall};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -138,13 +138,13 @@ async fn a_body_that_does_not_end_holds_no_key() {
         "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n";
     let said = send_raw(address, endless).await;
     assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
-    assert_eq!((stage.begun(), store.count(Call::Reserve)), (0, 0));
+    assert_eq!((stage.begun(), store.count(StoreCall::Reserve)), (0, 0));
 }
 
 #[tokio::test]
 async fn a_store_that_is_down_is_a_503_and_no_handler_runs() {
     let store = FaultyStore::new(&MemoryStore::new());
-    store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let (address, stage) = serve_counter(IdempotencyLayer::new(&store, POLICY, Caller::single())).await;
     let reply = send(address, post("k", "")).await;
     assert_eq!(reply.problem(), (503, "store-unavailable".to_owned()));
@@ -153,14 +153,14 @@ async fn a_store_that_is_down_is_a_503_and_no_handler_runs() {
     assert_eq!(stage.begun(), 0);
     // The client must not see errors between the layer and its store.
     assert!(!reply.text().contains("failed on command"), "{}", reply.text());
-    store.always(Call::Reserve, Fault::None);
+    store.always(StoreCall::Reserve, Fault::None);
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
 }
 
 #[tokio::test]
 async fn a_handler_that_ran_without_its_store_says_so() {
     let store = FaultyStore::new(&MemoryStore::new());
-    store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let policy = POLICY.on_store_error(OnStoreError::Run);
     let (address, _) = serve_counter(IdempotencyLayer::new(&store, policy, Caller::single())).await;
     for run in ["run 1", "run 2"] {
@@ -172,9 +172,9 @@ async fn a_handler_that_ran_without_its_store_says_so() {
 #[tokio::test]
 async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
     let store = FaultyStore::new(&MemoryStore::new());
-    store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+    store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     // The lease lapses while the recording is repeated.
-    store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let policy = POLICY.lease(Duration::from_millis(200));
     let layer = IdempotencyLayer::new(&store, policy, Caller::single());
     let outcomes = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
@@ -193,7 +193,7 @@ async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
     assert_eq!(reply.header("idempotency-recorded"), Some("false"));
     let outcome = outcomes.lock().unwrap().pop().unwrap();
     assert!(outcome.executed() && !outcome.recorded() && outcome.uncertain(), "{outcome:?}");
-    store.always(Call::Finish, Fault::None);
+    store.always(StoreCall::Finish, Fault::None);
     let reply = send(address, post("k2", "")).await;
     assert_eq!((reply.text(), reply.header("idempotency-recorded")), ("run 2", None));
     assert!(outcomes.lock().unwrap().pop().unwrap().recorded());
@@ -209,7 +209,7 @@ async fn a_handler_whose_renewals_are_refused_for_good_is_a_503_and_its_effects_
     for (policy, retry) in [(SHORT, None), (SHORT.on_crash(OnCrash::Fail), Some((409, "interrupted".to_owned())))] {
         for refusal in [StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt] {
             let store = FaultyStore::new(&MemoryStore::new());
-            store.always(Call::Renew, Fault::Before(refusal));
+            store.always(StoreCall::Renew, Fault::Before(refusal));
             let stage = Stage::closed();
             let address = serve_stage(IdempotencyLayer::new(&store, policy, Caller::single()), &stage).await;
             let cut_off = send(address, post("k", "")).await;
@@ -218,7 +218,7 @@ async fn a_handler_whose_renewals_are_refused_for_good_is_a_503_and_its_effects_
             assert!(!cut_off.text().contains("failed on command"), "{}", cut_off.text());
             assert!(cut_off.header("retry-after").is_some_and(|after| after.parse::<u32>().is_ok_and(|it| it > 0)));
             assert_eq!((stage.begun(), stage.ended()), (1, 0));
-            store.always(Call::Renew, Fault::None);
+            store.always(StoreCall::Renew, Fault::None);
             stage.go();
             let again = send(address, post("k", "")).await;
             match &retry {

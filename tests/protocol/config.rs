@@ -5,7 +5,7 @@ use idem_runtime::store::ReserveRequest;
 
 use super::mutants::Mutant;
 use super::properties::Scene;
-use super::state::{Budget, CALLS, Token, Who, holder};
+use super::state::{Budget, CALLS, CallId, Token, holder};
 use super::store;
 
 /// Call that will be made.
@@ -173,8 +173,8 @@ impl Config {
         self
     }
 
-    pub(crate) fn count(&self) -> Who {
-        Who::try_from(self.plans.len()).expect("few calls")
+    pub(crate) fn count(&self) -> CallId {
+        CallId::try_from(self.plans.len()).expect("few calls")
     }
 
     /// True if the number of bodies makes a difference; otherwise it is not part of the state.

@@ -6,8 +6,8 @@ use stateright::Property;
 
 use super::config::Config;
 use super::state::{
-    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, KEYS, Kept, NOBODY, Phase, Request, Sight, Slot, Stand, Who,
-    World, holder, token,
+    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, KEYS, ModelResult, ModelState, NOBODY, Phase, Request,
+    RequestKind, SeenRecord, Slot, World, holder, token,
 };
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
@@ -195,7 +195,7 @@ impl Scene {
             Self::Replay => ("a result is replayed", |_, world| told(world, Class::Replayed)),
             Self::Takeover => ("a body runs after a crash", |config, world| {
                 (0..config.count()).any(|who| {
-                    let crashed = |other: Who| {
+                    let crashed = |other: CallId| {
                         let call = world.call(other);
                         call.phase == Phase::Dead && call.deed.body == Body::Gone
                     };
@@ -222,10 +222,10 @@ impl Scene {
             Self::StoreFailed => ("a store failure is told", |_, world| told(world, Class::StoreFailed)),
             Self::Unprotected => ("a body runs unprotected", |_, world| told(world, Class::Unprotected)),
             Self::TooLarge => ("a completion is recorded without its result", |_, world| {
-                any(world, |slot| matches!(slot.stand, Stand::Completed(Kept::TooLarge(_))))
+                any(world, |slot| matches!(slot.stand, ModelState::Completed(ModelResult::TooLarge(_))))
             }),
             Self::ErrorRecorded => {
-                ("an error is recorded", |_, world| any(world, |slot| matches!(slot.stand, Stand::Failed(_))))
+                ("an error is recorded", |_, world| any(world, |slot| matches!(slot.stand, ModelState::Failed(_))))
             }
             Self::TimedOut => ("a body runs for too long", |_, world| told(world, Class::TimedOut)),
             Self::PolledAgain => {
@@ -242,7 +242,7 @@ impl Scene {
             Self::Shortened => {
                 ("a completion is recorded without a result that the store could hold", |config, world| {
                     any(world, |slot| match slot.stand {
-                        Stand::Completed(Kept::TooLarge(who)) => !config.plans[usize::from(who)].too_large,
+                        ModelState::Completed(ModelResult::TooLarge(who)) => !config.plans[usize::from(who)].too_large,
                         _ => false,
                     })
                 })
@@ -287,8 +287,10 @@ pub(crate) fn audit(
     let was_pending = old.is_some_and(|old| old.is_pending());
     // A repeated reservation may have given the same call a later attempt without its knowledge.
     let named = match ask {
-        Ask::Begin { attempt, .. } | Ask::Renew { attempt, .. } | Ask::Finish { attempt, .. } => attempt,
-        Ask::Reserve { .. } | Ask::Release(_) => past.attempt,
+        RequestKind::Begin { attempt, .. }
+        | RequestKind::Renew { attempt, .. }
+        | RequestKind::Finish { attempt, .. } => attempt,
+        RequestKind::Reserve { .. } | RequestKind::Release(_) => past.attempt,
     };
     let holds = past.holder == token && past.attempt == named;
     let broken = &mut world.broken;
@@ -297,11 +299,11 @@ pub(crate) fn audit(
     broken.note(Rule::S3, was_finished && changed);
     // For each kind of request.
     match ask {
-        Ask::Reserve { .. } => {
+        RequestKind::Reserve { .. } => {
             audit_reservation(config, world, old, request, answer);
             return;
         }
-        Ask::Begin { .. } => {
+        RequestKind::Begin { .. } => {
             let done = answer == Answer::Write(Done::Done);
             broken.note(Rule::S2, !was_pending && done);
             // The store must refuse a mark that arrives after the lease. If senders set the times, this can't be
@@ -309,15 +311,16 @@ pub(crate) fn audit(
             let late = old.is_some_and(|old| !old.begun() && old.lapses_at <= world.now);
             broken.note(Rule::S14, done && late && config.skew.is_none());
         }
-        Ask::Renew { .. } => {
+        RequestKind::Renew { .. } => {
             broken.note(Rule::S2, !was_pending && answer == Answer::Write(Done::Done));
         }
-        Ask::Finish { .. } => {
+        RequestKind::Finish { .. } => {
             let repeated = holds && was_finished && deed.recorded;
             broken.note(Rule::S8, repeated && answer == Answer::Write(Done::Refused));
         }
-        Ask::Release(_) => {
-            let is_released = old.is_some_and(|old| matches!(old.stand, Stand::Released | Stand::Interrupted));
+        RequestKind::Release(_) => {
+            let is_released =
+                old.is_some_and(|old| matches!(old.stand, ModelState::Released | ModelState::Interrupted));
             let repeated = holds && is_released && deed.released;
             broken.note(Rule::S8, repeated && (answer == Answer::Write(Done::Refused) || changed));
             broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
@@ -327,19 +330,21 @@ pub(crate) fn audit(
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
-    let begins = matches!(ask, Ask::Begin { .. });
+    let begins = matches!(ask, RequestKind::Begin { .. });
     broken.note(Rule::LateEnd, was_pending && holds && !begins && answer == Answer::Write(Done::Refused));
     broken.note(Rule::S4, new.is_none_or(|new| new.attempt < past.attempt) && changed);
     if !done || !was_pending || !holds {
         return;
     }
-    broken.note(Rule::S17, deed.values && !matches!(ask, Ask::Begin { .. } | Ask::Renew { .. }));
+    broken.note(Rule::S17, deed.values && !matches!(ask, RequestKind::Begin { .. } | RequestKind::Renew { .. }));
     // The write has been applied: note the effect for later checks.
     let promised = promise(config, world, who, ask);
     let deed = &mut world.call_mut(who).deed;
     match ask {
-        Ask::Begin { .. } | Ask::Renew { .. } => deed.promised_until = deed.promised_until.max(promised),
-        Ask::Finish { kept, .. } => {
+        RequestKind::Begin { .. } | RequestKind::Renew { .. } => {
+            deed.promised_until = deed.promised_until.max(promised);
+        }
+        RequestKind::Finish { kept, .. } => {
             (deed.promised_until, deed.recorded) = (0, true);
             world.history[key].result.get_or_insert(kept);
         }
@@ -348,10 +353,13 @@ pub(crate) fn audit(
 }
 
 /// Time until which the store promises to keep other attempts out if it executes `ask` now.
-fn promise(config: &Config, world: &World, who: Who, ask: Ask) -> u8 {
+fn promise(config: &Config, world: &World, who: CallId, ask: RequestKind) -> u8 {
     let from = match (config.skew, ask) {
         // By true time, because the sender counts its lease from its request.
-        (Some(_), Ask::Reserve { sent, .. } | Ask::Begin { sent, .. } | Ask::Renew { sent, .. }) => sent,
+        (
+            Some(_),
+            RequestKind::Reserve { sent, .. } | RequestKind::Begin { sent, .. } | RequestKind::Renew { sent, .. },
+        ) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
     };
@@ -379,7 +387,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         Answer::Reserved { attempt, .. } => {
             broken.note(Rule::S3, was(|old| old.result().is_some()));
             broken.note(Rule::S4, attempt <= past.attempt);
-            let promised = |other: Who| {
+            let promised = |other: CallId| {
                 let same_key = config.plans[usize::from(other)].key == plan.key;
                 other != who && same_key && world.call(other).deed.promised_until > now
             };
@@ -388,7 +396,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             // Under `fail` an unmarked attempt has no body.
             let interrupted = if dead_under_fail { was(Slot::begun) } else { is_fail(plan) };
             broken.note(Rule::S5, was_pending && interrupted);
-            broken.note(Rule::S5, was(|old| old.stand == Stand::Interrupted));
+            broken.note(Rule::S5, was(|old| old.stand == ModelState::Interrupted));
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
@@ -397,14 +405,14 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             let until = world.call(before.min(who)).deed.promised_until;
             let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };
             let sent = match ask {
-                Ask::Reserve { sent, .. } if config.skew.is_some() => sent,
+                RequestKind::Reserve { sent, .. } if config.skew.is_some() => sent,
                 _ => now,
             };
             broken.note(Rule::L1, !was_pending || until + slack <= sent);
         }
         Answer::Exhausted if config.counts_bodies() => {
             // The latest attempt is marked, and its body may be about to begin.
-            let it = world.call(before.min(CALLS as Who - 1));
+            let it = world.call(before.min(CALLS as CallId - 1));
             let open = it.deed.body == Body::NotStarted && (it.is_active() || it.phase == Phase::Dead);
             let begun = past.bodies + u8::from(open && was(Slot::begun));
             broken.note(Rule::S14, plan.max_attempts.is_some_and(|max| begun < max));
@@ -412,7 +420,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
             // A call that was dropped before its body started, and has cleaned up, must have interrupted nothing.
-            let it = world.call(before.min(CALLS as Who - 1));
+            let it = world.call(before.min(CALLS as CallId - 1));
             let started = it.deed.body != Body::NotStarted;
             // After its mark landed, a dead process leaves it open whether it polled the body. A clean-up may be under
             // way.
@@ -421,7 +429,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::S14, !started && !open && !unmarked);
             let fail = is_fail(plan) || before == NOBODY || is_fail(&config.plans[usize::from(before)]);
-            broken.note(Rule::L1, !fail && was(|old| old.stand != Stand::Interrupted));
+            broken.note(Rule::L1, !fail && was(|old| old.stand != ModelState::Interrupted));
         }
         _ => {}
     }
@@ -444,14 +452,14 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
 }
 
 /// Checks an operator's change of the record `met`.
-pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight: &Sight) {
+pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight: &SeenRecord) {
     let (key, at) = (sight.key, usize::from(sight.key));
     let is_live = met.is_pending() && met.lapses_at > world.now;
     let parts = |slot: &Slot| (slot.owner, slot.attempt, slot.stand);
     let same = parts(met) == parts(&sight.slot) && is_live == sight.live;
     world.broken.note(Rule::S15, !same || world.history[at].decided != sight.decided);
     world.history[at].decided += 1;
-    let live = |who: Who| {
+    let live = |who: CallId| {
         let call = world.call(who);
         config.plans[usize::from(who)].key == key && call.deed.promised_until > world.now
     };
@@ -463,10 +471,10 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
 }
 
 /// Checks the start of a body.
-pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
+pub(crate) fn body_starts(config: &Config, world: &mut World, who: CallId) {
     let plan = &config.plans[usize::from(who)];
     let key = usize::from(plan.key);
-    let unreturned = |other: Who| {
+    let unreturned = |other: CallId| {
         let its = &config.plans[usize::from(other)];
         let open = matches!(world.call(other).deed.body, Body::Running | Body::Gone);
         other != who && its.key == plan.key && is_fail(its) && open
@@ -488,7 +496,7 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: Who) {
 }
 
 /// Checks a further poll of a body.
-pub(crate) fn polls(config: &Config, world: &mut World, who: Who) {
+pub(crate) fn polls(config: &Config, world: &mut World, who: CallId) {
     let enforced = !config.plans[usize::from(who)].shadow;
     world.broken.note(Rule::S11, enforced && world.believed(config, who) == 0);
 }
@@ -514,7 +522,7 @@ pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
 }
 
 /// Checks the answer to the caller.
-pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: Class) {
+pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told: Class) {
     let deed = world.call(who).deed;
     world.broken.note(Rule::Told, told == Class::LeaseLost && deed.recorded);
     let enforced = !config.plans[usize::from(who)].shadow;
@@ -523,7 +531,7 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: Who, told: C
 
 /// Checks a call that gives up the last write of its attempt: only an outage of more than a lease, or a refusal for
 /// good, is a reason. `is_late`: no caller waits for the write.
-pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Trouble, is_late: bool) {
+pub(crate) fn gives_up(config: &Config, world: &mut World, who: CallId, trouble: Trouble, is_late: bool) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);
     let in_time = world.now < since + config.span();
@@ -537,7 +545,7 @@ pub(crate) fn gives_up(config: &Config, world: &mut World, who: Who, trouble: Tr
 }
 
 /// Checks a call that makes no more requests because the store has failed.
-pub(crate) fn ends_wait(world: &mut World, who: Who, trouble: Trouble) {
+pub(crate) fn ends_wait(world: &mut World, who: CallId, trouble: Trouble) {
     let may_wait = world.call(who).give_up_at > world.now;
     world.broken.note(Rule::L3Outage, may_wait && trouble.is_transient());
 }
@@ -589,7 +597,7 @@ fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let (is_dead, has_begun) = (call.phase == Phase::Dead, call.deed.body != Body::NotStarted);
     // A process that died after its mark landed can't tell whether it polled the body.
     let may_have_begun = has_begun || (is_dead && slot.begun());
-    broken.note(Rule::S14, slot.stand == Stand::Interrupted && !has_begun);
+    broken.note(Rule::S14, slot.stand == ModelState::Interrupted && !has_begun);
     if !slot.is_pending() {
         return;
     }

@@ -10,21 +10,21 @@ use idem_runtime::store::{Release, Verdict};
 use super::properties::Broken;
 
 /// Call, by its place in the plan.
-pub(crate) type Who = u8;
+pub(crate) type CallId = u8;
 /// No call.
-pub(crate) const NOBODY: Who = u8::MAX;
+pub(crate) const NOBODY: CallId = u8::MAX;
 /// Owner token. The token of a call's first attempts is its place in the plan. A call needs another token after it, or
 /// an operator, has released its key.
 pub(crate) type Token = u8;
 
 /// Token of generation `generation` of `who`.
-pub(crate) fn token(who: Who, generation: u8) -> Token {
-    who + generation * CALLS as Who
+pub(crate) fn token(who: CallId, generation: u8) -> Token {
+    who + generation * CALLS as CallId
 }
 
 /// Call that owns `token`.
-pub(crate) fn holder(token: Token) -> Who {
-    if token == NOBODY { NOBODY } else { token % CALLS as Who }
+pub(crate) fn holder(token: Token) -> CallId {
+    if token == NOBODY { NOBODY } else { token % CALLS as CallId }
 }
 /// Largest number of calls in a configuration.
 pub(crate) const CALLS: usize = 4;
@@ -46,14 +46,14 @@ pub(crate) struct World {
     /// Number of events outside of the protocol that may still happen.
     pub(crate) left: Budget,
     /// Looks of operators that have not decided yet.
-    pub(crate) sights: [Option<Sight>; OPERATORS],
+    pub(crate) sights: [Option<SeenRecord>; OPERATORS],
     pub(crate) history: [History; KEYS],
     pub(crate) broken: Broken,
 }
 
 /// Record as an operator saw it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) struct Sight {
+pub(crate) struct SeenRecord {
     pub(crate) key: u8,
     pub(crate) operator: u8,
     pub(crate) slot: Slot,
@@ -74,7 +74,7 @@ pub(crate) struct Slot {
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
     pub(crate) mark: Option<u8>,
-    pub(crate) stand: Stand,
+    pub(crate) stand: ModelState,
     /// By the clock of the store; without one, by the clock of the call that wrote the record.
     pub(crate) lapses_at: u8,
     /// Number of renewals after the lease had lapsed. If senders set the times: number of all renewals that extended
@@ -84,17 +84,17 @@ pub(crate) struct Slot {
 
 impl Slot {
     pub(crate) fn is_pending(&self) -> bool {
-        matches!(self.stand, Stand::Pending { .. })
+        matches!(self.stand, ModelState::Pending { .. })
     }
 
     /// True if the record has the mark that its body has begun.
     pub(crate) fn begun(&self) -> bool {
-        matches!(self.stand, Stand::Pending { begun: true, .. })
+        matches!(self.stand, ModelState::Pending { begun: true, .. })
     }
 
-    pub(crate) fn result(&self) -> Option<Kept> {
+    pub(crate) fn result(&self) -> Option<ModelResult> {
         match self.stand {
-            Stand::Completed(kept) | Stand::Failed(kept) => Some(kept),
+            ModelState::Completed(kept) | ModelState::Failed(kept) => Some(kept),
             _ => None,
         }
     }
@@ -102,31 +102,31 @@ impl Slot {
 
 /// [`State`](idem_runtime::record::State) in small numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) enum Stand {
+pub(crate) enum ModelState {
     Pending { fail: bool, begun: bool },
     Released,
     Interrupted,
-    Completed(Kept),
-    Failed(Kept),
+    Completed(ModelResult),
+    Failed(ModelResult),
 }
 
 /// Recorded result: its call, and whether the store holds the bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) enum Kept {
-    Stored(Who),
-    TooLarge(Who),
+pub(crate) enum ModelResult {
+    Stored(CallId),
+    TooLarge(CallId),
 }
 
 /// Request of a call to the store.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Request {
-    pub(crate) who: Who,
+    pub(crate) who: CallId,
     pub(crate) token: Token,
-    pub(crate) ask: Ask,
+    pub(crate) ask: RequestKind,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) enum Ask {
+pub(crate) enum RequestKind {
     /// `sent`: true time of the request if the senders' clocks count, else 0. The request inserts a record if there is
     /// none, or replaces the record `over` that its sender has seen.
     Reserve {
@@ -145,12 +145,12 @@ pub(crate) enum Ask {
     },
     /// Number of the attempt. Its starts go into the record if records are written whole.
     Finish {
-        kept: Kept,
+        kept: ModelResult,
         ok: bool,
         attempt: u8,
         starts: u8,
     },
-    Release(How),
+    Release(ReleaseKind),
 }
 
 /// Record as a reservation saw it: the parts that a store compares before it replaces one.
@@ -166,13 +166,13 @@ pub(crate) struct Met {
 
 /// [`Release`] with an order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub(crate) enum How {
+pub(crate) enum ReleaseKind {
     Returned,
     NotStarted,
     Interrupted,
 }
 
-impl How {
+impl ReleaseKind {
     pub(crate) fn release(self) -> Release {
         match self {
             Self::Returned => Release::Returned,
@@ -200,7 +200,7 @@ pub(crate) enum Answer {
         lapses_in: u8,
     },
     Finished {
-        kept: Kept,
+        kept: ModelResult,
         ok: bool,
     },
     Mismatch,
@@ -260,7 +260,7 @@ pub(crate) struct Call {
     pub(crate) refused: bool,
     /// True if the record may have the mark that the body has begun.
     pub(crate) marked: bool,
-    pub(crate) deed: Deed,
+    pub(crate) deed: CallFacts,
 }
 
 impl Call {
@@ -280,7 +280,7 @@ impl Call {
         lost: false,
         refused: false,
         marked: false,
-        deed: Deed {
+        deed: CallFacts {
             body: Body::NotStarted,
             values: false,
             granted: false,
@@ -358,10 +358,10 @@ pub(crate) enum Beat {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Ending {
     Finish {
-        kept: Kept,
+        kept: ModelResult,
         ok: bool,
     },
-    Release(How),
+    Release(ReleaseKind),
     /// A release in place of an error that the store can't hold; repeated as the completion that it replaces.
     Instead,
     /// The completion without its result, or a release in place of an error, tried in addition to the whole end.
@@ -406,7 +406,7 @@ pub(crate) enum Class {
 /// Facts about a call, including those that the call can't observe. The protocol never reads this; only the properties
 /// do.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) struct Deed {
+pub(crate) struct CallFacts {
     pub(crate) body: Body,
     /// The body has values.
     pub(crate) values: bool,
@@ -446,7 +446,7 @@ pub(crate) struct History {
     /// Payload of the key.
     pub(crate) mark: Option<u8>,
     /// First recorded result.
-    pub(crate) result: Option<Kept>,
+    pub(crate) result: Option<ModelResult>,
     /// Number of bodies that started.
     pub(crate) bodies: u8,
     /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not

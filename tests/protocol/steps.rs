@@ -11,8 +11,8 @@ use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Ask, Beat, Body, CALLS, Call, Class, Done, Ending, History, How, Kept, Line, Met, OPERATORS, Phase,
-    Request, Reserving, Sight, Slot, Stand, Who, World, token,
+    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, History, Line, Met, ModelResult, ModelState,
+    OPERATORS, Phase, ReleaseKind, Request, RequestKind, Reserving, SeenRecord, Slot, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -20,53 +20,53 @@ use super::store::{self, End, Reading};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Action {
     /// A message is delivered: the call sends its reservation.
-    Deliver(Who),
+    Deliver(CallId),
     /// The store receives the request of a waiting call, executes it and answers.
-    StoreDoes(Who),
+    StoreDoes(CallId),
     /// The answer reaches the call, which goes on.
-    Hears(Who),
+    Hears(CallId),
     /// The call gets an error instead of an answer; its request may have taken effect, or may yet.
-    GetsNoAnswer(Who),
+    GetsNoAnswer(CallId),
     /// The store can't execute the request now, and has done nothing.
-    IsTurnedAway(Who),
+    IsTurnedAway(CallId),
     /// The store can't execute the request at all, and has done nothing.
-    IsRefusedForGood(Who),
+    IsRefusedForGood(CallId),
     /// The connection of the call broke: an error without an answer, as in `GetsNoAnswer`.
-    IsCutOff(Who),
+    IsCutOff(CallId),
     /// A second copy of the call's request is under way.
-    Doubles(Who),
+    Doubles(CallId),
     /// A request arrives whose answer no call awaits.
     ArrivesLate(Request),
     /// A request whose answer no call awaits never arrives.
     IsLost(Request),
     /// The heartbeat sends a renewal.
-    Beats(Who),
-    StoreDoesBeat(Who),
-    HearsBeat(Who),
+    Beats(CallId),
+    StoreDoesBeat(CallId),
+    HearsBeat(CallId),
     /// The heartbeat gets an error; the renewal may yet arrive.
-    BeatFails(Who),
+    BeatFails(CallId),
     /// The store refuses to renew the lease, now and ever.
-    BeatIsRefusedForGood(Who),
+    BeatIsRefusedForGood(CallId),
     /// The lease of a body has lapsed, and will never be renewed: the body is cancelled.
-    GivesUp(Who),
+    GivesUp(CallId),
     /// The body returns.
-    Returns(Who, bool),
+    Returns(CallId, bool),
     /// A poll of the body ends, and the body is pending.
-    Yields(Who),
+    Yields(CallId),
     /// The body is polled again.
-    IsPolled(Who),
+    IsPolled(CallId),
     /// The body has reached its time-out, and is cancelled.
-    TimesOut(Who),
+    TimesOut(CallId),
     /// The call is dropped, or its body panics.
-    IsDropped(Who),
+    IsDropped(CallId),
     /// The last value of a body that has ended early is dropped.
-    LosesValues(Who),
+    LosesValues(CallId),
     /// The process of the call dies.
-    Dies(Who),
+    Dies(CallId),
     /// The waiting call reserves again: it was woken, or its time is over.
-    StopsWaiting(Who),
+    StopsWaiting(CallId),
     /// The wait of the call ends too, and returns the recorded end: the call need not reserve again.
-    IsTold(Who),
+    IsTold(CallId),
     /// Time passes.
     Tick,
     /// The retention of a record ends.
@@ -152,7 +152,7 @@ impl Config {
     }
 
     /// Reading of the clock that decides about a request that `who` sent at `sent`.
-    fn reading(&self, world: &World, who: Who, sent: u8) -> Reading {
+    fn reading(&self, world: &World, who: CallId, sent: u8) -> Reading {
         match self.skew {
             None => Reading { now: world.now, skew: None },
             Some(skew) => {
@@ -162,7 +162,7 @@ impl Config {
         }
     }
 
-    fn plan(&self, who: Who) -> &Plan {
+    fn plan(&self, who: CallId) -> &Plan {
         &self.plans[usize::from(who)]
     }
 
@@ -315,7 +315,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
 }
 
 /// True if heartbeats renew the lease of the call.
-fn beats(config: &Config, world: &World, who: Who) -> bool {
+fn beats(config: &Config, world: &World, who: CallId) -> bool {
     let call = world.call(who);
     let kept = match call.phase {
         Phase::Body { .. } | Phase::Dropping { .. } if call.refused => false,
@@ -339,21 +339,21 @@ fn is_over(config: &Config, world: &World, call: &Call) -> bool {
 }
 
 /// True if the process counts on the lease of the body, so that it may poll the body.
-fn may_be_polled(config: &Config, world: &World, who: Who) -> bool {
+fn may_be_polled(config: &Config, world: &World, who: CallId) -> bool {
     world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
 }
 
 /// True if the body would wait for a lease that is never renewed.
-fn gives_up(config: &Config, world: &World, who: Who) -> bool {
+fn gives_up(config: &Config, world: &World, who: CallId) -> bool {
     world.call(who).refused && waits_for_lease(config, world, who) && !config.is(Mutant::RefusedWaitsOn)
 }
 
-fn waits_for_lease(config: &Config, world: &World, who: Who) -> bool {
+fn waits_for_lease(config: &Config, world: &World, who: CallId) -> bool {
     world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
 }
 
 /// Record at the end of a wait, as the answer to a reservation; `None` if the call has to reserve.
-fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
+fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
     let call = world.call(who);
     let mut slot = world.slots[usize::from(config.plan(who).key)];
     let met = slot?;
@@ -369,7 +369,7 @@ fn told(config: &Config, world: &World, who: Who) -> Option<Answer> {
     let answer = store::reserves(config, &mut slot, token(who, call.generation), over, reading);
     match answer {
         Answer::Finished { .. } | Answer::Mismatch | Answer::Interrupted => Some(answer),
-        Answer::Exhausted => (alone || met.stand != Stand::Released).then_some(answer),
+        Answer::Exhausted => (alone || met.stand != ModelState::Released).then_some(answer),
         _ => None,
     }
 }
@@ -447,7 +447,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         // A body whose lease can't be renewed ends like a body that exceeds its time-out.
         Action::GivesUp(who) => {
             body_is_gone(world, who);
-            drops_values(config, world, who, How::dropped(config.plan(who).on_crash), Class::LeaseLost);
+            drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::LeaseLost);
         }
         Action::Returns(who, ok) => returns(config, world, who, ok),
         Action::Yields(who) => yields(config, world, who),
@@ -457,7 +457,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::TimesOut(who) => {
             body_is_gone(world, who);
-            drops_values(config, world, who, How::dropped(config.plan(who).on_crash), Class::TimedOut);
+            drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::TimedOut);
         }
         Action::LosesValues(who) => loses_values(config, world, who),
         // A drop leaves a late write; a death leaves only the requests that are under way.
@@ -545,26 +545,26 @@ fn tidy(config: &Config, world: &mut World) {
 }
 
 impl World {
-    pub(crate) fn call(&self, who: Who) -> &Call {
+    pub(crate) fn call(&self, who: CallId) -> &Call {
         &self.calls[usize::from(who)]
     }
 
-    pub(crate) fn call_mut(&mut self, who: Who) -> &mut Call {
+    pub(crate) fn call_mut(&mut self, who: CallId) -> &mut Call {
         &mut self.calls[usize::from(who)]
     }
 
     /// Time for which the call counts on its lease.
-    pub(crate) fn believed(&self, config: &Config, who: Who) -> u8 {
+    pub(crate) fn believed(&self, config: &Config, who: CallId) -> u8 {
         if self.call(who).lost { 0 } else { self.may_be_held(config, who) }
     }
 
     /// Time for which the lease may be held, even if a heartbeat was refused: the store also refuses a beat after the
     /// attempt's own end has landed.
-    pub(crate) fn may_be_held(&self, config: &Config, who: Who) -> u8 {
+    pub(crate) fn may_be_held(&self, config: &Config, who: CallId) -> u8 {
         (self.call(who).asked_at + config.span()).saturating_sub(self.now)
     }
 
-    pub(crate) fn holds_in_body_or_end(&self, who: Who) -> bool {
+    pub(crate) fn holds_in_body_or_end(&self, who: CallId) -> bool {
         let call = self.call(who);
         let is_at_it =
             matches!(call.phase, Phase::Body { .. } | Phase::Dropping { .. } | Phase::Ending { late: None, .. });
@@ -584,32 +584,34 @@ fn line(call: &mut Call) -> &mut Line {
 }
 
 /// Request whose answer the call awaits, as it would be sent now.
-pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Option<Request> {
+pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Option<Request> {
     let call = world.call(who);
     let ask = match call.phase {
-        Phase::Reserving { what, .. } => Ask::Reserve { sent: what.at, over: what.over },
+        Phase::Reserving { what, .. } => RequestKind::Reserve { sent: what.at, over: what.over },
         Phase::Confirming { at, .. } => return Some(renewal(config, world, who, at)),
         Phase::Marking { at, .. } => {
-            Ask::Begin { sent: if config.skew.is_some() { at } else { 0 }, attempt: call.attempt }
+            RequestKind::Begin { sent: if config.skew.is_some() { at } else { 0 }, attempt: call.attempt }
         }
-        Phase::GivingBack { .. } => Ask::Release(How::NotStarted),
+        Phase::GivingBack { .. } => RequestKind::Release(ReleaseKind::NotStarted),
         Phase::Ending { ending, .. } => match ending {
-            Ending::Finish { kept, ok } => Ask::Finish {
+            Ending::Finish { kept, ok } => RequestKind::Finish {
                 kept,
                 ok,
                 attempt: call.attempt,
                 // Zero unless the starts are written, so that equal requests are equal.
                 starts: if config.whole { call.starts } else { 0 },
             },
-            Ending::Release(how) => Ask::Release(how),
-            Ending::Instead => Ask::Release(How::Returned),
+            Ending::Release(how) => RequestKind::Release(how),
+            Ending::Instead => RequestKind::Release(ReleaseKind::Returned),
             Ending::Shortened { ok: true } | Ending::LeftOut { ok: true } => {
                 let starts = if config.whole { call.starts } else { 0 };
-                Ask::Finish { kept: Kept::TooLarge(who), ok: true, attempt: call.attempt, starts }
+                RequestKind::Finish { kept: ModelResult::TooLarge(who), ok: true, attempt: call.attempt, starts }
             }
-            Ending::Shortened { ok: false } | Ending::LeftOut { ok: false } => Ask::Release(How::Returned),
-            Ending::CleanUp(what) => Ask::Reserve { sent: what.at, over: what.over },
-            Ending::GiveBack | Ending::TryRelease => Ask::Release(How::NotStarted),
+            Ending::Shortened { ok: false } | Ending::LeftOut { ok: false } => {
+                RequestKind::Release(ReleaseKind::Returned)
+            }
+            Ending::CleanUp(what) => RequestKind::Reserve { sent: what.at, over: what.over },
+            Ending::GiveBack | Ending::TryRelease => RequestKind::Release(ReleaseKind::NotStarted),
         },
         _ => return None,
     };
@@ -617,10 +619,10 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: Who) -> Optio
 }
 
 /// Renewal that was sent at `at`.
-fn renewal(config: &Config, world: &World, who: Who, at: u8) -> Request {
+fn renewal(config: &Config, world: &World, who: CallId, at: u8) -> Request {
     let sent = if config.skew.is_some() { at } else { 0 };
     let call = world.call(who);
-    Request { who, token: token(who, call.generation), ask: Ask::Renew { sent, attempt: call.attempt } }
+    Request { who, token: token(who, call.generation), ask: RequestKind::Renew { sent, attempt: call.attempt } }
 }
 
 fn send(world: &mut World, request: Request) {
@@ -634,7 +636,7 @@ fn take_out(world: &mut World, request: Request) {
 }
 
 /// The call stops waiting for its request; if the store has not executed the request yet, it may do so later.
-fn orphan(config: &Config, world: &mut World, who: Who) {
+fn orphan(config: &Config, world: &mut World, who: CallId) {
     let sent = match world.call(who).phase {
         Phase::Reserving { line, .. }
         | Phase::Confirming { line, .. }
@@ -649,7 +651,7 @@ fn orphan(config: &Config, world: &mut World, who: Who) {
     }
 }
 
-fn orphan_beat(config: &Config, world: &mut World, who: Who) {
+fn orphan_beat(config: &Config, world: &mut World, who: CallId) {
     if let Beat::Sent { at } = world.call(who).beat {
         let request = renewal(config, world, who, at);
         send(world, request);
@@ -666,24 +668,24 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
     let answer = {
         let reading = |world: &World, sent| config.reading(world, who, sent);
         match ask {
-            Ask::Reserve { sent, over } => {
+            RequestKind::Reserve { sent, over } => {
                 let reading = reading(world, sent);
                 store::reserves(config, &mut world.slots[usize::from(key)], token, over, reading)
             }
-            Ask::Renew { sent, attempt } => {
+            RequestKind::Renew { sent, attempt } => {
                 let reading = reading(world, sent);
                 Answer::Write(store::renews(config, &mut world.slots[usize::from(key)], token, attempt, reading))
             }
-            Ask::Begin { sent, attempt } => {
+            RequestKind::Begin { sent, attempt } => {
                 let reading = reading(world, sent);
                 Answer::Write(store::begins(config, &mut world.slots[usize::from(key)], token, attempt, reading))
             }
-            Ask::Finish { kept: Kept::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
-            Ask::Finish { kept, ok, attempt, starts } => {
+            RequestKind::Finish { kept: ModelResult::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
+            RequestKind::Finish { kept, ok, attempt, starts } => {
                 let end = End::finish(kept, ok, (attempt, starts), world.now);
                 Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], token, end))
             }
-            Ask::Release(how) => {
+            RequestKind::Release(how) => {
                 let end = End::release(how, world.now);
                 Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], token, end))
             }
@@ -695,8 +697,8 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
     let attempt = |slot: Option<Slot>| slot.filter(Slot::is_pending).map(|slot| (slot.owner, slot.attempt));
     if attempt(old).is_some() && attempt(old) != attempt(new) {
         let asleep = match ask {
-            Ask::Reserve { .. } => config.is(Mutant::TakeoverWakesNobody),
-            Ask::Release(_) => config.is(Mutant::ReleaseWakesNobody),
+            RequestKind::Reserve { .. } => config.is(Mutant::TakeoverWakesNobody),
+            RequestKind::Release(_) => config.is(Mutant::ReleaseWakesNobody),
             _ => config.is(Mutant::FinishWakesNobody),
         };
         if !asleep {
@@ -721,7 +723,7 @@ fn looks(world: &mut World, key: u8) {
     let decided = world.history[at].decided;
     let free = (0..).zip(&mut world.sights).find(|(_, sight)| sight.is_none());
     let (operator, free) = free.expect("an operator who has decided");
-    *free = world.slots[at].map(|slot| Sight { decided, ..store::sees(key, operator, slot, reading) });
+    *free = world.slots[at].map(|slot| SeenRecord { decided, ..store::sees(key, operator, slot, reading) });
 }
 
 fn reopens(config: &Config, world: &mut World, operator: u8) {
@@ -750,7 +752,7 @@ fn forgive(config: &Config, world: &mut World, key: u8) {
 // From here on: the steps of a call.
 
 /// Reserves for a call that begins, that has waited, or that has lost its granted attempt.
-fn reserve_anew(config: &Config, world: &mut World, who: Who) {
+fn reserve_anew(config: &Config, world: &mut World, who: CallId) {
     let now = world.now;
     let call = world.call_mut(who);
     // The lease of a repeated reservation may count from its first request.
@@ -767,7 +769,7 @@ fn message(config: &Config, world: &World, over: Option<Met>) -> Reserving {
 }
 
 /// The call receives the store's answer.
-pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer) {
+pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Answer) {
     let now = world.now;
     let plan = config.plan(who);
     match (world.call(who).phase, answer) {
@@ -833,9 +835,9 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
                     let holder = world.slots[usize::from(plan.key)].map_or(who, |slot| slot.owner);
                     let token = token(who, world.call(who).generation);
                     let before = world.slots;
-                    let end = End::release(How::Returned, now);
+                    let end = End::release(ReleaseKind::Returned, now);
                     let done = store::ends(config, &mut world.slots[usize::from(plan.key)], holder, end);
-                    let request = Request { who, token, ask: Ask::Release(How::Returned) };
+                    let request = Request { who, token, ask: RequestKind::Release(ReleaseKind::Returned) };
                     properties::audit(config, world, &before, request, Answer::Write(done));
                 }
                 return refused(config, world, who, Class::InProgress);
@@ -907,12 +909,12 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: Who, answer: Answer
 }
 
 /// Ends a call without a body, except in shadow mode, where the body runs without a reservation.
-fn refused(config: &Config, world: &mut World, who: Who, told: Class) {
+fn refused(config: &Config, world: &mut World, who: CallId, told: Class) {
     over(config, world, who, if config.plan(who).shadow { Class::Unprotected } else { told });
 }
 
 /// Ends a call whose result is not recorded. A shadow does not report this to its caller.
-fn unrecorded(config: &Config, world: &mut World, who: Who, late: Option<Class>, told: Class) {
+fn unrecorded(config: &Config, world: &mut World, who: CallId, late: Option<Class>, told: Class) {
     let own = match world.call(who).phase {
         Phase::Ending { ending, .. } if is_ok(ending) => Class::Ok,
         _ => Class::Err,
@@ -926,7 +928,7 @@ fn is_ok(ending: Ending) -> bool {
 }
 
 /// Reserves with another token for another attempt. A call that has used all tokens fails with `trouble`.
-fn reserve_as_another(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
+fn reserve_as_another(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
     if world.call(who).generation + 1 == TOKENS {
         return over(config, world, who, unanswered(config.plan(who), trouble));
     }
@@ -941,7 +943,7 @@ fn marks(config: &Config, plan: &Plan, attempt: u8) -> bool {
     (is_fail(plan) || counts) && !config.is(Mutant::BeginsUnmarked)
 }
 
-fn marks_or_starts(config: &Config, world: &mut World, who: Who) {
+fn marks_or_starts(config: &Config, world: &mut World, who: CallId) {
     let (now, attempt) = (world.now, world.call(who).attempt);
     if !marks(config, config.plan(who), attempt) {
         return starts_body(config, world, who);
@@ -951,7 +953,7 @@ fn marks_or_starts(config: &Config, world: &mut World, who: Who) {
     call.phase = Phase::Marking { tries: 1, at: now, line: Line::Sent };
 }
 
-fn starts_body(config: &Config, world: &mut World, who: Who) {
+fn starts_body(config: &Config, world: &mut World, who: CallId) {
     properties::body_starts(config, world, who);
     let call = world.call_mut(who);
     (call.give_up_at, call.unanswered) = (0, None);
@@ -966,7 +968,7 @@ fn starts_body(config: &Config, world: &mut World, who: Who) {
 }
 
 /// A poll of the body ends, and the body is pending.
-fn yields(config: &Config, world: &mut World, who: Who) {
+fn yields(config: &Config, world: &mut World, who: CallId) {
     let plan = config.plan(who);
     if !plan.hangs() {
         world.left.polls -= 1;
@@ -980,7 +982,7 @@ fn yields(config: &Config, world: &mut World, who: Who) {
 }
 
 /// The heartbeat has found the lease lost: the body is dropped, and nothing is written, as the key has another owner.
-fn loses(config: &Config, world: &mut World, who: Who) {
+fn loses(config: &Config, world: &mut World, who: CallId) {
     if !config.plan(who).shadow && !config.is(Mutant::LostLeaseRunsOn) {
         body_is_gone(world, who);
         world.call_mut(who).deed.values = false;
@@ -989,7 +991,7 @@ fn loses(config: &Config, world: &mut World, who: Who) {
 }
 
 /// The call gets an error instead of an answer.
-pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Trouble) {
+pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
     match world.call(who).phase {
         Phase::Reserving { tries, landed, .. } => {
             // An unanswered reservation may have landed: the lease may count from it, and the key may be held.
@@ -1049,7 +1051,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: Who, trouble: Troub
 }
 
 /// True if a request that failed `tries` times is sent again. In a wait it is, for as long as the call may wait.
-fn tries_again(config: &Config, world: &World, who: Who, tries: u8, trouble: Trouble) -> bool {
+fn tries_again(config: &Config, world: &World, who: CallId, tries: u8, trouble: Trouble) -> bool {
     let waits = world.call(who).give_up_at > world.now && !config.is(Mutant::FailureEndsWait);
     trouble.is_transient() && (tries < config.tries || waits)
 }
@@ -1066,7 +1068,7 @@ fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
 fn ending_fails(
     config: &Config,
     world: &mut World,
-    who: Who,
+    who: CallId,
     trouble: Trouble,
     (ending, late): (Ending, Option<Class>),
 ) {
@@ -1087,10 +1089,10 @@ fn ending_fails(
     // The whole end to go back to after this try.
     let whole = match ending {
         // The result is left out permanently. An error that can't be replayed does not justify ending the operation.
-        Ending::LeftOut { ok: true } => Ending::Finish { kept: Kept::TooLarge(who), ok: true },
+        Ending::LeftOut { ok: true } => Ending::Finish { kept: ModelResult::TooLarge(who), ok: true },
         Ending::LeftOut { ok: false } => Ending::Instead,
         // Back to the whole end, even if the shortened one has landed.
-        Ending::Shortened { ok } => Ending::Finish { kept: Kept::Stored(who), ok },
+        Ending::Shortened { ok } => Ending::Finish { kept: ModelResult::Stored(who), ok },
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
@@ -1098,7 +1100,7 @@ fn ending_fails(
     let call = world.call_mut(who);
     let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
     let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
-    if let (Ending::Finish { kept: Kept::Stored(_), ok }, true) = (ending, too_long) {
+    if let (Ending::Finish { kept: ModelResult::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
     // The reservation may still have landed.
@@ -1130,7 +1132,7 @@ fn ending_fails(
     properties::gives_up(config, world, who, trouble, late.is_some());
     if late.is_none() {
         if config.is(Mutant::UnrecordedIsReleased) {
-            return self::late(config, world, who, Ending::Release(How::Returned), Class::Unrecorded);
+            return self::late(config, world, who, Ending::Release(ReleaseKind::Returned), Class::Unrecorded);
         }
         // No other attempt can supply the result meanwhile.
         if may_pass && outlasts_lease(config, world, who, whole) {
@@ -1144,7 +1146,7 @@ fn ending_fails(
 
 /// True if a late write goes on after its lease: the end of a body that keeps all others out, and the clean-up of a
 /// mark.
-fn outlasts_lease(config: &Config, world: &World, who: Who, ending: Ending) -> bool {
+fn outlasts_lease(config: &Config, world: &World, who: CallId, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => world.call(who).marked,
@@ -1152,7 +1154,7 @@ fn outlasts_lease(config: &Config, world: &World, who: Who, ending: Ending) -> b
     }
 }
 
-fn hears_beat(config: &Config, world: &mut World, who: Who) {
+fn hears_beat(config: &Config, world: &mut World, who: CallId) {
     let Beat::Answered { at, done } = world.call(who).beat else { unreachable!("no answer is under way") };
     let now = world.now;
     let call = world.call_mut(who);
@@ -1172,10 +1174,10 @@ fn hears_beat(config: &Config, world: &mut World, who: Who) {
 }
 
 /// The body returns, and its output becomes the last write.
-pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
+pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool) {
     let ending = match (ok, config.plan(who).record_errors) {
-        (false, false) => Ending::Release(How::Returned),
-        _ => Ending::Finish { kept: Kept::Stored(who), ok },
+        (false, false) => Ending::Release(ReleaseKind::Returned),
+        _ => Ending::Finish { kept: ModelResult::Stored(who), ok },
     };
     let call = world.call_mut(who);
     if call.deed.body == Body::Running {
@@ -1193,7 +1195,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: Who, ok: bool) {
 }
 
 /// The future of the call is dropped, or its body panics: the rest is written late.
-pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
+pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
     let call = *world.call(who);
     orphan(config, world, who);
     body_is_gone(world, who);
@@ -1210,15 +1212,17 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
         Phase::Waiting { .. } if call.unanswered.is_some() => clean_up(config, world, who, Class::Dropped),
         Phase::Body { .. } => {
             let how = match config.mutant {
-                Some(Mutant::DroppedUnderFailIsReleased) => How::Returned,
-                Some(Mutant::DroppedCountsAsNotStarted) => How::NotStarted,
-                _ => How::dropped(config.plan(who).on_crash),
+                Some(Mutant::DroppedUnderFailIsReleased) => ReleaseKind::Returned,
+                Some(Mutant::DroppedCountsAsNotStarted) => ReleaseKind::NotStarted,
+                _ => ReleaseKind::dropped(config.plan(who).on_crash),
             };
             drops_values(config, world, who, how, Class::Dropped);
         }
         Phase::Ending { ending, .. } => {
             let ending = match ending {
-                Ending::Shortened { ok } | Ending::LeftOut { ok } => Ending::Finish { kept: Kept::Stored(who), ok },
+                Ending::Shortened { ok } | Ending::LeftOut { ok } => {
+                    Ending::Finish { kept: ModelResult::Stored(who), ok }
+                }
                 other => other,
             };
             late(config, world, who, ending, Class::Dropped);
@@ -1229,7 +1233,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: Who) {
 
 /// Drops the values of a body that has ended early, before its key is freed. The lease is renewed meanwhile, also
 /// beyond the time-out of the body.
-fn drops_values(config: &Config, world: &mut World, who: Who, how: How, told: Class) {
+fn drops_values(config: &Config, world: &mut World, who: CallId, how: ReleaseKind, told: Class) {
     let ending = Ending::Release(how);
     if config.is(Mutant::ReleasedBeforeValues) {
         return late(config, world, who, ending, told);
@@ -1240,7 +1244,7 @@ fn drops_values(config: &Config, world: &mut World, who: Who, how: How, told: Cl
     call.phase = Phase::Dropping { ending, told };
 }
 
-fn loses_values(config: &Config, world: &mut World, who: Who) {
+fn loses_values(config: &Config, world: &mut World, who: CallId) {
     let call = world.call_mut(who);
     call.deed.values = false;
     let Phase::Dropping { ending, told } = call.phase else { unreachable!("no values are being dropped") };
@@ -1248,9 +1252,9 @@ fn loses_values(config: &Config, world: &mut World, who: Who) {
 }
 
 /// Frees the key of a reservation that may have landed, or may yet; the caller got `told`.
-fn clean_up(config: &Config, world: &mut World, who: Who, told: Class) {
+fn clean_up(config: &Config, world: &mut World, who: CallId, told: Class) {
     let ending = match config.mutant {
-        Some(Mutant::CleanUpOnlyReleases) => Ending::Release(How::NotStarted),
+        Some(Mutant::CleanUpOnlyReleases) => Ending::Release(ReleaseKind::NotStarted),
         _ => Ending::CleanUp(message(config, world, None)),
     };
     late(config, world, who, ending, told);
@@ -1261,7 +1265,7 @@ fn clean_up(config: &Config, world: &mut World, who: Who, told: Class) {
 }
 
 /// Goes on with `ending` although no caller waits for it; the caller got `told`.
-fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Class) {
+fn late(config: &Config, world: &mut World, who: CallId, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
     (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
@@ -1273,7 +1277,7 @@ fn late(config: &Config, world: &mut World, who: Who, ending: Ending, told: Clas
     properties::caller_hears(config, world, who, told);
 }
 
-fn over(config: &Config, world: &mut World, who: Who, told: Class) {
+fn over(config: &Config, world: &mut World, who: CallId, told: Class) {
     if !matches!(world.call(who).phase, Phase::Ending { late: Some(_), .. }) {
         properties::caller_hears(config, world, who, told);
     }
@@ -1282,12 +1286,12 @@ fn over(config: &Config, world: &mut World, who: Who, told: Class) {
 }
 
 /// The call takes no more steps: its knowledge no longer makes a difference.
-fn rest(world: &mut World, who: Who, phase: Phase) {
+fn rest(world: &mut World, who: CallId, phase: Phase) {
     let call = world.call_mut(who);
     *call = Call { phase, deed: call.deed, ..Call::IDLE };
 }
 
-fn body_is_gone(world: &mut World, who: Who) {
+fn body_is_gone(world: &mut World, who: CallId) {
     let deed = &mut world.call_mut(who).deed;
     if deed.body == Body::Running {
         deed.body = Body::Gone;

@@ -15,7 +15,9 @@ use idem_tests::decided;
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
-use super::state::{Answer, Done, How, Kept, Met, OPERATORS, Sight, Slot, Stand, Token, Who, token};
+use super::state::{
+    Answer, CallId, Done, Met, ModelResult, ModelState, OPERATORS, ReleaseKind, SeenRecord, Slot, Token, token,
+};
 
 /// One tick of model time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
@@ -48,21 +50,21 @@ fn fingerprint(mark: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-pub(crate) fn payload(kept: Kept) -> StoredResult {
+pub(crate) fn payload(kept: ModelResult) -> StoredResult {
     match kept {
-        Kept::Stored(who) => {
+        ModelResult::Stored(who) => {
             let at = usize::from(who);
             let codec = CodecName::new(b"model").expect("a name");
             StoredResult::Encoded { codec, bytes: Bytes::from_static(&RESULTS[at..=at]) }
         }
-        Kept::TooLarge(who) => StoredResult::TooLarge { size: who.into() },
+        ModelResult::TooLarge(who) => StoredResult::TooLarge { size: who.into() },
     }
 }
 
-pub(crate) fn kept(payload: &StoredResult) -> Kept {
+pub(crate) fn kept(payload: &StoredResult) -> ModelResult {
     match payload {
-        StoredResult::Encoded { bytes, .. } => Kept::Stored(bytes[0]),
-        StoredResult::TooLarge { size } => Kept::TooLarge(small(*size)),
+        StoredResult::Encoded { bytes, .. } => ModelResult::Stored(bytes[0]),
+        StoredResult::TooLarge { size } => ModelResult::TooLarge(small(*size)),
         other => unreachable!("no configuration writes {other:?}"),
     }
 }
@@ -75,7 +77,7 @@ fn ticks(duration: Duration) -> u8 {
     small(duration.as_secs())
 }
 
-impl Stand {
+impl ModelState {
     pub(crate) fn state(self, lease: Duration) -> State {
         match self {
             Self::Pending { fail, begun } => {
@@ -90,7 +92,7 @@ impl Stand {
     }
 }
 
-impl From<&State> for Stand {
+impl From<&State> for ModelState {
     fn from(state: &State) -> Self {
         match state {
             State::Pending { on_crash, begun, .. } => Self::Pending { fail: *on_crash == OnCrash::Fail, begun: *begun },
@@ -136,7 +138,7 @@ impl Slot {
             attempt: small(record.attempt),
             starts: small(record.attempts_used),
             mark: record.fingerprint.map(|mark| mark.as_bytes()[1]),
-            stand: Stand::from(&record.state),
+            stand: ModelState::from(&record.state),
             lapses_at: if record.is_pending() { lapses_at } else { 0 },
             revived: 0,
         }
@@ -242,7 +244,7 @@ pub(crate) fn reserves(
 
 /// The answer to a reservation of another call with the policy of `who`, which meets `slot` when its lease has lapsed
 /// by every clock.
-pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: Who) -> Answer {
+pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answer {
     /// A generation that no call reaches, and a time that no trace reaches.
     const ANOTHER: u8 = 10;
     const LATE: u8 = 200;
@@ -253,7 +255,7 @@ pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: Who) -> Answer {
 /// The write at the end of an attempt.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct End {
-    pub(crate) stand: Stand,
+    pub(crate) stand: ModelState,
     /// Number of attempts that the write takes back.
     pub(crate) refund: u8,
     /// Number of the attempt and of its starts, if the write names them.
@@ -262,14 +264,14 @@ pub(crate) struct End {
 }
 
 impl End {
-    pub(crate) fn finish(kept: Kept, ok: bool, numbers: (u8, u8), now: u8) -> Self {
-        let stand = if ok { Stand::Completed(kept) } else { Stand::Failed(kept) };
+    pub(crate) fn finish(kept: ModelResult, ok: bool, numbers: (u8, u8), now: u8) -> Self {
+        let stand = if ok { ModelState::Completed(kept) } else { ModelState::Failed(kept) };
         Self { stand, refund: 0, numbers: Some(numbers), now }
     }
 
-    pub(crate) fn release(how: How, now: u8) -> Self {
-        let refund = u8::from(how == How::NotStarted);
-        Self { stand: Stand::from(&how.release().state()), refund, numbers: None, now }
+    pub(crate) fn release(how: ReleaseKind, now: u8) -> Self {
+        let refund = u8::from(how == ReleaseKind::NotStarted);
+        Self { stand: ModelState::from(&how.release().state()), refund, numbers: None, now }
     }
 }
 
@@ -278,7 +280,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     let End { stand, refund, numbers, now } = end;
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
-    let with_result = matches!(stand, Stand::Completed(_) | Stand::Failed(_));
+    let with_result = matches!(stand, ModelState::Completed(_) | ModelState::Failed(_));
     // Only the owner's attempt may end, before any decision.
     let own = met.owner == token && met.decisions == 0;
     if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && !own {
@@ -342,7 +344,7 @@ pub(crate) fn begins(config: &Config, slot: &mut Option<Slot>, token: Token, att
     };
     let late = met.lapses_at <= reading.now && config.mutant != Some(Mutant::MarkedAfterLapse);
     match &mut met.stand {
-        Stand::Pending { begun, .. } if *begun || !late => *begun = true,
+        ModelState::Pending { begun, .. } if *begun || !late => *begun = true,
         _ => return Done::Refused,
     }
     renews(config, slot, token, attempt, reading)
@@ -370,13 +372,13 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
 }
 
 /// Record of `key` as an operator sees it.
-pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> Sight {
+pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> SeenRecord {
     let live = slot.is_pending() && reading.until(slot.lapses_at, None) > 0;
-    Sight { key, operator, slot, live, decided: 0 }
+    SeenRecord { key, operator, slot, live, decided: 0 }
 }
 
 /// Reopens the key, if the record is the one that the operator saw. Discards a recorded result.
-pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &Sight, reading: Reading) -> Verdict {
+pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &SeenRecord, reading: Reading) -> Verdict {
     let Some(met) = slot.as_mut() else { return Verdict::Refused };
     let lapses_in = |left: u8| TICK * u32::from(left);
     let (mut seen, seen_left) = (sight.slot, u8::from(sight.live));

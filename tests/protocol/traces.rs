@@ -30,7 +30,10 @@ use tokio::sync::oneshot;
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
-use super::state::{Answer, Ask, Beat, Class, Done, Ending, How, Kept, Line, Phase, Request, Slot, Who, World, holder};
+use super::state::{
+    Answer, Beat, CallId, Class, Done, Ending, Line, ModelResult, Phase, ReleaseKind, Request, RequestKind, Slot,
+    World, holder,
+};
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
 
@@ -52,20 +55,20 @@ fn plans() -> impl Strategy<Value = Vec<Plan>> {
 /// Step of a trace of the store.
 #[derive(Clone, Copy, Debug)]
 enum Step {
-    Reserve(Who),
+    Reserve(CallId),
     /// The same request arrives again, without a call that awaits the answer.
-    Again(Who),
-    Begin(Who),
-    Renew(Who),
-    Finish(Who, bool, bool),
-    Release(Who, How),
+    Again(CallId),
+    Begin(CallId),
+    Renew(CallId),
+    Finish(CallId, bool, bool),
+    Release(CallId, ReleaseKind),
     Reopen(u8, u8),
     Tick,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let who = || 0..4_u8;
-    let how = prop_oneof![Just(How::Returned), Just(How::NotStarted), Just(How::Interrupted)];
+    let how = prop_oneof![Just(ReleaseKind::Returned), Just(ReleaseKind::NotStarted), Just(ReleaseKind::Interrupted)];
     prop_oneof![
         5 => who().prop_map(Step::Reserve),
         1 => who().prop_map(Step::Again),
@@ -170,7 +173,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     let (mut slots, mut now) = ([None; 2], 0);
     let mut leases: Vec<Lease> = config.requests.iter().map(|request| Record::first(request).lease(request)).collect();
     for step in steps {
-        let key_of = |who: Who| usize::from(config.plans[usize::from(who)].key);
+        let key_of = |who: CallId| usize::from(config.plans[usize::from(who)].key);
         let reading = Reading { now, skew: None };
         // The same step for both stores; both must give the same answer.
         match *step {
@@ -195,7 +198,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
             }
             Step::Finish(who, ok, large) => {
-                let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
+                let kept = if large { ModelResult::TooLarge(who) } else { ModelResult::Stored(who) };
                 let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
                 let found = real.finish(&leases[usize::from(who)], &finish).await.unwrap();
                 let end = End::finish(kept, ok, numbers(&leases[usize::from(who)]), now);
@@ -243,7 +246,7 @@ fn key_named(key: u8) -> Key {
 
 /// Request of the engine to its store, and the channel for its verdict.
 #[derive(Debug)]
-struct Asked {
+struct EngineRequest {
     what: Real,
     verdict: oneshot::Sender<Fate>,
 }
@@ -260,17 +263,19 @@ enum Real {
 
 impl Real {
     /// Reports whether this is the request that the model makes.
-    fn is(&self, ask: Ask) -> bool {
+    fn is(&self, ask: RequestKind) -> bool {
         match (self, ask) {
-            (Self::Reserve(_), Ask::Reserve { .. }) => true,
-            (Self::Begin(lease), Ask::Begin { attempt, .. }) => numbers(lease).0 == attempt,
-            (Self::Renew(leases), Ask::Renew { attempt, .. }) => leases.iter().all(|lease| numbers(lease).0 == attempt),
-            (Self::Finish(lease, finish), Ask::Finish { ok, kept, attempt, .. }) => {
+            (Self::Reserve(_), RequestKind::Reserve { .. }) => true,
+            (Self::Begin(lease), RequestKind::Begin { attempt, .. }) => numbers(lease).0 == attempt,
+            (Self::Renew(leases), RequestKind::Renew { attempt, .. }) => {
+                leases.iter().all(|lease| numbers(lease).0 == attempt)
+            }
+            (Self::Finish(lease, finish), RequestKind::Finish { ok, kept, attempt, .. }) => {
                 numbers(lease).0 == attempt
                     && matches!(finish, Finish::Completed(_)) == ok
-                    && matches!(finish.result(), StoredResult::Encoded { .. }) == matches!(kept, Kept::Stored(_))
+                    && matches!(finish.result(), StoredResult::Encoded { .. }) == matches!(kept, ModelResult::Stored(_))
             }
-            (Self::Release(_, release), Ask::Release(how)) => *release == how.release(),
+            (Self::Release(_, release), RequestKind::Release(how)) => *release == how.release(),
             _ => false,
         }
     }
@@ -300,7 +305,7 @@ enum Fate {
 #[derive(Clone, Debug)]
 struct Scripted {
     inner: MemoryStore,
-    desk: Arc<Mutex<Vec<Asked>>>,
+    desk: Arc<Mutex<Vec<EngineRequest>>>,
 }
 
 impl Scripted {
@@ -313,7 +318,7 @@ impl Scripted {
         StoreFuture::new(async move {
             // Ask only when polled: the engine also polls once to find out whether a store answers immediately.
             let (verdict, decided) = oneshot::channel();
-            desk.lock().unwrap().push(Asked { what, verdict });
+            desk.lock().unwrap().push(EngineRequest { what, verdict });
             let failed = |kind| StoreError::new(kind, "failed by the trace");
             match decided.await.unwrap_or(Fate::Failed(StoreErrorKind::Unavailable)) {
                 Fate::Done => inner.await,
@@ -423,8 +428,8 @@ struct Pair<'a> {
     started: Arc<Mutex<bool>>,
     /// The model's requests under way whose answer no call awaits, each with the engine's own request.
     late: Vec<(Request, Real)>,
-    main: Option<Asked>,
-    beat: Option<Asked>,
+    main: Option<EngineRequest>,
+    beat: Option<EngineRequest>,
     faults: u8,
 }
 
@@ -443,9 +448,9 @@ enum Move {
     FailBeat,
     Arrive(usize),
     Lose(usize),
-    OtherReserves(Who),
-    OtherFinishes(Who),
-    OtherReleases(Who),
+    OtherReserves(CallId),
+    OtherFinishes(CallId),
+    OtherReleases(CallId),
     /// An operator reopens the record.
     Reopen,
     Tick,
@@ -783,18 +788,18 @@ impl<'a> Pair<'a> {
             // Other calls, which act on the store without an engine.
             Move::OtherReserves(who) => {
                 let real = Real::Reserve(self.config.requests[usize::from(who)].clone());
-                self.other(Request { who, token: who, ask: Ask::Reserve { sent: 0, over: None } }, &real).await;
+                self.other(Request { who, token: who, ask: RequestKind::Reserve { sent: 0, over: None } }, &real).await;
             }
             Move::OtherFinishes(who) => {
-                let kept = Kept::Stored(who);
+                let kept = ModelResult::Stored(who);
                 let lease = self.lease(who);
-                let ask = Ask::Finish { kept, ok: true, attempt: numbers(&lease).0, starts: 0 };
+                let ask = RequestKind::Finish { kept, ok: true, attempt: numbers(&lease).0, starts: 0 };
                 let real = Real::Finish(lease, Finish::Completed(store::payload(kept)));
                 self.other(Request { who, token: who, ask }, &real).await;
             }
             Move::OtherReleases(who) => {
                 let real = Real::Release(self.lease(who), Release::Returned);
-                self.other(Request { who, token: who, ask: Ask::Release(How::Returned) }, &real).await;
+                self.other(Request { who, token: who, ask: RequestKind::Release(ReleaseKind::Returned) }, &real).await;
             }
             Move::Reopen => {
                 let attempt = self.world.slots[0].expect("there is one").attempt;
@@ -810,7 +815,7 @@ impl<'a> Pair<'a> {
     }
 
     /// Lease that `who` holds, or would hold in its first attempt.
-    fn lease(&self, who: Who) -> Lease {
+    fn lease(&self, who: CallId) -> Lease {
         let request = &self.config.requests[usize::from(who)];
         let slot = self.world.slots[usize::from(self.config.plans[usize::from(who)].key)];
         let held = slot.filter(|slot| slot.owner == who).map(|slot| slot.record(self.config.lease));
@@ -819,7 +824,7 @@ impl<'a> Pair<'a> {
 
     /// The engine's renewal whose answer no call awaits any more.
     fn late_renewal(&self) -> Request {
-        let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, Ask::Renew { .. });
+        let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, RequestKind::Renew { .. });
         *self.world.net.iter().find(is_it).expect("it is under way")
     }
 
@@ -835,7 +840,7 @@ impl<'a> Pair<'a> {
 
 impl Request {
     fn is_stored(self) -> bool {
-        matches!(self.ask, Ask::Finish { kept: Kept::Stored(_), .. })
+        matches!(self.ask, RequestKind::Finish { kept: ModelResult::Stored(_), .. })
     }
 }
 
@@ -928,7 +933,7 @@ fn another_ending_is_not_agreed_with() {
         pair.make(Move::Answer).await;
         pair.meet().await.unwrap();
         pair.make(Move::Return(true)).await;
-        let release = Ending::Release(How::Returned);
+        let release = Ending::Release(ReleaseKind::Returned);
         pair.world.call_mut(0).phase = Phase::Ending { ending: release, late: None, line: Line::Sent };
         pair.meet().await
     });
@@ -978,12 +983,12 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
             // A tick is a millisecond here, the unit of these clocks.
             let (mut slots, mut now) = ([None; 2], 20);
             for step in steps {
-                let read = |who: Who| now + if ahead[usize::from(who)] { SKEW } else { 0 };
+                let read = |who: CallId| now + if ahead[usize::from(who)] { SKEW } else { 0 };
                 for (who, clock) in (0..).zip(&clocks) {
                     clock.set_wall(read(who).into());
                 }
-                let slot = |who: Who| usize::from(config.plans[usize::from(who)].key);
-                let reading = |who: Who| Reading { now: read(who), skew: Some(SKEW) };
+                let slot = |who: CallId| usize::from(config.plans[usize::from(who)].key);
+                let reading = |who: CallId| Reading { now: read(who), skew: Some(SKEW) };
                 // The same step for both stores; both must give the same answer.
                 match step {
                     Step::Reserve(who) | Step::Again(who) => {
@@ -1018,7 +1023,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
                     }
                     Step::Finish(who, ok, large) => {
                         let at = usize::from(who);
-                        let kept = if large { Kept::TooLarge(who) } else { Kept::Stored(who) };
+                        let kept = if large { ModelResult::TooLarge(who) } else { ModelResult::Stored(who) };
                         let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
                         let found = stores[at].finish(&leases[at], &finish).await.unwrap();
                         let end = End::finish(kept, ok, numbers(&leases[at]), now);

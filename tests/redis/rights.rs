@@ -24,9 +24,9 @@ async fn allow(server: &RedisServer, rules: &[&str]) {
 }
 
 /// Answer to a request, in one word.
-type Said = Result<&'static str, StoreError>;
+type AnswerWord = Result<&'static str, StoreError>;
 
-fn reservation(answer: Result<Reservation, StoreError>) -> Said {
+fn reservation(answer: Result<Reservation, StoreError>) -> AnswerWord {
     answer.map(|answer| match answer {
         Reservation::Granted { takeover: false, .. } => "reserved",
         Reservation::Granted { takeover: true, .. } => "taken over",
@@ -37,7 +37,7 @@ fn reservation(answer: Result<Reservation, StoreError>) -> Said {
     })
 }
 
-fn write(answer: Result<Verdict, StoreError>) -> Said {
+fn write(answer: Result<Verdict, StoreError>) -> AnswerWord {
     answer.map(|answer| if answer == Verdict::Applied { "done" } else { "refused" })
 }
 
@@ -81,7 +81,7 @@ impl Scene {
     }
 
     /// Runs every operation. Returns its name, the expected answer and the answer.
-    async fn play(&self) -> Vec<(&'static str, &'static str, Said)> {
+    async fn play(&self) -> Vec<(&'static str, &'static str, AnswerWord)> {
         let Self { store, held, finished, lapsed, finishing, releasing, .. } = self;
         let new = request(store, &format!("{} new", self.prefix));
         vec![
@@ -111,7 +111,7 @@ impl Scene {
     }
 
     /// Checks that every confirmed write took effect, and that no other write changed its record.
-    async fn audit(&self, played: &[(&str, &str, Said)]) {
+    async fn audit(&self, played: &[(&str, &str, AnswerWord)]) {
         for (lease, what) in [(&self.finishing, "a finish"), (&self.releasing, "a release")] {
             let done = played.iter().any(|(name, _, said)| *name == what && said.is_ok());
             let found = self.others.inspect(&lease.key).await.unwrap().unwrap().record;
@@ -391,7 +391,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let seen = other.inspect(&lease.key).await.unwrap().unwrap();
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
         let forgotten = other.decide(&Decision::forget(&lease.key, &seen)).await.unwrap();
-        assert!(matches!(forgotten, Decided::Changed { standing: Standing::Running, .. }), "{forgotten:?}");
+        assert!(matches!(forgotten, DecisionAnswer::Changed { standing: Standing::Running, .. }), "{forgotten:?}");
         assert_eq!(renew_all(&owner, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
         assert_eq!(owner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
         let request = self::request(&owner, &format!("forgotten {restored}"));

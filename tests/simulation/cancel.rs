@@ -18,11 +18,11 @@ use idem_runtime::{
     Error, InProgress, Key, MemoryStore, OnCrash, OnStoreError, Operation, Outcome, Policy, Store, StoreErrorKind,
     observe,
 };
-use idem_tests::{Call, Fault, FaultyStore, yields};
+use idem_tests::{Fault, FaultyStore, StoreCall, yields};
 use serde::{Deserialize, Serialize};
 
 use crate::dice::Dice;
-use crate::store::{Line, Net, Prank, Weather};
+use crate::store::{DeliberateBreak, FaultRates, Line, Net};
 
 const LEASE: Duration = Duration::from_secs(30);
 const POLICY: Policy = Policy::new(Duration::from_secs(86_400));
@@ -31,12 +31,12 @@ const POLICY: Policy = Policy::new(Duration::from_secs(86_400));
 enum Failure {
     Declined,
     #[serde(skip)]
-    Idempotency(Told),
+    Idempotency(CallerAnswer),
 }
 
 /// Answers to a caller that matter here.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Told {
+enum CallerAnswer {
     Interrupted,
     Exhausted,
     Other,
@@ -45,9 +45,9 @@ enum Told {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         Self::Idempotency(match error {
-            Error::Interrupted { .. } => Told::Interrupted,
-            Error::AttemptsExhausted { .. } => Told::Exhausted,
-            _ => Told::Other,
+            Error::Interrupted { .. } => CallerAnswer::Interrupted,
+            Error::AttemptsExhausted { .. } => CallerAnswer::Exhausted,
+            _ => CallerAnswer::Other,
         })
     }
 }
@@ -164,12 +164,12 @@ impl Stage {
         let simulation = Simulation::new(1);
         simulation.limit_polls(100_000);
         let memory = MemoryStore::options().clock(simulation.clock()).build();
-        let weather = Weather { faults: 0, late: false, calm: Duration::ZERO, lease: LEASE };
+        let weather = FaultRates { faults: 0, late: false, calm: Duration::ZERO, lease: LEASE };
         let truth: Arc<dyn Store> = Arc::new(memory.peer());
-        let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, Prank::None));
+        let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, DeliberateBreak::None));
         let line = Line::new(0, Arc::new(memory.peer()), net, None);
         let store = FaultyStore::new(&line);
-        for call in [Call::Reserve, Call::Begin, Call::Renew, Call::Finish, Call::Release] {
+        for call in [StoreCall::Reserve, StoreCall::Begin, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
             store.always(call, Fault::Slow(slow));
         }
         let mut policy = POLICY.lease(LEASE).on_crash(on_crash);
@@ -178,33 +178,33 @@ impl Stage {
         }
         match scenario {
             S::WaitsForResult | S::WaitsForFailure => policy = policy.in_progress(InProgress::Wait(2 * LEASE)),
-            S::ReserveFails => store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable)),
-            S::ReserveAnswerLost => store.next(Call::Reserve, Fault::After),
-            S::AnsweredTooLate => store.next(Call::Reserve, Fault::Slow(20)),
+            S::ReserveFails => store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable)),
+            S::ReserveAnswerLost => store.next(StoreCall::Reserve, Fault::After),
+            S::AnsweredTooLate => store.next(StoreCall::Reserve, Fault::Slow(20)),
             S::FinishFails => {
                 for _ in 0..2 {
-                    store.next(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+                    store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
                 }
             }
-            S::FinishAnswerLost => store.next(Call::Finish, Fault::After),
+            S::FinishAnswerLost => store.next(StoreCall::Finish, Fault::After),
             S::MarkFails => {
                 for _ in 0..2 {
-                    store.next(Call::Begin, Fault::Before(StoreErrorKind::Unavailable));
+                    store.next(StoreCall::Begin, Fault::Before(StoreErrorKind::Unavailable));
                 }
             }
-            S::MarkAnswerLost => store.next(Call::Begin, Fault::After),
+            S::MarkAnswerLost => store.next(StoreCall::Begin, Fault::After),
             S::MarkUnanswered => {
                 for _ in 0..3 {
-                    store.next(Call::Begin, Fault::After);
+                    store.next(StoreCall::Begin, Fault::After);
                 }
             }
-            S::MarkTooLate => store.next(Call::Begin, Fault::Slow(20)),
-            S::ResultTooLarge => store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge)),
-            S::ReleaseFails => store.next(Call::Release, Fault::Before(StoreErrorKind::Unavailable)),
-            S::LeaseLost => store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable)),
+            S::MarkTooLate => store.next(StoreCall::Begin, Fault::Slow(20)),
+            S::ResultTooLarge => store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge)),
+            S::ReleaseFails => store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable)),
+            S::LeaseLost => store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable)),
             S::Unprotected => {
                 policy = policy.on_store_error(OnStoreError::Run);
-                store.always(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+                store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
             }
             _ => {}
         }
@@ -304,7 +304,7 @@ impl Stage {
                     clock.sleep(LEASE + Duration::from_secs(1)).await;
                     let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
                     // The line works again, and lets the refusal through.
-                    stage.store.always(Call::Renew, Fault::None);
+                    stage.store.always(StoreCall::Renew, Fault::None);
                     outcome
                 }));
             }
@@ -346,8 +346,8 @@ impl Stage {
         let own = if ran { 4 * LEASE } else { Duration::ZERO };
         assert!(took <= own, "{context}");
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
-        let interrupted = again == Err(Failure::Idempotency(Told::Interrupted));
-        let exhausted = again == Err(Failure::Idempotency(Told::Exhausted));
+        let interrupted = again == Err(Failure::Idempotency(CallerAnswer::Interrupted));
+        let exhausted = again == Err(Failure::Idempotency(CallerAnswer::Exhausted));
         // A crash of the attempt is final.
         let final_crash = fail || self.scenario.is_last();
         let refused = if fail { interrupted } else { exhausted };
@@ -385,7 +385,7 @@ impl Stage {
             (Some(result), _) if end == End::Cancelled && (result.is_ok() || self.scenario == S::ErrorRecorded) => {
                 // The store refuses the result once, so a late write may be the second one to record it.
                 let kept = self.scenario != S::ResultTooLarge || again == result;
-                let expected = if kept { result } else { Err(Failure::Idempotency(Told::Other)) };
+                let expected = if kept { result } else { Err(Failure::Idempotency(CallerAnswer::Other)) };
                 assert!(!ran && again == expected && outcome.replayed() == kept && effects.get() == 1, "{context}");
             }
             // The result may have been recorded, or released, or neither, before the process died.

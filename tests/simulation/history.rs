@@ -18,7 +18,7 @@ use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight};
 
 /// Operation on one key. A renewal of several leases is one operation for each.
 #[derive(Clone, Debug)]
-pub(crate) enum Asked {
+pub(crate) enum OperationArgs {
     Reserve(Ask),
     /// Has the number of the attempt.
     Begin(Ask, u32),
@@ -36,7 +36,7 @@ pub(crate) enum Asked {
 
 /// Answer to an operation.
 #[derive(Clone, PartialEq, Debug)]
-pub(crate) enum Said {
+pub(crate) enum OperationAnswer {
     Reservation(Answer),
     Write(Verdict),
     Inspection(Option<Entry>),
@@ -50,14 +50,14 @@ pub(crate) enum End {
     /// The store answered that nothing was written.
     NothingDone,
     /// The answer, and the reading of the store's clock at its time.
-    Answered { said: Said, at: u64 },
+    Answered { said: OperationAnswer, at: u64 },
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Op {
     pub(crate) process: usize,
     pub(crate) key: usize,
-    pub(crate) asked: Asked,
+    pub(crate) asked: OperationArgs,
     /// Invocation, and arrival of the answer, as places in the order of all events.
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
@@ -139,8 +139,8 @@ impl History {
         self.notes.push((self.ops.len(), now, text));
     }
 
-    pub(crate) fn reserve(&mut self, request: &ReserveRequest) -> Asked {
-        Asked::Reserve(Ask {
+    pub(crate) fn reserve(&mut self, request: &ReserveRequest) -> OperationArgs {
+        OperationArgs::Reserve(Ask {
             key: self.key(&request.key),
             owner: number(&mut self.owners, &request.owner),
             lease: nanos(request.lease),
@@ -164,7 +164,7 @@ impl History {
     }
 
     /// Notes that `process` requests an operation, and returns the operation's number.
-    pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: Asked) -> usize {
+    pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: OperationArgs) -> usize {
         let key = self.key(key);
         let (invoked, invoked_at) = (self.event(), self.now());
         self.ops.push(Op {
@@ -208,14 +208,16 @@ impl History {
     /// Reports whether a decision that lets `key` run again landed at one of `events`.
     pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
-        let reopens = |op: &Op| matches!(&op.asked, Asked::Decide { action, .. } if action.finish().is_none());
+        let reopens = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action, .. } if action.finish().is_none());
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
     /// Reports whether an operator had `key` forgotten, so that its attempts count from 1 again.
     pub(crate) fn was_forgotten(&self, key: usize) -> bool {
         self.ops.iter().any(|op| {
-            op.key == key && op.landed.is_some() && matches!(&op.asked, Asked::Decide { action: Action::Forget, .. })
+            op.key == key
+                && op.landed.is_some()
+                && matches!(&op.asked, OperationArgs::Decide { action: Action::Forget, .. })
         })
     }
 
@@ -223,7 +225,7 @@ impl History {
     pub(crate) fn resolved(&self, key: usize) -> Vec<(u64, u32, Finish)> {
         let resolved = self.ops.iter().filter(|op| op.key == key && op.applied);
         let given = resolved.filter_map(|op| match (&op.asked, op.landed) {
-            (Asked::Decide { sight, action, .. }, Some((event, _))) => {
+            (OperationArgs::Decide { sight, action, .. }, Some((event, _))) => {
                 Some((event, sight.attempt, action.finish()?.clone()))
             }
             _ => None,
@@ -234,15 +236,15 @@ impl History {
     /// Reports whether an operator broke the lease of attempt `number` of `key` before the event `before`.
     pub(crate) fn was_broken(&self, key: usize, number: u32, before: u64) -> bool {
         let breaks = |op: &Op| match &op.asked {
-            Asked::Decide { sight, action, .. } => *action == Action::BreakLease && sight.attempt == number,
+            OperationArgs::Decide { sight, action, .. } => *action == Action::BreakLease && sight.attempt == number,
             _ => false,
         };
         let landed = |op: &Op| op.applied && op.landed.is_some_and(|(event, _)| event < before);
         self.ops.iter().any(|op| op.key == key && breaks(op) && landed(op))
     }
 
-    pub(crate) fn reservation(&mut self, reservation: &Reservation) -> Said {
-        Said::Reservation(match reservation {
+    pub(crate) fn reservation(&mut self, reservation: &Reservation) -> OperationAnswer {
+        OperationAnswer::Reservation(match reservation {
             Reservation::Granted { lease, takeover, .. } => Answer::Reserved {
                 attempt: lease.attempt,
                 starts: lease.attempts_used,
@@ -261,9 +263,9 @@ impl History {
         })
     }
 
-    pub(crate) fn inspection(&mut self, inspection: Option<&Inspection>) -> Said {
+    pub(crate) fn inspection(&mut self, inspection: Option<&Inspection>) -> OperationAnswer {
         let now = self.now();
-        Said::Inspection(inspection.map(|found| {
+        OperationAnswer::Inspection(inspection.map(|found| {
             let lapses_at = now + found.lapses_in.map_or(0, nanos);
             self.entry(&found.record, lapses_at, now + nanos(found.expires_in))
         }))
@@ -316,9 +318,9 @@ impl History {
     pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key).any(|op| {
-            let refused = matches!(op.end, End::Answered { said: Said::Write(Verdict::Refused), .. });
+            let refused = matches!(op.end, End::Answered { said: OperationAnswer::Write(Verdict::Refused), .. });
             let heard = op.invoked > during.start && op.responded.is_some_and(|heard| heard < during.end);
-            refused && heard && matches!(&op.asked, Asked::Renew(ask, _) if Some(ask.owner) == owner)
+            refused && heard && matches!(&op.asked, OperationArgs::Renew(ask, _) if Some(ask.owner) == owner)
         })
     }
 
@@ -326,7 +328,7 @@ impl History {
     pub(crate) fn was_ended(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key && during.contains(&op.invoked)).any(|op| match &op.asked {
-            Asked::Finish(ask, ..) | Asked::Release(ask, _) => Some(ask.owner) == owner,
+            OperationArgs::Finish(ask, ..) | OperationArgs::Release(ask, _) => Some(ask.owner) == owner,
             _ => false,
         })
     }
@@ -334,7 +336,7 @@ impl History {
     /// Process that was granted attempt `attempt` of `key`, even if the answer got lost, and its policy for a crash.
     pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
         self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
-            Asked::Reserve(ask) => Some((op.process, ask.on_crash)),
+            OperationArgs::Reserve(ask) => Some((op.process, ask.on_crash)),
             _ => None,
         })
     }
@@ -343,7 +345,7 @@ impl History {
     fn marks(&self, key: usize, attempt: u32, when: u64) -> impl Iterator<Item = &Op> {
         self.ops.iter().filter(move |op| {
             let has_landed = op.applied && op.landed.is_some_and(|(event, _)| event < when);
-            op.key == key && has_landed && matches!(op.asked, Asked::Begin(_, it) if it == attempt)
+            op.key == key && has_landed && matches!(op.asked, OperationArgs::Begin(_, it) if it == attempt)
         })
     }
 
@@ -364,7 +366,10 @@ impl History {
         let is_refusal = |op: &&Op| {
             let said = matches!(
                 op.end,
-                End::Answered { said: Said::Reservation(Answer::Interrupted { .. } | Answer::Exhausted { .. }), .. }
+                End::Answered {
+                    said: OperationAnswer::Reservation(Answer::Interrupted { .. } | Answer::Exhausted { .. }),
+                    ..
+                }
             );
             let is_of_call =
                 op.landed.is_some_and(|(_, at)| at >= since) && op.responded.is_some_and(|heard| heard < when);
@@ -378,9 +383,11 @@ impl History {
     /// one more after an answer that came too late, or a request that takes the mark back.
     pub(crate) fn doubts_its_mark(&self, key: usize, attempt: u32, when: u64) -> Option<(usize, [u64; 2])> {
         let first = self.marks(key, attempt, when).next()?;
-        let Asked::Begin(mark, _) = &first.asked else { return None };
+        let OperationArgs::Begin(mark, _) = &first.asked else { return None };
         let is_about_it = |op: &&Op| match &op.asked {
-            Asked::Reserve(ask) | Asked::Begin(ask, _) | Asked::Release(ask, _) => ask.owner == mark.owner,
+            OperationArgs::Reserve(ask) | OperationArgs::Begin(ask, _) | OperationArgs::Release(ask, _) => {
+                ask.owner == mark.owner
+            }
             _ => false,
         };
         let of_it = self.ops.iter().filter(|op| op.key == key && op.invoked < when).filter(is_about_it);
@@ -393,10 +400,10 @@ impl History {
     /// When the latest request of attempt `attempt` of `key` was sent that was confirmed and renews its lease.
     pub(crate) fn confirmed_at(&self, key: usize, attempt: u32) -> Option<u64> {
         let confirms = |op: &&Op| match (&op.asked, &op.end) {
-            (Asked::Begin(_, it) | Asked::Renew(_, it), End::Answered { said, .. }) => {
-                *it == attempt && *said == Said::Write(Verdict::Applied)
+            (OperationArgs::Begin(_, it) | OperationArgs::Renew(_, it), End::Answered { said, .. }) => {
+                *it == attempt && *said == OperationAnswer::Write(Verdict::Applied)
             }
-            (Asked::Reserve(_), End::Answered { .. }) => op.granted == Some(attempt),
+            (OperationArgs::Reserve(_), End::Answered { .. }) => op.granted == Some(attempt),
             _ => false,
         };
         self.ops.iter().filter(|op| op.key == key).filter(confirms).map(|op| op.invoked_at).max()
@@ -406,10 +413,10 @@ impl History {
     pub(crate) fn released_at(&self, key: usize, attempt: u32) -> Option<u64> {
         let owner =
             self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
-                Asked::Reserve(ask) => Some(ask.owner),
+                OperationArgs::Reserve(ask) => Some(ask.owner),
                 _ => None,
             });
-        let ends = |op: &&Op| matches!(&op.asked, Asked::Release(ask, _) if Some(ask.owner) == owner);
+        let ends = |op: &&Op| matches!(&op.asked, OperationArgs::Release(ask, _) if Some(ask.owner) == owner);
         self.ops.iter().filter(|op| op.key == key).filter(ends).filter_map(|op| op.landed).map(|(_, at)| at).min()
     }
 
@@ -427,8 +434,8 @@ impl History {
     fn owner_of(&self, key: usize, attempt: u32) -> Option<usize> {
         self.ops.iter().filter(|op| op.key == key).find_map(|op| match (&op.asked, &op.end) {
             (
-                Asked::Reserve(ask),
-                End::Answered { said: Said::Reservation(Answer::Reserved { attempt: it, .. }), .. },
+                OperationArgs::Reserve(ask),
+                End::Answered { said: OperationAnswer::Reservation(Answer::Reserved { attempt: it, .. }), .. },
             ) if *it == attempt => Some(ask.owner),
             _ => None,
         })

@@ -23,7 +23,7 @@ use idem_runtime::OnCrash;
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::Finish;
 
-use crate::history::{Asked, End, History, Op, Said};
+use crate::history::{End, History, Op, OperationAnswer, OperationArgs};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
 /// Largest number of configurations in a search. A correct history with known times needs as many as it has operations;
@@ -167,20 +167,20 @@ impl Search<'_> {
 }
 
 /// Executes `asked` at time `at`, and returns the expected answer.
-fn apply(reference: &mut Reference, asked: &Asked, key: usize, at: u64) -> Said {
+fn apply(reference: &mut Reference, asked: &OperationArgs, key: usize, at: u64) -> OperationAnswer {
     reference.now = at;
     match asked {
-        Asked::Reserve(ask) => Said::Reservation(match reference.reserve(ask) {
+        OperationArgs::Reserve(ask) => OperationAnswer::Reservation(match reference.reserve(ask) {
             // A replay does not hold the retention.
             Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
             answer => answer,
         }),
-        Asked::Begin(ask, attempt) => Said::Write(reference.begin(key, ask.owner, *attempt)),
-        Asked::Renew(ask, attempt) => Said::Write(reference.renew(key, ask.owner, *attempt)),
-        Asked::Finish(ask, attempt, finish) => Said::Write(reference.finish(ask, *attempt, finish)),
-        Asked::Release(ask, release) => Said::Write(reference.release(ask, *release)),
-        Asked::Decide { sight, action, by } => Said::Write(reference.decide(key, sight, action, by)),
-        Asked::Inspect => Said::Inspection(reference.look(key).cloned().map(|mut entry| {
+        OperationArgs::Begin(ask, attempt) => OperationAnswer::Write(reference.begin(key, ask.owner, *attempt)),
+        OperationArgs::Renew(ask, attempt) => OperationAnswer::Write(reference.renew(key, ask.owner, *attempt)),
+        OperationArgs::Finish(ask, attempt, finish) => OperationAnswer::Write(reference.finish(ask, *attempt, finish)),
+        OperationArgs::Release(ask, release) => OperationAnswer::Write(reference.release(ask, *release)),
+        OperationArgs::Decide { sight, action, by } => OperationAnswer::Write(reference.decide(key, sight, action, by)),
+        OperationArgs::Inspect => OperationAnswer::Inspection(reference.look(key).cloned().map(|mut entry| {
             if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
                 // No answer holds the time at which a lapsed lease lapsed.
                 *lapses_at = at.max(*lapses_at);
@@ -231,7 +231,7 @@ mod by_hand {
     use idem_runtime::{Key, OnCrash};
 
     use super::{Judgement, check};
-    use crate::history::{Asked, End, History, Said, nanos};
+    use crate::history::{End, History, OperationAnswer, OperationArgs, nanos};
     use crate::reference::{Answer, Ask, Entry, Phase};
 
     const LEASE: u64 = nanos_of_seconds(30);
@@ -259,16 +259,16 @@ mod by_hand {
             self.clock.advance(Duration::from_secs(seconds));
         }
 
-        fn ask(&mut self, asked: Asked) -> usize {
+        fn ask(&mut self, asked: OperationArgs) -> usize {
             self.history.invoke(0, &Key::new("by-hand", "k").unwrap(), asked)
         }
 
-        fn answer(&mut self, op: usize, said: Said) {
+        fn answer(&mut self, op: usize, said: OperationAnswer) {
             let at = self.history.tick();
             self.history.respond(op, End::Answered { said, at });
         }
 
-        fn done(&mut self, asked: Asked, said: Said) {
+        fn done(&mut self, asked: OperationArgs, said: OperationAnswer) {
             let op = self.ask(asked);
             self.answer(op, said);
         }
@@ -279,16 +279,16 @@ mod by_hand {
         Ask { key: 0, owner, lease: LEASE, ttl: TTL, fingerprint: None, on_crash, max_attempts: None }
     }
 
-    fn reserve(owner: usize) -> Asked {
-        Asked::Reserve(by(owner))
+    fn reserve(owner: usize) -> OperationArgs {
+        OperationArgs::Reserve(by(owner))
     }
 
-    fn reserved(attempt: u32, takeover: bool) -> Said {
-        Said::Reservation(Answer::Reserved { attempt, starts: attempt, fingerprint: None, takeover })
+    fn reserved(attempt: u32, takeover: bool) -> OperationAnswer {
+        OperationAnswer::Reservation(Answer::Reserved { attempt, starts: attempt, fingerprint: None, takeover })
     }
 
-    fn pending(attempt: u32, seconds: u64) -> Said {
-        Said::Reservation(Answer::Pending { attempt, lapses_in: nanos(Duration::from_secs(seconds)) })
+    fn pending(attempt: u32, seconds: u64) -> OperationAnswer {
+        OperationAnswer::Reservation(Answer::Pending { attempt, lapses_in: nanos(Duration::from_secs(seconds)) })
     }
 
     fn result(byte: u8) -> Finish {
@@ -296,11 +296,11 @@ mod by_hand {
         Finish::Completed(StoredResult::Encoded { codec, bytes: vec![byte].into() })
     }
 
-    fn finished(owner: usize, attempt: u32, byte: u8) -> Said {
+    fn finished(owner: usize, attempt: u32, byte: u8) -> OperationAnswer {
         let phase = Phase::Finished(result(byte));
         let (decisions, by) = (0, String::new());
         let entry = Entry { owner, decisions, by, attempt, starts: attempt, fingerprint: None, phase, forgotten_at: 0 };
-        Said::Reservation(Answer::Finished(entry))
+        OperationAnswer::Reservation(Answer::Finished(entry))
     }
 
     fn holds(verdict: &Judgement) -> bool {
@@ -368,7 +368,7 @@ mod by_hand {
 
     #[test]
     fn a_late_finish_counts_until_somebody_has_taken_over() {
-        let finish = || Asked::Finish(by(1), 1, result(7));
+        let finish = || OperationArgs::Finish(by(1), 1, result(7));
         assert!(holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
             it.ask(finish());
@@ -384,7 +384,7 @@ mod by_hand {
         })));
         assert!(!holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
-            it.done(finish(), Said::Write(Verdict::Applied));
+            it.done(finish(), OperationAnswer::Write(Verdict::Applied));
             it.done(reserve(2), finished(1, 1, 8));
         })));
     }

@@ -11,7 +11,7 @@ use idem_runtime::{StoreError, StoreErrorKind};
 use tokio::sync::{Notify, oneshot};
 
 use crate::dice::Dice;
-use crate::store::{Landed, Line, Net, Request};
+use crate::store::{LandedRequest, Line, Net, Request};
 
 /// Time in which no request of a process reaches the store, and no answer reaches the process.
 pub(crate) struct Outage {
@@ -26,17 +26,17 @@ pub(crate) struct Outage {
     shuffles: bool,
     /// Longest pause between two held requests that land.
     pause: Duration,
-    held: Mutex<Vec<Held>>,
+    held: Mutex<Vec<HeldRequest>>,
     is_over: AtomicBool,
     over: Notify,
 }
 
 /// Request that waits for the end of an outage.
-struct Held {
+struct HeldRequest {
     line: Line,
     request: Request,
     ops: Vec<usize>,
-    answer: Option<oneshot::Sender<Landed>>,
+    answer: Option<oneshot::Sender<LandedRequest>>,
 }
 
 impl Outage {
@@ -69,13 +69,13 @@ impl Outage {
 
     /// Holds a request whose caller is gone.
     pub(crate) fn keep(&self, line: Line, request: Request, ops: Vec<usize>) {
-        self.held.lock().unwrap().push(Held { line, request, ops, answer: None });
+        self.held.lock().unwrap().push(HeldRequest { line, request, ops, answer: None });
     }
 
     /// Holds a request. Returns its answer if it lands before its caller's time is over.
-    pub(crate) async fn hold(&self, net: &Net, line: Line, request: Request, ops: Vec<usize>) -> Option<Landed> {
+    pub(crate) async fn hold(&self, net: &Net, line: Line, request: Request, ops: Vec<usize>) -> Option<LandedRequest> {
         let (answer, hears) = oneshot::channel();
-        self.held.lock().unwrap().push(Held { line, request, ops, answer: Some(answer) });
+        self.held.lock().unwrap().push(HeldRequest { line, request, ops, answer: Some(answer) });
         tokio::select! {
             biased;
             landed = hears => landed.ok(),
@@ -111,7 +111,7 @@ impl Outage {
                 net.count("requests that an outage swallowed");
             }
         }
-        for Held { line, request, ops, answer } in held {
+        for HeldRequest { line, request, ops, answer } in held {
             net.count("requests that landed after an outage");
             if line.is_dead() {
                 net.count("requests that landed after their process was killed in an outage");

@@ -13,20 +13,20 @@ use std::time::Duration;
 use idem_runtime::clock::Clock;
 use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{
-    Action, Answers, Decided, Decision, Filter, Finish, Heartbeats, Inspection, Lease, Page, Release, Reservation,
-    ReserveRequest, StoreFuture, Verdict, renew_all,
+    Action, Answers, Decision, DecisionAnswer, Filter, Finish, Heartbeats, Inspection, Lease, Page, Release,
+    Reservation, ReserveRequest, StoreFuture, Verdict, renew_all,
 };
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{Key, Store, StoreError, StoreErrorKind, current};
 use idem_tests::clock::OddClock;
 
 use crate::dice::Dice;
-use crate::history::{Asked, End, History, Said, nanos};
+use crate::history::{End, History, OperationAnswer, OperationArgs, nanos};
 use crate::outage::{Loss, Outage, frees};
 
 /// Quality of the lines of a world.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Weather {
+pub(crate) struct FaultRates {
     /// Number of calls in a thousand with a fault.
     pub(crate) faults: u64,
     /// True if abandoned calls may still land.
@@ -39,7 +39,7 @@ pub(crate) struct Weather {
 
 /// Deliberate break between the engine and the store, which must be noticed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Prank {
+pub(crate) enum DeliberateBreak {
     None,
     /// A finish is confirmed but not done: a lost update, or an engine that returns before it has recorded.
     FinishesNothing,
@@ -105,14 +105,14 @@ pub(crate) struct Net {
     pub(crate) dice: Dice,
     /// Handle outside of all processes, for a look at the real records.
     truth: Arc<dyn Store>,
-    weather: Weather,
+    weather: FaultRates,
     stormy: AtomicBool,
-    prank: Prank,
+    prank: DeliberateBreak,
     history: Mutex<History>,
     met: Mutex<Vec<Met>>,
     outage: Mutex<Option<Arc<Outage>>>,
     counts: Mutex<BTreeMap<&'static str, u64>>,
-    /// Earlier answers, for [`Prank::StaleReads`].
+    /// Earlier answers, for [`DeliberateBreak::StaleReads`].
     stale: Mutex<HashMap<Key, Reservation>>,
     /// Time at which each attempt ended, or lost its record.
     ended: Mutex<HashMap<(Key, u32), u64>>,
@@ -129,8 +129,8 @@ impl Net {
         clock: SimulatedClock,
         dice: Dice,
         truth: Arc<dyn Store>,
-        weather: Weather,
-        prank: Prank,
+        weather: FaultRates,
+        prank: DeliberateBreak,
     ) -> Self {
         Self {
             history: Mutex::new(History::new(clock.clone())),
@@ -290,13 +290,13 @@ pub(crate) enum Request {
 }
 
 /// Answer to a request, the time of its effect, and the answer's entry in the history.
-pub(crate) type Landed = (Result<Reply, StoreError>, (u64, Option<Said>));
+pub(crate) type LandedRequest = (Result<Reply, StoreError>, (u64, Option<OperationAnswer>));
 
 #[derive(Clone, Debug)]
 pub(crate) enum Reply {
     Reservation(Reservation),
     Writes(Vec<Verdict>),
-    Decided(Decided),
+    Decided(DecisionAnswer),
     Inspection(Option<Inspection>),
 }
 
@@ -325,21 +325,21 @@ impl Request {
 
     /// Enters the operations of the request in the history.
     fn enter(&self, history: &mut History, process: usize) -> Vec<usize> {
-        let entered: Vec<(&Key, Asked)> = match self {
+        let entered: Vec<(&Key, OperationArgs)> = match self {
             Self::Reserve(request) => vec![(&request.key, history.reserve(request))],
-            Self::Begin(lease) => vec![(&lease.key, Asked::Begin(history.ask(lease), lease.attempt))],
+            Self::Begin(lease) => vec![(&lease.key, OperationArgs::Begin(history.ask(lease), lease.attempt))],
             Self::Renew(leases) => {
-                leases.iter().map(|it| (&it.key, Asked::Renew(history.ask(it), it.attempt))).collect()
+                leases.iter().map(|it| (&it.key, OperationArgs::Renew(history.ask(it), it.attempt))).collect()
             }
             Self::Finish(lease, finish) => {
-                vec![(&lease.key, Asked::Finish(history.ask(lease), lease.attempt, finish.clone()))]
+                vec![(&lease.key, OperationArgs::Finish(history.ask(lease), lease.attempt, finish.clone()))]
             }
-            Self::Release(lease, release) => vec![(&lease.key, Asked::Release(history.ask(lease), *release))],
+            Self::Release(lease, release) => vec![(&lease.key, OperationArgs::Release(history.ask(lease), *release))],
             Self::Decide(Decision { key, seen, action, by, .. }) => {
                 let sight = history.sight(seen);
-                vec![(key, Asked::Decide { sight, action: action.clone(), by: by.to_string() })]
+                vec![(key, OperationArgs::Decide { sight, action: action.clone(), by: by.to_string() })]
             }
-            Self::Inspect(key) => vec![(key, Asked::Inspect)],
+            Self::Inspect(key) => vec![(key, OperationArgs::Inspect)],
         };
         entered.into_iter().map(|(key, asked)| history.invoke(process, key, asked)).collect()
     }
@@ -387,8 +387,8 @@ impl Line {
     /// Line of process `number` to `inner`, its own handle.
     pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>, loss: Option<Loss>) -> Self {
         let clock: Arc<dyn Clock> = match net.prank {
-            Prank::SlowClock => Arc::new(OddClock::new(net.clock.clone()).half_speed()),
-            Prank::OwnersRepeat => Arc::new(OddClock::new(net.clock.clone()).without_chance()),
+            DeliberateBreak::SlowClock => Arc::new(OddClock::new(net.clock.clone()).half_speed()),
+            DeliberateBreak::OwnersRepeat => Arc::new(OddClock::new(net.clock.clone()).without_chance()),
             _ => Arc::new(net.clock.clone()),
         };
         if let Some(Loss { right, kind, from }) = loss {
@@ -428,7 +428,7 @@ impl Line {
         net.delay(longest).await;
         let done = match (fate, net.outage_of(self.number())) {
             _ if self.is_dead() => None,
-            (Fate::Refused(_), _) if net.prank == Prank::FailsAfterAll => Some(flight.land().await),
+            (Fate::Refused(_), _) if net.prank == DeliberateBreak::FailsAfterAll => Some(flight.land().await),
             (Fate::Refused(_) | Fate::Lost, _) => {
                 flight.request = None;
                 None
@@ -474,7 +474,7 @@ impl Line {
     }
 
     /// Enters the answer to the caller.
-    fn hear(&self, ops: &[usize], fate: Fate, done: Option<Landed>) -> Result<Reply, StoreError> {
+    fn hear(&self, ops: &[usize], fate: Fate, done: Option<LandedRequest>) -> Result<Reply, StoreError> {
         let mut history = self.0.net.history();
         let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);
         let error = match (fate, done) {
@@ -494,7 +494,7 @@ impl Line {
     }
 
     /// Lets `request` take effect at the store now.
-    pub(crate) async fn land(&self, request: &Request, ops: &[usize]) -> Landed {
+    pub(crate) async fn land(&self, request: &Request, ops: &[usize]) -> LandedRequest {
         let Process { inner, net, loss, number, .. } = &*self.0;
         let Some(refusal) = loss.and_then(|loss| loss.refuses(request, net.now())) else {
             return land(net, &**inner, *number, request, ops).await;
@@ -502,7 +502,9 @@ impl Line {
         net.count("refusals for good");
         let at = net.now();
         match net.prank {
-            Prank::RefusalsAreOutages => (Err(StoreError::new(StoreErrorKind::Unavailable, "an outage")), (at, None)),
+            DeliberateBreak::RefusalsAreOutages => {
+                (Err(StoreError::new(StoreErrorKind::Unavailable, "an outage")), (at, None))
+            }
             _ => (Err(refusal), (at, None)),
         }
     }
@@ -532,15 +534,15 @@ impl Line {
     }
 }
 
-fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64, Option<Said>)) {
+fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64, Option<OperationAnswer>)) {
     match reply {
         Reply::Writes(writes) => {
             for (op, write) in ops.iter().zip(writes) {
-                history.respond(*op, End::Answered { said: Said::Write(*write), at });
+                history.respond(*op, End::Answered { said: OperationAnswer::Write(*write), at });
             }
         }
         Reply::Decided(decided) => {
-            history.respond(ops[0], End::Answered { said: Said::Write(decided.clone().into()), at });
+            history.respond(ops[0], End::Answered { said: OperationAnswer::Write(decided.clone().into()), at });
         }
         Reply::Reservation(_) | Reply::Inspection(_) => {
             let said = said.expect("said when it was done");
@@ -558,28 +560,29 @@ struct Flight<'a> {
 
 impl Flight<'_> {
     /// Takes effect at the store now. Returns the answer, and the time of the effect.
-    async fn land(&mut self) -> Landed {
+    async fn land(&mut self) -> LandedRequest {
         let request = self.request.take().expect("lands once");
         self.line.land(&request, self.ops).await
     }
 }
 
-async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> Landed {
+async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> LandedRequest {
     let at = net.history().land(ops);
     // A deliberate break confirms the request without executing it.
     let pretended = match (net.prank, request) {
-        (Prank::FinishesNothing, Request::Finish(..)) | (Prank::ReleasesNothing, Request::Release(..)) => {
+        (DeliberateBreak::FinishesNothing, Request::Finish(..))
+        | (DeliberateBreak::ReleasesNothing, Request::Release(..))
+        | (DeliberateBreak::MarksNothing, Request::Begin(_)) => Some(Reply::Writes(vec![Verdict::Applied])),
+        (DeliberateBreak::ReleasesNothingAfterOutages, request) if frees(request) && net.was_cut_off(process) => {
             Some(Reply::Writes(vec![Verdict::Applied]))
         }
-        (Prank::MarksNothing, Request::Begin(_)) => Some(Reply::Writes(vec![Verdict::Applied])),
-        (Prank::ReleasesNothingAfterOutages, request) if frees(request) && net.was_cut_off(process) => {
-            Some(Reply::Writes(vec![Verdict::Applied]))
+        (DeliberateBreak::ResolvesNothing, Request::Decide(Decision { action: Action::Resolve(_), .. })) => {
+            Some(Reply::Decided(DecisionAnswer::Applied))
         }
-        (Prank::ResolvesNothing, Request::Decide(Decision { action: Action::Resolve(_), .. })) => {
-            Some(Reply::Decided(Decided::Applied))
+        (DeliberateBreak::RenewsNothing, Request::Renew(leases)) => {
+            Some(Reply::Writes(vec![Verdict::Applied; leases.len()]))
         }
-        (Prank::RenewsNothing, Request::Renew(leases)) => Some(Reply::Writes(vec![Verdict::Applied; leases.len()])),
-        (Prank::StaleReads, Request::Reserve(request)) if net.dice.chance(300) => {
+        (DeliberateBreak::StaleReads, Request::Reserve(request)) if net.dice.chance(300) => {
             net.stale.lock().unwrap().get(&request.key).cloned().map(Reply::Reservation)
         }
         _ => None,
@@ -601,11 +604,11 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
     if let (Request::Begin(_), Ok(Reply::Writes(verdicts))) = (request, &answer) {
         net.history().ops[ops[0]].applied = verdicts[0] == Verdict::Applied;
     }
-    if let Ok(Reply::Decided(Decided::Applied)) = &answer {
+    if let Ok(Reply::Decided(DecisionAnswer::Applied)) = &answer {
         for op in ops {
             net.history().ops[*op].applied = true;
         }
-        if let Some(decision) = spares.filter(|_| net.prank != Prank::ResolvesNothing) {
+        if let Some(decision) = spares.filter(|_| net.prank != DeliberateBreak::ResolvesNothing) {
             let text = format!("{decision:?} was applied while an attempt was running");
             net.trespasses.lock().unwrap().push((decision.key.clone(), text));
         }
@@ -760,7 +763,7 @@ impl Store for Line {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
             match self.exchange(Request::Decide(decision.clone())).await? {
                 Reply::Decided(decided) => Ok(decided),

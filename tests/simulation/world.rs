@@ -18,7 +18,7 @@ use futures::future::{Either, select};
 use idem_runtime::clock::Clock;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::{State, StoredResult};
-use idem_runtime::store::{Action, Decided, Decision, Finish, Inspection};
+use idem_runtime::store::{Action, Decision, DecisionAnswer, Finish, Inspection};
 use idem_runtime::testing::{Simulation, Task};
 use idem_runtime::{
     Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal, Store,
@@ -33,7 +33,7 @@ use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
 use crate::linearize::{self, Judgement};
 use crate::outage::{Loss, Outage};
 use crate::plain::{Mistake, Plain};
-use crate::store::{Line, Net, Prank, Weather, yield_now};
+use crate::store::{DeliberateBreak, FaultRates, Line, Net, yield_now};
 
 /// The errors of handlers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -65,7 +65,7 @@ impl From<Error> for Failure {
 pub(crate) enum Broken {
     Nothing,
     Store(Mistake),
-    Between(Prank),
+    Between(DeliberateBreak),
 }
 
 /// The run of a world.
@@ -665,10 +665,10 @@ impl World {
         let decided = line.decide(decision).await;
         self.count("decisions of operators");
         self.count(match (decided, &decision.action) {
-            (Ok(Decided::Applied), Action::Resolve(_)) => "results that an operator gave",
-            (Ok(Decided::Applied), Action::Forget) => "records that an operator had forgotten",
-            (Ok(Decided::LiveLease { .. }), _) => "decisions that a live lease refused",
-            (Ok(Decided::Changed { .. }), _) => "decisions about records that had changed",
+            (Ok(DecisionAnswer::Applied), Action::Resolve(_)) => "results that an operator gave",
+            (Ok(DecisionAnswer::Applied), Action::Forget) => "records that an operator had forgotten",
+            (Ok(DecisionAnswer::LiveLease { .. }), _) => "decisions that a live lease refused",
+            (Ok(DecisionAnswer::Changed { .. }), _) => "decisions about records that had changed",
             _ => "other decisions of operators",
         });
     }
@@ -786,7 +786,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         }
     };
     let lease = Duration::from_millis(dice.pick(&[240, 1_200, 30_000]));
-    let weather = Weather {
+    let weather = FaultRates {
         faults: dice.pick(&[0, 50, 150, 300]),
         late: dice.chance(500),
         // Three such delays are less than a third of the shortest lease: a beat is not late without a reason.
@@ -811,7 +811,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     };
     let prank = match broken {
         Broken::Between(prank) => prank,
-        _ => Prank::None,
+        _ => DeliberateBreak::None,
     };
     let net = Arc::new(Net::new(clock, dice.clone(), open(), weather, prank));
     let mut operations = operations(&dice, lease);

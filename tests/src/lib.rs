@@ -25,7 +25,7 @@ pub mod wrapped;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::reopen::{Reopen, decided, forget_damaged};
-pub use idem_runtime::testing::{Call, Fault, FaultyStore};
+pub use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
 
 /// Is pending `polls` times.
 pub async fn yields(polls: u32) {

@@ -1,6 +1,6 @@
 //! Decision of an operator that tests need most: to let the next delivery run.
 
-use idem_runtime::store::{Action, Decided, Decision, OwnerToken, Standing, StoreFuture, Verdict};
+use idem_runtime::store::{Action, Decision, DecisionAnswer, OwnerToken, Standing, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};
 
 /// Owner token of a record after `decisions` decisions about the attempt that has `owner`.
@@ -34,9 +34,9 @@ pub async fn forget_damaged(store: &dyn Store, key: &Key, words: &str) {
     assert_eq!(found.standing(), Standing::Damaged, "{key}");
     assert!(found.damage.as_ref().is_some_and(|why| why.contains(words)), "{key}: {found:?}");
     let reopened = store.decide(&Decision::reopen(key, &found)).await.unwrap();
-    assert_eq!(reopened, Decided::Damaged, "{key}");
+    assert_eq!(reopened, DecisionAnswer::Damaged, "{key}");
     let again = store.inspect(key).await.unwrap().expect("a refused decision removes nothing");
     assert_eq!(again.revision(), found.revision(), "{key}");
-    assert_eq!(store.decide(&Decision::forget(key, &found)).await.unwrap(), Decided::Applied, "{key}");
+    assert_eq!(store.decide(&Decision::forget(key, &found)).await.unwrap(), DecisionAnswer::Applied, "{key}");
     assert!(store.inspect(key).await.unwrap().is_none(), "{key}");
 }

@@ -15,7 +15,7 @@ use idem_runtime::{
     StoreErrorKind, StoreExt as _,
 };
 use idem_tests::polls::poll_once;
-use idem_tests::{Call, Fault, FaultyStore, settle};
+use idem_tests::{Fault, FaultyStore, StoreCall, settle};
 
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(3600);
@@ -234,7 +234,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "lease lost while the body runs",
         run: run!(|world| {
-            world.store.always(Call::Renew, Fault::Before(StoreErrorKind::Unavailable));
+            world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
             let cut_off = FaultyStore::new(&world.store);
             let mut first =
                 Box::pin(Operation::new(&cut_off, Ok(World::key()), POLICY).run(pending::<Result<u32, Error>>()));
@@ -244,7 +244,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
             settle().await;
             // An attempt of another process.
             world.crash(OnCrash::Retry).await;
-            world.store.always(Call::Renew, Fault::None);
+            world.store.always(StoreCall::Renew, Fault::None);
             world.clock.advance(LEASE / 3);
             settle().await;
             assert!(matches!(first.await, Err(Error::LeaseLost { .. })));
@@ -272,7 +272,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "store away before the body",
         run: run!(|world| {
-            world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
             world.driving(world.call(POLICY)).await.unwrap_err();
         }),
         outcome: "store_error",
@@ -284,7 +284,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "the same under `on_store_error = run`",
         run: run!(|world| {
-            world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+            world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
             world.driving(world.call(POLICY.on_store_error(OnStoreError::Run))).await.unwrap();
         }),
         outcome: "unprotected",
@@ -295,7 +295,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "store away after the body",
         run: run!(|world| {
-            world.store.always(Call::Finish, Fault::Before(StoreErrorKind::Unavailable));
+            world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
             world.driving(world.call(POLICY)).await.unwrap_err();
         }),
         outcome: "unrecorded",

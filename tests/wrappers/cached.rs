@@ -12,12 +12,19 @@ use idem_runtime::store::{
 };
 use idem_runtime::{Cached, Error, InProgress, Key, MemoryStore, OnCrash, OnStoreError, Store, StoreErrorKind};
 use idem_tests::Reopen as _;
-use idem_tests::{Call, Fault};
+use idem_tests::{Fault, StoreCall};
 
 use super::{LEASE, POLICY, TICK, TTL, World, completed, key, payload, polled, stored};
 
-const EVERY: [Call; 7] =
-    [Call::Reserve, Call::Renew, Call::Finish, Call::Release, Call::Wait, Call::Inspect, Call::Decide];
+const EVERY: [StoreCall; 7] = [
+    StoreCall::Reserve,
+    StoreCall::Renew,
+    StoreCall::Finish,
+    StoreCall::Release,
+    StoreCall::Wait,
+    StoreCall::Inspect,
+    StoreCall::Decide,
+];
 /// Longer than every retention here.
 const AGELESS: Duration = Duration::from_secs(1 << 30);
 
@@ -71,7 +78,7 @@ async fn what_ran_elsewhere_costs_one_call_for_each_of_two_replays() {
     for expected in [1, 1, 0, 0, 0] {
         assert_eq!(costs(&world, &store, "k", &record).await, expected);
     }
-    assert_eq!((world.store.count(Call::Reserve), world.store.count(Call::Inspect)), (1, 1));
+    assert_eq!((world.store.count(StoreCall::Reserve), world.store.count(StoreCall::Inspect)), (1, 1));
 }
 
 /// The cache reads a record each time while it may still change.
@@ -81,11 +88,11 @@ async fn only_finished_records_are_kept() {
     let store = ageless(&world);
     let asks = async |name: &str, request: ReserveRequest, is: fn(&Reservation) -> bool| {
         for _ in 0..3 {
-            let before = world.store.count(Call::Reserve);
+            let before = world.store.count(StoreCall::Reserve);
             let request = request.clone().owner(world.memory.heartbeats().new_owner());
             let answer = store.reserve(&request).await.unwrap();
             assert!(is(&answer), "{name}: {answer:?}");
-            assert_eq!(world.store.count(Call::Reserve), before + 1, "{name}");
+            assert_eq!(world.store.count(StoreCall::Reserve), before + 1, "{name}");
         }
         assert!(store.is_empty(), "{name}");
     };
@@ -116,7 +123,7 @@ async fn a_refused_or_failed_finish_is_not_kept() {
     assert!(store.is_empty());
     assert!(matches!(store.reserve(&world.request("k")).await.unwrap(), Reservation::InProgress { attempt: 2, .. }));
     for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Full, StoreErrorKind::TooLarge] {
-        world.store.next(Call::Finish, Fault::Before(kind));
+        world.store.next(StoreCall::Finish, Fault::Before(kind));
         store.finish(&successor, &completed(b"1")).await.unwrap_err();
         assert!(store.is_empty());
     }
@@ -184,7 +191,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
-    world.store.next(Call::Finish, Fault::Slow(1));
+    world.store.next(StoreCall::Finish, Fault::Slow(1));
     let finish = completed(b"1");
     let mut call = polled(store.finish(&lease, &finish), 2).await;
     world.clock.advance(TTL / 2);
@@ -197,7 +204,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     let store = ageless(&world);
     world.finished(&world.memory, "k", b"1").await;
     world.replay(&store, "k").await;
-    world.store.next(Call::Inspect, Fault::Slow(1));
+    world.store.next(StoreCall::Inspect, Fault::Slow(1));
     let request = world.request("k");
     let call = polled(store.reserve(&request), 2).await;
     world.clock.advance(TTL / 2);
@@ -216,12 +223,12 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
         let finish = completed(b"1");
         let pending = match how {
             "lost" => {
-                world.store.next(Call::Finish, Fault::After);
+                world.store.next(StoreCall::Finish, Fault::After);
                 assert!(store.finish(&lease, &finish).await.unwrap_err().may_have_landed());
                 None
             }
             how => {
-                world.store.next(Call::Finish, Fault::Slow(1));
+                world.store.next(StoreCall::Finish, Fault::Slow(1));
                 let call = polled(store.finish(&lease, &finish), 2).await;
                 (how == "at once").then_some(call)
             }
@@ -315,13 +322,13 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
             let call: std::pin::Pin<Box<dyn Future<Output = bool>>> = if entering == "finish" {
                 lease = world.reserved(&store, "k").await;
                 finish = completed(b"1");
-                world.store.next(Call::Finish, Fault::Slow(1));
+                world.store.next(StoreCall::Finish, Fault::Slow(1));
                 let call = polled(store.finish(&lease, &finish), 2).await;
                 Box::pin(async { call.await.unwrap() == Verdict::Applied })
             } else {
                 world.finished(&world.memory, "k", b"1").await;
                 world.replay(&store, "k").await;
-                world.store.next(Call::Inspect, Fault::Slow(1));
+                world.store.next(StoreCall::Inspect, Fault::Slow(1));
                 request = world.request("k");
                 let call = polled(store.reserve(&request), 2).await;
                 Box::pin(async { matches!(call.await.unwrap(), Reservation::Finished { .. }) })
@@ -333,12 +340,12 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenDropped => {
-                    world.store.next(Call::Decide, Fault::Slow(1));
+                    world.store.next(StoreCall::Decide, Fault::Slow(1));
                     let key = key("k");
                     drop(polled(store.reopen(&key, 1), 2).await);
                 }
                 ReopenAnswerLost => {
-                    world.store.next(Call::Decide, Fault::After);
+                    world.store.next(StoreCall::Decide, Fault::After);
                     store.reopen(&key("k"), 1).await.unwrap_err();
                 }
                 Rerun => {
@@ -377,7 +384,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
         let store = ageless(&world);
         world.finished(&world.memory, "k", b"1").await;
         world.replay(&store, "k").await;
-        world.store.next(Call::Decide, Fault::Slow(1));
+        world.store.next(StoreCall::Decide, Fault::Slow(1));
         let k = key("k");
         let reopen = polled(store.reopen(&k, 1), 1).await;
         if ends == "before" {
@@ -385,7 +392,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
             assert_eq!(reopen.await.unwrap(), Verdict::Applied);
         } else {
             // The handle sees the operation as finished again, so it reads the record.
-            world.store.next(Call::Inspect, Fault::Slow(1));
+            world.store.next(StoreCall::Inspect, Fault::Slow(1));
             let request = world.request("k");
             let read = polled(store.reserve(&request), 2).await;
             assert_eq!(reopen.await.unwrap(), Verdict::Applied);
@@ -401,7 +408,7 @@ async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
-    world.store.next(Call::Reserve, Fault::Slow(1));
+    world.store.next(StoreCall::Reserve, Fault::Slow(1));
     let duplicate = world.request("k");
     let call = polled(store.reserve(&duplicate), 2).await;
     assert_eq!(store.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
@@ -422,7 +429,7 @@ async fn a_waiting_duplicate_gets_the_result_from_the_cache() {
     let ((result, _), ()) = futures::join!(world.call(&store, wait, "again"), finish);
     assert_eq!((result.unwrap().as_str(), world.runs()), ("first", 0));
     // Each caller reserved once, and the duplicate did not reserve again.
-    assert_eq!(world.store.count(Call::Reserve), 2);
+    assert_eq!(world.store.count(StoreCall::Reserve), 2);
 }
 
 #[tokio::test]
@@ -449,11 +456,11 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = Cached::new(world.store.clone());
-    world.store.always(Call::Inspect, Fault::Before(StoreErrorKind::Misconfigured));
+    world.store.always(StoreCall::Inspect, Fault::Before(StoreErrorKind::Misconfigured));
     for expected in [1, 2, 2] {
         assert_eq!(costs(&world, &store, "k", &record).await, expected);
     }
-    world.store.always(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let error = store.reserve(&world.request("k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "never an answer that it could not get");
     // The record is gone at the time of the read.
@@ -702,7 +709,7 @@ async fn a_shadow_of_nothing_stays() {
     let store = ageless(&world);
     for n in 0..1000 {
         let lease = world.reserved(&store, &n.to_string()).await;
-        world.store.next(Call::Finish, Fault::Hang);
+        world.store.next(StoreCall::Finish, Fault::Hang);
         let finish = completed(b"1");
         drop(polled(store.finish(&lease, &finish), 1).await);
     }
@@ -719,7 +726,7 @@ async fn a_shadow_of_nothing_stays() {
 const MANY: usize = 10_000;
 
 fn asks(world: &World) -> usize {
-    world.store.count(Call::Reserve) + world.store.count(Call::Inspect)
+    world.store.count(StoreCall::Reserve) + world.store.count(StoreCall::Inspect)
 }
 
 #[tokio::test]
@@ -730,7 +737,7 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
         let store = ageless(&world);
         let requests: Vec<_> = (0..MANY).map(|_| world.request("k").fingerprint(fingerprint)).collect();
         let before = calls(&world);
-        world.store.next(Call::Reserve, Fault::Slow(3));
+        world.store.next(StoreCall::Reserve, Fault::Slow(3));
         for answer in futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await {
             assert_eq!(answer.unwrap().aged(None), Reservation::finished(record.clone()));
         }
@@ -748,7 +755,7 @@ async fn whoever_joins_is_told_of_another_payload() {
     };
     assert_eq!(world.memory.finish(&lease, &completed(b"1")).await.unwrap(), Verdict::Applied);
     let store = ageless(&world);
-    world.store.next(Call::Reserve, Fault::Slow(3));
+    world.store.next(StoreCall::Reserve, Fault::Slow(3));
     let requests = [right, wrong, right, None].map(|fingerprint| world.request("k").fingerprint(fingerprint));
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let mismatches: Vec<_> =
@@ -763,7 +770,7 @@ async fn whoever_joins_is_told_of_another_payload() {
 async fn what_is_no_finished_record_is_not_shared() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
-    world.store.next(Call::Reserve, Fault::Slow(3));
+    world.store.next(StoreCall::Reserve, Fault::Slow(3));
     let requests: Vec<_> = (0..MANY).map(|_| world.request("k")).collect();
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let reserved = |answer: &Result<Reservation, _>| matches!(answer, Ok(Reservation::Granted { .. }));
@@ -774,14 +781,14 @@ async fn what_is_no_finished_record_is_not_shared() {
 
     // The winner repeats its reservation because the answer got lost, while another caller reserves.
     let winner = answers.iter().position(reserved).unwrap();
-    world.store.next(Call::Reserve, Fault::Slow(3));
+    world.store.next(StoreCall::Reserve, Fault::Slow(3));
     let repeated = [&world.request("k"), &requests[winner]];
     let answers = futures::future::join_all(repeated.map(|request| store.reserve(request))).await;
     assert!(pending(&answers[0]) && reserved(&answers[1]), "{answers:?}");
 
     // The failure of one request is not the answer to another.
     world.finished(&world.memory, "other", b"1").await;
-    world.store.next(Call::Reserve, Fault::Before(StoreErrorKind::Unavailable));
+    world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let requests = [world.request("other"), world.request("other")];
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     assert_eq!(answers[0].as_ref().unwrap_err().kind(), StoreErrorKind::Unavailable);
@@ -819,7 +826,7 @@ async fn nobody_is_kept_by_another_ones_call() {
     let requests = [world.request("k"), world.request("k"), world.request("k")];
     let [first, second, third] = &requests;
 
-    world.store.next(Call::Reserve, Fault::Hang);
+    world.store.next(StoreCall::Reserve, Fault::Hang);
     let mut hanging = store.reserve(first);
     assert!(futures::poll!(&mut hanging).is_pending());
     let mut joined = store.reserve(second);
@@ -844,7 +851,7 @@ async fn nobody_joins_what_a_reopen_has_outdated() {
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = ageless(&world);
     let [early, late] = [world.request("k"), world.request("k")];
-    world.store.next(Call::Reserve, Fault::Slow(1));
+    world.store.next(StoreCall::Reserve, Fault::Slow(1));
     let mut asking = store.reserve(&early);
     // The store has answered, and the answer is on its way.
     asking = polled(asking, 2).await;

@@ -4,7 +4,7 @@ use idem_runtime::codec::{CodecName, ResultProblem};
 use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{Finish, Verdict};
 use idem_runtime::{Compressed, Error, Store as _, StoreErrorKind};
-use idem_tests::{Call, Fault};
+use idem_tests::{Fault, StoreCall};
 
 use super::{POLICY, World, bytes_of, codec_of, completed, hex, kept, key, noise, payload, reason_of, stored, unhex};
 
@@ -201,7 +201,7 @@ async fn a_finish_may_be_repeated() {
     let store = Compressed::new(world.store.clone());
     let lease = world.reserved(&store, "k").await;
     let finish = completed(&vec![b'x'; 100_000]);
-    world.store.next(Call::Finish, Fault::After);
+    world.store.next(StoreCall::Finish, Fault::After);
     assert!(store.finish(&lease, &finish).await.unwrap_err().may_have_landed());
     let first = bytes_of(&kept(&world.store, "k").await);
     for _ in 0..3 {
@@ -218,7 +218,7 @@ async fn a_finish_may_be_repeated() {
 async fn a_result_too_large_for_the_store_is_passed_on() {
     let world = World::new();
     let store = Compressed::new(world.store.clone());
-    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let result = "x".repeat(100_000);
     let (first, outcome) = world.call(&store, POLICY, &result).await;
     assert_eq!(first.unwrap(), result);

@@ -13,7 +13,7 @@ use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{Finish, Lease, OwnerToken, Reservation, Verdict};
 use idem_runtime::{Error, MemoryStore, Offloaded, OnStoreError, Store, StoreErrorKind};
 use idem_tests::Reopen as _;
-use idem_tests::{Call, Fault, settle};
+use idem_tests::{Fault, StoreCall, settle};
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -472,7 +472,7 @@ async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
     objects.always(Verb::Put, Trouble::Denies);
-    world.store.next(Call::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let (first, outcome) = world.call(&store, POLICY, &"r".repeat(500)).await;
     first.unwrap();
     assert!(outcome.recorded() && !outcome.result_stored());
@@ -535,7 +535,7 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
         let objects = Objects::default();
         let store = offloaded(&world, &objects);
         let lease = world.reserved(&store, "k").await;
-        world.store.next(Call::Finish, fault);
+        world.store.next(StoreCall::Finish, fault);
         store.finish(&lease, &finish).await.unwrap_err();
         assert_eq!(objects.paths().await.len(), objects_left, "{fault:?}");
         // However often the finish is repeated, there is one object and one result.
@@ -579,7 +579,7 @@ async fn a_dropped_finish_happens_in_full_or_not_at_all() {
         let objects = Objects::default();
         let store = offloaded(&world, &objects);
         let lease: Lease = world.reserved(&store, "k").await;
-        world.store.next(Call::Finish, Fault::Slow(2));
+        world.store.next(StoreCall::Finish, Fault::Slow(2));
         drop(polled(store.finish(&lease, &finish), polls.min(4)).await);
         match store.inspect(&key("k")).await.unwrap().unwrap().record {
             record if record.is_finished() => assert_eq!(record, Record::after(&lease, finish.state())),

@@ -30,7 +30,7 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
     after_help = "Exit status: 0 if every case passed, 1 if one failed, 2 for wrong use or a server that can't be \
                         reached, 141 if what reads the output is gone."
 )]
-pub(crate) struct Arguments {
+pub(crate) struct HttpArguments {
     /// URL of the server, as `http://127.0.0.1:8080` or `https://example.com`; its path is put before the paths of the
     /// routes
     url: String,
@@ -78,7 +78,7 @@ impl From<io::Error> for Stop {
 }
 
 /// Runs the subcommand.
-pub(crate) fn main(arguments: &Arguments) -> ExitCode {
+pub(crate) fn main(arguments: &HttpArguments) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let verdict = runtime.map_err(Stop::Output).and_then(|runtime| runtime.block_on(check(arguments)));
     match verdict {
@@ -97,7 +97,7 @@ fn complain(text: &str) -> ExitCode {
 }
 
 /// Returns whether all cases pass.
-async fn check(arguments: &Arguments) -> Result<bool, Stop> {
+async fn check(arguments: &HttpArguments) -> Result<bool, Stop> {
     let server = Server::parse(&arguments.url).map_err(|what| {
         // The URL may hold a password.
         let url = if arguments.url.contains('@') { "the URL" } else { &arguments.url };
@@ -146,7 +146,7 @@ async fn check(arguments: &Arguments) -> Result<bool, Stop> {
 }
 
 /// Reads the file of cases, and replaces the parts that the arguments set.
-fn file(arguments: &Arguments) -> Result<File, String> {
+fn file(arguments: &HttpArguments) -> Result<File, String> {
     let mut file = match &arguments.cases {
         None => File::parse(BUILT_IN)?,
         Some(path) => {
@@ -184,7 +184,7 @@ fn file(arguments: &Arguments) -> Result<File, String> {
 }
 
 /// Selects the cases of the profile, or the named cases among them.
-fn choose<'a>(file: &'a File, arguments: &Arguments) -> Result<Vec<&'a Case>, String> {
+fn choose<'a>(file: &'a File, arguments: &HttpArguments) -> Result<Vec<&'a Case>, String> {
     let profile = arguments.profile;
     let of_profile = file.cases.iter().filter(|case| case.profiles.contains(&profile));
     let chosen: Vec<_> =

@@ -16,7 +16,7 @@ use crate::store::StoreArguments;
 /// clauses are not checked here: those about an unreachable server, about foreign values, and about blocked records.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
-pub(crate) struct Arguments {
+pub(crate) struct StoreCheckArguments {
     /// Runs only this clause; may be given more than once
     #[arg(long = "case", value_name = "NAME")]
     names: Vec<String>,
@@ -37,7 +37,7 @@ const LONGEST: Duration = Duration::from_secs(300);
 /// Largest result for an item of DynamoDB, whose limit is 400 KB.
 const LARGEST_ITEM: usize = 390_000;
 
-pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+pub(crate) async fn main(arguments: &StoreCheckArguments) -> Result<ExitCode, Stop> {
     let clauses = chosen(&arguments.names)?;
     let place = arguments.store.place()?;
     confirm(arguments.yes, "", &format!("Write some thousand records into {}", place.kind()))?;

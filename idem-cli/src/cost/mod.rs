@@ -38,7 +38,7 @@ const DAYS_A_MONTH: f64 = 30.0;
 /// concurrent tasks share commits and round trips, and so cost less. No price is built in.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
-pub(crate) struct Arguments {
+pub(crate) struct CostArguments {
     #[command(flatten)]
     store: StoreArguments,
     /// Sizes of recorded results, in bytes
@@ -122,7 +122,7 @@ struct Costs {
     stored: f64,
 }
 
-pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+pub(crate) async fn main(arguments: &CostArguments) -> Result<ExitCode, Stop> {
     let place = arguments.store.place()?;
     let meter = place.meter(arguments.store.namespace()?, arguments.store.timeout()).await?;
     let units = meter.units();
@@ -277,7 +277,7 @@ struct Month {
     money: Vec<(&'static str, f64)>,
 }
 
-fn month(arguments: &Arguments, units: &[Unit], costs: &Costs, prices: &Prices) -> Month {
+fn month(arguments: &CostArguments, units: &[Unit], costs: &Costs, prices: &Prices) -> Month {
     let calls = arguments.calls_per_day * DAYS_A_MONTH;
     let duplicates = calls * arguments.duplicates / 100.0;
     let first_runs = calls - duplicates;
@@ -294,7 +294,7 @@ fn month(arguments: &Arguments, units: &[Unit], costs: &Costs, prices: &Prices) 
 }
 
 fn print(
-    arguments: &Arguments,
+    arguments: &CostArguments,
     kind: &str,
     units: &[Unit],
     all: &[Costs],

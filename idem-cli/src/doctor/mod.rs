@@ -23,7 +23,7 @@ use crate::store::StoreArguments;
 /// record of the probe, in the scope `idem-doctor`, and removes it again.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
-pub(crate) struct Arguments {
+pub(crate) struct DoctorArguments {
     #[command(flatten)]
     store: StoreArguments,
     /// Prints one JSON object per line
@@ -94,7 +94,7 @@ impl Findings {
     }
 }
 
-pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+pub(crate) async fn main(arguments: &DoctorArguments) -> Result<ExitCode, Stop> {
     let place = arguments.store.place()?;
     let (namespace, timeout) = (arguments.store.namespace()?, arguments.store.timeout());
     let mut findings = Findings::default();

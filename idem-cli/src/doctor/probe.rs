@@ -6,7 +6,7 @@ use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{
-    Action, Decided, Decision, Finish, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all,
+    Action, Decision, DecisionAnswer, Finish, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all,
 };
 use idem_runtime::{Json, Key, Store, StoreError};
 
@@ -20,9 +20,9 @@ const TTL: Duration = Duration::from_secs(60);
 const SLOW: Duration = Duration::from_millis(250);
 
 /// Wrong answer of a store.
-struct Wrong(String);
+struct WrongAnswer(String);
 
-impl From<StoreError> for Wrong {
+impl From<StoreError> for WrongAnswer {
     fn from(error: StoreError) -> Self {
         Self(chain(&error))
     }
@@ -41,7 +41,7 @@ impl Probe<'_> {
         &mut self,
         step: &'static str,
         call: impl Future<Output = Result<T, StoreError>>,
-    ) -> Result<T, Wrong> {
+    ) -> Result<T, WrongAnswer> {
         self.step = step;
         self.steps += 1;
         let began = Instant::now();
@@ -53,7 +53,7 @@ impl Probe<'_> {
         Ok(answer?)
     }
 
-    async fn run(&mut self, key: &Key) -> Result<(), Wrong> {
+    async fn run(&mut self, key: &Key) -> Result<(), WrongAnswer> {
         let store = self.store;
         let beats = store.heartbeats();
         let request = || ReserveRequest::new(key.clone(), beats.new_owner(), LEASE, TTL).holder(beats.holder());
@@ -89,7 +89,7 @@ impl Probe<'_> {
         }
     }
 
-    async fn granted(&mut self, step: &'static str, request: &ReserveRequest) -> Result<Lease, Wrong> {
+    async fn granted(&mut self, step: &'static str, request: &ReserveRequest) -> Result<Lease, WrongAnswer> {
         match self.ask(step, self.store.reserve(request)).await? {
             Reservation::Granted { lease, .. } => Ok(lease),
             other => Err(unexpected(&other)),
@@ -97,20 +97,20 @@ impl Probe<'_> {
     }
 }
 
-fn unexpected(answer: &impl std::fmt::Debug) -> Wrong {
-    Wrong(format!("unexpected answer {answer:?}"))
+fn unexpected(answer: &impl std::fmt::Debug) -> WrongAnswer {
+    WrongAnswer(format!("unexpected answer {answer:?}"))
 }
 
-fn applied(verdict: Option<Verdict>) -> Result<(), Wrong> {
+fn applied(verdict: Option<Verdict>) -> Result<(), WrongAnswer> {
     match verdict {
         Some(Verdict::Applied) => Ok(()),
         other => Err(unexpected(&other)),
     }
 }
 
-fn decided(decided: Decided) -> Result<(), Wrong> {
+fn decided(decided: DecisionAnswer) -> Result<(), WrongAnswer> {
     match decided {
-        Decided::Applied => Ok(()),
+        DecisionAnswer::Applied => Ok(()),
         other => Err(unexpected(&other)),
     }
 }
@@ -133,7 +133,7 @@ pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
         Ok(()) => {
             findings.ok("probe", format!("{steps} operations done; the slowest, `{slowest}`, took {}", human(took)));
         }
-        Err(Wrong(said)) => findings.error(
+        Err(WrongAnswer(said)) => findings.error(
             "probe",
             format!("`{step}` failed: {said}"),
             "handlers meet the same failure; the probe's record expires within two minutes",

@@ -23,7 +23,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::rustls::pki_types::ServerName;
 
-use super::{Answer, Place, parameters};
+use super::{Place, PlaceFuture, parameters};
 use crate::cost::dynamodb::Tally;
 use crate::cost::{self, Meter};
 use crate::doctor::{self, Findings};
@@ -112,15 +112,15 @@ impl Place for Table {
         (name, command)
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>> {
+    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
         Box::pin(std::future::ready(self.store(namespace, timeout).map(|store| Arc::new(store) as _)))
     }
 
-    fn create(&self, _: Option<u16>, timeout: Duration) -> Answer<'_, ()> {
+    fn create(&self, _: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()> {
         Box::pin(async move { Ok(self.store(None, timeout)?.ensure_table().await?) })
     }
 
-    fn differences(&self, _: Option<u16>, timeout: Duration) -> Answer<'_, Option<Vec<String>>> {
+    fn differences(&self, _: Option<u16>, timeout: Duration) -> PlaceFuture<'_, Option<Vec<String>>> {
         Box::pin(async move {
             let (client, _) = self.client()?;
             let described = in_time(timeout, client.describe_table().table_name(&self.name).send()).await?;
@@ -132,7 +132,7 @@ impl Place for Table {
         })
     }
 
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Box<dyn Meter>> {
+    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
         Box::pin(async move {
             let tally = Tally::default();
             let namespace = namespace.unwrap_or_default();
@@ -143,7 +143,7 @@ impl Place for Table {
         })
     }
 
-    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
         Box::pin(doctor::dynamodb::examine(self, timeout, findings))
     }
 }

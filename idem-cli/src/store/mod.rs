@@ -87,7 +87,7 @@ fn variable(name: &str) -> Result<Option<String>, Stop> {
 }
 
 /// The answer of a place, as a future.
-pub(crate) type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
+pub(crate) type PlaceFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
 /// Location of records, for one kind of store.
 pub(crate) trait Place {
@@ -99,17 +99,17 @@ pub(crate) trait Place {
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String);
 
     /// Opens the store. The store must exist: nothing is created.
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>>;
+    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>>;
 
     /// Creates the missing parts of the schema, in PostgreSQL with this number of partitions.
-    fn create(&self, partitions: Option<u16>, timeout: Duration) -> Answer<'_, ()>;
+    fn create(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()>;
 
     /// Lists the differences between the schema and the required one, in PostgreSQL with this number of partitions;
     /// `None` if the schema does not exist.
-    fn differences(&self, partitions: Option<u16>, timeout: Duration) -> Answer<'_, Option<Vec<String>>>;
+    fn differences(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, Option<Vec<String>>>;
 
     /// Returns a meter for the cost of calls.
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Box<dyn Meter>>;
+    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>>;
 
     /// Adds findings about the server.
     fn examine<'a>(
@@ -117,7 +117,7 @@ pub(crate) trait Place {
         namespace: Option<&'a str>,
         timeout: Duration,
         findings: &'a mut Findings,
-    ) -> Answer<'a, ()>;
+    ) -> PlaceFuture<'a, ()>;
 }
 
 /// Parses a URL. The error does not contain the URL, which may hold a password.

@@ -8,7 +8,7 @@ use tokio_postgres::config::SslMode;
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, NoTls, Row};
 
-use super::{Answer, Place, compare, parameters};
+use super::{Place, PlaceFuture, compare, parameters};
 use crate::cost::{self, Meter};
 use crate::doctor::{self, Findings};
 use crate::report::{Stop, chain};
@@ -91,12 +91,12 @@ impl Place for Database {
         (key.to_owned(), format!("SELECT * FROM \"{schema}\".records WHERE key = '{quoted}'"))
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>> {
+    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
         let options = self.options(timeout).namespace(namespace.unwrap_or_default());
         Box::pin(async move { Ok(Arc::new(options.connect(&self.url).await?) as _) })
     }
 
-    fn create(&self, partitions: Option<u16>, timeout: Duration) -> Answer<'_, ()> {
+    fn create(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()> {
         Box::pin(async move {
             self.options(timeout).ensure_schema().partitions(partitions.unwrap_or(0)).connect(&self.url).await?;
             let client = self.connect(timeout).await?;
@@ -107,7 +107,7 @@ impl Place for Database {
         })
     }
 
-    fn differences(&self, partitions: Option<u16>, timeout: Duration) -> Answer<'_, Option<Vec<String>>> {
+    fn differences(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, Option<Vec<String>>> {
         Box::pin(async move {
             let client = self.connect(timeout).await?;
             let differences = async {
@@ -119,14 +119,14 @@ impl Place for Database {
         })
     }
 
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Box<dyn Meter>> {
+    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
         Box::pin(async move {
             let (store, client) = (self.open(namespace, timeout).await?, self.connect(timeout).await?);
             Ok(Box::new(cost::postgres::Log { store, client, schema: self.schema.clone() }) as _)
         })
     }
 
-    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
         Box::pin(doctor::postgres::examine(self, timeout, findings))
     }
 }

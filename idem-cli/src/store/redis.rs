@@ -8,7 +8,7 @@ use idem_runtime::{RedisStore, Store};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
 
-use super::{Answer, Place, parameters};
+use super::{Place, PlaceFuture, parameters};
 use crate::cost::{self, Meter};
 use crate::doctor::{self, Findings};
 use crate::report::Stop;
@@ -139,21 +139,21 @@ impl Place for Servers {
         (name, command)
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>> {
+    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
         let options = RedisStore::options().response_timeout(timeout);
         let options = options.namespace(namespace.unwrap_or_else(|| NAMESPACE.to_owned()));
         Box::pin(async move { Ok(Arc::new(options.connect(&self.url).await?) as _) })
     }
 
-    fn create(&self, _: Option<u16>, _: Duration) -> Answer<'_, ()> {
+    fn create(&self, _: Option<u16>, _: Duration) -> PlaceFuture<'_, ()> {
         Box::pin(std::future::ready(Err(no_schema())))
     }
 
-    fn differences(&self, _: Option<u16>, _: Duration) -> Answer<'_, Option<Vec<String>>> {
+    fn differences(&self, _: Option<u16>, _: Duration) -> PlaceFuture<'_, Option<Vec<String>>> {
         Box::pin(std::future::ready(Err(no_schema())))
     }
 
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Box<dyn Meter>> {
+    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
         let namespace = namespace.unwrap_or_else(|| NAMESPACE.to_owned());
         let options = RedisStore::options().response_timeout(timeout).namespace(&namespace);
         let open = async move |url: String| Ok(Arc::new(options.connect(&url).await?) as Arc<dyn Store>);
@@ -168,7 +168,7 @@ impl Place for Servers {
         namespace: Option<&'a str>,
         timeout: Duration,
         findings: &'a mut Findings,
-    ) -> Answer<'a, ()> {
+    ) -> PlaceFuture<'a, ()> {
         Box::pin(doctor::redis::examine(self, namespace.unwrap_or(NAMESPACE), timeout, findings))
     }
 }

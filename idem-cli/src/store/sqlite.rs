@@ -7,7 +7,7 @@ use std::time::Duration;
 use idem_runtime::{SqliteStore, Store};
 use rusqlite::{Connection, OpenFlags};
 
-use super::{Answer, Place, compare};
+use super::{Place, PlaceFuture, compare};
 use crate::cost::Meter;
 use crate::doctor::{self, Findings};
 use crate::report::Stop;
@@ -88,18 +88,18 @@ impl Place for File {
         (key.to_owned(), question)
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> Answer<'_, Arc<dyn Store>> {
+    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
         Box::pin(self.open_store(namespace, timeout))
     }
 
-    fn create(&self, _: Option<u16>, timeout: Duration) -> Answer<'_, ()> {
+    fn create(&self, _: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()> {
         Box::pin(async move {
             SqliteStore::options().table(&self.table).response_timeout(timeout).open(&self.path).await?;
             Ok(())
         })
     }
 
-    fn differences(&self, _: Option<u16>, _: Duration) -> Answer<'_, Option<Vec<String>>> {
+    fn differences(&self, _: Option<u16>, _: Duration) -> PlaceFuture<'_, Option<Vec<String>>> {
         let compared = || {
             let found = self.columns(&self.read()?)?;
             Ok((!found.is_empty()).then(|| compare(&SqliteStore::schema_sql(&self.table), &found)))
@@ -107,12 +107,12 @@ impl Place for File {
         Box::pin(std::future::ready(compared()))
     }
 
-    fn meter(&self, _: Option<String>, _: Duration) -> Answer<'_, Box<dyn Meter>> {
+    fn meter(&self, _: Option<String>, _: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
         let nothing = "calls to a file cost nothing but its disk; `idem stats` counts the records";
         Box::pin(std::future::ready(Err(Stop::Usage(nothing.to_owned()))))
     }
 
-    fn examine<'a>(&'a self, _: Option<&'a str>, _: Duration, findings: &'a mut Findings) -> Answer<'a, ()> {
+    fn examine<'a>(&'a self, _: Option<&'a str>, _: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
         Box::pin(std::future::ready(doctor::sqlite::examine(self, findings)))
     }
 }

@@ -23,7 +23,7 @@ use crate::store::StoreArguments;
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 #[expect(clippy::struct_excessive_bools, reason = "switches, each by itself")]
-pub(crate) struct Arguments {
+pub(crate) struct WatchArguments {
     /// Only records of this scope
     #[arg(long, value_name = "NAME")]
     scope: Option<String>,
@@ -55,7 +55,7 @@ pub(crate) struct Arguments {
 /// Shortest time between two looks, to limit the load of the store.
 const SHORTEST: Duration = Duration::from_secs(1);
 
-impl Arguments {
+impl WatchArguments {
     fn pause(&self) -> Duration {
         self.every.0.max(SHORTEST)
     }
@@ -86,7 +86,7 @@ fn rank(standing: Standing) -> u8 {
 }
 
 impl Look {
-    async fn at(store: &dyn Store, arguments: &Arguments, before: Option<&Self>) -> Result<Self, Stop> {
+    async fn at(store: &dyn Store, arguments: &WatchArguments, before: Option<&Self>) -> Result<Self, Stop> {
         let began = Instant::now();
         let operator = store.operator();
         let mut all = Filter::new();
@@ -189,7 +189,7 @@ impl Row {
     }
 }
 
-pub(crate) async fn main(arguments: &Arguments) -> Result<ExitCode, Stop> {
+pub(crate) async fn main(arguments: &WatchArguments) -> Result<ExitCode, Stop> {
     check_scan(arguments.store.place()?.kind(), arguments.scan)?;
     let store = arguments.store.open().await?;
     #[cfg(feature = "watch")]

@@ -11,7 +11,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::widgets::{Cell, Paragraph, Row as Line, Table, TableState, Wrap};
 use ratatui::{DefaultTerminal, Frame};
 
-use super::{Arguments, Look, Row};
+use super::{Look, Row, WatchArguments};
 use crate::report::{Stop, hidden};
 
 /// Width from which a row shows the holder.
@@ -29,7 +29,7 @@ struct View {
     place: TableState,
 }
 
-pub(super) async fn run(store: &dyn Store, arguments: &Arguments) -> Result<ExitCode, Stop> {
+pub(super) async fn run(store: &dyn Store, arguments: &WatchArguments) -> Result<ExitCode, Stop> {
     // The first look may fail with its own exit status. From then on the screen shows failures.
     let first = Look::at(store, arguments, None).await?;
     let mut terminal = ratatui::try_init()?;
@@ -41,7 +41,7 @@ pub(super) async fn run(store: &dyn Store, arguments: &Arguments) -> Result<Exit
 
 async fn watch(
     store: &dyn Store,
-    arguments: &Arguments,
+    arguments: &WatchArguments,
     terminal: &mut DefaultTerminal,
     view: &mut View,
 ) -> Result<(), Stop> {

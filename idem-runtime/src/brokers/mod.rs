@@ -7,7 +7,7 @@
 mod offsets;
 mod redelivery;
 
-pub use self::offsets::{OffsetTracker, Started};
+pub use self::offsets::{OffsetTracker, StartedMessage};
 pub use self::redelivery::{Redelivery, RedeliveryProblem};
 pub use crate::engine::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, OnBeatLost};
 pub use crate::store::heartbeat::Beat;

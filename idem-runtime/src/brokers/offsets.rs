@@ -17,7 +17,7 @@ use std::hash::Hash;
 /// - Offsets need not be contiguous: transactions and compaction leave gaps.
 ///
 /// `P` names a partition, for example `(String, i32)`. The tracker is plain data: keep it in the loop that polls, and
-/// let handlers hand their [`Started`] back to that loop.
+/// let handlers hand their [`StartedMessage`] back to that loop.
 ///
 /// ```
 /// use idem_runtime::brokers::OffsetTracker;
@@ -52,12 +52,12 @@ struct Generation {
 /// A message that has started; [`OffsetTracker::settled`] takes it.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "an offset that is never settled holds up the commits of its partition"]
-pub struct Started {
+pub struct StartedMessage {
     generation: u64,
     offset: i64,
 }
 
-impl Started {
+impl StartedMessage {
     /// Returns the offset of the message.
     pub fn offset(&self) -> i64 {
         self.offset
@@ -82,8 +82,8 @@ impl<P> OffsetTracker<P> {
     /// Returns `None` if the partition was revoked or assigned again since: the message may belong to another consumer
     /// by now.
     #[expect(clippy::needless_pass_by_value, reason = "nothing is settled twice")]
-    pub fn settled(&mut self, started: Started) -> Option<i64> {
-        let Started { generation, offset } = started;
+    pub fn settled(&mut self, started: StartedMessage) -> Option<i64> {
+        let StartedMessage { generation, offset } = started;
         let generation = self.generations.get_mut(&generation)?;
         if let Some(count) = generation.open.get_mut(&offset) {
             *count -= 1;
@@ -113,14 +113,14 @@ impl<P: Clone + Eq + Hash> OffsetTracker<P> {
     /// before the consumer is polled again.
     ///
     /// Returns `None` if the partition is not assigned: the message belongs to another consumer by now, so leave it.
-    pub fn started(&mut self, partition: &P, offset: i64) -> Option<Started> {
+    pub fn started(&mut self, partition: &P, offset: i64) -> Option<StartedMessage> {
         let number = *self.assigned.get(partition)?;
         let generation = self.generations.get_mut(&number)?;
         *generation.open.entry(offset).or_default() += 1;
         generation.next = generation.next.max(offset.saturating_add(1));
         // This consumer must not commit offsets before its first message.
         generation.committed.get_or_insert(offset);
-        Some(Started { generation: number, offset })
+        Some(StartedMessage { generation: number, offset })
     }
 
     /// Returns the number of messages of `partition` that have started and are not settled, to limit the messages that

@@ -206,7 +206,7 @@ impl fmt::Display for RedeliveryProblem {
                 Days(*ttl),
                 redelivery.broker,
                 Days(*longest),
-                Parts(redelivery),
+                TimeParts(redelivery),
                 Days(*longest),
             ),
             Self::Unbounded { ttl, redelivery } => write!(
@@ -224,9 +224,9 @@ impl fmt::Display for RedeliveryProblem {
 impl std::error::Error for RedeliveryProblem {}
 
 /// The parts of a redelivery time, if there are several.
-struct Parts<'a>(&'a Redelivery);
+struct TimeParts<'a>(&'a Redelivery);
 
-impl fmt::Display for Parts<'_> {
+impl fmt::Display for TimeParts<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Redelivery { retention, segment, offsets_retention, dlq, .. } = self.0;
         let Some(retention) = retention else { return Ok(()) };

@@ -22,7 +22,7 @@ pub(crate) fn of<T: Serialize + ?Sized>(value: &T) -> Option<Vec<u8>> {
 /// `T` can't be read from such an array.
 pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
     // The text of the error may quote the result, and results don't reach logs.
-    T::deserialize(Recorded(bytes)).map_err(|_| CodecError::from("the bytes do not fit the type"))
+    T::deserialize(RecordedBytes(bytes)).map_err(|_| CodecError::from("the bytes do not fit the type"))
 }
 
 /// Splits a sequence into the bytes at its beginning and the elements from the first other one.
@@ -216,9 +216,9 @@ impl SerializeSeq for Elements {
 }
 
 /// Recorded bytes. A type that does not ask for bytes reads them as an array of numbers.
-struct Recorded<'a>(&'a [u8]);
+struct RecordedBytes<'a>(&'a [u8]);
 
-impl<'de> Deserializer<'de> for Recorded<'_> {
+impl<'de> Deserializer<'de> for RecordedBytes<'_> {
     type Error = value::Error;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, value::Error> {

@@ -9,7 +9,7 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, EnumAccess, MapAccess, SeqAccess, VariantAccess, Visitor};
 
-use super::shape::{Kind, Shape};
+use super::shape::{Shape, ShapeStep};
 
 /// Limit of nesting, the same as in `serde_json`.
 const MAX_DEPTH: u8 = 127;
@@ -31,8 +31,8 @@ impl<'s> Guard<'s> {
         Self { elements, shape, problem: Cell::new(None) }
     }
 
-    pub(super) fn around<D>(&self, inner: D) -> Guarded<'_, D> {
-        Guarded { inner, guard: self, depth: MAX_DEPTH, counts: true, names: Names::None }
+    pub(super) fn around<D>(&self, inner: D) -> GuardedPart<'_, D> {
+        GuardedPart { inner, guard: self, depth: MAX_DEPTH, counts: true, names: Names::None }
     }
 
     /// Returns the reason why the guard stopped, if it did.
@@ -40,7 +40,7 @@ impl<'s> Guard<'s> {
         self.problem.get()
     }
 
-    fn kind(&self, kind: Kind) {
+    fn kind(&self, kind: ShapeStep) {
         if let Some(shape) = self.shape {
             shape.kind(kind);
         }
@@ -65,7 +65,7 @@ impl<'s> Guard<'s> {
 }
 
 /// A part of the deserialization, with the guard around it.
-pub(super) struct Guarded<'g, I> {
+pub(super) struct GuardedPart<'g, I> {
     inner: I,
     guard: &'g Guard<'g>,
     /// Number of levels that may follow.
@@ -86,18 +86,18 @@ enum Names {
     Variants(&'static [&'static str]),
 }
 
-impl<'g, I> Guarded<'g, I> {
-    fn with<J>(&self, inner: J) -> Guarded<'g, J> {
-        Guarded { inner, guard: self.guard, depth: self.depth, counts: true, names: Names::None }
+impl<'g, I> GuardedPart<'g, I> {
+    fn with<J>(&self, inner: J) -> GuardedPart<'g, J> {
+        GuardedPart { inner, guard: self.guard, depth: self.depth, counts: true, names: Names::None }
     }
 
     /// Guards a tuple or struct, whose length the type fixes.
-    fn parts<J>(&self, inner: J, fields: &'static [&'static str]) -> Guarded<'g, J> {
-        Guarded { counts: false, names: Names::Fields(fields), ..self.with(inner) }
+    fn parts<J>(&self, inner: J, fields: &'static [&'static str]) -> GuardedPart<'g, J> {
+        GuardedPart { counts: false, names: Names::Fields(fields), ..self.with(inner) }
     }
 
     /// Adds a part with a name to the shape.
-    fn named(&self, kind: Kind, name: &str) {
+    fn named(&self, kind: ShapeStep, name: &str) {
         self.guard.kind(kind);
         self.guard.name(name);
     }
@@ -132,7 +132,7 @@ macro_rules! deserialize {
     ($($method:ident $($kind:ident)?;)*) => {
         $(
             fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
-                $(self.guard.kind(Kind::$kind);)?
+                $(self.guard.kind(ShapeStep::$kind);)?
                 let visitor = self.with(visitor);
                 self.inner.$method(visitor)
             }
@@ -140,7 +140,7 @@ macro_rules! deserialize {
     };
 }
 
-impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
+impl<'de, D: Deserializer<'de>> Deserializer<'de> for GuardedPart<'_, D> {
     type Error = D::Error;
 
     fn is_human_readable(&self) -> bool {
@@ -175,19 +175,19 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
     }
 
     fn deserialize_unit_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, D::Error> {
-        self.named(Kind::UnitStruct, name);
+        self.named(ShapeStep::UnitStruct, name);
         let visitor = self.with(visitor);
         self.inner.deserialize_unit_struct(name, visitor)
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, D::Error> {
-        self.named(Kind::NewtypeStruct, name);
+        self.named(ShapeStep::NewtypeStruct, name);
         let visitor = self.with(visitor);
         self.inner.deserialize_newtype_struct(name, visitor)
     }
 
     fn deserialize_tuple<V: Visitor<'de>>(self, len: usize, visitor: V) -> Result<V::Value, D::Error> {
-        self.guard.kind(Kind::Tuple);
+        self.guard.kind(ShapeStep::Tuple);
         self.guard.len(len);
         let visitor = self.parts(visitor, &[]);
         self.inner.deserialize_tuple(len, visitor)
@@ -199,7 +199,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
         len: usize,
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        self.named(Kind::TupleStruct, name);
+        self.named(ShapeStep::TupleStruct, name);
         self.guard.len(len);
         let visitor = self.parts(visitor, &[]);
         self.inner.deserialize_tuple_struct(name, len, visitor)
@@ -211,7 +211,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        self.named(Kind::Struct, name);
+        self.named(ShapeStep::Struct, name);
         let visitor = self.parts(visitor, fields);
         self.inner.deserialize_struct(name, fields, visitor)
     }
@@ -222,14 +222,14 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Guarded<'_, D> {
         variants: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        self.named(Kind::Enum, name);
-        let visitor = Guarded { names: Names::Variants(variants), ..self.with(visitor) };
+        self.named(ShapeStep::Enum, name);
+        let visitor = GuardedPart { names: Names::Variants(variants), ..self.with(visitor) };
         self.inner.deserialize_enum(name, variants, visitor)
     }
 
     /// Reads the number of a variant. The visitor of the number adds the name of the variant to the shape.
     fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
-        let visitor = Guarded { names: self.names, ..self.with(visitor) };
+        let visitor = GuardedPart { names: self.names, ..self.with(visitor) };
         self.inner.deserialize_identifier(visitor)
     }
 }
@@ -244,7 +244,7 @@ macro_rules! visit {
     };
 }
 
-impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
+impl<'de, V: Visitor<'de>> Visitor<'de> for GuardedPart<'_, V> {
     type Value = V::Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -283,7 +283,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
     }
 
     fn visit_none<E: serde::de::Error>(self) -> Result<V::Value, E> {
-        self.guard.kind(Kind::None);
+        self.guard.kind(ShapeStep::None);
         self.inner.visit_none()
     }
 
@@ -293,7 +293,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
 
     fn visit_some<D: Deserializer<'de>>(mut self, inner: D) -> Result<V::Value, D::Error> {
         self.deeper()?;
-        self.guard.kind(Kind::Some);
+        self.guard.kind(ShapeStep::Some);
         let inner = self.with(inner);
         self.inner.visit_some(inner)
     }
@@ -306,37 +306,37 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for Guarded<'_, V> {
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, inner: A) -> Result<V::Value, A::Error> {
         self.deeper()?;
-        let inner = Guarded { counts: self.counts, names: self.names, ..self.with(inner) };
+        let inner = GuardedPart { counts: self.counts, names: self.names, ..self.with(inner) };
         let value = self.inner.visit_seq(inner)?;
-        self.guard.kind(Kind::End);
+        self.guard.kind(ShapeStep::End);
         Ok(value)
     }
 
     fn visit_map<A: MapAccess<'de>>(mut self, inner: A) -> Result<V::Value, A::Error> {
         self.deeper()?;
-        let inner = Guarded { counts: self.counts, names: self.names, ..self.with(inner) };
+        let inner = GuardedPart { counts: self.counts, names: self.names, ..self.with(inner) };
         let value = self.inner.visit_map(inner)?;
-        self.guard.kind(Kind::End);
+        self.guard.kind(ShapeStep::End);
         Ok(value)
     }
 
     fn visit_enum<A: EnumAccess<'de>>(mut self, inner: A) -> Result<V::Value, A::Error> {
         self.deeper()?;
-        let inner = Guarded { names: self.names, ..self.with(inner) };
+        let inner = GuardedPart { names: self.names, ..self.with(inner) };
         self.inner.visit_enum(inner)
     }
 }
 
-impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for Guarded<'_, S> {
+impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for GuardedPart<'_, S> {
     type Value = S::Value;
 
     fn deserialize<D: Deserializer<'de>>(self, inner: D) -> Result<S::Value, D::Error> {
-        let inner = Guarded { names: self.names, ..self.with(inner) };
+        let inner = GuardedPart { names: self.names, ..self.with(inner) };
         self.inner.deserialize(inner)
     }
 }
 
-impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for Guarded<'_, A> {
+impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for GuardedPart<'_, A> {
     type Error = A::Error;
 
     fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, A::Error> {
@@ -354,7 +354,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for Guarded<'_, A> {
     }
 }
 
-impl<'de, A: MapAccess<'de>> MapAccess<'de> for Guarded<'_, A> {
+impl<'de, A: MapAccess<'de>> MapAccess<'de> for GuardedPart<'_, A> {
     type Error = A::Error;
 
     fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, A::Error> {
@@ -373,34 +373,34 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for Guarded<'_, A> {
     }
 }
 
-impl<'g, 'de, A: EnumAccess<'de>> EnumAccess<'de> for Guarded<'g, A> {
+impl<'g, 'de, A: EnumAccess<'de>> EnumAccess<'de> for GuardedPart<'g, A> {
     type Error = A::Error;
-    type Variant = Guarded<'g, A::Variant>;
+    type Variant = GuardedPart<'g, A::Variant>;
 
     fn variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<(S::Value, Self::Variant), A::Error> {
-        let seed = Guarded { names: self.names, ..self.with(seed) };
+        let seed = GuardedPart { names: self.names, ..self.with(seed) };
         let Self { inner, guard, depth, counts, .. } = self;
         let (value, inner) = inner.variant_seed(seed)?;
-        Ok((value, Guarded { inner, guard, depth, counts, names: Names::None }))
+        Ok((value, GuardedPart { inner, guard, depth, counts, names: Names::None }))
     }
 }
 
-impl<'de, A: VariantAccess<'de>> VariantAccess<'de> for Guarded<'_, A> {
+impl<'de, A: VariantAccess<'de>> VariantAccess<'de> for GuardedPart<'_, A> {
     type Error = A::Error;
 
     fn unit_variant(self) -> Result<(), A::Error> {
-        self.guard.kind(Kind::UnitVariant);
+        self.guard.kind(ShapeStep::UnitVariant);
         self.inner.unit_variant()
     }
 
     fn newtype_variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<S::Value, A::Error> {
-        self.guard.kind(Kind::NewtypeVariant);
+        self.guard.kind(ShapeStep::NewtypeVariant);
         let seed = self.with(seed);
         self.inner.newtype_variant_seed(seed)
     }
 
     fn tuple_variant<V: Visitor<'de>>(self, len: usize, visitor: V) -> Result<V::Value, A::Error> {
-        self.guard.kind(Kind::TupleVariant);
+        self.guard.kind(ShapeStep::TupleVariant);
         self.guard.len(len);
         let visitor = self.parts(visitor, &[]);
         self.inner.tuple_variant(len, visitor)
@@ -411,7 +411,7 @@ impl<'de, A: VariantAccess<'de>> VariantAccess<'de> for Guarded<'_, A> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, A::Error> {
-        self.guard.kind(Kind::StructVariant);
+        self.guard.kind(ShapeStep::StructVariant);
         let visitor = self.parts(visitor, fields);
         self.inner.struct_variant(fields, visitor)
     }

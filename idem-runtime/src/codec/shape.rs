@@ -9,7 +9,7 @@ use std::cell::Cell;
 /// A step that enters the hash. The numbers are a part of the written form.
 #[derive(Clone, Copy)]
 #[repr(u8)]
-pub(super) enum Kind {
+pub(super) enum ShapeStep {
     Bool = 1,
     I8 = 2,
     I16 = 3,
@@ -61,7 +61,7 @@ impl Shape {
         self.0.set((self.0.get() ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     }
 
-    pub(super) fn kind(&self, kind: Kind) {
+    pub(super) fn kind(&self, kind: ShapeStep) {
         self.byte(kind as u8);
     }
 

@@ -8,7 +8,7 @@ use serde::ser::{
     SerializeTupleStruct, SerializeTupleVariant, Serializer,
 };
 
-use super::shape::{Kind, Shape};
+use super::shape::{Shape, ShapeStep};
 
 /// A part of the serialization, with its shape.
 pub(super) struct Strict<'s, S> {
@@ -22,23 +22,23 @@ impl<'s, S> Strict<'s, S> {
     }
 
     /// Adds a part with a name to the shape.
-    fn named(&self, kind: Kind, name: &str) {
+    fn named(&self, kind: ShapeStep, name: &str) {
         self.shape.kind(kind);
         self.shape.name(name);
     }
 
     /// Adds a variant of an enum to the shape.
-    fn variant(&self, name: &str, variant: &str, kind: Kind) {
-        self.named(Kind::Enum, name);
+    fn variant(&self, name: &str, variant: &str, kind: ShapeStep) {
+        self.named(ShapeStep::Enum, name);
         self.shape.name(variant);
         self.shape.kind(kind);
     }
 }
 
 /// A value inside of another value of the same shape.
-struct Inner<'a, T: ?Sized>(&'a T, &'a Shape);
+struct InnerValue<'a, T: ?Sized>(&'a T, &'a Shape);
 
-impl<T: Serialize + ?Sized> Serialize for Inner<'_, T> {
+impl<T: Serialize + ?Sized> Serialize for InnerValue<'_, T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.0.serialize(Strict::new(serializer, self.1))
     }
@@ -48,7 +48,7 @@ macro_rules! serialize {
     ($($method:ident($($name:ident: $type:ty),*) $kind:ident;)*) => {
         $(
             fn $method(self, $($name: $type),*) -> Result<S::Ok, S::Error> {
-                self.shape.kind(Kind::$kind);
+                self.shape.kind(ShapeStep::$kind);
                 self.inner.$method($($name),*)
             }
         )*
@@ -92,27 +92,27 @@ impl<'s, S: Serializer> Serializer for Strict<'s, S> {
     }
 
     fn collect_str<T: std::fmt::Display + ?Sized>(self, value: &T) -> Result<S::Ok, S::Error> {
-        self.shape.kind(Kind::Str);
+        self.shape.kind(ShapeStep::Str);
         self.inner.collect_str(value)
     }
 
     fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<S::Ok, S::Error> {
-        self.shape.kind(Kind::Some);
-        self.inner.serialize_some(&Inner(value, self.shape))
+        self.shape.kind(ShapeStep::Some);
+        self.inner.serialize_some(&InnerValue(value, self.shape))
     }
 
     fn serialize_unit_struct(self, name: &'static str) -> Result<S::Ok, S::Error> {
-        self.named(Kind::UnitStruct, name);
+        self.named(ShapeStep::UnitStruct, name);
         self.inner.serialize_unit_struct(name)
     }
 
     fn serialize_newtype_struct<T: Serialize + ?Sized>(self, name: &'static str, value: &T) -> Result<S::Ok, S::Error> {
-        self.named(Kind::NewtypeStruct, name);
-        self.inner.serialize_newtype_struct(name, &Inner(value, self.shape))
+        self.named(ShapeStep::NewtypeStruct, name);
+        self.inner.serialize_newtype_struct(name, &InnerValue(value, self.shape))
     }
 
     fn serialize_unit_variant(self, name: &'static str, at: u32, variant: &'static str) -> Result<S::Ok, S::Error> {
-        self.variant(name, variant, Kind::UnitVariant);
+        self.variant(name, variant, ShapeStep::UnitVariant);
         self.inner.serialize_unit_variant(name, at, variant)
     }
 
@@ -123,23 +123,23 @@ impl<'s, S: Serializer> Serializer for Strict<'s, S> {
         variant: &'static str,
         value: &T,
     ) -> Result<S::Ok, S::Error> {
-        self.variant(name, variant, Kind::NewtypeVariant);
-        self.inner.serialize_newtype_variant(name, at, variant, &Inner(value, self.shape))
+        self.variant(name, variant, ShapeStep::NewtypeVariant);
+        self.inner.serialize_newtype_variant(name, at, variant, &InnerValue(value, self.shape))
     }
 
     fn serialize_seq(self, len: Option<usize>) -> Result<Self::SerializeSeq, S::Error> {
-        self.shape.kind(Kind::Seq);
+        self.shape.kind(ShapeStep::Seq);
         Ok(Strict::new(self.inner.serialize_seq(len)?, self.shape))
     }
 
     fn serialize_tuple(self, len: usize) -> Result<Self::SerializeTuple, S::Error> {
-        self.shape.kind(Kind::Tuple);
+        self.shape.kind(ShapeStep::Tuple);
         self.shape.len(len);
         Ok(Strict::new(self.inner.serialize_tuple(len)?, self.shape))
     }
 
     fn serialize_tuple_struct(self, name: &'static str, len: usize) -> Result<Self::SerializeTupleStruct, S::Error> {
-        self.named(Kind::TupleStruct, name);
+        self.named(ShapeStep::TupleStruct, name);
         self.shape.len(len);
         Ok(Strict::new(self.inner.serialize_tuple_struct(name, len)?, self.shape))
     }
@@ -151,18 +151,18 @@ impl<'s, S: Serializer> Serializer for Strict<'s, S> {
         variant: &'static str,
         len: usize,
     ) -> Result<Self::SerializeTupleVariant, S::Error> {
-        self.variant(name, variant, Kind::TupleVariant);
+        self.variant(name, variant, ShapeStep::TupleVariant);
         self.shape.len(len);
         Ok(Strict::new(self.inner.serialize_tuple_variant(name, at, variant, len)?, self.shape))
     }
 
     fn serialize_map(self, len: Option<usize>) -> Result<Self::SerializeMap, S::Error> {
-        self.shape.kind(Kind::Map);
+        self.shape.kind(ShapeStep::Map);
         Ok(Strict::new(self.inner.serialize_map(len)?, self.shape))
     }
 
     fn serialize_struct(self, name: &'static str, len: usize) -> Result<Self::SerializeStruct, S::Error> {
-        self.named(Kind::Struct, name);
+        self.named(ShapeStep::Struct, name);
         Ok(Strict::new(self.inner.serialize_struct(name, len)?, self.shape))
     }
 
@@ -173,7 +173,7 @@ impl<'s, S: Serializer> Serializer for Strict<'s, S> {
         variant: &'static str,
         len: usize,
     ) -> Result<Self::SerializeStructVariant, S::Error> {
-        self.variant(name, variant, Kind::StructVariant);
+        self.variant(name, variant, ShapeStep::StructVariant);
         Ok(Strict::new(self.inner.serialize_struct_variant(name, at, variant, len)?, self.shape))
     }
 }
@@ -186,11 +186,11 @@ macro_rules! elements {
                 type Error = S::Error;
 
                 fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), S::Error> {
-                    self.inner.$method(&Inner(value, self.shape))
+                    self.inner.$method(&InnerValue(value, self.shape))
                 }
 
                 fn end(self) -> Result<S::Ok, S::Error> {
-                    self.shape.kind(Kind::End);
+                    self.shape.kind(ShapeStep::End);
                     self.inner.end()
                 }
             }
@@ -210,15 +210,15 @@ impl<S: SerializeMap> SerializeMap for Strict<'_, S> {
     type Error = S::Error;
 
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), S::Error> {
-        self.inner.serialize_key(&Inner(key, self.shape))
+        self.inner.serialize_key(&InnerValue(key, self.shape))
     }
 
     fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), S::Error> {
-        self.inner.serialize_value(&Inner(value, self.shape))
+        self.inner.serialize_value(&InnerValue(value, self.shape))
     }
 
     fn end(self) -> Result<S::Ok, S::Error> {
-        self.shape.kind(Kind::End);
+        self.shape.kind(ShapeStep::End);
         self.inner.end()
     }
 }
@@ -236,7 +236,7 @@ macro_rules! fields {
                     value: &T,
                 ) -> Result<(), S::Error> {
                     self.shape.name(name);
-                    self.inner.serialize_field(name, &Inner(value, self.shape))
+                    self.inner.serialize_field(name, &InnerValue(value, self.shape))
                 }
 
                 fn skip_field(&mut self, name: &'static str) -> Result<(), S::Error> {
@@ -244,7 +244,7 @@ macro_rules! fields {
                 }
 
                 fn end(self) -> Result<S::Ok, S::Error> {
-                    self.shape.kind(Kind::End);
+                    self.shape.kind(ShapeStep::End);
                     self.inner.end()
                 }
             }

@@ -18,11 +18,11 @@ pub(super) enum Trace {
     Number(&'static str, u128),
     Text(&'static str, Box<[u8]>),
     /// A value that consists of parts, with the name of its variant (empty for other values).
-    Parts(&'static str, &'static str, Vec<(Place, Trace)>),
+    Parts(&'static str, &'static str, Vec<(FieldName, Trace)>),
 }
 
 /// Name of the field that the part belongs to; empty for elements and entries.
-type Place = &'static str;
+type FieldName = &'static str;
 
 impl Trace {
     pub(super) fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, NoTrace> {
@@ -92,14 +92,14 @@ impl ser::Error for NoTrace {
 struct Tracer;
 
 /// A value of parts that is still being traced.
-struct Parts {
+struct TracedParts {
     kind: &'static str,
     name: &'static str,
-    list: Vec<(Place, Trace)>,
+    list: Vec<(FieldName, Trace)>,
     is_sorted: bool,
 }
 
-impl Parts {
+impl TracedParts {
     const fn new(kind: &'static str, name: &'static str) -> Self {
         Self { kind, name, list: Vec::new(), is_sorted: false }
     }
@@ -109,7 +109,7 @@ impl Parts {
         Self { is_sorted: true, ..Self::new(kind, "") }
     }
 
-    fn push<T: Serialize + ?Sized>(&mut self, place: Place, value: &T) -> Result<(), NoTrace> {
+    fn push<T: Serialize + ?Sized>(&mut self, place: FieldName, value: &T) -> Result<(), NoTrace> {
         self.list.push((place, Trace::of(value)?));
         Ok(())
     }
@@ -133,13 +133,13 @@ macro_rules! numbers {
 impl Serializer for Tracer {
     type Ok = Trace;
     type Error = NoTrace;
-    type SerializeSeq = Parts;
-    type SerializeTuple = Parts;
-    type SerializeTupleStruct = Parts;
-    type SerializeTupleVariant = Parts;
-    type SerializeMap = Parts;
-    type SerializeStruct = Parts;
-    type SerializeStructVariant = Parts;
+    type SerializeSeq = TracedParts;
+    type SerializeTuple = TracedParts;
+    type SerializeTupleStruct = TracedParts;
+    type SerializeTupleVariant = TracedParts;
+    type SerializeMap = TracedParts;
+    type SerializeStruct = TracedParts;
+    type SerializeStructVariant = TracedParts;
 
     numbers! {
         serialize_bool(bool) "a bool" u128::from;
@@ -171,7 +171,7 @@ impl Serializer for Tracer {
     }
 
     fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<Trace, NoTrace> {
-        let mut parts = Parts::new("`Some`", "");
+        let mut parts = TracedParts::new("`Some`", "");
         parts.push("", value)?;
         Ok(parts.finish())
     }
@@ -185,7 +185,7 @@ impl Serializer for Tracer {
     }
 
     fn serialize_unit_variant(self, _: &'static str, _: u32, variant: &'static str) -> Result<Trace, NoTrace> {
-        Ok(Parts::new("a variant", variant).finish())
+        Ok(TracedParts::new("a variant", variant).finish())
     }
 
     fn serialize_newtype_struct<T: Serialize + ?Sized>(self, _: &'static str, value: &T) -> Result<Trace, NoTrace> {
@@ -199,20 +199,20 @@ impl Serializer for Tracer {
         variant: &'static str,
         value: &T,
     ) -> Result<Trace, NoTrace> {
-        let mut parts = Parts::new("a variant", variant);
+        let mut parts = TracedParts::new("a variant", variant);
         parts.push("", value)?;
         Ok(parts.finish())
     }
 
-    fn serialize_seq(self, _: Option<usize>) -> Result<Parts, NoTrace> {
-        Ok(Parts::unordered("a sequence"))
+    fn serialize_seq(self, _: Option<usize>) -> Result<TracedParts, NoTrace> {
+        Ok(TracedParts::unordered("a sequence"))
     }
 
-    fn serialize_tuple(self, _: usize) -> Result<Parts, NoTrace> {
-        Ok(Parts::new("a tuple", ""))
+    fn serialize_tuple(self, _: usize) -> Result<TracedParts, NoTrace> {
+        Ok(TracedParts::new("a tuple", ""))
     }
 
-    fn serialize_tuple_struct(self, _: &'static str, len: usize) -> Result<Parts, NoTrace> {
+    fn serialize_tuple_struct(self, _: &'static str, len: usize) -> Result<TracedParts, NoTrace> {
         self.serialize_tuple(len)
     }
 
@@ -222,16 +222,16 @@ impl Serializer for Tracer {
         _: u32,
         variant: &'static str,
         _: usize,
-    ) -> Result<Parts, NoTrace> {
-        Ok(Parts::new("a variant", variant))
+    ) -> Result<TracedParts, NoTrace> {
+        Ok(TracedParts::new("a variant", variant))
     }
 
-    fn serialize_map(self, _: Option<usize>) -> Result<Parts, NoTrace> {
-        Ok(Parts::unordered("a map"))
+    fn serialize_map(self, _: Option<usize>) -> Result<TracedParts, NoTrace> {
+        Ok(TracedParts::unordered("a map"))
     }
 
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Parts, NoTrace> {
-        Ok(Parts::new("a struct", ""))
+    fn serialize_struct(self, _: &'static str, _: usize) -> Result<TracedParts, NoTrace> {
+        Ok(TracedParts::new("a struct", ""))
     }
 
     fn serialize_struct_variant(
@@ -240,14 +240,14 @@ impl Serializer for Tracer {
         _: u32,
         variant: &'static str,
         _: usize,
-    ) -> Result<Parts, NoTrace> {
-        Ok(Parts::new("a variant", variant))
+    ) -> Result<TracedParts, NoTrace> {
+        Ok(TracedParts::new("a variant", variant))
     }
 }
 
 macro_rules! parts {
     ($($of:ident::$method:ident($($name:ident)?) at $place:expr;)*) => { $(
-        impl ser::$of for Parts {
+        impl ser::$of for TracedParts {
             type Ok = Trace;
             type Error = NoTrace;
 
@@ -271,12 +271,12 @@ parts! {
     SerializeStructVariant::serialize_field(name) at name;
 }
 
-impl ser::SerializeMap for Parts {
+impl ser::SerializeMap for TracedParts {
     type Ok = Trace;
     type Error = NoTrace;
 
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), NoTrace> {
-        let mut entry = Parts::new("an entry", "");
+        let mut entry = TracedParts::new("an entry", "");
         entry.push("", key)?;
         self.list.push(("", entry.finish()));
         Ok(())

@@ -7,7 +7,7 @@ use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::request::Standing;
 use crate::record::{
-    Action, Decided, Decision, Finish, Lease, Record, Release, Reservation, ReserveRequest, Revision, State,
+    Action, Decision, DecisionAnswer, Finish, Lease, Record, Release, Reservation, ReserveRequest, Revision, State,
     StoredResult, Verdict,
 };
 
@@ -30,7 +30,7 @@ impl Case {
         self.reserved(&request, 1, "a key that was never used").await
     }
 
-    async fn resolve(&self, key: &Key, attempt: u32, finish: &Finish) -> Decided {
+    async fn resolve(&self, key: &Key, attempt: u32, finish: &Finish) -> DecisionAnswer {
         self.decides(key, attempt, Action::Resolve(finish.clone())).await
     }
 
@@ -72,7 +72,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
     for action in actions() {
         for attempt in [0, 1] {
             let decided = case.decides(&absent, attempt, action.clone()).await;
-            assert_eq!(decided, Decided::NoRecord, "`{}` of a key without a record", action.name());
+            assert_eq!(decided, DecisionAnswer::NoRecord, "`{}` of a key without a record", action.name());
         }
         assert_eq!(case.inspect(&absent).await, None, "a refused `{}` makes no record", action.name());
     }
@@ -85,7 +85,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
             let decision = case.decision(&key, attempt, action.clone()).await;
             let told = case.decide(&decision).await;
             let why = format!("`{}` of attempt {attempt}, while attempt 1 runs", action.name());
-            assert_eq!(told, Decided::OtherAttempt { latest: 1 }, "{why}");
+            assert_eq!(told, DecisionAnswer::OtherAttempt { latest: 1 }, "{why}");
             case.changes_nothing(&key, case.decide(&decision), &why).await;
         }
         if action == Action::BreakLease {
@@ -94,7 +94,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
         let decision = case.decision(&key, 1, action.clone()).await;
         let why = format!("`{}` of a live lease", action.name());
         match case.decide(&decision).await {
-            Decided::LiveLease { lapses_in } => {
+            DecisionAnswer::LiveLease { lapses_in } => {
                 assert!(!lapses_in.is_zero() && lapses_in <= LONG + TOLERANCE, "{why}: it lapses in {lapses_in:?}");
             }
             other => panic!("{why}: should be refused for that, was answered {other:?}"),
@@ -106,7 +106,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
     for attempt in [0, 2] {
         for action in actions() {
             let told = case.decides(&key, attempt, action.clone()).await;
-            assert_eq!(told, Decided::OtherAttempt { latest: 1 }, "`{}` of attempt {attempt}", action.name());
+            assert_eq!(told, DecisionAnswer::OtherAttempt { latest: 1 }, "`{}` of attempt {attempt}", action.name());
         }
     }
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
@@ -120,11 +120,11 @@ pub(super) async fn resolve_ends_it(case: &Case) {
             let why = format!("{how}, then resolved");
             let before = case.recorded(&key).await.record;
             let decision = case.decision(&key, 1, Action::Resolve(finish.clone())).await;
-            assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}");
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}");
             let record = case.recorded(&key).await.record;
             let expected = Record { owner: record.owner, state: finish.state(), ..before };
             assert_eq!(record, expected, "{why}: the record afterwards");
-            assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}, and again");
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}, and again");
             assert_eq!(case.recorded(&key).await.record, record, "{why}, and again: the record afterwards");
             let fail = ReserveRequest { on_crash: OnCrash::Fail, ..limited(case.request(&key), 1) };
             for request in [&case.request(&key), &fail] {
@@ -133,7 +133,7 @@ pub(super) async fn resolve_ends_it(case: &Case) {
             let other = marked(case.request(&key), 2);
             case.is_told(&other, Reservation::FingerprintMismatch { attempt: 1 }, &why).await;
             drop(lease);
-            assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied, "for the next round");
+            assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied, "for the next round");
         }
     }
 }
@@ -146,10 +146,10 @@ pub(super) async fn resolve_spares_results(case: &Case) {
         let other = if name == "failed" { completed("1") } else { Finish::Failed(stored("1")) };
         for other in [completed("2"), other, Finish::Completed(StoredResult::Unencodable)] {
             let decision = case.decision(&key, 1, Action::Resolve(other)).await;
-            assert_eq!(case.decide(&decision).await, Decided::Finished, "another result for what has {name}");
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Finished, "another result for what has {name}");
             case.changes_nothing(&key, case.decide(&decision), "another result").await;
         }
-        assert_eq!(case.resolve(&key, 1, &finish).await, Decided::Applied, "the same result");
+        assert_eq!(case.resolve(&key, 1, &finish).await, DecisionAnswer::Applied, "the same result");
         let record = case.recorded(&key).await.record;
         assert_eq!(Record { owner: lease.owner, ..record.clone() }, Record::after(&lease, finish.state()), "{name}");
         case.is_told(&case.request(&key), Reservation::finished(record), name).await;
@@ -162,14 +162,14 @@ pub(super) async fn resolve_supplies_a_missing_result(case: &Case) {
         let lease = case.first(&key, OnCrash::Retry).await;
         assert_eq!(case.finish(&lease, &Finish::Completed(missing)).await, Verdict::Applied);
         let failed = Finish::Failed(stored("1"));
-        assert_eq!(case.resolve(&key, 1, &failed).await, Decided::Finished, "a failure for what has completed");
+        assert_eq!(case.resolve(&key, 1, &failed).await, DecisionAnswer::Finished, "a failure for what has completed");
         for _ in 0..2 {
-            assert_eq!(case.resolve(&key, 1, &completed("1")).await, Decided::Applied, "{name}");
+            assert_eq!(case.resolve(&key, 1, &completed("1")).await, DecisionAnswer::Applied, "{name}");
         }
         let record = case.recorded(&key).await.record;
         assert_eq!(record.state, completed("1").state(), "{name}");
         case.is_told(&case.request(&key), Reservation::finished(record), name).await;
-        assert_eq!(case.resolve(&key, 1, &completed("2")).await, Decided::Finished, "{name}: another one");
+        assert_eq!(case.resolve(&key, 1, &completed("2")).await, DecisionAnswer::Finished, "{name}: another one");
     }
 }
 
@@ -180,7 +180,7 @@ pub(super) async fn reopen_spares_results(case: &Case) {
         let lease = case.first(&key, OnCrash::Retry).await;
         assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         let decision = case.decision(&key, 1, Action::Reopen).await;
-        assert_eq!(case.decide(&decision).await, Decided::Finished, "{finish:?}");
+        assert_eq!(case.decide(&decision).await, DecisionAnswer::Finished, "{finish:?}");
         case.changes_nothing(&key, case.decide(&decision), "`reopen` of a finished record").await;
     }
 }
@@ -193,7 +193,7 @@ pub(super) async fn discard_finished(case: &Case) {
         let decision = case.decision(&key, 1, Action::Discard).await;
         let before = case.recorded(&key).await.record;
         for _ in 0..2 {
-            assert_eq!(case.decide(&decision).await, Decided::Applied, "{name}");
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{name}");
             let after = case.recorded(&key).await.record;
             let expected = Record { attempts_used: 0, state: State::Released, owner: after.owner, ..before.clone() };
             assert_eq!(after, expected, "{name}: the record afterwards");
@@ -204,7 +204,7 @@ pub(super) async fn discard_finished(case: &Case) {
     }
     for (key, _, how) in case.unfinished().await {
         let decision = case.decision(&key, 1, Action::Discard).await;
-        assert_eq!(case.decide(&decision).await, Decided::Unfinished, "{how}");
+        assert_eq!(case.decide(&decision).await, DecisionAnswer::Unfinished, "{how}");
         case.changes_nothing(&key, case.decide(&decision), &format!("`discard`: {how}")).await;
     }
 }
@@ -216,7 +216,7 @@ pub(super) async fn replace_corrects(case: &Case) {
         let decision = case.decision(&key, 1, Action::Replace(finish.clone())).await;
         let before = case.recorded(&key).await.record;
         for _ in 0..2 {
-            assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}");
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}");
             let after = case.recorded(&key).await.record;
             assert_eq!(after, Record { state: finish.state(), owner: after.owner, ..before.clone() }, "{why}");
             case.is_told(&case.request(&key), Reservation::finished(after), &why).await;
@@ -225,7 +225,7 @@ pub(super) async fn replace_corrects(case: &Case) {
     }
     for (key, _, how) in case.unfinished().await {
         let decision = case.decision(&key, 1, Action::Replace(completed("1"))).await;
-        assert_eq!(case.decide(&decision).await, Decided::Unfinished, "{how}");
+        assert_eq!(case.decide(&decision).await, DecisionAnswer::Unfinished, "{how}");
         case.changes_nothing(&key, case.decide(&decision), &format!("`replace`: {how}")).await;
     }
 }
@@ -238,9 +238,9 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
         key
     };
-    let is_told = |told: &Decided, name: &str, why: &str| match told {
-        Decided::Changed { decided_by, .. } => assert_eq!(decided_by.as_deref(), Some(name), "{why}"),
-        Decided::NoRecord => assert_eq!(name, "forgetful", "{why}"),
+    let is_told = |told: &DecisionAnswer, name: &str, why: &str| match told {
+        DecisionAnswer::Changed { decided_by, .. } => assert_eq!(decided_by.as_deref(), Some(name), "{why}"),
+        DecisionAnswer::NoRecord => assert_eq!(name, "forgetful", "{why}"),
         other => panic!("{why}: should be refused as changed, was answered {other:?}"),
     };
     // One after the other: the later decision is refused.
@@ -253,7 +253,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
             let earlier = case.decision(&key, 1, first.clone()).await.by(by);
             let later = case.decision(&key, 1, second.clone()).await.by("bob");
             let why = format!("`{}`, after `{}` of the same record", second.name(), first.name());
-            assert_eq!(case.decide(&earlier).await, Decided::Applied, "{why}");
+            assert_eq!(case.decide(&earlier).await, DecisionAnswer::Applied, "{why}");
             let between = case.inspect(&key).await.map(|found| found.record);
             is_told(&case.decide(&later).await, by, &why);
             assert_eq!(
@@ -269,7 +269,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         let (key, _) = case.completed(&format!("corrected by {}", first.name())).await;
         let earlier = case.decision(&key, 1, first.clone()).await.by(by);
         let later = case.decision(&key, 1, Action::Replace(completed("2"))).await.by("bob");
-        assert_eq!(case.decide(&earlier).await, Decided::Applied);
+        assert_eq!(case.decide(&earlier).await, DecisionAnswer::Applied);
         is_told(&case.decide(&later).await, by, first.name());
     }
     // At the same time: the store applies either one of the two decisions.
@@ -291,8 +291,10 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         }
         let record = case.recorded(&key).await.record;
         match &told[..] {
-            [Decided::Applied, Decided::Changed { .. }] => assert_eq!(record.state, completed("decided").state()),
-            [Decided::Changed { .. }, Decided::Applied] => assert_eq!(record.state, State::Released),
+            [DecisionAnswer::Applied, DecisionAnswer::Changed { .. }] => {
+                assert_eq!(record.state, completed("decided").state());
+            }
+            [DecisionAnswer::Changed { .. }, DecisionAnswer::Applied] => assert_eq!(record.state, State::Released),
             _ => panic!("of two contrary decisions about one record one is applied, they were answered {told:?}"),
         }
     }
@@ -300,7 +302,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
 
 pub(super) async fn decisions_name_what_was_seen(case: &Case) {
     let changed = async |seen: Decision, standing: Standing, why: &str| {
-        assert_eq!(case.decide(&seen).await, Decided::changed(standing), "{why}");
+        assert_eq!(case.decide(&seen).await, DecisionAnswer::changed(standing), "{why}");
         case.changes_nothing(&seen.key, case.decide(&seen), why).await;
     };
     // The attempt ends.
@@ -333,13 +335,13 @@ pub(super) async fn decisions_name_what_was_seen(case: &Case) {
     let (key, _) = case.completed("corrected twice").await;
     let seen = case.decision(&key, 1, Action::Discard).await.by("alice");
     for finish in [completed("2"), completed("1")] {
-        assert_eq!(case.decides(&key, 1, Action::Replace(finish)).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 1, Action::Replace(finish)).await, DecisionAnswer::Applied);
     }
     changed(seen, Standing::Completed, "a result that was replaced twice since").await;
     // The key is forgotten, and the first attempt after that ends in the same way.
     let (key, _) = case.completed("forgotten").await;
     let seen = case.decision(&key, 1, Action::Discard).await;
-    assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied);
+    assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied);
     let lease = case.first(&key, OnCrash::Retry).await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     changed(seen, Standing::Completed, "a key that was forgotten since").await;
@@ -348,12 +350,12 @@ pub(super) async fn decisions_name_what_was_seen(case: &Case) {
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
     case.lapse().await;
-    assert_eq!(case.decide(&seen).await, Decided::Applied, "a lease that lapses before it is broken");
+    assert_eq!(case.decide(&seen).await, DecisionAnswer::Applied, "a lease that lapses before it is broken");
 }
 
 pub(super) async fn resolve_fences(case: &Case) {
     for (key, late, how) in case.unfinished().await {
-        assert_eq!(case.resolve(&key, 1, &completed("decided")).await, Decided::Applied, "{how}");
+        assert_eq!(case.resolve(&key, 1, &completed("decided")).await, DecisionAnswer::Applied, "{how}");
         let why = format!("{how}, then resolved");
         case.changes_nothing(&key, case.renew(&late), &format!("{why}: a renewal by the attempt")).await;
         for finish in [completed("late"), completed("decided"), Finish::Failed(stored("late"))] {
@@ -377,7 +379,7 @@ pub(super) async fn decisions_keep_retention(case: &Case) {
         };
         let before = case.recorded(&key).await.expires_in;
         case.sleep(PAUSE).await;
-        assert_eq!(case.decides(&key, 1, action).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 1, action).await, DecisionAnswer::Applied);
         let after = case.recorded(&key).await.expires_in;
         case.has_left(after, before, earliest, &format!("the retention after `{name}`"));
         assert!(after + PAUSE <= before + TOLERANCE, "`{name}` extended the retention: {before:?}, then {after:?}");
@@ -391,7 +393,7 @@ async fn breaks(case: &Case, key: &Key, lease: &Lease, state: State) {
         before.attempts_used -= 1;
     }
     for _ in 0..2 {
-        assert_eq!(case.decides(key, 1, Action::BreakLease).await, Decided::Applied, "a live lease");
+        assert_eq!(case.decides(key, 1, Action::BreakLease).await, DecisionAnswer::Applied, "a live lease");
         let after = case.recorded(key).await;
         let expected = Record { state: state.clone(), owner: after.record.owner, ..before.clone() };
         assert_eq!((after.record, after.lapses_in), (expected, None), "a record whose lease was broken");
@@ -408,10 +410,10 @@ pub(super) async fn break_lease_frees(case: &Case) {
     case.is_told(&limited(case.request(&key), 1), exhausted, "an attempt whose lease was broken counts").await;
     let second = case.reserved(&case.request(&key), 2, "a key whose lease was broken").await;
     let told = case.decides(&key, 1, Action::BreakLease).await;
-    assert_eq!(told, Decided::OtherAttempt { latest: 2 }, "repeated, once the next attempt runs");
+    assert_eq!(told, DecisionAnswer::OtherAttempt { latest: 2 }, "repeated, once the next attempt runs");
     assert_eq!(case.finish(&second, &completed("2")).await, Verdict::Applied);
     let told = case.decides(&key, 2, Action::BreakLease).await;
-    assert_eq!(told, Decided::Finished, "an attempt that has finished holds no lease");
+    assert_eq!(told, DecisionAnswer::Finished, "an attempt that has finished holds no lease");
     let finished = Reservation::finished(Record::after(&second, completed("2").state()));
     case.is_told(&case.request(&key), finished, "the successor's result").await;
 }
@@ -425,7 +427,11 @@ pub(super) async fn break_lease_under_fail(case: &Case) {
         let request = ReserveRequest { on_crash, ..case.request(&key) };
         case.is_told(&request, Reservation::Interrupted { attempt: 1 }, "a lease under `fail` that was broken").await;
     }
-    assert_eq!(case.resolve(&key, 1, &completed("1")).await, Decided::Applied, "what was broken can be resolved");
+    assert_eq!(
+        case.resolve(&key, 1, &completed("1")).await,
+        DecisionAnswer::Applied,
+        "what was broken can be resolved"
+    );
 
     let key = case.key("before its body");
     let lease = case.first(&key, OnCrash::Fail).await;
@@ -436,15 +442,15 @@ pub(super) async fn break_lease_under_fail(case: &Case) {
 
 pub(super) async fn forget_erases(case: &Case) {
     for (key, late, how) in case.unfinished().await {
-        assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied, "{how}");
+        assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied, "{how}");
         assert_eq!(case.inspect(&key).await, None, "{how}, then forgotten: the record is still there");
-        assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::NoRecord, "{how}, forgotten twice");
+        assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::NoRecord, "{how}, forgotten twice");
         assert_eq!(case.finish(&late, &completed("late")).await, Verdict::Refused, "{how}, then forgotten");
         assert_eq!(case.renew(&late).await, Verdict::Refused, "{how}, then forgotten");
         let request = marked(limited(case.request(&key), 1), 2);
         let lease = case.reserved(&request, 1, "a key that was forgotten").await;
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-        assert_eq!(case.decides(&key, 1, Action::Forget).await, Decided::Applied, "a finished record");
+        assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied, "a finished record");
         assert_eq!(case.inspect(&key).await, None, "a finished record that was forgotten");
     }
 }
@@ -455,7 +461,7 @@ pub(super) async fn dropped_decisions(case: &Case) {
             let key = case.key(&format!("{polls} {}", action.name()));
             case.first(&key, OnCrash::Fail).await;
             if action != Action::BreakLease {
-                assert_eq!(case.decides(&key, 1, Action::BreakLease).await, Decided::Applied);
+                assert_eq!(case.decides(&key, 1, Action::BreakLease).await, DecisionAnswer::Applied);
             }
             let before = case.recorded(&key).await.record;
             let decision = case.decision(&key, 1, action.clone()).await;
@@ -465,11 +471,14 @@ pub(super) async fn dropped_decisions(case: &Case) {
             let repeated = case.decide(&decision).await;
             if action == Action::Forget {
                 assert!(between.is_none() || between == Some(before), "{why}, half done: {between:?}");
-                assert!(matches!(repeated, Decided::Applied | Decided::NoRecord), "{why}, repeated: {repeated:?}");
+                assert!(
+                    matches!(repeated, DecisionAnswer::Applied | DecisionAnswer::NoRecord),
+                    "{why}, repeated: {repeated:?}"
+                );
                 assert_eq!(case.inspect(&key).await, None, "{why}, then repeated");
                 continue;
             }
-            assert_eq!(repeated, Decided::Applied, "{why}, then repeated");
+            assert_eq!(repeated, DecisionAnswer::Applied, "{why}, then repeated");
             let after = case.recorded(&key).await.record;
             let is_either = between.as_ref() == Some(&before) || between.as_ref() == Some(&after);
             assert!(is_either, "{why}, half done: {between:?}");

@@ -12,7 +12,7 @@ use crate::store::{Cursor, Filter, Page, Standing, StoreErrorKind};
 const PAGES: usize = 20_000;
 
 /// All pages of a list.
-pub(super) struct Listed {
+pub(super) struct ListPages {
     pub(super) records: HashMap<Key, Inspection>,
     pages: usize,
 }
@@ -25,10 +25,10 @@ impl Case {
     }
 
     /// Returns all pages of `filter`. `None`: the store can't list records.
-    pub(super) async fn listed(&self, filter: &Filter, why: &str) -> Option<Listed> {
+    pub(super) async fn listed(&self, filter: &Filter, why: &str) -> Option<ListPages> {
         let mut scans = false;
         let mut filter = filter.clone();
-        let mut listed = Listed { records: HashMap::new(), pages: 0 };
+        let mut listed = ListPages { records: HashMap::new(), pages: 0 };
         for _ in 0..PAGES {
             let answer = self.soon(self.store().list(&filter), why).await;
             let Page { records, next, .. } = match answer {
@@ -159,7 +159,7 @@ pub(super) async fn list_shows_what_inspect_does(case: &Case) {
     assert_eq!(case.finish(&lease, &Finish::Failed(StoredResult::TooLarge { size: 7 })).await, Verdict::Applied);
 
     let filter = Filter::new().scope(&*scope);
-    let Some(Listed { records, pages }) = case.listed(&filter, "a list").await else { return };
+    let Some(ListPages { records, pages }) = case.listed(&filter, "a list").await else { return };
     assert!(pages > 0 && records.len() == 3, "{records:?}");
     for (key, mut shown) in records {
         let inspected = case.recorded(&key).await;

@@ -73,8 +73,8 @@ use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 use crate::record::request::Standing;
 use crate::record::{
-    Action, Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Revision, StoredResult,
-    Trail, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Revision,
+    StoredResult, Trail, Verdict,
 };
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
@@ -92,7 +92,7 @@ macro_rules! store_conformance {
                 #[allow(unused_imports)]
                 use super::super::*;
 
-                pub(super) fn __open() -> $crate::conformance::Opening {
+                pub(super) fn __open() -> $crate::conformance::SubjectFuture {
                     ::std::boxed::Box::pin(async { $crate::conformance::Subject::from($open) })
                 }
             }
@@ -334,13 +334,13 @@ use writing::{
 __conformance_clauses! { list }
 
 /// A future that opens a [`Subject`].
-pub type Opening = Pin<Box<dyn Future<Output = Subject> + Send>>;
+pub type SubjectFuture = Pin<Box<dyn Future<Output = Subject> + Send>>;
 
-type Running = Pin<Box<dyn Future<Output = ()> + Send>>;
-type Spoil = Arc<dyn Fn(Key) -> Running + Send + Sync>;
+type ClauseFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+type Spoil = Arc<dyn Fn(Key) -> ClauseFuture + Send + Sync>;
 /// Blocks a record until the guard is dropped.
-type Blocked = Box<dyn Any + Send>;
-type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = Blocked> + Send>> + Send + Sync>;
+type BlockGuard = Box<dyn Any + Send>;
+type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = BlockGuard> + Send>> + Send + Sync>;
 
 /// Store under test, with the facts about it that the clauses need.
 #[derive(Clone)]
@@ -405,7 +405,7 @@ impl Subject {
     ) -> Self {
         self.block = Some(Arc::new(move |key| {
             let blocked = block(key);
-            Box::pin(async move { Box::new(blocked.await) as Blocked })
+            Box::pin(async move { Box::new(blocked.await) as BlockGuard })
         }));
         self
     }
@@ -454,7 +454,7 @@ impl fmt::Debug for Subject {
 pub struct Clause {
     name: &'static str,
     claim: &'static str,
-    body: fn(Case) -> Running,
+    body: fn(Case) -> ClauseFuture,
 }
 
 impl Clause {
@@ -495,7 +495,7 @@ impl fmt::Debug for Clause {
 ///
 /// # Panics
 /// If the store breaks the claim.
-pub fn run(name: &str, open: fn() -> Opening) {
+pub fn run(name: &str, open: fn() -> SubjectFuture) {
     let clause = Clause::named(name).expect("a clause of this suite");
     // Shown only if the test fails.
     eprintln!("{clause:?}");
@@ -672,7 +672,7 @@ impl Case {
         self.ask(self.store().release(lease, release), "release").await
     }
 
-    async fn decide(&self, decision: &Decision) -> Decided {
+    async fn decide(&self, decision: &Decision) -> DecisionAnswer {
         self.ask(self.store().decide(decision), decision.action.name()).await
     }
 
@@ -686,7 +686,7 @@ impl Case {
     }
 
     /// Reads the record of `key`, and decides about attempt `attempt`.
-    async fn decides(&self, key: &Key, attempt: u32, action: Action) -> Decided {
+    async fn decides(&self, key: &Key, attempt: u32, action: Action) -> DecisionAnswer {
         let decision = self.decision(key, attempt, action).await;
         self.decide(&decision).await
     }

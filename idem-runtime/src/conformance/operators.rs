@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Action, Decided, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
+use crate::record::{Action, DecisionAnswer, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};
 
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");
@@ -70,11 +70,11 @@ pub(super) async fn reopen_refused(case: &Case) {
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
     let decision = case.decision(key, 1, Action::Reopen).await;
-    assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}");
+    assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}");
     let reopened = case.recorded(key).await.record;
     let expected = Record { attempts_used: 0, state: State::Released, owner: reopened.owner, ..before };
     assert_eq!(reopened, expected, "{why}: the record afterwards");
-    assert_eq!(case.decide(&decision).await, Decided::Applied, "{why}: repeated");
+    assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}: repeated");
     let request = limited(marked(case.request(key), 1), 1);
     let lease = case.reserved(&request, 2, why).await;
     assert_eq!(lease.attempts_used, 1, "{why}: no attempt counts against the limit");

@@ -3,14 +3,14 @@
 use std::collections::HashSet;
 
 use super::decisions::{actions, corrections};
-use super::listing::{self, Listed};
+use super::listing::{self, ListPages};
 use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::request::Standing;
 use crate::record::{
-    Action, Decided, Decision, Finish, Inspection, Record, Release, Reservation, ReserveRequest, Revision, State,
-    Trail, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Record, Release, Reservation, ReserveRequest, Revision,
+    State, Trail, Verdict,
 };
 use crate::store::{Filter, Store, StoreError, StoreErrorKind};
 
@@ -187,7 +187,7 @@ pub(super) async fn dropped_reopen(case: &Case) {
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
         let decision = case.decision(&key, 1, Action::Discard).await;
         abandon(case, case.store().decide(&decision), polls).await;
-        assert_eq!(case.decide(&decision).await, Decided::Applied, "dropped after {polls} polls, then repeated");
+        assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "dropped after {polls} polls, then repeated");
         case.reserved(&case.request(&key), 2, "a reopened key").await;
     }
 }
@@ -297,7 +297,7 @@ pub(super) async fn damage_is_shown(case: &Case) {
         (all.clone().uncertain().older_than(LONG), &[&bad][..], "ones whose age is unknown"),
         (all.standing(Standing::Completed), &[][..], "completed ones"),
     ] {
-        let Some(Listed { records, .. }) = case.listed(&filter, why).await else { return };
+        let Some(ListPages { records, .. }) = case.listed(&filter, why).await else { return };
         let shown: HashSet<&Key> = records.keys().collect();
         assert_eq!(shown, expected.iter().copied().collect(), "{why}, next to a damaged record");
         if let Some(found) = records.get(&bad) {
@@ -313,7 +313,7 @@ pub(super) async fn damage_is_forgotten(case: &Case) {
     let readable = case.recorded(&key).await.revision();
     let decide = async |seen: Revision, action| case.decide(&Decision::new(&key, seen, action)).await;
     let all = || actions().into_iter().chain(corrections());
-    let changed = Decided::changed(Standing::Damaged);
+    let changed = DecisionAnswer::changed(Standing::Damaged);
 
     spoil(key.clone()).await;
     let seen = damaged(case, &key).await.revision();
@@ -321,7 +321,7 @@ pub(super) async fn damage_is_forgotten(case: &Case) {
         let name = action.name();
         assert_eq!(decide(readable, action.clone()).await, changed, "`{name}` of a record that was damaged since");
         if action != Action::Forget {
-            assert_eq!(decide(seen, action).await, Decided::Damaged, "`{name}` of a damaged record");
+            assert_eq!(decide(seen, action).await, DecisionAnswer::Damaged, "`{name}` of a damaged record");
         }
         assert_eq!(damaged(case, &key).await.revision(), seen, "a refused `{name}` changes nothing");
     }
@@ -331,15 +331,15 @@ pub(super) async fn damage_is_forgotten(case: &Case) {
     assert_eq!(decide(seen, Action::Forget).await, changed, "`forget` of a damaged record that was written since");
     assert_eq!(damaged(case, &key).await.revision(), now, "a refused `forget` changes nothing");
 
-    assert_eq!(decide(now, Action::Forget).await, Decided::Applied, "`forget` of a damaged record");
+    assert_eq!(decide(now, Action::Forget).await, DecisionAnswer::Applied, "`forget` of a damaged record");
     assert!(case.inspect(&key).await.is_none(), "a forgotten record is gone");
-    assert_eq!(decide(now, Action::Forget).await, Decided::NoRecord, "`forget` repeated");
+    assert_eq!(decide(now, Action::Forget).await, DecisionAnswer::NoRecord, "`forget` repeated");
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Refused, "the owner of what was forgotten");
     let next = case.reserved(&case.request(&key), 1, "a forgotten key").await;
     for action in all() {
         let name = action.name();
         let answer = decide(now, action).await;
-        assert_eq!(answer, Decided::changed(Standing::Running), "`{name}` of a record that was damaged before");
+        assert_eq!(answer, DecisionAnswer::changed(Standing::Running), "`{name}` of a record that was damaged before");
     }
     assert_eq!(case.finish(&next, &completed("2")).await, Verdict::Applied, "the next attempt");
 }

@@ -5,8 +5,8 @@ use crate::clock::Instant;
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{
-    Action, Decided, Decision, Finish, Holder, Inspection, Lease, Release, Reservation, ReserveRequest, Traceparent,
-    Trail, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Holder, Inspection, Lease, Release, Reservation, ReserveRequest,
+    Traceparent, Trail, Verdict,
 };
 
 const FIRST: Holder<'static> = Holder::new("host-1/17/first \u{fc}");
@@ -151,7 +151,7 @@ pub(super) async fn times_are_told(case: &Case) {
     let fourth = case.reserved(&case.request(&key), 4, "a reopened key").await;
     let fourth_at = (before, case.now());
     case.sleep(PAUSE).await;
-    assert_eq!(case.decides(&key, 4, Action::BreakLease).await, Decided::Applied);
+    assert_eq!(case.decides(&key, 4, Action::BreakLease).await, DecisionAnswer::Applied);
     case.sleep(PAUSE).await;
     case.told_since(&key, [first_at, fourth_at], "its lease was broken").await;
     drop(fourth);
@@ -234,13 +234,13 @@ pub(super) async fn decision_is_named(case: &Case) {
         case.tells(&key, &request.trail, "nobody has decided").await;
         let decision = case.decision(&key, 1, action.clone()).await.by(&*by).reason(&*reason);
         for _ in 0..2 {
-            assert_eq!(case.decide(&decision).await, Decided::Applied);
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied);
             case.tells(&key, &request.trail.with_decision(&by, &reason), name).await;
         }
         let again = case.decision(&key, 1, action.clone()).await.by("bob");
-        assert_eq!(case.decide(&again).await, Decided::Applied);
+        assert_eq!(case.decide(&again).await, DecisionAnswer::Applied);
         case.tells(&key, &request.trail.with_decision("bob", ""), "the last decision").await;
-        assert_eq!(case.decides(&key, 1, action).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 1, action).await, DecisionAnswer::Applied);
         case.tells(&key, &request.trail, "a decision of nobody in particular").await;
     }
 
@@ -249,9 +249,9 @@ pub(super) async fn decision_is_named(case: &Case) {
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let refused = case.decision(&key, 2, Action::Reopen).await.by("alice").reason("INC-7");
-    assert_eq!(case.decide(&refused).await, Decided::OtherAttempt { latest: 1 });
+    assert_eq!(case.decide(&refused).await, DecisionAnswer::OtherAttempt { latest: 1 });
     assert_eq!(case.recorded(&key).await.decided_by(), None, "a decision that was refused");
-    assert_eq!(case.decide(&Decision { seen: refused.seen.with_attempt(1), ..refused }).await, Decided::Applied);
+    assert_eq!(case.decide(&Decision { seen: refused.seen.with_attempt(1), ..refused }).await, DecisionAnswer::Applied);
     let request = case.request(&key).holder(SECOND);
     let lease = case.reserved(&request, 2, "a reopened key").await;
     let trail = request.trail.with_decision("alice", "INC-7");

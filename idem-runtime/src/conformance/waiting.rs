@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Case, LONG, SHORT, abandon, chain, completed, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Action, Decided, Finish, Lease, Release, ReserveRequest, State, Verdict};
+use crate::record::{Action, DecisionAnswer, Finish, Lease, Release, ReserveRequest, State, Verdict};
 
 /// Long enough for a waiter to register with its server.
 const SETTLED: Duration = Duration::from_millis(100);
@@ -81,7 +81,7 @@ pub(super) async fn decisions_wake(case: &Case) {
         }
         let why = format!("waiters after a `{}`", action.name());
         let decision = case.decision(&key, 1, action).await;
-        let end = async { assert_eq!(case.decide(&decision).await, Decided::Applied) };
+        let end = async { assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied) };
         wakes(case, &key, 1, 2, end, &why).await;
     }
 }
@@ -153,9 +153,9 @@ pub(super) async fn wait_tells_the_present(case: &Case) {
         tells(&key, 1, "a reopened record").await;
         case.reserved(&marked(case.request(&key), 1), 2, "a reopened key").await;
         tells(&key, 1, "the attempt after it").await;
-        assert_eq!(case.decides(&key, 2, Action::BreakLease).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 2, Action::BreakLease).await, DecisionAnswer::Applied);
         tells(&key, 2, "a lease that was broken").await;
-        assert_eq!(case.decides(&key, 2, Action::Forget).await, Decided::Applied);
+        assert_eq!(case.decides(&key, 2, Action::Forget).await, DecisionAnswer::Applied);
         let told = case.ask(case.store().wait(&key, 2, LONG), "wait").await;
         assert_eq!(told, None, "the record was removed");
     }

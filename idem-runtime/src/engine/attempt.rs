@@ -189,18 +189,18 @@ pub(crate) fn is_inside(key: &Key) -> bool {
 }
 
 /// Makes an attempt the current one on this thread, until the guard is dropped.
-pub(crate) struct Entered<'a> {
+pub(crate) struct CurrentGuard<'a> {
     slot: &'a mut Option<Attempt>,
 }
 
-impl<'a> Entered<'a> {
+impl<'a> CurrentGuard<'a> {
     pub(crate) fn enter(slot: &'a mut Option<Attempt>) -> Self {
         CURRENT.with_borrow_mut(|current| std::mem::swap(current, slot));
         Self { slot }
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for CurrentGuard<'_> {
     fn drop(&mut self) {
         CURRENT.with_borrow_mut(|current| std::mem::swap(current, self.slot));
     }

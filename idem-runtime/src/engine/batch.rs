@@ -94,18 +94,18 @@ pub struct ObserveAll<I, F: Future, B, C> {
     started: usize,
     limit: usize,
     /// Items that have started and not ended, by their position in the batch.
-    running: HashMap<usize, Running<I, F, B>>,
+    running: HashMap<usize, RunningItem<I, F, B>>,
     ended: Vec<(usize, BatchItem<I, F::Output>)>,
-    woken: Arc<Woken>,
+    woken: Arc<WakeList>,
     turns: Turns,
     groups: HashMap<Box<str>, Group<I, F, B>>,
     /// Items that their group allows to begin.
-    next_of_groups: VecDeque<Pulled<I, F, B>>,
+    next_of_groups: VecDeque<PulledItem<I, F, B>>,
     deadline: Deadline,
 }
 
 /// An item taken from the iterator.
-struct Pulled<I, F: Future, B> {
+struct PulledItem<I, F: Future, B> {
     item: usize,
     id: I,
     call: Observe<F, B>,
@@ -115,7 +115,7 @@ struct Pulled<I, F: Future, B> {
 /// State of a group, whose items are handled in their order.
 enum Group<I, F: Future, B> {
     /// One item has begun, and these items wait for it.
-    Busy(VecDeque<Pulled<I, F, B>>),
+    Busy(VecDeque<PulledItem<I, F, B>>),
     /// One item was not acknowledged, so no other item begins. Holds the time until the next delivery may get further,
     /// if known.
     Stopped(Option<Duration>),
@@ -129,7 +129,7 @@ enum Deadline {
     At(Sleep),
 }
 
-struct Running<I, F: Future, B> {
+struct RunningItem<I, F: Future, B> {
     group: Option<Box<str>>,
     id: I,
     call: Pin<Box<CatchPanics<F, B>>>,
@@ -238,18 +238,18 @@ where
     fn start(&mut self) {
         while self.running.len() < self.limit {
             let Some(pulled) = self.next_of_groups.pop_front().or_else(|| self.pull()) else { return };
-            let Pulled { item, id, call, group } = pulled;
+            let PulledItem { item, id, call, group } = pulled;
             let turns = (self.turns.clone(), item);
             let call = Box::pin(call.map_observer(|observer| observer.turns = Some(turns)).catch_panics());
             let waker = Waker::from(Arc::new(ItemWaker { item, woken: Arc::clone(&self.woken) }));
-            self.running.insert(item, Running { group, id, call, waker });
+            self.running.insert(item, RunningItem { group, id, call, waker });
             self.woken.ready(item);
         }
     }
 
     /// Returns the next item of the iterator that may begin. An item whose group is busy waits for that group; an item
     /// whose group has stopped ends.
-    fn pull(&mut self) -> Option<Pulled<I, F, B>> {
+    fn pull(&mut self) -> Option<PulledItem<I, F, B>> {
         loop {
             let pulled = self.next_item()?;
             let Some(name) = &pulled.group else { return Some(pulled) };
@@ -267,7 +267,7 @@ where
         }
     }
 
-    fn next_item(&mut self) -> Option<Pulled<I, F, B>> {
+    fn next_item(&mut self) -> Option<PulledItem<I, F, B>> {
         let Some((id, mut call)) = self.calls.as_mut()?.next() else {
             self.calls = None;
             return None;
@@ -275,13 +275,13 @@ where
         let item = self.started;
         self.started += 1;
         let group = call.take_group();
-        Some(Pulled { item, id, call, group })
+        Some(PulledItem { item, id, call, group })
     }
 
     fn poll_item(&mut self, item: usize) {
-        let Some(Running { call, waker, .. }) = self.running.get_mut(&item) else { return };
+        let Some(RunningItem { call, waker, .. }) = self.running.get_mut(&item) else { return };
         if let Poll::Ready((result, outcome)) = call.as_mut().poll(&mut Context::from_waker(waker))
-            && let Some(Running { group, id, .. }) = self.running.remove(&item)
+            && let Some(RunningItem { group, id, .. }) = self.running.remove(&item)
         {
             if let Some(group) = group {
                 self.go_on(group, outcome.disposition());
@@ -311,7 +311,7 @@ where
         }
     }
 
-    fn hold_back(&mut self, pulled: Pulled<I, F, B>, after: Option<Duration>) {
+    fn hold_back(&mut self, pulled: PulledItem<I, F, B>, after: Option<Duration>) {
         note_refusal();
         let outcome = Outcome::not_begun(after);
         let error = Error::HeldBack { retry_after: outcome.retry_after() };
@@ -326,7 +326,7 @@ where
     fn pass_deadline(&mut self) {
         let mut running: Vec<_> = self.running.drain().collect();
         running.sort_unstable_by_key(|(item, _)| *item);
-        for (item, Running { id, mut call, .. }) in running {
+        for (item, RunningItem { id, mut call, .. }) in running {
             let (result, outcome) = call.as_mut().passed_deadline();
             self.end(item, id, result, outcome);
         }
@@ -341,7 +341,7 @@ where
         if !not_begun.is_empty() {
             note_refusal();
         }
-        for Pulled { item, id, .. } in not_begun {
+        for PulledItem { item, id, .. } in not_begun {
             let outcome = Outcome::not_begun(None);
             let retry_after = outcome.retry_after();
             let error = Error::DeadlinePassed { key: None, attempt: None, retry_after };
@@ -359,16 +359,16 @@ where
 
 /// Items that are to be polled, and the waker of the task that polls the batch.
 #[derive(Default)]
-struct Woken(Mutex<WokenState>);
+struct WakeList(Mutex<WakeListState>);
 
 #[derive(Default)]
-struct WokenState {
+struct WakeListState {
     /// Ordered, so that a batch polls its items in the same order in each run.
     items: BTreeSet<usize>,
     batch: Option<Waker>,
 }
 
-impl Woken {
+impl WakeList {
     fn is_polled_by(&self, waker: &Waker) {
         let mut state = lock(&self.0);
         match &mut state.batch {
@@ -388,7 +388,7 @@ impl Woken {
 
 struct ItemWaker {
     item: usize,
-    woken: Arc<Woken>,
+    woken: Arc<WakeList>,
 }
 
 impl Wake for ItemWaker {

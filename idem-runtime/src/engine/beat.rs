@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::outcome::{Observe, TimerSlot};
 use crate::error::Error;
-use crate::store::{Beat, Beating, Callback};
+use crate::store::{Beat, BeatGuard, Callback};
 
 /// Reaction of a delivery whose message the broker no longer extends; see [`Beat::lost`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -64,7 +64,7 @@ pub struct OnBeat<C> {
     /// Boxed when the delivery first waits: a handler that is ready immediately costs nothing.
     callback: Option<C>,
     boxed: fn(C) -> Callback,
-    beating: Option<Beating>,
+    beating: Option<BeatGuard>,
 }
 
 impl<C> fmt::Debug for OnBeat<C> {

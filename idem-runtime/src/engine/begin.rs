@@ -22,7 +22,7 @@ use crate::policy::{
 use crate::record::{
     Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, State, Trail, Verdict,
 };
-use crate::store::flight::{Aboard, News, wait_once};
+use crate::store::flight::{WaitOutcome, WaitTicket, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
 /// Pauses before the retries of a failed reservation. Few retries suffice: the broker delivers again anyway.
@@ -54,7 +54,7 @@ pub(crate) fn has_begun_to_wait() -> bool {
 }
 
 /// Beginning of a call.
-pub(super) struct Beginning {
+pub(super) struct BeginResult {
     pub(super) start: Start,
     /// Time that the call waited for another attempt, if it did. A wait for another item of its batch counts as zero.
     pub(super) waited: Option<Duration>,
@@ -114,7 +114,7 @@ impl Replay {
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
-pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
+pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
     async move {
         let Subject { store, policy, key, .. } = &subject;
         let mode = policy.current_mode();
@@ -122,7 +122,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = Beginning> {
         let turns = outcome::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
-            return Beginning { start, waited: None, at_once: false, turn: None };
+            return BeginResult { start, waited: None, at_once: false, turn: None };
         }
         // Items of one batch with one key run one after the other: the second item replays the first. Shadow mode must
         // not delay a call.
@@ -208,16 +208,16 @@ fn is_no_answer(error: &Error) -> bool {
 }
 
 /// Asks for the key until an answer decides the call. Waits for a running attempt in between if the policy allows it.
-async fn admit(subject: &Subject, mode: Mode) -> Beginning {
+async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
     let mut request = match Request::new(subject, mode) {
         Ok(request) => request,
-        Err(start) => return Beginning { start: *start, waited: None, at_once: false, turn: None },
+        Err(start) => return BeginResult { start: *start, waited: None, at_once: false, turn: None },
     };
     loop {
         let running = match request.ask().await {
             Step::Decided(start) => {
                 let waited = request.since(request.met_at.filter(|_| request.waited));
-                return Beginning { start, waited, at_once: request.at_once, turn: None };
+                return BeginResult { start, waited, at_once: request.at_once, turn: None };
             }
             Step::AskAgain => continue,
             Step::Running(running) => running,
@@ -226,14 +226,14 @@ async fn admit(subject: &Subject, mode: Mode) -> Beginning {
         if request.may_wait().is_zero() {
             let waited = request.since(request.met_at.filter(|_| request.waited));
             let start = Start::Refused(request.in_progress(running));
-            return Beginning { start, waited, at_once: false, turn: None };
+            return BeginResult { start, waited, at_once: false, turn: None };
         }
         request.waited = true;
         waits();
         // Boxed: most calls don't wait, but would carry its size inline.
         if let Some(start) = Box::pin(request.wait(running)).await {
             let waited = request.since(request.met_at);
-            return Beginning { start: *start, waited, at_once: request.at_once, turn: None };
+            return BeginResult { start: *start, waited, at_once: request.at_once, turn: None };
         }
     }
 }
@@ -243,11 +243,11 @@ enum Step {
     Decided(Start),
     /// The answer decides nothing: ask again immediately.
     AskAgain,
-    Running(Running),
+    Running(RunningAttempt),
 }
 
 /// An answer that needs one more request, or a wait.
-enum Unsettled {
+enum OpenAnswer {
     /// Another payload, of this attempt.
     Mismatch(u32),
     /// The attempt is interrupted by its record, and is at work in this process.
@@ -256,7 +256,7 @@ enum Unsettled {
 
 /// An attempt that holds the key.
 #[derive(Clone, Copy)]
-struct Running {
+struct RunningAttempt {
     attempt: u32,
     lapses_in: Duration,
 }
@@ -404,25 +404,25 @@ impl<'a> Request<'a> {
                 self.at_once = false;
                 // Boxed: most calls are ready, and would carry its size inline.
                 match Box::pin(prepare(self, unready)).await {
-                    Ok(Prepared::Since(since)) => {
+                    Ok(PreparedLease::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
                             // The record no longer equals the bytes that the reservation wrote.
                             lease.reserved_at = ReservedAt::default();
                         }
                     }
-                    Ok(Prepared::Lost) => return Step::AskAgain,
-                    Ok(Prepared::NotMarked) => return self.ask_as_another(lapsed_before_its_body),
+                    Ok(PreparedLease::Lost) => return Step::AskAgain,
+                    Ok(PreparedLease::NotMarked) => return self.ask_as_another(lapsed_before_its_body),
                     Err(error) => return Step::Decided(self.no_answer(error, true)),
                 }
             }
             match answer {
                 Ok(Reservation::Released { .. }) => return self.ask_as_another(tokens_repeat),
-                Ok(Reservation::FingerprintMismatch { attempt }) => Unsettled::Mismatch(attempt),
+                Ok(Reservation::FingerprintMismatch { attempt }) => OpenAnswer::Mismatch(attempt),
                 Ok(Reservation::Interrupted { attempt })
                     if self.store().heartbeats().is_at_work(&self.reserve.key, self.late_ends) =>
                 {
-                    Unsettled::EndsLate(attempt)
+                    OpenAnswer::EndsLate(attempt)
                 }
                 Ok(reservation) => return self.decide(reservation, asked_at),
                 Err(error) => return Step::Decided(self.no_answer(error, self.unanswered_since.is_some())),
@@ -430,10 +430,10 @@ impl<'a> Request<'a> {
         };
         // Boxed: both are rare, and every call would carry their size inline.
         match unsettled {
-            Unsettled::Mismatch(attempt) => {
+            OpenAnswer::Mismatch(attempt) => {
                 Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
             }
-            Unsettled::EndsLate(attempt) => Box::pin(self.await_end(attempt)).await,
+            OpenAnswer::EndsLate(attempt) => Box::pin(self.await_end(attempt)).await,
         }
     }
 
@@ -444,7 +444,7 @@ impl<'a> Request<'a> {
         self.may_wait_at_last();
         let left = self.may_wait();
         if left.is_zero() {
-            return Step::Decided(Start::Refused(self.in_progress(Running { attempt, lapses_in: END_PAUSE })));
+            return Step::Decided(Start::Refused(self.in_progress(RunningAttempt { attempt, lapses_in: END_PAUSE })));
         }
         self.waited = true;
         waits();
@@ -465,11 +465,11 @@ impl<'a> Request<'a> {
 
     /// Returns the lease that `answer` grants if its body may not begin yet. The request was first sent at `since`
     /// (`None`: just now).
-    fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<Unready> {
+    fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<GrantedLease> {
         let Ok(Reservation::Granted { lease, .. }) = answer else { return None };
         let too_late = since.is_some_and(|since| self.clock().now() >= since.saturating_add(lease.duration));
         let unmarked = self.marks(lease);
-        (too_late || unmarked).then(|| Unready { lease: lease.clone(), too_late, unmarked })
+        (too_late || unmarked).then(|| GrantedLease { lease: lease.clone(), too_late, unmarked })
     }
 
     /// Asks again with another owner token, or fails with `error` if the call has drawn all of its tokens.
@@ -508,7 +508,9 @@ impl<'a> Request<'a> {
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at, policy.backoff);
                 Start::Reserved(HeldAttempt::new(attempt, takeover, self.mode == Mode::Enforce, policy))
             }
-            Reservation::InProgress { attempt, lapses_in } => return Step::Running(Running { attempt, lapses_in }),
+            Reservation::InProgress { attempt, lapses_in } => {
+                return Step::Running(RunningAttempt { attempt, lapses_in });
+            }
             Reservation::Interrupted { attempt } => {
                 Start::Refused(Error::Interrupted { key: key.clone(), store: name, attempt })
             }
@@ -594,8 +596,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    fn in_progress(&self, running: Running) -> Error {
-        let Running { attempt, lapses_in } = running;
+    fn in_progress(&self, running: RunningAttempt) -> Error {
+        let RunningAttempt { attempt, lapses_in } = running;
         let key = self.reserve.key.clone();
         let Policy { backoff, lease, .. } = self.subject.policy;
         let retry_after = match outcome::budget().number() {
@@ -613,7 +615,7 @@ impl<'a> Request<'a> {
     /// asks.
     ///
     /// The futures of rare steps are boxed: there may be thousands of waiting duplicates.
-    async fn wait(&mut self, mut running: Running) -> Option<Box<Start>> {
+    async fn wait(&mut self, mut running: RunningAttempt) -> Option<Box<Start>> {
         let mut aboard = None;
         let told = loop {
             let left = self.may_wait();
@@ -622,18 +624,18 @@ impl<'a> Request<'a> {
             if self.unanswered_since.is_some() || !self.store().heartbeats().renews() {
                 break Box::pin(self.wait_alone(running, left)).await;
             }
-            let (sleep, Running { attempt, lapses_in }) = (self.clock().sleep(left), running);
+            let (sleep, RunningAttempt { attempt, lapses_in }) = (self.clock().sleep(left), running);
             let aboard =
-                aboard.get_or_insert_with(|| Aboard::join(self.store(), &self.reserve.key, attempt, lapses_in));
+                aboard.get_or_insert_with(|| WaitTicket::join(self.store(), &self.reserve.key, attempt, lapses_in));
             match race(&mut *aboard, sleep).await {
-                Some(News::Told(found)) => break Some(found),
-                Some(News::Turn) => match Box::pin(self.ask_for_all(aboard)).await {
+                Some(WaitOutcome::Told(found)) => break Some(found),
+                Some(WaitOutcome::Turn) => match Box::pin(self.ask_for_all(aboard)).await {
                     Step::Running(now) if !self.may_wait().is_zero() => running = now,
                     Step::Running(now) => return Some(Box::new(Start::Refused(self.in_progress(now)))),
                     Step::Decided(start) => return Some(Box::new(start)),
                     Step::AskAgain => return None,
                 },
-                Some(News::Ask) | None => return None,
+                Some(WaitOutcome::Ask) | None => return None,
             }
         };
         self.at_once = false;
@@ -651,10 +653,10 @@ impl<'a> Request<'a> {
     }
 
     /// Asks as the one duplicate that has the turn, and reports the attempt that then holds the key to the others.
-    async fn ask_for_all(&mut self, aboard: &mut Aboard) -> Step {
+    async fn ask_for_all(&mut self, aboard: &mut WaitTicket) -> Step {
         let step = self.ask().await;
         aboard.settle(match &step {
-            Step::Running(Running { attempt, lapses_in }) => Some((*attempt, *lapses_in)),
+            Step::Running(RunningAttempt { attempt, lapses_in }) => Some((*attempt, *lapses_in)),
             Step::Decided(Start::Reserved(held)) => {
                 let Lease { attempt, duration, .. } = held.attempt().lease;
                 Some((attempt, duration))
@@ -666,11 +668,11 @@ impl<'a> Request<'a> {
     }
 
     /// Waits without the other duplicates. Returns the record that the store read at the end of the wait.
-    async fn wait_alone(&mut self, running: Running, left: Duration) -> Option<Arc<Inspection>> {
+    async fn wait_alone(&mut self, running: RunningAttempt, left: Duration) -> Option<Arc<Inspection>> {
         let (store, key) = (self.store(), &self.reserve.key);
         // Our unanswered request may land while we wait.
         let may_have_landed = self.unanswered_since.is_some();
-        let mut unanswered = Unanswered { store, request: &self.reserve, may_have_landed, may_be_marked: false };
+        let mut unanswered = ReservationGuard { store, request: &self.reserve, may_have_landed, may_be_marked: false };
         let told = wait_once(store, key, running.attempt, left.min(running.lapses_in), left).await;
         unanswered.may_have_landed = false;
         told.map(Arc::new)
@@ -703,7 +705,7 @@ struct Reply {
 /// that took effect.
 async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reservation>) -> Reply {
     let store = request.store();
-    let mut guard = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
+    let mut guard = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
     let (mut tried, mut unanswered) = (0, false);
     loop {
         let pause = match (&mut *asking).await {
@@ -729,7 +731,7 @@ async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reserva
 }
 
 /// A granted lease, and the steps that are missing before its body may begin.
-struct Unready {
+struct GrantedLease {
     lease: Lease,
     /// The answer took longer than the lease: another attempt may have run meanwhile.
     too_late: bool,
@@ -738,7 +740,7 @@ struct Unready {
 }
 
 /// State of a lease after its preparation.
-enum Prepared {
+enum PreparedLease {
     /// The lease is held since this time: the body may begin.
     Since(Instant),
     /// Another attempt has the key.
@@ -748,13 +750,13 @@ enum Prepared {
 }
 
 /// Confirms and marks a lease, as far as these steps are missing.
-async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, StoreError> {
-    let Unready { lease, too_late, unmarked } = unready;
+async fn prepare(request: &Request<'_>, unready: GrantedLease) -> Result<PreparedLease, StoreError> {
+    let GrantedLease { lease, too_late, unmarked } = unready;
     let mut since = request.clock().now();
     if too_late {
         match confirm(request, &lease).await? {
             Some(confirmed) => since = confirmed,
-            None => return Ok(Prepared::Lost),
+            None => return Ok(PreparedLease::Lost),
         }
     }
     if unmarked {
@@ -762,11 +764,11 @@ async fn prepare(request: &Request<'_>, unready: Unready) -> Result<Prepared, St
             Some(marked) => since = marked,
             None => {
                 give_back(request, &lease).await?;
-                return Ok(Prepared::NotMarked);
+                return Ok(PreparedLease::NotMarked);
             }
         }
     }
-    Ok(Prepared::Since(since))
+    Ok(PreparedLease::Since(since))
 }
 
 /// Renews a lease that has lapsed before its body could start. Returns the time since which the lease is held again;
@@ -801,7 +803,7 @@ where
     F: Future<Output = Result<Verdict, StoreError>>,
 {
     let (store, clock) = (request.store(), request.clock());
-    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
+    let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
     let mut failed = 0;
     // Once the lease may have lapsed under a mark, duplicates in this process ask again before they believe its
     // record.
@@ -839,7 +841,7 @@ where
 /// key.
 async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreError> {
     let (store, clock) = (request.store(), request.clock());
-    let mut unused = Unanswered { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
+    let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
     let mut failed = 0;
     while let Err(error) = end::free(&**store, lease).await {
         match request.pause(&error, failed, &[]) {
@@ -858,7 +860,7 @@ fn lapsed_before_its_body() -> StoreError {
 }
 
 /// Frees the key if a call is dropped whose reservation may have taken effect, or still may.
-struct Unanswered<'a> {
+struct ReservationGuard<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,
     may_have_landed: bool,
@@ -866,7 +868,7 @@ struct Unanswered<'a> {
     may_be_marked: bool,
 }
 
-impl Drop for Unanswered<'_> {
+impl Drop for ReservationGuard<'_> {
     fn drop(&mut self) {
         if self.may_have_landed {
             end::clean_up_late(self.store, self.request, self.may_be_marked);

@@ -26,10 +26,10 @@ use tracing::Span;
 use super::Subject;
 use super::attempt::Attempt;
 use super::batch::Turn;
-use super::begin::{Beginning, Start, begin};
-use super::end::{Ending, RecordContent, end};
+use super::begin::{BeginResult, Start, begin};
+use super::end::{AttemptEnd, RecordContent, end};
 use super::held::{EndingAttempt, HeldAttempt, note_refusal, poll_as, tell};
-use super::outcome::{Commit, ErrorFacts, Kept, ObservedCall, Progress, Refusal, Seat, report, report_again};
+use super::outcome::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal, Seat, report, report_again};
 use super::recorder::{Recorder, encoded};
 use super::telemetry::{Facts, Telemetry};
 use crate::codec::{ResultProblem, RoundTripError};
@@ -55,7 +55,7 @@ pub(super) trait Work {
     fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
 
     /// Returns the ending of an attempt whose body has returned: with its result encoded, or without a result.
-    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending;
+    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> AttemptEnd;
 
     /// Drops the body.
     fn drop_body(self: Pin<&mut Self>);
@@ -88,7 +88,7 @@ where
         Poll::Ready(this.slot.keep(result))
     }
 
-    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> Ending {
+    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> AttemptEnd {
         self.project().slot.record(max_result_bytes)
     }
 
@@ -126,9 +126,9 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
         self.result.insert(result).is_ok()
     }
 
-    fn record(&mut self, max_result_bytes: usize) -> Ending {
+    fn record(&mut self, max_result_bytes: usize) -> AttemptEnd {
         let ending = self.recorder.record(self.result.as_ref().expect("kept by the last poll"), max_result_bytes);
-        if COMPARES && let Ending::Finish(finish) = &ending {
+        if COMPARES && let AttemptEnd::Finish(finish) = &ending {
             self.is_recorded = encoded(finish.result()).is_ok_and(|(_, bytes)| bytes.len() <= LONGEST_COMPARED);
         }
         ending
@@ -278,7 +278,7 @@ pin_project! {
 
 impl<A, C> Protocol for Call<A, C>
 where
-    A: Future<Output = Beginning>,
+    A: Future<Output = BeginResult>,
     C: Future<Output = Result<RecordContent, Error>>,
 {
     fn poll(self: Pin<&mut Self>, mut work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()> {
@@ -295,7 +295,7 @@ where
                         facts.begins();
                         report(this.seat, || this.seen.clone());
                     }
-                    let Beginning { mut start, waited, at_once, turn } = ready!(begin.poll(cx));
+                    let BeginResult { mut start, waited, at_once, turn } = ready!(begin.poll(cx));
                     *this.turn = turn;
                     this.seen.waited = waited.is_some();
                     if let Some(waited) = waited {
@@ -326,7 +326,7 @@ where
                         note_refusal();
                     }
                     facts.body_ended(None);
-                    this.seen.progress = Progress::Returned { is_ok, kept: Kept::Nothing };
+                    this.seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
                     this.seen.again = attempt.as_ref().map(|attempt| attempt.pause_unprotected(is_ok));
                     break;
                 }
@@ -354,13 +354,13 @@ where
                     let mut ending = held.take().expect("polled just now").ending();
                     if is_ok {
                         // In case the encoding panics: the body has succeeded, so no other may run.
-                        ending.ending = Some(Ending::Finish(Finish::Completed(StoredResult::Unencodable)));
+                        ending.ending = Some(AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
                     // An error that a refused call inside may have caused is not recorded: the next delivery may get
                     // further.
                     ending.ending = Some(if ending.held.refused_inside() && !is_ok {
                         note_refusal();
-                        Ending::Release(Release::Returned)
+                        AttemptEnd::Release(Release::Returned)
                     } else {
                         work.as_mut().record(*this.max_result_bytes)
                     });
@@ -381,7 +381,7 @@ where
                         }
                         // In shadow mode the call returns the result of its body anyway.
                         Err(error) => {
-                            this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: Kept::Nothing };
+                            this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: RecordedPart::Nothing };
                             tracing::info!(%error, "shadow mode: the result is not recorded");
                         }
                     }
@@ -461,11 +461,11 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     polled
 }
 
-fn kept(content: RecordContent) -> Kept {
+fn kept(content: RecordContent) -> RecordedPart {
     match content {
-        RecordContent::Nothing => Kept::Nothing,
-        RecordContent::Completion(_) => Kept::Completion,
-        RecordContent::Result { .. } => Kept::Result,
+        RecordContent::Nothing => RecordedPart::Nothing,
+        RecordContent::Completion(_) => RecordedPart::Completion,
+        RecordContent::Result { .. } => RecordedPart::Result,
     }
 }
 

@@ -40,7 +40,7 @@ pub(super) enum Standing {
 
 /// The result of a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Returned {
+pub(super) enum DeliveryResult {
     Ok,
     /// An error; `with_a_call`: returned in the poll in which a call of the delivery finished with an error.
     Err {
@@ -58,7 +58,7 @@ pub(super) enum Verdict {
 }
 
 /// Applies the rule; see the table of this module.
-pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: Returned) -> Verdict {
+pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: DeliveryResult) -> Verdict {
     let (mut any, mut may_pass, mut refused) = (false, false, false);
     // Latest time of all calls that may pass, and latest time of all errors that may.
     let (mut after, mut error_after) = (None, None);
@@ -80,9 +80,9 @@ pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: Returned) -
         _ if may_pass => Verdict::Retry(after),
         _ if !any => Verdict::Retry(None),
         _ if refused => Verdict::DeadLetter,
-        Returned::Ok => Verdict::Ack,
-        Returned::Err { with_a_call: true } if final_error && error_after.is_none() => Verdict::DeadLetter,
-        Returned::Err { .. } => Verdict::Retry(error_after),
+        DeliveryResult::Ok => Verdict::Ack,
+        DeliveryResult::Err { with_a_call: true } if final_error && error_after.is_none() => Verdict::DeadLetter,
+        DeliveryResult::Err { .. } => Verdict::Retry(error_after),
     }
 }
 
@@ -102,8 +102,8 @@ mod tests {
         Standing::MayPass(Some(SOON)),
         Standing::MayPass(Some(LATER)),
     ];
-    const RESULTS: [Returned; 3] =
-        [Returned::Ok, Returned::Err { with_a_call: false }, Returned::Err { with_a_call: true }];
+    const RESULTS: [DeliveryResult; 3] =
+        [DeliveryResult::Ok, DeliveryResult::Err { with_a_call: false }, DeliveryResult::Err { with_a_call: true }];
 
     /// Every sequence of up to four calls.
     fn sequences() -> impl Iterator<Item = Vec<Standing>> {
@@ -135,13 +135,13 @@ mod tests {
                 let may_pass = calls.iter().any(|call| matches!(call, Standing::MayPass(_)));
                 match judge(calls.iter().copied(), returned) {
                     Verdict::Ack => {
-                        assert_eq!(returned, Returned::Ok, "{calls:?}");
+                        assert_eq!(returned, DeliveryResult::Ok, "{calls:?}");
                         assert!(!calls.is_empty());
                         assert!(calls.iter().all(|call| matches!(call, Standing::Finished(_))), "{calls:?}");
                     }
                     Verdict::DeadLetter => {
                         assert!(!may_pass, "{calls:?} {returned:?}");
-                        let of_calls = returned == Returned::Err { with_a_call: true } && calls.contains(&DEAD);
+                        let of_calls = returned == DeliveryResult::Err { with_a_call: true } && calls.contains(&DEAD);
                         assert!(calls.contains(&Standing::RefusedForGood) || of_calls, "{calls:?} {returned:?}");
                     }
                     Verdict::Retry(after) => {

@@ -12,7 +12,7 @@ use crate::key::Key;
 use crate::metrics::{Dropped, StoreOp};
 use crate::policy::{Backoff, OnCrash};
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
-use crate::store::{EndsLate, Store, StoreError, StoreErrorKind, StoreFuture, UnderWay};
+use crate::store::{FlushGuard, LateEndGuard, Store, StoreError, StoreErrorKind, StoreFuture};
 
 /// First pause between two tries of a write. The pause doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -20,14 +20,14 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// End of an attempt.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Ending {
+pub enum AttemptEnd {
     /// With a result, or only with the completion.
     Finish(Finish),
     /// Without a result.
     Release(Release),
 }
 
-impl Ending {
+impl AttemptEnd {
     /// Returns the ending to write if the store can't hold the result; `None` if there is no result to leave out.
     fn without_result(&self) -> Option<Self> {
         match self {
@@ -81,7 +81,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             (Ok(Verdict::Applied), Some(ending)) => content(attempt.held.attempt().key(), ending),
             _ => RecordContent::Nothing,
         };
-        let is_release = matches!(attempt.ending, Some(Ending::Release(_)));
+        let is_release = matches!(attempt.ending, Some(AttemptEnd::Release(_)));
         let EndingAttempt { held, ending } = &mut attempt;
         // The drop of `EndingAttempt` repeats two kinds of writes: a release that failed, and a result that no other
         // attempt can supply meanwhile.
@@ -128,7 +128,7 @@ async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Res
         EndingAttempt {
             held: HeldAttempt { attempt: Some(Attempt { store, lease, reserved_at, .. }), enforced: true, .. },
             ending: Some(ending),
-        } if matches!(ending, Ending::Finish(_)) => {
+        } if matches!(ending, AttemptEnd::Finish(_)) => {
             write_again(Tries::new(&**store, lease, *reserved_at), ending, Err(error)).await
         }
         _ => Err(error),
@@ -136,8 +136,8 @@ async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Res
 }
 
 /// Returns the part of `ending` that the record holds once it is written.
-fn content(key: &Key, ending: &Ending) -> RecordContent {
-    let Ending::Finish(finish) = ending else { return RecordContent::Nothing };
+fn content(key: &Key, ending: &AttemptEnd) -> RecordContent {
+    let AttemptEnd::Finish(finish) = ending else { return RecordContent::Nothing };
     let result = finish.result();
     let why = match result {
         StoredResult::Encoded { bytes, .. } => return RecordContent::Result { bytes: bytes.len() },
@@ -151,10 +151,10 @@ fn content(key: &Key, ending: &Ending) -> RecordContent {
 }
 
 /// Writes `ending` once.
-pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Ending) -> StoreFuture<'a, Verdict> {
+pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a AttemptEnd) -> StoreFuture<'a, Verdict> {
     match ending {
-        Ending::Finish(finish) => store.finish(lease, finish).watched(store, StoreOp::Finish),
-        Ending::Release(release) => store.release(lease, *release).watched(store, StoreOp::Release),
+        AttemptEnd::Finish(finish) => store.finish(lease, finish).watched(store, StoreOp::Finish),
+        AttemptEnd::Release(release) => store.release(lease, *release).watched(store, StoreOp::Release),
     }
 }
 
@@ -178,7 +178,7 @@ fn outlasts_lease(lease: &Lease) -> bool {
 }
 
 /// Marks the key of `lease` as one whose end is still to be written, if that write outlasts the lease.
-pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<EndsLate> {
+pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<LateEndGuard> {
     outlasts_lease(lease).then(|| store.heartbeats().ends_late(&lease.key))
 }
 
@@ -190,9 +190,9 @@ struct Tries<'a> {
     began: Instant,
     pause: Duration,
     /// Set for a write that goes on after the lease, for as long as the process lives and the record is retained.
-    outlasts: Option<EndsLate>,
+    outlasts: Option<LateEndGuard>,
     /// Keeps `flush` waiting during the lease, and no longer.
-    under_way: Option<UnderWay>,
+    under_way: Option<FlushGuard>,
 }
 
 impl<'a> Tries<'a> {
@@ -202,7 +202,7 @@ impl<'a> Tries<'a> {
     }
 
     /// The tries of a write that no call waits for.
-    fn late(self, under_way: UnderWay, outlasts: Option<EndsLate>) -> Self {
+    fn late(self, under_way: FlushGuard, outlasts: Option<LateEndGuard>) -> Self {
         Self { outlasts, under_way: Some(under_way), ..self }
     }
 
@@ -241,7 +241,7 @@ impl<'a> Tries<'a> {
 /// taken the result for half a lease, `ending` becomes an ending without the result.
 async fn write_again(
     mut tries: Tries<'_>,
-    ending: &mut Ending,
+    ending: &mut AttemptEnd,
     mut written: Result<Verdict, StoreError>,
 ) -> Result<Verdict, StoreError> {
     let Tries { store, lease, .. } = tries;
@@ -258,7 +258,7 @@ async fn write_again(
         {
             let shortened = write(store, lease, &without_result).await;
             // A refused release may have found the result itself, whose answer was lost: repeat the finish.
-            let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, Ending::Finish(_));
+            let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, AttemptEnd::Finish(_));
             if too_large || (shortened.is_ok() && settled) {
                 *ending = without_result;
                 written = shortened;
@@ -275,7 +275,7 @@ async fn write_again(
 
 /// State of a call whose end is written late, for the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Late {
+pub(crate) enum LateEndState {
     /// The call was dropped before its body started.
     NotStarted,
     /// The call was dropped while its body ran.
@@ -292,7 +292,7 @@ pub(crate) enum Late {
     Recording,
 }
 
-impl Late {
+impl LateEndState {
     fn what_happened(self) -> &'static str {
         match self {
             Self::NotStarted => "the call was dropped before its body ran",
@@ -314,9 +314,9 @@ pub(crate) fn write_late(
     store: Arc<dyn Store>,
     lease: Lease,
     confirmed_at: Instant,
-    mut ending: Ending,
-    late: Late,
-    ends_late: Option<EndsLate>,
+    mut ending: AttemptEnd,
+    late: LateEndState,
+    ends_late: Option<LateEndGuard>,
 ) {
     // In an open transaction nothing is written late: its commit or rollback decides.
     if !store.heartbeats().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
@@ -337,38 +337,38 @@ pub(crate) fn write_late(
 fn tell_late(
     store: &'static str,
     lease: &Lease,
-    ending: &Ending,
+    ending: &AttemptEnd,
     call: &'static str,
     written: &Result<Verdict, StoreError>,
 ) {
     let Lease { key, attempt, .. } = lease;
     match (written, ending) {
-        (Ok(Verdict::Applied), Ending::Finish(_)) => {
+        (Ok(Verdict::Applied), AttemptEnd::Finish(_)) => {
             tracing::debug!(parent: None, %key, store, attempt, call, "the result is recorded, late");
         }
-        (Ok(Verdict::Applied), Ending::Release(Release::Interrupted)) => tracing::debug!(
+        (Ok(Verdict::Applied), AttemptEnd::Release(Release::Interrupted)) => tracing::debug!(
             parent: None, %key, store, attempt, call, "the operation is marked as interrupted, late"
         ),
-        (Ok(Verdict::Applied), Ending::Release(_)) => {
+        (Ok(Verdict::Applied), AttemptEnd::Release(_)) => {
             tracing::debug!(parent: None, %key, store, attempt, call, "the key is free, late");
         }
-        (Ok(Verdict::Refused), Ending::Finish(_)) => tracing::error!(
+        (Ok(Verdict::Refused), AttemptEnd::Finish(_)) => tracing::error!(
             parent: None, %key, store, attempt, call,
             "the result is not recorded: another attempt has taken over, or the record was removed; the operation may happen twice"
         ),
-        (Ok(Verdict::Refused), Ending::Release(_)) => tracing::warn!(
+        (Ok(Verdict::Refused), AttemptEnd::Release(_)) => tracing::warn!(
             parent: None, %key, store, attempt, call, "nothing is written: another attempt has taken over, or the record was removed"
         ),
-        (Err(error), Ending::Finish(_)) => tracing::error!(
+        (Err(error), AttemptEnd::Finish(_)) => tracing::error!(
             parent: None, %key, store, attempt, call, %error,
             "the result could not be recorded; once the lease has lapsed, another attempt may run"
         ),
-        (Err(error), Ending::Release(Release::Interrupted)) => tracing::error!(
+        (Err(error), AttemptEnd::Release(Release::Interrupted)) => tracing::error!(
             parent: None, %key, store, attempt, call, %error,
             "the operation could not be marked as interrupted; once the lease has lapsed, it counts as that"
         ),
         // Only a debug event: the harm is a delay, and an outage may cause many such events.
-        (Err(error), Ending::Release(_)) => tracing::debug!(
+        (Err(error), AttemptEnd::Release(_)) => tracing::debug!(
             parent: None, %key, store, attempt, call, %error, "the key could not be freed; it is held until its lease lapses"
         ),
     }
@@ -389,9 +389,9 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
     }
     if let Some(reservation) = store.reserve(request).watched(store, StoreOp::Reserve).at_once() {
         if let Reservation::Granted { lease, .. } = reservation {
-            let (ending, now) = (Ending::Release(Release::NotStarted), store.heartbeats().clock().now());
+            let (ending, now) = (AttemptEnd::Release(Release::NotStarted), store.heartbeats().clock().now());
             let ends_late = ends_late(store, &lease);
-            write_late(Arc::clone(store), lease, now, ending, Late::NotStarted, ends_late);
+            write_late(Arc::clone(store), lease, now, ending, LateEndState::NotStarted, ends_late);
         }
         return;
     }

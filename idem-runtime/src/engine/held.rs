@@ -5,9 +5,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::attempt::{Attempt, Entered};
+use super::attempt::{Attempt, CurrentGuard};
 use super::call::Work;
-use super::end::{self, Ending, Late};
+use super::end::{self, AttemptEnd, LateEndState};
 use super::outcome::Observation;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
@@ -27,7 +27,7 @@ pub(super) struct HeldAttempt {
     /// Release that the drop writes; `None` if the drop writes nothing.
     on_drop: Option<Release>,
     /// End of the body, once the body has ended.
-    ended: Option<BodyEnd>,
+    ended: Option<BodyExit>,
     /// True if the library temporarily refused a call that the body made.
     refused_inside: bool,
 }
@@ -37,7 +37,7 @@ pub(super) struct HeldAttempt {
 pub(super) struct EndingAttempt {
     pub(super) held: HeldAttempt,
     /// `None` if the drop writes nothing.
-    pub(super) ending: Option<Ending>,
+    pub(super) ending: Option<AttemptEnd>,
 }
 
 impl EndingAttempt {
@@ -68,7 +68,7 @@ enum BodyStage {
 
 /// End of a body.
 #[derive(Clone, Copy)]
-pub(super) enum BodyEnd {
+pub(super) enum BodyExit {
     /// The body returned; true for `Ok`.
     Returned(bool),
     /// The lease was lost.
@@ -106,13 +106,13 @@ impl HeldAttempt {
 
     /// Polls the body as this attempt, if its lease is held. The lease is registered for heartbeats before the first
     /// poll, because that poll may block.
-    pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
+    pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyExit> {
         if self.body != BodyStage::New {
             match self.standing(cx) {
                 LeaseStanding::Lapsed => return Poll::Pending,
-                LeaseStanding::Lost => return Poll::Ready(BodyEnd::LeaseLost),
-                LeaseStanding::TimedOut => return Poll::Ready(BodyEnd::TimedOut),
-                LeaseStanding::Unrenewed => return Poll::Ready(BodyEnd::Unrenewed),
+                LeaseStanding::Lost => return Poll::Ready(BodyExit::LeaseLost),
+                LeaseStanding::TimedOut => return Poll::Ready(BodyExit::TimedOut),
+                LeaseStanding::Unrenewed => return Poll::Ready(BodyExit::Unrenewed),
                 LeaseStanding::Held => return self.poll_as_attempt(work, cx),
             }
         }
@@ -126,11 +126,11 @@ impl HeldAttempt {
         polled
     }
 
-    fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyEnd> {
+    fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyExit> {
         self.body = BodyStage::Polling;
         let polled = poll_as(&mut self.attempt, &mut self.refused_inside, work, cx);
         self.body = BodyStage::Pending;
-        polled.map(BodyEnd::Returned)
+        polled.map(BodyExit::Returned)
     }
 
     /// Returns the standing of the lease. In shadow mode the body may always be polled.
@@ -158,18 +158,18 @@ impl HeldAttempt {
 
     /// Attaches the ending that the drop writes.
     pub(super) fn ending(self) -> EndingAttempt {
-        let ending = self.on_drop.map(Ending::Release);
+        let ending = self.on_drop.map(AttemptEnd::Release);
         EndingAttempt { held: self, ending }
     }
 
     /// Returns whether the result of the body is `Ok`, or the error of a body that has no result.
-    pub(super) fn end_of(&mut self, ended: BodyEnd) -> Result<bool, Error> {
+    pub(super) fn end_of(&mut self, ended: BodyExit) -> Result<bool, Error> {
         self.ended = Some(ended);
         let Attempt { store, lease, .. } = self.attempt();
         let (key, store, attempt) = (&lease.key, store.name(), lease.attempt);
         match ended {
-            BodyEnd::Returned(is_ok) => Ok(is_ok),
-            BodyEnd::LeaseLost => {
+            BodyExit::Returned(is_ok) => Ok(is_ok),
+            BodyExit::LeaseLost => {
                 tracing::warn!(
                     %key, store, attempt,
                     "the lease was lost: another attempt has taken over, or the record was removed; the body was cancelled"
@@ -178,7 +178,7 @@ impl HeldAttempt {
                 self.on_drop = None;
                 Err(self.lost())
             }
-            BodyEnd::TimedOut => {
+            BodyExit::TimedOut => {
                 self.drops_values();
                 let timeout = self.limits.timeout();
                 match self.on_drop {
@@ -195,7 +195,7 @@ impl HeldAttempt {
                 self.on_uncertain = None;
                 Err(self.timed_out())
             }
-            BodyEnd::Unrenewed => {
+            BodyExit::Unrenewed => {
                 let source = self.attempt().store.heartbeats().why_unrenewed(lease.owner);
                 self.drops_values();
                 match source.is_for_good() {
@@ -256,17 +256,17 @@ pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
 
 /// Logs that a call was dropped while its body ran. The span of the call is not the current one, so the event names the
 /// key.
-fn tell_dropped(late: Late, store: &'static str, lease: &Lease) {
+fn tell_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     let Lease { key, attempt, on_crash, .. } = lease;
     match (late, on_crash) {
-        (Late::Panicked | Late::Cancelled, OnCrash::Fail) => tracing::error!(
-            %key, store, attempt, panicked = late == Late::Panicked,
+        (LateEndState::Panicked | LateEndState::Cancelled, OnCrash::Fail) => tracing::error!(
+            %key, store, attempt, panicked = late == LateEndState::Panicked,
             "the body started and did not return, and no other may run: somebody has to decide"
         ),
-        (Late::Panicked, OnCrash::Retry) => tracing::warn!(
+        (LateEndState::Panicked, OnCrash::Retry) => tracing::warn!(
             %key, store, attempt, "the body panicked, and its effects may have happened in part; the next delivery runs it"
         ),
-        (Late::Cancelled, OnCrash::Retry) => tracing::info!(
+        (LateEndState::Cancelled, OnCrash::Retry) => tracing::info!(
             %key, store, attempt,
             "the call was dropped while its body ran, and its effects may have happened in part; the next delivery runs it"
         ),
@@ -315,32 +315,32 @@ pub(super) fn poll_as(
     let mut nobody = None;
     let _refusals = Refusals::enter(refused_inside);
     let _observation = Observation::enter(&mut nobody);
-    let _entered = Entered::enter(attempt);
+    let _entered = CurrentGuard::enter(attempt);
     work.poll_body(cx)
 }
 
 impl HeldAttempt {
     /// Writes `ending` late, unless the attempt has ended already.
-    fn ends(&mut self, ending: Option<Ending>) {
+    fn ends(&mut self, ending: Option<AttemptEnd>) {
         let Some(Attempt { store, lease, reserved_at, .. }) = self.attempt.take() else { return };
         let begun = self.body != BodyStage::New;
         let late = match (self.ended, &ending) {
-            (None, _) if !begun => Late::NotStarted,
-            (None, _) if self.body == BodyStage::Polling => Late::Panicked,
-            (None, _) => Late::Cancelled,
-            (Some(BodyEnd::TimedOut), _) => Late::TimedOut,
-            (Some(BodyEnd::Unrenewed), _) => Late::Unrenewed,
-            (_, Some(Ending::Release(_))) => Late::Returned,
-            _ => Late::Recording,
+            (None, _) if !begun => LateEndState::NotStarted,
+            (None, _) if self.body == BodyStage::Polling => LateEndState::Panicked,
+            (None, _) => LateEndState::Cancelled,
+            (Some(BodyExit::TimedOut), _) => LateEndState::TimedOut,
+            (Some(BodyExit::Unrenewed), _) => LateEndState::Unrenewed,
+            (_, Some(AttemptEnd::Release(_))) => LateEndState::Returned,
+            _ => LateEndState::Recording,
         };
-        if begun && matches!(ending, Some(Ending::Release(_))) {
+        if begun && matches!(ending, Some(AttemptEnd::Release(_))) {
             let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
             let (key, attempt) = (&lease.key, lease.attempt);
             tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
             tell_dropped(late, store.name(), &lease);
         }
         // A body that has not begun is not interrupted, whatever the policy says of a crash.
-        let ending = if begun { ending } else { Some(Ending::Release(Release::NotStarted)) };
+        let ending = if begun { ending } else { Some(AttemptEnd::Release(Release::NotStarted)) };
         let ends_late = ending.as_ref().and_then(|_| end::ends_late(&store, &lease));
         let confirmed_at = match begun {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
@@ -354,6 +354,6 @@ impl HeldAttempt {
 
 impl Drop for HeldAttempt {
     fn drop(&mut self) {
-        self.ends(self.on_drop.map(Ending::Release));
+        self.ends(self.on_drop.map(AttemptEnd::Release));
     }
 }

@@ -23,19 +23,19 @@ use std::sync::Arc;
 use serde::Serialize;
 
 #[cfg(feature = "testing")]
-pub(crate) use self::attempt::Entered;
+pub(crate) use self::attempt::CurrentGuard;
 pub use self::attempt::{Attempt, current};
 pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, ObserveAll, observe_all};
 pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
 #[cfg(feature = "tower")]
 pub(crate) use self::begin::has_begun_to_wait;
 #[cfg(feature = "http")]
-pub(crate) use self::end::Ending;
+pub(crate) use self::end::AttemptEnd;
 #[cfg(feature = "testing")]
 pub(crate) use self::outcome::Observation;
 pub use self::outcome::{CatchPanics, Observe, Outcome, Refusal, observe};
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-pub(crate) use self::outcome::{Settled, settle, unreached, unsettled};
+pub(crate) use self::outcome::{TransactionEnd, settle, unreached, unsettled};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};

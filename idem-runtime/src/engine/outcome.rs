@@ -14,7 +14,7 @@ use tracing::Span;
 
 use super::batch::Turns;
 use super::beat::{Beats, Budget, NoBeat};
-use super::disposition::{Returned, Standing, Verdict, judge};
+use super::disposition::{DeliveryResult, Standing, Verdict, judge};
 use super::held::note_refusal;
 use crate::clock::SystemClock;
 use crate::error::{Disposition, Error, deployment_pause};
@@ -91,7 +91,7 @@ pub(crate) enum Progress {
     /// The result of the body is being recorded.
     Recording,
     /// The body returned.
-    Returned { is_ok: bool, kept: Kept },
+    Returned { is_ok: bool, kept: RecordedPart },
     /// The recorded result was returned. The body did not run.
     Replayed { is_ok: bool },
     /// The body did not run.
@@ -103,7 +103,7 @@ pub(crate) enum Progress {
 
 /// The part of a returned result that the record holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kept {
+pub(crate) enum RecordedPart {
     /// Nothing: the key is free, or the body ran unprotected.
     Nothing,
     /// The completion, without the result.
@@ -181,7 +181,7 @@ impl ObservedCall {
     fn standing_once_committed(&self) -> Standing {
         match self.progress {
             Progress::Returned { is_ok: true, .. } | Progress::Replayed { is_ok: true } => Standing::Finished(None),
-            Progress::Returned { is_ok: false, kept: Kept::Completion | Kept::Result }
+            Progress::Returned { is_ok: false, kept: RecordedPart::Completion | RecordedPart::Result }
             | Progress::Replayed { is_ok: false } => Standing::Finished(Some(Disposition::DeadLetter)),
             // The operation has finished; the error is about its result.
             Progress::Refused { refusal: Refusal::ResultUnavailable, error } => {
@@ -191,7 +191,7 @@ impl ObservedCall {
                 Disposition::Retry { after } => Standing::MayPass(Some(after)),
                 Disposition::DeadLetter | Disposition::Ack => Standing::RefusedForGood,
             },
-            Progress::Returned { is_ok: false, kept: Kept::Nothing }
+            Progress::Returned { is_ok: false, kept: RecordedPart::Nothing }
             | Progress::None
             | Progress::Reserving
             | Progress::Running
@@ -249,7 +249,7 @@ impl ObservedCall {
 
     fn recorded(&self) -> bool {
         let recorded = match self.progress {
-            Progress::Returned { kept, .. } => kept != Kept::Nothing,
+            Progress::Returned { kept, .. } => kept != RecordedPart::Nothing,
             Progress::Replayed { .. } | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
             _ => false,
         };
@@ -257,7 +257,8 @@ impl ObservedCall {
     }
 
     fn result_stored(&self) -> bool {
-        let stored = matches!(self.progress, Progress::Returned { kept: Kept::Result, .. } | Progress::Replayed { .. });
+        let stored =
+            matches!(self.progress, Progress::Returned { kept: RecordedPart::Result, .. } | Progress::Replayed { .. });
         stored && self.commit != Commit::RolledBack
     }
 
@@ -268,13 +269,13 @@ impl ObservedCall {
     }
 
     /// Applies the end of a transaction to the call. `of_transaction`: the record was written in that transaction.
-    fn settle(&mut self, settled: Settled, of_transaction: bool) {
+    fn settle(&mut self, settled: TransactionEnd, of_transaction: bool) {
         if self.commit != Commit::Pending {
             return;
         }
         let failed = self.recorded() && self.ends_with_final_error();
         self.commit = match settled {
-            Settled::RolledBack { failures_recorded } if of_transaction && !(failed && failures_recorded) => {
+            TransactionEnd::RolledBack { failures_recorded } if of_transaction && !(failed && failures_recorded) => {
                 let attempt = self.attempt.unwrap_or(1);
                 let pause = Backoff::DEFAULT.after(attempt, self.key.as_ref().map_or(0, Key::seed));
                 self.again = self.again.max(Some(pause));
@@ -291,7 +292,7 @@ impl ObservedCall {
     not(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
     expect(dead_code, reason = "no transactions")
 )]
-pub(crate) enum Settled {
+pub(crate) enum TransactionEnd {
     Committed,
     /// `failures_recorded`: the errors that its calls had recorded were recorded again, in another transaction.
     RolledBack {
@@ -392,7 +393,7 @@ impl Outcome {
     /// Marks the transaction of the delivery as committed. Call this after the commit has succeeded.
     #[must_use]
     pub fn committed(mut self) -> Self {
-        self.call.settle(Settled::Committed, true);
+        self.call.settle(TransactionEnd::Committed, true);
         Self { pending_commit: false, ..self }
     }
 
@@ -434,7 +435,7 @@ impl Outcome {
     }
 
     /// Computes the outcome of a delivery that made `calls` and returned `returned`.
-    fn of_delivery(mut calls: Vec<ObservedCall>, returned: Returned, budget: Budget) -> Self {
+    fn of_delivery(mut calls: Vec<ObservedCall>, returned: DeliveryResult, budget: Budget) -> Self {
         // Leaves out the calls of a transaction's earlier try, which the next try did not make. A transaction that
         // could not begin stays: it may begin later.
         calls.retain(|call| call.progress != Progress::None || call.again.is_some());
@@ -759,12 +760,12 @@ pub(crate) fn unsettled() {
 
 /// Notes that the transaction of this delivery is over, or could not begin.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-pub(crate) fn settle(settled: Settled) {
+pub(crate) fn settle(settled: TransactionEnd) {
     with_observer(|Observer { calls, changed, final_error, .. }| {
         *changed = true;
         // The first call stands for the transaction.
         let mut transaction = ObservedCall::NEW;
-        if let Settled::NotBegun { again } = settled {
+        if let TransactionEnd::NotBegun { again } = settled {
             // The calls of an earlier try are undone.
             calls.fill(ObservedCall::NEW);
             transaction.again = Some(again);
@@ -1036,8 +1037,8 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
         this.beat.stop();
         let mut observer = this.observer.take().unwrap_or_default();
         let returned = match (this.failed)(&output) {
-            true => Returned::Err { with_a_call: observer.final_error },
-            false => Returned::Ok,
+            true => DeliveryResult::Err { with_a_call: observer.final_error },
+            false => DeliveryResult::Ok,
         };
         let outcome = Outcome::of_delivery(std::mem::take(&mut observer.calls), returned, observer.budget);
         (output, outcome, observer)

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::end::Ending;
+use super::end::AttemptEnd;
 use crate::codec::{self, Codec, CodecError, CodecName, ResultProblem, RoundTripError, Undecodable};
 use crate::policy::{OnError, OnUndecodable};
 use crate::record::{Finish, Release, State, StoredResult};
@@ -16,7 +16,7 @@ use crate::record::{Finish, Release, State, StoredResult};
 /// Records and replays the results of a handler.
 pub trait Recorder<T, E> {
     /// Returns the ending of an attempt whose body returned `result`.
-    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending;
+    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> AttemptEnd;
 
     /// Returns the result in a finished record. `on_undecodable` decides about a result that can't be decoded.
     ///
@@ -90,10 +90,10 @@ where
     T: Serialize + DeserializeOwned,
     C: Codec,
 {
-    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending {
+    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> AttemptEnd {
         match result {
-            Ok(value) => Ending::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
-            Err(_) => Ending::Release(Release::Returned),
+            Ok(value) => AttemptEnd::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
+            Err(_) => AttemptEnd::Release(Release::Returned),
         }
     }
 
@@ -116,15 +116,15 @@ where
     C: Codec,
     F: ErrorRule<E>,
 {
-    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> Ending {
+    fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> AttemptEnd {
         match result {
-            Ok(value) => Ending::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
+            Ok(value) => AttemptEnd::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
             Err(error) => match self.on_error.decide(error) {
-                OnError::Release => Ending::Release(Release::Returned),
+                OnError::Release => AttemptEnd::Release(Release::Returned),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
                     // An error that can't be replayed must not end the operation.
-                    stored @ StoredResult::Encoded { .. } => Ending::Finish(Finish::Failed(stored)),
-                    _ => Ending::Release(Release::Returned),
+                    stored @ StoredResult::Encoded { .. } => AttemptEnd::Finish(Finish::Failed(stored)),
+                    _ => AttemptEnd::Release(Release::Returned),
                 },
             },
         }

@@ -64,19 +64,19 @@ pin_project! {
             #[pin]
             body: B,
             hash: Sha256,
-            claim: Arc<Claim>,
+            claim: Arc<DigestClaim>,
             is_over: bool,
         },
     }
 }
 
 /// A digest that a client claims for a body, and the result of checking it.
-pub(super) struct Claim {
+pub(super) struct DigestClaim {
     digest: [u8; 32],
     is_lie: AtomicBool,
 }
 
-impl Claim {
+impl DigestClaim {
     pub(super) fn new(digest: [u8; 32]) -> Arc<Self> {
         Arc::new(Self { digest, is_lie: AtomicBool::new(false) })
     }
@@ -96,7 +96,7 @@ impl<B> RequestBody<B> {
         Self { kind: RequestKind::AsItComes { body } }
     }
 
-    pub(super) fn digested(body: B, claim: Arc<Claim>) -> Self {
+    pub(super) fn digested(body: B, claim: Arc<DigestClaim>) -> Self {
         Self { kind: RequestKind::Digested { body, hash: Sha256::new(), claim, is_over: false } }
     }
 }
@@ -163,7 +163,7 @@ where
 
 /// Reason why the body of a request could not be read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Unread {
+pub(super) enum UnreadBody {
     /// The body is longer than the limit.
     TooLarge,
     /// The body broke off.
@@ -171,15 +171,18 @@ pub(super) enum Unread {
 }
 
 /// Reads a request's body of at most `limit` bytes.
-pub(super) async fn read<B: Body<Data = Bytes>>(body: B, limit: usize) -> Result<(Bytes, Option<HeaderMap>), Unread> {
+pub(super) async fn read<B: Body<Data = Bytes>>(
+    body: B,
+    limit: usize,
+) -> Result<(Bytes, Option<HeaderMap>), UnreadBody> {
     let mut body = pin!(body);
     let (mut frames, mut trailers) = (Frames::default(), None);
     while let Some(frame) = next_frame(body.as_mut()).await {
-        match frame.map_err(|_| Unread::Broken)?.into_data() {
+        match frame.map_err(|_| UnreadBody::Broken)?.into_data() {
             Ok(data) => {
                 frames.push(data);
                 if frames.size > limit {
-                    return Err(Unread::TooLarge);
+                    return Err(UnreadBody::TooLarge);
                 }
             }
             Err(frame) => trailers = frame.into_trailers().map(Box::new).ok(),
@@ -323,7 +326,7 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
 }
 
 /// The part of a response's body that can be recorded.
-pub(super) enum Collected<B: Body> {
+pub(super) enum RecordableBody<B: Body> {
     /// The whole body, with its trailers.
     Whole(Bytes, Option<HeaderMap>),
     /// The body is longer than the limit. The number is its minimum length in bytes.
@@ -334,10 +337,10 @@ pub(super) enum Collected<B: Body> {
 
 /// Reads a response's body of at most `limit` bytes. A body that is not read whole can still be sent from its
 /// beginning.
-pub(super) async fn collect<B: Body<Data = Bytes>>(body: B, limit: usize) -> Collected<B> {
+pub(super) async fn collect<B: Body<Data = Bytes>>(body: B, limit: usize) -> RecordableBody<B> {
     let announced = body.size_hint().lower();
     if announced > limit as u64 {
-        return Collected::TooLarge(announced, ResponseBody::as_it_comes(body));
+        return RecordableBody::TooLarge(announced, ResponseBody::as_it_comes(body));
     }
     // Boxed, so that the body can still move after its first poll.
     let mut body = Box::pin(body);
@@ -348,12 +351,12 @@ pub(super) async fn collect<B: Body<Data = Bytes>>(body: B, limit: usize) -> Col
                 frames.push(data);
                 if frames.size > limit {
                     let size = frames.size as u64;
-                    return Collected::TooLarge(size, ResponseBody::resumed(frames, None, Some(body)));
+                    return RecordableBody::TooLarge(size, ResponseBody::resumed(frames, None, Some(body)));
                 }
             }
             Ok(Err(frame)) => trailers = frame.into_trailers().map(Box::new).ok(),
-            Err(error) => return Collected::Broken(ResponseBody::resumed(frames, Some(error), None)),
+            Err(error) => return RecordableBody::Broken(ResponseBody::resumed(frames, Some(error), None)),
         }
     }
-    Collected::Whole(frames.join(), trailers.map(|trailers| *trailers))
+    RecordableBody::Whole(frames.join(), trailers.map(|trailers| *trailers))
 }

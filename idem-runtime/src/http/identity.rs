@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::IgnoredAny;
 use sha2::{Digest, Sha256};
 
-use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, Summed, is_scope};
+use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, SumHash, is_scope};
 use crate::sync::SharedOnce;
 
 /// A longer route or caller is replaced by its hash in the key.
@@ -124,29 +124,29 @@ impl<'a> Payload<'a> {
         let (Ok(known), [], BodyPrint::Sha256(digest)) = (known(), &self.headers[..], &self.body) else {
             return Fingerprint::of(self);
         };
-        let body = Summed::of_object([[known.sha256, Summed::of(digest)?]]);
-        let target = [known.target, Summed::of(&self.target)?];
+        let body = SumHash::of_object([[known.sha256, SumHash::of(digest)?]]);
+        let target = [known.target, SumHash::of(&self.target)?];
         Ok(Fingerprint::of_object([target, [known.headers, known.no_headers], [known.body, body]]))
     }
 }
 
 /// Hashes of the parts that are the same in every payload that is compared by the bytes of its body alone.
-struct Known {
-    target: Summed,
-    headers: Summed,
-    no_headers: Summed,
-    body: Summed,
-    sha256: Summed,
+struct PartHashes {
+    target: SumHash,
+    headers: SumHash,
+    no_headers: SumHash,
+    body: SumHash,
+    sha256: SumHash,
 }
 
-fn known() -> &'static Result<Known, FingerprintError> {
-    static KNOWN: SharedOnce<Result<Known, FingerprintError>> = SharedOnce::new();
+fn known() -> &'static Result<PartHashes, FingerprintError> {
+    static KNOWN: SharedOnce<Result<PartHashes, FingerprintError>> = SharedOnce::new();
     KNOWN.get_or_init(|| {
-        let of = |name: &str| Summed::of(name);
-        Ok(Known {
+        let of = |name: &str| SumHash::of(name);
+        Ok(PartHashes {
             target: of("target")?,
             headers: of("headers")?,
-            no_headers: Summed::of::<[(); 0]>(&[])?,
+            no_headers: SumHash::of::<[(); 0]>(&[])?,
             body: of("body")?,
             sha256: of("Sha256")?,
         })

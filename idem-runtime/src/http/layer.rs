@@ -20,8 +20,8 @@ use super::body::{BoxError, RequestBody, ResponseBody};
 use super::describe::Description;
 use super::problem::Problem;
 use super::profile::{Profile, Recording};
-use super::protect::{Keyed, Look};
-use super::tasks::{Carry, Gate, Task, Tasks, detach};
+use super::protect::{Classification, PreparedRequest};
+use super::tasks::{Carry, Gate, HandlerTask, HandlerTasks, detach};
 use crate::key::is_scope;
 use crate::policy::{MissingKey, OnStoreError, Policy};
 use crate::store::{Store, StoreExt};
@@ -105,7 +105,7 @@ pub(super) struct Settings {
     pub(super) on_problem: Option<ProblemHook>,
     pub(super) problem_base: String,
     pub(super) carry: Option<Carry>,
-    pub(super) tasks: Arc<Tasks>,
+    pub(super) tasks: Arc<HandlerTasks>,
 }
 
 /// Makes routes idempotent. Holds the settings, and is a [`Layer`] of tower. Servers without tower call
@@ -153,7 +153,7 @@ impl IdempotencyLayer {
             on_problem: None,
             problem_base: "urn:idem:http:".to_owned(),
             carry: None,
-            tasks: Arc::new(Tasks::new(Self::DEFAULT_MAX_IN_FLIGHT)),
+            tasks: Arc::new(HandlerTasks::new(Self::DEFAULT_MAX_IN_FLIGHT)),
         }))
     }
 
@@ -294,7 +294,7 @@ impl IdempotencyLayer {
     /// request above the limit gets 503.
     #[must_use]
     pub fn max_in_flight(self, max_in_flight: u32) -> Self {
-        self.with(|it| it.tasks = Arc::new(Tasks::new(max_in_flight)))
+        self.with(|it| it.tasks = Arc::new(HandlerTasks::new(max_in_flight)))
     }
 
     /// Wraps the task in which a handler runs. Called in the request's own task, so it can take along task-locals that
@@ -312,7 +312,7 @@ impl IdempotencyLayer {
     ///     .carry(|task| Box::pin(TENANT.scope(TENANT.get(), task)));
     /// ```
     #[must_use]
-    pub fn carry(self, carry: impl Fn(Task) -> Task + Send + Sync + 'static) -> Self {
+    pub fn carry(self, carry: impl Fn(HandlerTask) -> HandlerTask + Send + Sync + 'static) -> Self {
         self.with(|it| it.carry = Some(Arc::new(carry)))
     }
 
@@ -360,11 +360,11 @@ impl IdempotencyLayer {
         let settings = &*self.0;
         let (head, body) = request.into_parts();
         let mut asked = match settings.look(&head, Some(body.len() as u64)) {
-            Look::Pass => {
+            Classification::Pass => {
                 return Ok(handler(Request::from_parts(head, body)).await?.map(ResponseBody::as_it_comes));
             }
-            Look::Refuse(refusal) => return Ok(settings.refuse(refusal)),
-            Look::Protect(asked) => asked,
+            Classification::Refuse(refusal) => return Ok(settings.refuse(refusal)),
+            Classification::Protect(asked) => asked,
         };
         let print = match settings.print(&head, &asked, &body) {
             Ok(print) => print,
@@ -374,7 +374,7 @@ impl IdempotencyLayer {
             return Ok(settings.refuse(asked.busy()));
         };
         let request = Request::from_parts(asked.mark(head), body);
-        let keyed = Keyed { asked, print, claim: None, counted };
+        let keyed = PreparedRequest { asked, print, claim: None, counted };
         Settings::run(settings, keyed, Gate::open(), move || handler(request)).await
     }
 }
@@ -424,7 +424,7 @@ impl<S: fmt::Debug> fmt::Debug for Idempotency<S> {
     }
 }
 
-type Answering<R, E> = Pin<Box<dyn Future<Output = Result<Response<ResponseBody<R>>, E>> + Send>>;
+type ResponseFuture<R, E> = Pin<Box<dyn Future<Output = Result<Response<ResponseBody<R>>, E>> + Send>>;
 
 impl<S, B, R> Service<Request<B>> for Idempotency<S>
 where
@@ -438,7 +438,7 @@ where
 {
     type Response = Response<ResponseBody<R>>;
     type Error = S::Error;
-    type Future = Answering<R, S::Error>;
+    type Future = ResponseFuture<R, S::Error>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -450,15 +450,15 @@ where
         let mut inner = mem::replace(&mut self.inner, next);
         let (head, body) = request.into_parts();
         match self.settings.look(&head, body.size_hint().exact()) {
-            Look::Pass => {
+            Classification::Pass => {
                 let passed = inner.call(Request::from_parts(head, RequestBody::as_it_comes(body)));
                 Box::pin(async move { Ok(passed.await?.map(ResponseBody::as_it_comes)) })
             }
-            Look::Refuse(refusal) => {
+            Classification::Refuse(refusal) => {
                 let answer = self.settings.refuse(refusal);
                 Box::pin(async move { Ok(answer) })
             }
-            Look::Protect(mut asked) => {
+            Classification::Protect(mut asked) => {
                 let settings = Arc::clone(&self.settings);
                 Box::pin(async move {
                     let (body, print, claim) = match settings.read(&head, &asked, body).await {
@@ -470,7 +470,7 @@ where
                     };
                     let (gate, busy) = (Gate::closed(), asked.busy());
                     let request = Request::from_parts(asked.mark(head), body);
-                    let keyed = Keyed { asked, print, claim, counted };
+                    let keyed = PreparedRequest { asked, print, claim, counted };
                     let run = Settings::run(Arc::clone(&settings), keyed, gate.clone(), move || inner.call(request));
                     match detach(Box::pin(run), &gate, settings.carry.as_ref()).await {
                         Ok(answer) => answer,

@@ -63,4 +63,4 @@ pub use self::layer::{Caller, Idempotency, IdempotencyKey, IdempotencyLayer};
 pub use self::problem::{Problem, ProblemKind};
 pub use self::profile::{Equality, Profile, Recording};
 pub use self::record::{recorded_response, response_of};
-pub use self::tasks::Task;
+pub use self::tasks::HandlerTask;

@@ -20,13 +20,13 @@ use http_body::Body;
 use sha2::{Digest, Sha256, Sha512};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::body::{BoxError, Claim, Collected, RequestBody, ResponseBody, Unread, collect, read};
+use super::body::{BoxError, DigestClaim, RecordableBody, RequestBody, ResponseBody, UnreadBody, collect, read};
 use super::field::{self, Digests, KeyFieldProblem};
 use super::identity::{self, BodyPrint, Payload, Target};
 use super::layer::{IdempotencyKey, Settings};
 use super::problem::{Problem, ProblemKind};
 use super::profile::{Equality, Recording};
-use super::record::{Done, RecordResponses, Undone, encode, stored};
+use super::record::{NotRecorded, RecordResponses, Recordable, encode, stored};
 use super::tasks::Gate;
 use crate::combine::{race, soon};
 use crate::engine::{Operation, Outcome, observe};
@@ -44,33 +44,33 @@ const SOON: Duration = Duration::from_secs(1);
 
 /// The keys under which a request already runs, one for each layer that it passed.
 #[derive(Clone)]
-struct Covered {
+struct OuterKeys {
     key: Key,
     /// Keys of the outer layers. Boxed: most requests pass one layer.
-    outer: Option<Box<Covered>>,
+    outer: Option<Box<OuterKeys>>,
 }
 
-impl Covered {
+impl OuterKeys {
     fn keys(&self) -> impl Iterator<Item = &Key> {
         iter::successors(Some(self), |it| it.outer.as_deref()).map(|it| &it.key)
     }
 }
 
 /// The layer's decision about a request.
-pub(super) enum Look {
+pub(super) enum Classification {
     /// The layer does not cover the request.
     Pass,
     /// The layer refuses the request.
     Refuse(Refusal),
     /// The handler of the request runs once for its key.
-    Protect(Asked),
+    Protect(KeyedRequest),
 }
 
 /// A request with a key, ready to run or to be answered without its handler.
-pub(super) struct Keyed {
-    pub(super) asked: Asked,
+pub(super) struct PreparedRequest {
+    pub(super) asked: KeyedRequest,
     pub(super) print: Print,
-    pub(super) claim: Option<Arc<Claim>>,
+    pub(super) claim: Option<Arc<DigestClaim>>,
     /// Permit that counts the request as in flight.
     pub(super) counted: Option<OwnedSemaphorePermit>,
 }
@@ -79,7 +79,7 @@ pub(super) struct Keyed {
 pub(super) type Print = Result<Fingerprint, FingerprintError>;
 
 /// Error: the limit of requests in flight is reached.
-pub(super) struct Full;
+pub(super) struct TooManyInFlight;
 
 /// A problem, and whether the client expects it as gRPC.
 pub(super) struct Refusal {
@@ -88,7 +88,7 @@ pub(super) struct Refusal {
 }
 
 /// A request with a key.
-pub(super) struct Asked {
+pub(super) struct KeyedRequest {
     key: Key,
     name: IdempotencyKey,
     method: Method,
@@ -100,7 +100,7 @@ pub(super) struct Asked {
     traceparent: Option<Box<Traceparent>>,
 }
 
-impl Asked {
+impl KeyedRequest {
     pub(super) fn refusal(&self, problem: Problem) -> Refusal {
         Refusal { problem, is_grpc: self.is_grpc }
     }
@@ -112,9 +112,9 @@ impl Asked {
     /// Builds the head for the handler. Moves the key from here into the head, and notes there, for inner layers, that
     /// this key is covered.
     pub(super) fn mark(&mut self, mut head: Parts) -> Parts {
-        let covered = Covered { key: self.key.clone(), outer: None };
+        let covered = OuterKeys { key: self.key.clone(), outer: None };
         if let Some(outer) = head.extensions.insert(covered)
-            && let Some(covered) = head.extensions.get_mut::<Covered>()
+            && let Some(covered) = head.extensions.get_mut::<OuterKeys>()
         {
             covered.outer = Some(Box::new(outer));
         }
@@ -137,26 +137,28 @@ fn is_grpc(headers: &HeaderMap) -> bool {
 
 impl Settings {
     /// Classifies a request by its head and by the length of its body, if it is stated.
-    pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Look {
+    pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Classification {
         let mode = self.policy.current_mode();
         let is_covered = self.methods.contains(&head.method) && self.covers.as_ref().is_none_or(|covers| covers(head));
         if !is_covered || mode == Mode::Off {
-            return Look::Pass;
+            return Classification::Pass;
         }
         match self.asked(head, length) {
             // Shadow mode reads only bodies that are known to be short.
-            Ok(Some(asked)) if mode == Mode::Shadow && (length.is_none() || asked.streams.is_some()) => Look::Pass,
-            Ok(Some(asked)) => Look::Protect(asked),
-            Ok(None) => Look::Pass,
+            Ok(Some(asked)) if mode == Mode::Shadow && (length.is_none() || asked.streams.is_some()) => {
+                Classification::Pass
+            }
+            Ok(Some(asked)) => Classification::Protect(asked),
+            Ok(None) => Classification::Pass,
             Err(problem) if mode == Mode::Shadow => {
                 tracing::info!(%problem, "shadow mode: would have been refused");
-                Look::Pass
+                Classification::Pass
             }
-            Err(problem) => Look::Refuse(Refusal { problem, is_grpc: is_grpc(&head.headers) }),
+            Err(problem) => Classification::Refuse(Refusal { problem, is_grpc: is_grpc(&head.headers) }),
         }
     }
 
-    fn asked(&self, head: &Parts, length: Option<u64>) -> Result<Option<Asked>, Problem> {
+    fn asked(&self, head: &Parts, length: Option<u64>) -> Result<Option<KeyedRequest>, Problem> {
         let problem = |kind| Err(Problem::new(kind));
         // The key comes first: a request without a key may pass, without any of the other checks.
         let name = match field::key(&head.headers, &self.header) {
@@ -186,7 +188,7 @@ impl Settings {
         let key = key.map_err(|error| Problem::of(error.into()))?;
         // The layer stands on the route twice, or is nested in a layer with the same scope: the outer one protects the
         // request already.
-        if head.extensions.get::<Covered>().is_some_and(|covered| covered.keys().any(|it| *it == key)) {
+        if head.extensions.get::<OuterKeys>().is_some_and(|covered| covered.keys().any(|it| *it == key)) {
             return Ok(None);
         }
         // A body that is too long to be read needs a digest that can stand for it.
@@ -201,7 +203,7 @@ impl Settings {
         let is_grpc = is_grpc(&head.headers);
         let traceparent =
             head.headers.get(TRACEPARENT).and_then(|field| field.to_str().ok()?.parse().ok()).map(Box::new);
-        Ok(Some(Asked { key, name, method, is_grpc, digests, streams, traceparent }))
+        Ok(Some(KeyedRequest { key, name, method, is_grpc, digests, streams, traceparent }))
     }
 
     /// Returns the part of the target that enters the key.
@@ -228,16 +230,16 @@ impl Settings {
     pub(super) async fn read<B>(
         &self,
         head: &Parts,
-        asked: &Asked,
+        asked: &KeyedRequest,
         body: B,
-    ) -> Result<(RequestBody<B>, Print, Option<Arc<Claim>>), Problem>
+    ) -> Result<(RequestBody<B>, Print, Option<Arc<DigestClaim>>), Problem>
     where
         B: Body<Data = Bytes>,
         B::Error: Into<BoxError>,
     {
         if let Some(digest) = asked.streams {
             let print = self.print_of(head, BodyPrint::of_digest(&digest));
-            let claim = Claim::new(digest);
+            let claim = DigestClaim::new(digest);
             return Ok((RequestBody::digested(body, Arc::clone(&claim)), print, Some(claim)));
         }
         let body_deadline = if self.is_shadow() { Policy::MAX_DURATION } else { self.body_deadline };
@@ -250,8 +252,8 @@ impl Settings {
             }
         };
         let (bytes, trailers) = read.map_err(|unread| match unread {
-            Unread::TooLarge => Problem::new(ProblemKind::BodyTooLarge),
-            Unread::Broken => Problem::new(ProblemKind::InvalidBody),
+            UnreadBody::TooLarge => Problem::new(ProblemKind::BodyTooLarge),
+            UnreadBody::Broken => Problem::new(ProblemKind::InvalidBody),
         })?;
         let print = self.print(head, asked, &bytes)?;
         Ok((RequestBody::read(bytes, trailers), print, None))
@@ -266,15 +268,15 @@ impl Settings {
     ///
     /// # Errors
     /// The limit is reached.
-    pub(super) fn enter(&self) -> Result<Option<OwnedSemaphorePermit>, Full> {
+    pub(super) fn enter(&self) -> Result<Option<OwnedSemaphorePermit>, TooManyInFlight> {
         match self.tasks.enter() {
-            None if !self.is_shadow() => Err(Full),
+            None if !self.is_shadow() => Err(TooManyInFlight),
             counted => Ok(counted),
         }
     }
 
     /// Returns the fingerprint of a request with this `body`.
-    pub(super) fn print(&self, head: &Parts, asked: &Asked, body: &Bytes) -> Result<Print, Problem> {
+    pub(super) fn print(&self, head: &Parts, asked: &KeyedRequest, body: &Bytes) -> Result<Print, Problem> {
         match self.checked_print(head, asked, body) {
             Err(problem) if self.is_shadow() => {
                 tracing::info!(%problem, "shadow mode: would have been refused");
@@ -284,7 +286,7 @@ impl Settings {
         }
     }
 
-    fn checked_print(&self, head: &Parts, asked: &Asked, body: &Bytes) -> Result<Print, Problem> {
+    fn checked_print(&self, head: &Parts, asked: &KeyedRequest, body: &Bytes) -> Result<Print, Problem> {
         let Digests { sha256, sha512 } = asked.digests;
         let is_lie = sha256.is_some_and(|digest| Sha256::digest(body)[..] != digest)
             || sha512.is_some_and(|digest| Sha512::digest(body)[..] != digest);
@@ -316,7 +318,7 @@ impl Settings {
     /// arguments are most of the size of a request's future.
     pub(super) fn run<S, F, H, R, E>(
         settings: S,
-        request: Keyed,
+        request: PreparedRequest,
         gate: Gate,
         handler: F,
     ) -> impl Future<Output = Result<Response<ResponseBody<R>>, E>>
@@ -328,7 +330,7 @@ impl Settings {
     {
         let mut handler = Some(handler);
         async move {
-            let (this, Keyed { asked, print, claim, counted: _counted }, handler) =
+            let (this, PreparedRequest { asked, print, claim, counted: _counted }, handler) =
                 (&*settings, &request, &mut handler);
             let enforced = this.policy.current_mode() == Mode::Enforce;
             // The body of the call stores the response here and returns only the recordable result to the engine. So a
@@ -345,7 +347,7 @@ impl Settings {
                         let (result, response) = this.judge(asked, response, claim.as_deref()).await;
                         (result, Ok(response))
                     }
-                    Err(error) => (Err(Undone::Freed(Release::Returned)), Err(error)),
+                    Err(error) => (Err(NotRecorded::Freed(Release::Returned)), Err(error)),
                 };
                 *lock(&answered) = Some(answer);
                 result
@@ -364,14 +366,14 @@ impl Settings {
     /// Builds the response to a request whose call has ended.
     fn answer<R: Body<Data = Bytes>, E>(
         &self,
-        asked: &Asked,
-        result: Result<Done, Undone>,
+        asked: &KeyedRequest,
+        result: Result<Recordable, NotRecorded>,
         answer: Option<Result<Response<ResponseBody<R>>, E>>,
         outcome: Outcome,
         enforced: bool,
     ) -> Result<Response<ResponseBody<R>>, E> {
         let mut response = match (result, answer) {
-            (Ok(Done::Replayed(recorded)), _) => {
+            (Ok(Recordable::Replayed(recorded)), _) => {
                 let (head, body, trailers) = recorded.into_response(&asked.method);
                 let mut response = head.map(|()| ResponseBody::read(body, trailers));
                 response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
@@ -381,19 +383,19 @@ impl Settings {
             (result, Some(answer)) => {
                 let mut response = answer?;
                 let is_lost = match &result {
-                    Err(Undone::Refused(error)) => {
+                    Err(NotRecorded::Refused(error)) => {
                         tracing::error!(%error, "the response is sent, and it is not recorded");
                         true
                     }
                     Ok(_) => enforced && !outcome.recorded(),
-                    Err(Undone::Freed(_)) => false,
+                    Err(NotRecorded::Freed(_)) => false,
                 };
                 if is_lost {
                     response.headers_mut().insert(RECORDED, HeaderValue::from_static("false"));
                 }
                 response
             }
-            (Err(Undone::Refused(error)), None) => {
+            (Err(NotRecorded::Refused(error)), None) => {
                 let limit = match &error {
                     // The response will exist once the handler has ended, so the usual duration of handlers is the time
                     // to wait.
@@ -403,7 +405,7 @@ impl Settings {
                 self.refuse(asked.refusal(Problem::of(error).retry_within(limit)))
             }
             // A body that has returned has stored its answer, so this does not happen.
-            (Ok(Done::Ran(_)) | Err(Undone::Freed(_)), None) => {
+            (Ok(Recordable::Ran(_)) | Err(NotRecorded::Freed(_)), None) => {
                 self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
             }
         };
@@ -431,13 +433,13 @@ impl Settings {
     /// Decides about the recording of a response. Returns the result to record, and the response for the first client.
     async fn judge<R: Body<Data = Bytes>>(
         &self,
-        asked: &Asked,
+        asked: &KeyedRequest,
         response: Response<R>,
-        claim: Option<&Claim>,
-    ) -> (Result<Done, Undone>, Response<ResponseBody<R>>) {
-        let released = || Err(Undone::Freed(Release::Returned));
-        let marked = || Ok(Done::Ran(StoredResult::Unencodable));
-        let is_lie = || claim.is_some_and(Claim::is_lie);
+        claim: Option<&DigestClaim>,
+    ) -> (Result<Recordable, NotRecorded>, Response<ResponseBody<R>>) {
+        let released = || Err(NotRecorded::Freed(Release::Returned));
+        let marked = || Ok(Recordable::Ran(StoredResult::Unencodable));
+        let is_lie = || claim.is_some_and(DigestClaim::is_lie);
         let lie = || (released(), self.refuse(asked.refusal(Problem::new(ProblemKind::DigestMismatch))));
         // A body that does not match its digest must leave no record, even if the handler succeeded.
         if is_lie() {
@@ -463,8 +465,8 @@ impl Settings {
         }
         // Second decision, with the trailers: for that the body is read whole.
         match collect(body, self.policy.max_result_bytes).await {
-            Collected::Whole(..) if is_lie() => lie(),
-            Collected::Whole(body, trailers) => {
+            RecordableBody::Whole(..) if is_lie() => lie(),
+            RecordableBody::Whole(body, trailers) => {
                 let result = match trailers.as_ref().map_or(Recording::Record, |trailers| rule(&head, trailers)) {
                     Recording::Release => released(),
                     Recording::Mark => marked(),
@@ -473,23 +475,23 @@ impl Settings {
                             *name != self.marker && self.replay_headers.as_ref().is_none_or(|replays| replays(name))
                         };
                         let encoded = encode(&head, &body, trailers.as_ref(), &asked.method, keeps);
-                        Ok(Done::Ran(encoded.map_or(StoredResult::Unencodable, stored)))
+                        Ok(Recordable::Ran(encoded.map_or(StoredResult::Unencodable, stored)))
                     }
                 };
                 (result, Response::from_parts(head, ResponseBody::read(body, trailers)))
             }
-            Collected::TooLarge(size, body) => {
+            RecordableBody::TooLarge(size, body) => {
                 tracing::debug!(key = %asked.key, size, "a response is too large to be recorded");
-                (Ok(Done::Ran(StoredResult::TooLarge { size })), Response::from_parts(head, body))
+                (Ok(Recordable::Ran(StoredResult::TooLarge { size })), Response::from_parts(head, body))
             }
-            Collected::Broken(body) => {
+            RecordableBody::Broken(body) => {
                 tracing::warn!(key = %asked.key, "the body of a response broke off; nothing is recorded");
                 // Handled like any other handler that did not finish.
                 let release = match self.policy.on_crash {
                     OnCrash::Retry => Release::Returned,
                     OnCrash::Fail => Release::Interrupted,
                 };
-                (Err(Undone::Freed(release)), Response::from_parts(head, body))
+                (Err(NotRecorded::Freed(release)), Response::from_parts(head, body))
             }
         }
     }
@@ -546,7 +548,7 @@ mod tests {
     #[test]
     fn a_mark_names_the_keys_of_all_layers() {
         let key = identity::request_key(Some("s"), "POST", "", "", "k").unwrap();
-        let mut asked = Asked {
+        let mut asked = KeyedRequest {
             key: key.clone(),
             name: IdempotencyKey("k".to_owned()),
             method: Method::POST,
@@ -558,6 +560,6 @@ mod tests {
         let head = asked.mark(Request::new(()).into_parts().0);
         assert_eq!(head.extensions.get::<IdempotencyKey>().unwrap().0, "k");
         let head = asked.mark(head);
-        assert!(head.extensions.get::<Covered>().unwrap().keys().eq([&key, &key]));
+        assert!(head.extensions.get::<OuterKeys>().unwrap().keys().eq([&key, &key]));
     }
 }

@@ -17,7 +17,7 @@ use http::response::Parts;
 use http::{Method, Response, StatusCode};
 
 use crate::codec::{CodecName, ResultProblem, RoundTripError};
-use crate::engine::{Ending, Recorder, recorder};
+use crate::engine::{AttemptEnd, Recorder, recorder};
 use crate::error::Error;
 use crate::policy::OnUndecodable;
 use crate::record::{Finish, Release, State, StoredResult};
@@ -60,7 +60,7 @@ const NEVER: &[&str] = &[
 
 /// A recorded response, for a replay.
 #[derive(Debug)]
-pub(super) struct Recorded {
+pub(super) struct RecordedResponse {
     pub(super) status: StatusCode,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
@@ -149,7 +149,7 @@ fn put_fields(out: &mut Vec<u8>, fields: &HeaderMap, kept: impl Fn(&HeaderName) 
 }
 
 /// Decodes the output of [`encode`]. The body shares the bytes of the record.
-fn decode(mut bytes: Bytes) -> Option<Recorded> {
+fn decode(mut bytes: Bytes) -> Option<RecordedResponse> {
     if bytes.try_get_u8().ok()? != VERSION {
         return None;
     }
@@ -160,7 +160,7 @@ fn decode(mut bytes: Bytes) -> Option<Recorded> {
         1 => Some(get_fields(&mut bytes)?),
         _ => return None,
     };
-    Some(Recorded { status, headers, body: bytes, trailers })
+    Some(RecordedResponse { status, headers, body: bytes, trailers })
 }
 
 fn get_fields(bytes: &mut Bytes) -> Option<HeaderMap> {
@@ -181,7 +181,7 @@ fn get_fields(bytes: &mut Bytes) -> Option<HeaderMap> {
     Some(fields)
 }
 
-impl Recorded {
+impl RecordedResponse {
     /// Returns the response, its body and its trailers. Sets `Content-Length` anew unless the response can't have a
     /// body.
     pub(super) fn into_response(self, method: &Method) -> (Response<()>, Bytes, Option<HeaderMap>) {
@@ -201,23 +201,23 @@ impl Recorded {
 
 /// A response to record, or one that an earlier run recorded.
 #[derive(Debug)]
-pub(super) enum Done {
+pub(super) enum Recordable {
     /// The handler ran; this result is recorded.
     Ran(StoredResult),
     /// An earlier run recorded this response.
-    Replayed(Box<Recorded>),
+    Replayed(Box<RecordedResponse>),
 }
 
 /// Reason why nothing is recorded.
 #[derive(Debug)]
-pub(super) enum Undone {
+pub(super) enum NotRecorded {
     /// The handler ran, and its response frees the key.
     Freed(Release),
     /// The engine refused the call with this error.
     Refused(Error),
 }
 
-impl From<Error> for Undone {
+impl From<Error> for NotRecorded {
     fn from(error: Error) -> Self {
         Self::Refused(error)
     }
@@ -227,20 +227,24 @@ impl From<Error> for Undone {
 #[derive(Debug)]
 pub(super) struct RecordResponses;
 
-impl Recorder<Done, Undone> for RecordResponses {
-    fn record(&self, result: &Result<Done, Undone>, max_result_bytes: usize) -> Ending {
+impl Recorder<Recordable, NotRecorded> for RecordResponses {
+    fn record(&self, result: &Result<Recordable, NotRecorded>, max_result_bytes: usize) -> AttemptEnd {
         match result {
-            Ok(Done::Ran(StoredResult::Encoded { bytes, .. })) if bytes.len() > max_result_bytes => {
-                Ending::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 }))
+            Ok(Recordable::Ran(StoredResult::Encoded { bytes, .. })) if bytes.len() > max_result_bytes => {
+                AttemptEnd::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 }))
             }
-            Ok(Done::Ran(stored)) => Ending::Finish(Finish::Completed(stored.clone())),
-            Err(Undone::Freed(release)) => Ending::Release(*release),
+            Ok(Recordable::Ran(stored)) => AttemptEnd::Finish(Finish::Completed(stored.clone())),
+            Err(NotRecorded::Freed(release)) => AttemptEnd::Release(*release),
             // A body never returns either of these.
-            Ok(Done::Replayed(_)) | Err(Undone::Refused(_)) => Ending::Release(Release::Returned),
+            Ok(Recordable::Replayed(_)) | Err(NotRecorded::Refused(_)) => AttemptEnd::Release(Release::Returned),
         }
     }
 
-    fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<Done, Undone>, ResultProblem> {
+    fn replay(
+        &self,
+        state: &State,
+        on_undecodable: OnUndecodable,
+    ) -> Result<Result<Recordable, NotRecorded>, ResultProblem> {
         let State::Completed(stored) = state else { return Err(ResultProblem::RecordedError) };
         let (codec, bytes) = recorder::encoded(stored)?;
         let no_response = || "it is not a response".into();
@@ -252,10 +256,10 @@ impl Recorder<Done, Undone> for RecordResponses {
                 decode(migrated.into()).ok_or_else(|| ResultProblem::MigratedUndecodable { source: no_response() })?
             }
         };
-        Ok(Ok(Done::Replayed(Box::new(recorded))))
+        Ok(Ok(Recordable::Replayed(Box::new(recorded))))
     }
 
-    fn check(&self, _: &Result<Done, Undone>) -> Result<(), RoundTripError> {
+    fn check(&self, _: &Result<Recordable, NotRecorded>) -> Result<(), RoundTripError> {
         Ok(())
     }
 }

@@ -15,13 +15,13 @@ use tracing::subscriber::NoSubscriber;
 use tracing::{Dispatch, Instrument, dispatcher};
 
 /// The future of a handler, which [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) wraps.
-pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+pub type HandlerTask = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Wraps the task of a handler, in the task of its request.
-pub(super) type Carry = Arc<dyn Fn(Task) -> Task + Send + Sync>;
+pub(super) type Carry = Arc<dyn Fn(HandlerTask) -> HandlerTask + Send + Sync>;
 
 /// The requests in flight.
-pub(super) struct Tasks {
+pub(super) struct HandlerTasks {
     permits: Arc<Semaphore>,
     limit: u32,
     draining: AtomicBool,
@@ -31,7 +31,7 @@ pub(super) struct Tasks {
     pub(super) warned: AtomicBool,
 }
 
-impl Tasks {
+impl HandlerTasks {
     pub(super) fn new(limit: u32) -> Self {
         Self {
             permits: Arc::new(Semaphore::new(usize::try_from(limit).unwrap_or(Semaphore::MAX_PERMITS))),
@@ -79,7 +79,7 @@ impl Tasks {
     }
 }
 
-impl fmt::Debug for Tasks {
+impl fmt::Debug for HandlerTasks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tasks").field("limit", &self.limit).field("in_flight", &self.count()).finish_non_exhaustive()
     }
@@ -116,7 +116,7 @@ impl Gate {
 }
 
 /// Error: the runtime ended before the handler did, or `carry` dropped its task.
-pub(super) struct Lost;
+pub(super) struct LostHandler;
 
 /// Polls `run` here until its handler begins, and in a task from then on. Dropping this future cancels a call that is
 /// only reserved or waits, but not a handler that has begun. A panic of the handler continues in this future.
@@ -124,7 +124,7 @@ pub(super) async fn detach<T: Send + 'static>(
     mut run: Pin<Box<dyn Future<Output = T> + Send>>,
     gate: &Gate,
     carry: Option<&Carry>,
-) -> Result<T, Lost> {
+) -> Result<T, LostHandler> {
     let ended = poll_fn(|cx| match run.as_mut().poll(cx) {
         Poll::Ready(output) => Poll::Ready(Some(output)),
         Poll::Pending if gate.is_passed() => Poll::Ready(None),
@@ -135,12 +135,12 @@ pub(super) async fn detach<T: Send + 'static>(
     }
     let Some(carry) = carry else { return joined(spawn(run).await) };
     let (send, receive) = oneshot::channel();
-    let task: Task = Box::pin(async move {
+    let task: HandlerTask = Box::pin(async move {
         // The receiver is gone if the client hung up.
         let _ = send.send(run.await);
     });
     joined(spawn(carry(task)).await)?;
-    receive.await.map_err(|_| Lost)
+    receive.await.map_err(|_| LostHandler)
 }
 
 /// Spawns a task with the span and the subscriber of its caller.
@@ -156,10 +156,10 @@ where
     }
 }
 
-fn joined<T>(ended: Result<T, JoinError>) -> Result<T, Lost> {
+fn joined<T>(ended: Result<T, JoinError>) -> Result<T, LostHandler> {
     ended.map_err(|error| match error.try_into_panic() {
         Ok(panic) => std::panic::resume_unwind(panic),
-        Err(_) => Lost,
+        Err(_) => LostHandler,
     })
 }
 
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn the_usual_time_follows_what_handlers_take() {
-        let (tasks, seconds) = (Tasks::new(1), Duration::from_secs);
+        let (tasks, seconds) = (HandlerTasks::new(1), Duration::from_secs);
         assert_eq!(tasks.usual(), Duration::ZERO);
         tasks.took(seconds(8));
         assert_eq!(tasks.usual(), seconds(8));

@@ -7,7 +7,7 @@ use std::hash::BuildHasher;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::display::Hashed;
+use super::display::KeyHash;
 use super::{Key, KeyError, KeyProblem, Scope, VERSION};
 use crate::clock::Secret;
 use crate::sync::SharedOnce;
@@ -140,7 +140,7 @@ impl<'a> KeyBuilder<'a> {
         };
         let result = match problem {
             Some(problem) => Err(KeyError { scope: scope.to_owned(), problem }),
-            None => Ok(Key { hash: Hashed::new(hash(&text)), text: Arc::from(text.as_str()) }),
+            None => Ok(Key { hash: KeyHash::new(hash(&text)), text: Arc::from(text.as_str()) }),
         };
         if text.capacity() <= 2 * Key::MAX_BYTES {
             BUFFER.set(text);
@@ -409,15 +409,15 @@ mod tests {
 
     #[test]
     fn a_value_that_fails_to_display_is_not_cut_short() {
-        struct Broken;
-        impl Display for Broken {
+        struct FailingDisplay;
+        impl Display for FailingDisplay {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("half")?;
                 Err(fmt::Error)
             }
         }
         let mut builder = KeyBuilder::under("test", Ok(()));
-        builder.display_part(&Broken, None);
+        builder.display_part(&FailingDisplay, None);
         assert_eq!(problem(builder.build()), Err(KeyProblem::Missing));
     }
 

@@ -36,9 +36,9 @@ pub enum KeyDisplay {
 
 /// A [`KeyDisplay`] in one byte. Policies and keys are stored in the future of each call, so their size counts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Shown(u8);
+pub(crate) struct DisplayByte(u8);
 
-impl Shown {
+impl DisplayByte {
     /// Shows the whole key.
     pub(crate) const WHOLE: Self = Self(0);
     const HASHED: u8 = u8::MAX;
@@ -61,17 +61,17 @@ impl Shown {
     }
 }
 
-impl fmt::Debug for Shown {
+impl fmt::Debug for DisplayByte {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.display().fmt(f)
     }
 }
 
-/// Hash of a key. Its byte 6 holds the [`Shown`] of the key instead.
+/// Hash of a key. Its byte 6 holds the [`DisplayByte`] of the key instead.
 #[derive(Clone, Copy)]
-pub(super) struct Hashed(u64);
+pub(super) struct KeyHash(u64);
 
-impl Hashed {
+impl KeyHash {
     const SHIFT: u32 = 48;
     const SHOWN: u64 = 0xff << Self::SHIFT;
 
@@ -83,12 +83,12 @@ impl Hashed {
         self.0 & !Self::SHOWN
     }
 
-    pub(super) fn shown(self, shown: Shown) -> Self {
+    pub(super) fn shown(self, shown: DisplayByte) -> Self {
         Self(self.get() | u64::from(shown.0) << Self::SHIFT)
     }
 
     pub(super) const fn display(self) -> KeyDisplay {
-        Shown(self.0.to_le_bytes()[6]).display()
+        DisplayByte(self.0.to_le_bytes()[6]).display()
     }
 }
 

@@ -78,7 +78,7 @@ impl Fingerprint {
 
     /// Returns the fingerprint of an object with these entries, whose names differ.
     #[cfg(feature = "http")]
-    pub(crate) fn of_object<const N: usize>(entries: [[Summed; 2]; N]) -> Self {
+    pub(crate) fn of_object<const N: usize>(entries: [[SumHash; 2]; N]) -> Self {
         let mut hash = Sha256::new_with_prefix(PREFIX);
         object(&mut hash, entries);
         Self::from_hash(hash)
@@ -245,10 +245,10 @@ type Sum = [u8; 32];
 /// Hash that stands for a name or a value in an object. Made once for names and values that occur in many objects.
 #[cfg(feature = "http")]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Summed(Sum);
+pub(crate) struct SumHash(Sum);
 
 #[cfg(feature = "http")]
-impl Summed {
+impl SumHash {
     pub(crate) fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, FingerprintError> {
         sum(value).map(Self)
     }
@@ -263,11 +263,11 @@ impl Summed {
 
 /// Hashes an object with these entries, whose names differ.
 #[cfg(feature = "http")]
-fn object<const N: usize>(hash: &mut Sha256, mut entries: [[Summed; 2]; N]) {
-    entries.sort_unstable_by_key(|[Summed(name), _]| *name);
+fn object<const N: usize>(hash: &mut Sha256, mut entries: [[SumHash; 2]; N]) {
+    entries.sort_unstable_by_key(|[SumHash(name), _]| *name);
     hash.update(b"{");
     hash.update((N as u64).to_be_bytes());
-    entries.as_flattened().iter().for_each(|Summed(sum)| hash.update(sum));
+    entries.as_flattened().iter().for_each(|SumHash(sum)| hash.update(sum));
 }
 
 fn text(hash: &mut Sha256, tag: u8, bytes: &[u8]) {
@@ -439,12 +439,12 @@ impl<'a> Hasher<'a> {
 /// A float as `serde_json` writes it. The shortest text is not unique: halfway between two candidates (7202.28125 as an
 /// `f32`) other libraries choose the other candidate.
 #[derive(Default)]
-struct Written {
+struct FloatText {
     text: [u8; 32],
     len: usize,
 }
 
-impl Written {
+impl FloatText {
     fn of(value: impl Serialize) -> Result<Self, FingerprintError> {
         let mut written = Self::default();
         serde_json::to_writer(&mut written, &value).map_err(ser::Error::custom)?;
@@ -457,7 +457,7 @@ impl Written {
 }
 
 /// The longest text is `-2.2250738585072014e-308`.
-impl io::Write for Written {
+impl io::Write for FloatText {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let end = self.len + text.len();
         self.text.get_mut(self.len..end).ok_or(io::ErrorKind::WriteZero)?.copy_from_slice(text);
@@ -576,7 +576,7 @@ impl<'a> ser::Serializer for Hasher<'a> {
 
     fn serialize_f32(self, value: f32) -> Result<(), FingerprintError> {
         match value.is_finite() {
-            true => self.number(Written::of(value)?.as_str()),
+            true => self.number(FloatText::of(value)?.as_str()),
             false => self.tag(b'0'),
         }
         Ok(())
@@ -584,7 +584,7 @@ impl<'a> ser::Serializer for Hasher<'a> {
 
     fn serialize_f64(self, value: f64) -> Result<(), FingerprintError> {
         match value.is_finite() {
-            true => self.number(Written::of(value)?.as_str()),
+            true => self.number(FloatText::of(value)?.as_str()),
             false => self.tag(b'0'),
         }
         Ok(())
@@ -884,7 +884,7 @@ macro_rules! float_names {
     ($($method:ident($type:ty))*) => { $(
         fn $method(self, value: $type) -> Result<(), FingerprintError> {
             match value.is_finite() {
-                true => self.0.serialize_str(Written::of(value)?.as_str()),
+                true => self.0.serialize_str(FloatText::of(value)?.as_str()),
                 false => self.0.serialize_unit(),
             }
         }
@@ -1214,14 +1214,14 @@ mod tests {
 
     #[test]
     fn a_value_that_fails_to_serialize_has_no_fingerprint() {
-        struct Broken;
-        impl Serialize for Broken {
+        struct FailingSerialize;
+        impl Serialize for FailingSerialize {
             fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
                 Err(ser::Error::custom("no"))
             }
         }
-        assert!(Fingerprint::of(&[Broken]).is_err());
-        assert!(Fingerprint::of(&BTreeMap::from([("a", Some(Broken))])).is_err());
+        assert!(Fingerprint::of(&[FailingSerialize]).is_err());
+        assert!(Fingerprint::of(&BTreeMap::from([("a", Some(FailingSerialize))])).is_err());
     }
 
     #[test]

@@ -12,11 +12,11 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 pub use self::builder::{KeyBuilder, KeyPart};
-use self::display::Hashed;
+pub(crate) use self::display::DisplayByte;
 pub use self::display::KeyDisplay;
-pub(crate) use self::display::Shown;
+use self::display::KeyHash;
 #[cfg(feature = "http")]
-pub(crate) use self::fingerprint::Summed;
+pub(crate) use self::fingerprint::SumHash;
 pub(crate) use self::fingerprint::child_key;
 pub use self::fingerprint::{Fingerprint, FingerprintError, PayloadDigest};
 use self::scope::check_scope;
@@ -44,9 +44,9 @@ const VERSION: &str = "1/";
 pub struct Key {
     text: Arc<str>,
     /// Hash of the key, computed once with a secret of this process: a call looks up its key several times, and a map
-    /// of keys rehashes when it grows. Byte 6, which no map uses, holds the [`Shown`]: each call holds several keys,
-    /// and a separate field would make its future larger by one word for each.
-    hash: Hashed,
+    /// of keys rehashes when it grows. Byte 6, which no map uses, holds the [`DisplayByte`]: each call holds several
+    /// keys, and a separate field would make its future larger by one word for each.
+    hash: KeyHash,
 }
 
 impl Key {
@@ -78,10 +78,10 @@ impl Key {
     /// ```
     #[must_use]
     pub fn shown_as(self, display: KeyDisplay) -> Self {
-        self.shown(Shown::new(display))
+        self.shown(DisplayByte::new(display))
     }
 
-    pub(crate) fn shown(mut self, shown: Shown) -> Self {
+    pub(crate) fn shown(mut self, shown: DisplayByte) -> Self {
         self.hash = self.hash.shown(shown);
         self
     }

@@ -79,10 +79,10 @@ impl Scope {
     #[cold]
     fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
         /// The handlers of all scopes, by the sum of the bytes of their names: few have to be looked through.
-        static CLAIMED: [SharedList<Claim>; 32] = [const { SharedList::new() }; 32];
+        static CLAIMED: [SharedList<ScopeClaim>; 32] = [const { SharedList::new() }; 32];
         check_scope(self.name)?;
         let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };
-        let claim = Claim { name: self.name, site: self.site, handler, shared: self.shared };
+        let claim = ScopeClaim { name: self.name, site: self.site, handler, shared: self.shared };
         let sum = self.name.bytes().fold(0, u8::wrapping_add);
         let claimed = &CLAIMED[usize::from(sum) % CLAIMED.len()];
         let first = *claimed.find_or_add(|claim| claim.name == self.name, || claim);
@@ -96,7 +96,7 @@ impl Scope {
 
 /// Handler that uses a scope.
 #[derive(Clone, Copy, PartialEq)]
-struct Claim {
+struct ScopeClaim {
     name: &'static str,
     site: Site,
     /// Address of the handler's `static`.

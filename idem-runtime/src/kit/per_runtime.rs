@@ -16,7 +16,7 @@ use tokio::task::AbortHandle;
 use crate::sync::{PerProcess, Process};
 
 /// A value for each runtime of each process.
-pub(crate) struct PerRuntime<T>(PerProcess<Arc<Table<T>>>);
+pub(crate) struct PerRuntime<T>(PerProcess<Arc<RuntimeTable<T>>>);
 
 impl<T> Default for PerRuntime<T> {
     fn default() -> Self {
@@ -25,14 +25,14 @@ impl<T> Default for PerRuntime<T> {
 }
 
 /// The values of one process.
-struct Table<T> {
+struct RuntimeTable<T> {
     /// Value of the first runtime. It is found without a lock, and most programs have only one runtime.
     first: OnceLock<Local<T>>,
     /// Values of the other runtimes that have not ended.
     others: RwLock<Vec<Arc<Local<T>>>>,
 }
 
-impl<T> Default for Table<T> {
+impl<T> Default for RuntimeTable<T> {
     fn default() -> Self {
         Self { first: OnceLock::new(), others: RwLock::default() }
     }
@@ -66,9 +66,9 @@ impl<T> Drop for Local<T> {
 }
 
 /// The value of one runtime.
-pub(crate) struct Here<'a, T>(Place<'a, T>);
+pub(crate) struct Here<'a, T>(RuntimeSlot<'a, T>);
 
-enum Place<'a, T> {
+enum RuntimeSlot<'a, T> {
     First(&'a T),
     Other(Arc<Local<T>>),
 }
@@ -78,8 +78,8 @@ impl<T> Deref for Here<'_, T> {
 
     fn deref(&self) -> &T {
         match &self.0 {
-            Place::First(value) => value,
-            Place::Other(local) => &local.value,
+            RuntimeSlot::First(value) => value,
+            RuntimeSlot::Other(local) => &local.value,
         }
     }
 }
@@ -99,7 +99,7 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
         let runtime = Handle::try_current().ok()?;
         // The ids of runtimes never repeat in a forked process, so a value found here belongs to this very runtime.
         let place = match self.0.first().find_first(runtime.id()) {
-            Some(first) => Place::First(first),
+            Some(first) => RuntimeSlot::First(first),
             None => self.0.here().find_or_make(&runtime, make),
         };
         Some(Here(place))
@@ -110,13 +110,13 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
     pub(crate) fn any(&self) -> Option<Here<'_, T>> {
         let table = self.0.here();
         if let Some(first) = table.first.get().filter(|first| first.lives()) {
-            return Some(Here(Place::First(&first.value)));
+            return Some(Here(RuntimeSlot::First(&first.value)));
         }
-        table.read().last().map(|local| Here(Place::Other(Arc::clone(local))))
+        table.read().last().map(|local| Here(RuntimeSlot::Other(Arc::clone(local))))
     }
 }
 
-impl<T> Table<T> {
+impl<T> RuntimeTable<T> {
     fn read(&self) -> RwLockReadGuard<'_, Vec<Arc<Local<T>>>> {
         self.others.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -135,33 +135,33 @@ impl<T> Table<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> Table<T> {
-    fn find_or_make(self: &Arc<Self>, runtime: &Handle, make: impl FnOnce(bool) -> T) -> Place<'_, T> {
+impl<T: Send + Sync + 'static> RuntimeTable<T> {
+    fn find_or_make(self: &Arc<Self>, runtime: &Handle, make: impl FnOnce(bool) -> T) -> RuntimeSlot<'_, T> {
         let id = runtime.id();
         if let Some(first) = self.find_first(id) {
-            return Place::First(first);
+            return RuntimeSlot::First(first);
         }
         if let Some(local) = self.find_other(id) {
-            return Place::Other(local);
+            return RuntimeSlot::Other(local);
         }
         let mut make = Some(make);
         let mut make = |is_first| Local::new(id, make.take().expect("made once")(is_first));
         let first = self.first.get_or_init(|| make(true));
         if first.runtime == id && first.lives() {
             self.settle(runtime, first);
-            return Place::First(&first.value);
+            return RuntimeSlot::First(&first.value);
         }
         let local = {
             let mut others = self.write();
             if let Some(local) = others.iter().find(|local| local.runtime == id) {
-                return Place::Other(Arc::clone(local));
+                return RuntimeSlot::Other(Arc::clone(local));
             }
             let local = Arc::new(make(false));
             others.push(Arc::clone(&local));
             local
         };
         self.settle(runtime, &local);
-        Place::Other(local)
+        RuntimeSlot::Other(local)
     }
 
     /// Makes a value end with its runtime: a runtime that ends drops its tasks, and the drop of this task removes the
@@ -180,7 +180,7 @@ impl<T: Send + Sync + 'static> Table<T> {
 
 /// Lives as long as its runtime, and removes the runtime's value when it is dropped.
 struct Tenant<T> {
-    table: Weak<Table<T>>,
+    table: Weak<RuntimeTable<T>>,
     runtime: Id,
     process: Process,
 }
@@ -219,21 +219,21 @@ mod tests {
     }
 
     /// A value that is counted for as long as it exists.
-    struct Counted(Arc<AtomicUsize>, bool);
+    struct CountedValue(Arc<AtomicUsize>, bool);
 
-    impl Drop for Counted {
+    impl Drop for CountedValue {
         fn drop(&mut self) {
             self.0.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
     #[derive(Default)]
-    struct World {
-        values: PerRuntime<Counted>,
+    struct TestProcess {
+        values: PerRuntime<CountedValue>,
         there: Arc<AtomicUsize>,
     }
 
-    impl World {
+    impl TestProcess {
         /// Returns whether the current runtime's value is the first runtime's value. The value must be made now if it
         /// `is_new`.
         fn here(&self, is_new: bool) -> bool {
@@ -241,7 +241,7 @@ mod tests {
             let make = |is_first| {
                 called.set(true);
                 self.there.fetch_add(1, Ordering::SeqCst);
-                Counted(Arc::clone(&self.there), is_first)
+                CountedValue(Arc::clone(&self.there), is_first)
             };
             let is_first = self.values.here(make).expect("in a runtime").1;
             assert_eq!(called.get(), is_new);
@@ -255,7 +255,7 @@ mod tests {
 
     #[test]
     fn each_runtime_has_its_own() {
-        let world = World::default();
+        let world = TestProcess::default();
         assert!(world.values.here(|_| unreachable!("outside of a runtime")).is_none());
         let (first, second) = (runtime(), runtime());
         for made in [true, false] {
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_value_is_dropped_as_soon_as_its_runtime_ends() {
-        let world = World::default();
+        let world = TestProcess::default();
         let (first, second) = (runtime(), runtime());
         first.block_on(async { world.here(true) });
         second.block_on(async { world.here(true) });
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn the_task_that_watches_a_runtime_ends_with_the_table() {
-        let (world, runtime) = (World::default(), runtime());
+        let (world, runtime) = (TestProcess::default(), runtime());
         runtime.block_on(async { world.here(true) });
         let there = Arc::clone(&world.there);
         drop(world);
@@ -296,7 +296,7 @@ mod tests {
     #[test]
     #[cfg(feature = "postgres")]
     fn any_is_of_a_runtime_that_lives() {
-        let world = World::default();
+        let world = TestProcess::default();
         assert!(world.values.any().is_none());
         let (first, second) = (runtime(), runtime());
         first.block_on(async { world.here(true) });
@@ -310,7 +310,7 @@ mod tests {
 
     #[test]
     fn threads_of_a_runtime_share_its_value() {
-        let world = Arc::new(World::default());
+        let world = Arc::new(TestProcess::default());
         let runtime = runtime();
         let threads: Vec<_> = (0..8)
             .map(|_| {
@@ -319,7 +319,7 @@ mod tests {
                     let _entered = handle.enter();
                     let make = |is_first| {
                         world.there.fetch_add(1, Ordering::SeqCst);
-                        Counted(Arc::clone(&world.there), is_first)
+                        CountedValue(Arc::clone(&world.there), is_first)
                     };
                     world.values.here(make).expect("in a runtime").1
                 })

@@ -7,7 +7,7 @@ use super::snapshot::{Distribution, Series, Value};
 use super::table::{Kind, Metric};
 
 /// The value of the open label of a family: a scope or a store.
-type Open<'a> = &'a str;
+type OpenLabel<'a> = &'a str;
 
 /// A counter for each combination of the closed labels of a metric.
 pub(crate) struct Counters {
@@ -21,7 +21,7 @@ struct Counter {
 }
 
 impl Counters {
-    pub(crate) fn new(metric: &'static Metric, open: Open<'_>) -> Self {
+    pub(crate) fn new(metric: &'static Metric, open: OpenLabel<'_>) -> Self {
         let cell = |at| Counter {
             count: AtomicU64::new(0),
             exported: facade::Counter::new(metric, || labels(metric, open, at)),
@@ -37,7 +37,7 @@ impl Counters {
         }
     }
 
-    pub(super) fn read(&self, open: Open<'_>, series: &mut Vec<Series>) {
+    pub(super) fn read(&self, open: OpenLabel<'_>, series: &mut Vec<Series>) {
         for (at, cell) in self.cells.iter().enumerate() {
             let value = Value::Count(cell.count.load(Ordering::Relaxed));
             series.push(Series { metric: self.metric, labels: labels(self.metric, open, at), value });
@@ -61,7 +61,7 @@ struct Histogram {
 }
 
 impl Histograms {
-    pub(crate) fn new(metric: &'static Metric, open: Open<'_>) -> Self {
+    pub(crate) fn new(metric: &'static Metric, open: OpenLabel<'_>) -> Self {
         let bounds = match metric.kind {
             Kind::Histogram { bounds } => bounds,
             _ => &[],
@@ -89,7 +89,7 @@ impl Histograms {
         }
     }
 
-    pub(super) fn read(&self, open: Open<'_>, series: &mut Vec<Series>) {
+    pub(super) fn read(&self, open: OpenLabel<'_>, series: &mut Vec<Series>) {
         for (at, cell) in self.cells.iter().enumerate() {
             let counts = cell.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
             let sum = self.metric.whole(cell.sum.load(Ordering::Relaxed));
@@ -106,7 +106,7 @@ pub(crate) struct Gauge {
 }
 
 impl Gauge {
-    pub(crate) fn new(metric: &'static Metric, open: Open<'_>) -> Self {
+    pub(crate) fn new(metric: &'static Metric, open: OpenLabel<'_>) -> Self {
         Self { metric, exported: facade::Gauge::new(metric, || labels(metric, open, 0)) }
     }
 
@@ -118,7 +118,7 @@ impl Gauge {
         self.exported.down();
     }
 
-    pub(super) fn read(&self, open: Open<'_>, level: u64, series: &mut Vec<Series>) {
+    pub(super) fn read(&self, open: OpenLabel<'_>, level: u64, series: &mut Vec<Series>) {
         let labels = labels(self.metric, open, 0);
         series.push(Series { metric: self.metric, labels, value: Value::Level(level) });
     }
@@ -130,7 +130,7 @@ fn combinations(metric: &Metric) -> usize {
 }
 
 /// Returns the labels of the combination at `at`. The last label changes fastest.
-fn labels(metric: &'static Metric, open: Open<'_>, at: usize) -> Vec<(&'static str, String)> {
+fn labels(metric: &'static Metric, open: OpenLabel<'_>, at: usize) -> Vec<(&'static str, String)> {
     let (mut rest, mut labels) = (at, Vec::with_capacity(metric.labels.len()));
     for label in metric.labels.iter().rev() {
         let value = match label.values.len() {

@@ -14,7 +14,7 @@ use self::mode::ModeSource;
 pub use self::mode::{Mode, ModeSwitch};
 pub use self::options::{InProgress, Migrate, MissingKey, OnCrash, OnError, OnStoreError, OnUndecodable};
 pub use self::uncertain::{Doubt, Uncertain};
-use crate::key::{KeyDisplay, Shown};
+use crate::key::{DisplayByte, KeyDisplay};
 
 /// Protection of operations: retention, lease, and the reaction to each failure.
 ///
@@ -47,7 +47,7 @@ pub struct Policy {
     pub(crate) backoff: Backoff,
     pub(crate) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(crate) on_undecodable: OnUndecodable,
-    pub(crate) key_display: Shown,
+    pub(crate) key_display: DisplayByte,
     mode: ModeSource,
 }
 
@@ -80,7 +80,7 @@ impl Policy {
             backoff: Backoff::DEFAULT,
             on_uncertain: None,
             on_undecodable: OnUndecodable::Error,
-            key_display: Shown::WHOLE,
+            key_display: DisplayByte::WHOLE,
             mode: ModeSource::Fixed(Mode::Enforce),
         }
     }
@@ -192,7 +192,7 @@ impl Policy {
     /// Sets the part of a key that errors, logs and spans show (default: [`KeyDisplay::Whole`]).
     #[must_use]
     pub const fn key_display(self, key_display: KeyDisplay) -> Self {
-        Self { key_display: Shown::new(key_display), ..self }
+        Self { key_display: DisplayByte::new(key_display), ..self }
     }
 
     /// Fixes the mode (default: [`Mode::Enforce`]).

@@ -36,7 +36,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) codec: Option<&'a str>,
     pub(crate) result: Option<Bytes>,
     pub(crate) result_bytes: Option<i64>,
-    pub(crate) reading: Reading,
+    pub(crate) reading: ReadExtent,
     pub(crate) holder: Option<&'a str>,
     pub(crate) traceparent: Option<&'a str>,
     pub(crate) decided_by: Option<&'a str>,
@@ -45,7 +45,7 @@ pub(crate) struct Parts<'a> {
 
 /// Amount of a record that was read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Reading {
+pub(crate) enum ReadExtent {
     Whole,
     /// All parts except the result, with the size of the result, if the store reports it.
     WithoutResult(Option<u64>),
@@ -71,7 +71,7 @@ impl<'a> Parts<'a> {
             codec: None,
             result: None,
             result_bytes: None,
-            reading: Reading::Whole,
+            reading: ReadExtent::Whole,
             holder: record.trail.holder().map(|holder| holder.as_str()),
             traceparent: record.trail.traceparent_text(),
             decided_by: record.trail.decided_by(),
@@ -122,8 +122,8 @@ impl<'a> Parts<'a> {
                 StoredResult::Encoded { codec: CodecName::new(codec.as_bytes())?, bytes }
             }
             (Some(codec), None, None) => match self.reading {
-                Reading::Whole => return None,
-                Reading::WithoutResult(size) => {
+                ReadExtent::Whole => return None,
+                ReadExtent::WithoutResult(size) => {
                     StoredResult::LeftOut { codec: CodecName::new(codec.as_bytes())?, size }
                 }
             },

@@ -149,7 +149,7 @@ impl Decision {
 #[must_use]
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Decided {
+pub enum DecisionAnswer {
     /// The decision took effect, by this call or by an earlier one.
     Applied,
     /// Refused: an attempt is running. The record is unchanged.
@@ -183,7 +183,7 @@ pub enum Decided {
     Damaged,
 }
 
-impl Decided {
+impl DecisionAnswer {
     /// Makes [`LiveLease`](Self::LiveLease).
     pub const fn live_lease(lapses_in: Duration) -> Self {
         Self::LiveLease { lapses_in }
@@ -200,10 +200,10 @@ impl Decided {
     }
 }
 
-impl From<Decided> for Verdict {
-    fn from(decided: Decided) -> Self {
+impl From<DecisionAnswer> for Verdict {
+    fn from(decided: DecisionAnswer) -> Self {
         match decided {
-            Decided::Applied => Self::Applied,
+            DecisionAnswer::Applied => Self::Applied,
             _ => Self::Refused,
         }
     }
@@ -213,7 +213,7 @@ impl From<Decided> for Verdict {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ruling {
     /// The record stays unchanged, and this is the answer.
-    Answer(Decided),
+    Answer(DecisionAnswer),
     /// The store may replace the record by this one, if it is still the record that was found (owner, attempt and
     /// state). Its lease must not have been renewed either, unless the decision [ends a live
     /// lease](Decision::ends_live_lease). The new record is never pending, and its retention stays the same.
@@ -233,10 +233,10 @@ impl Inspection {
         let standing = self.standing();
         match &decision.action {
             _ if standing != Standing::Damaged => self.record.decide(decision, self.lapses_in.unwrap_or_default()),
-            _ if decision.seen != self.revision() => Ruling::Answer(Decided::changed(standing)),
+            _ if decision.seen != self.revision() => Ruling::Answer(DecisionAnswer::changed(standing)),
             Action::Forget => Ruling::Remove,
             // The lease can't be read and its holder can't write, so ending the lease would mean forgetting the record.
-            _ => Ruling::Answer(Decided::Damaged),
+            _ => Ruling::Answer(DecisionAnswer::Damaged),
         }
     }
 }
@@ -256,23 +256,23 @@ impl Record {
         let standing = self.standing(lapses_in);
         // A revision that the record no longer has is refused, with the reason.
         if seen.standing == Standing::Damaged {
-            return Ruling::Answer(Decided::changed(standing));
+            return Ruling::Answer(DecisionAnswer::changed(standing));
         }
         if self.attempt != seen.attempt {
-            return Ruling::Answer(Decided::OtherAttempt { latest: self.attempt });
+            return Ruling::Answer(DecisionAnswer::OtherAttempt { latest: self.attempt });
         }
         if self.is_made_by(decision) {
             return Ruling::Replace(self.clone());
         }
         if standing == Standing::Running && *action != Action::BreakLease {
-            return Ruling::Answer(Decided::LiveLease { lapses_in });
+            return Ruling::Answer(DecisionAnswer::LiveLease { lapses_in });
         }
         // Breaking a lease also applies to a lease that has lapsed since the operator saw it live.
         let is_seen = standing == seen.standing || (decision.ends_live_lease() && standing == Standing::Lapsed);
         if self.owner.tag() != seen.owner || !is_seen {
             let other = self.owner.tag() != seen.owner;
             let decided_by = self.trail.decided_by().filter(|_| other).map(Box::from);
-            return Ruling::Answer(Decided::Changed { standing, decided_by });
+            return Ruling::Answer(DecisionAnswer::Changed { standing, decided_by });
         }
         // The decision takes effect, if the state of the record allows it.
         let decided = |state| {
@@ -287,7 +287,7 @@ impl Record {
             (Action::Replace(finish), State::Completed(_) | State::Failed(_)) => {
                 Ruling::Replace(decided(finish.state()))
             }
-            (Action::Discard | Action::Replace(_), _) => Ruling::Answer(Decided::Unfinished),
+            (Action::Discard | Action::Replace(_), _) => Ruling::Answer(DecisionAnswer::Unfinished),
             (Action::Resolve(finish), State::Completed(recorded) | State::Failed(recorded)) => {
                 // Supplying a missing result contradicts no duplicate: none of them can have got another result.
                 let is_missing = matches!(recorded, StoredResult::TooLarge { .. } | StoredResult::Unencodable)
@@ -295,10 +295,10 @@ impl Record {
                     && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
                 match is_missing || self.state == finish.state() {
                     true => Ruling::Replace(decided(finish.state())),
-                    false => Ruling::Answer(Decided::Finished),
+                    false => Ruling::Answer(DecisionAnswer::Finished),
                 }
             }
-            (_, State::Completed(_) | State::Failed(_)) => Ruling::Answer(Decided::Finished),
+            (_, State::Completed(_) | State::Failed(_)) => Ruling::Answer(DecisionAnswer::Finished),
             (Action::Resolve(finish), _) => Ruling::Replace(decided(finish.state())),
             (Action::Reopen, _) => released(),
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
@@ -408,7 +408,7 @@ mod tests {
                 // The same decision by another person is a new decision, about a record that has changed.
                 let other = with.decide(&decision.clone().by("bob"), Duration::ZERO);
                 let (standing, decided_by) = (with.standing(Duration::ZERO), Some("alice".into()));
-                let expected = Ruling::Answer(Decided::Changed { standing, decided_by });
+                let expected = Ruling::Answer(DecisionAnswer::Changed { standing, decided_by });
                 assert_eq!(other, expected, "{record:?} {decision:?}");
             }
         });
@@ -445,10 +445,10 @@ mod tests {
         for action in actions() {
             let expected = match action {
                 Action::Forget => Ruling::Remove,
-                _ => Ruling::Answer(Decided::Damaged),
+                _ => Ruling::Answer(DecisionAnswer::Damaged),
             };
             assert_eq!(found.decide(&Decision::new(&key, &found, action.clone())), expected, "{action:?}");
-            let changed = |standing| Ruling::Answer(Decided::changed(standing));
+            let changed = |standing| Ruling::Answer(DecisionAnswer::changed(standing));
             for other in [damaged(&["ab"]), damaged(&["a", "c"]), damaged(&["a"])] {
                 let stale = Decision::new(&key, &other, action.clone());
                 assert_eq!(found.decide(&stale), changed(Standing::Damaged), "{action:?}");
@@ -468,7 +468,7 @@ mod tests {
     #[test]
     fn only_a_broken_lease_ends_a_live_one() {
         each(|record, decision, lapses_in, ruling| {
-            let refused = ruling == Ruling::Answer(Decided::LiveLease { lapses_in });
+            let refused = ruling == Ruling::Answer(DecisionAnswer::LiveLease { lapses_in });
             let live = record.is_pending() && !lapses_in.is_zero();
             assert_eq!(refused, live && decision.action != Action::BreakLease, "{record:?} {decision:?}");
             // A lease that was renewed since the operator saw it lapsed is not broken either.
@@ -512,7 +512,7 @@ mod tests {
         each(|record, decision, lapses_in, _| {
             for attempt in [0, 2, 4] {
                 let decision = Decision { seen: decision.seen.with_attempt(attempt), ..decision.clone() };
-                let expected = Ruling::Answer(Decided::OtherAttempt { latest: 3 });
+                let expected = Ruling::Answer(DecisionAnswer::OtherAttempt { latest: 3 });
                 assert_eq!(record.decide(&decision, lapses_in), expected);
             }
         });

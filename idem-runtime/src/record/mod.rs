@@ -18,10 +18,10 @@ use bytes::Bytes;
 
 pub use self::admission::Admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
-pub(crate) use self::columns::{Parts, Reading, signed_millis};
+pub(crate) use self::columns::{Parts, ReadExtent, signed_millis};
 pub use self::decision::Ruling;
 #[allow(unused_imports, reason = "without a store nobody decides")]
-pub(crate) use self::decision::{Action, Decided, Decision};
+pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
 pub(crate) use self::lease::{Lease, OwnerToken};
 pub(crate) use self::lease::{Owners, ReservedAt};
 #[allow(unused_imports, reason = "without a store nobody inspects")]

@@ -194,11 +194,11 @@ impl std::error::Error for TraceparentError {}
 /// Information in a record for people: its latest holder, the trace of that run, and the operator and reason of the
 /// last decision. No decision depends on a trail.
 #[derive(Clone, Default)]
-pub struct Trail(Kept);
+pub struct Trail(SmallValue);
 
 /// A small value, mostly without an allocation: every request, record and lease contains one.
 #[derive(Clone, Default)]
-enum Kept {
+enum SmallValue {
     #[default]
     Nothing,
     /// Text of a store handle of this process.
@@ -210,7 +210,7 @@ enum Kept {
 
 impl Trail {
     /// The empty trail.
-    pub(crate) const NONE: Self = Self(Kept::Nothing);
+    pub(crate) const NONE: Self = Self(SmallValue::Nothing);
     /// Length of the longest name of an operator that is kept, in bytes.
     pub const MAX_BY_BYTES: usize = 96;
     /// Length of the longest reason that is kept, in bytes.
@@ -218,14 +218,14 @@ impl Trail {
 
     /// Makes the trail of a store handle of this process.
     pub(crate) const fn held(holder: Holder<'static>) -> Self {
-        Self(Kept::Held(holder.0))
+        Self(SmallValue::Held(holder.0))
     }
 
     /// Returns the text of a store handle of this process, if the trail holds nothing else.
     #[cfg(feature = "memory")]
     pub(crate) fn handle(&self) -> Option<&'static str> {
         match &self.0 {
-            Kept::Held(holder) => Some(holder),
+            SmallValue::Held(holder) => Some(holder),
             _ => None,
         }
     }
@@ -233,9 +233,9 @@ impl Trail {
     /// Returns whether the trail is empty.
     pub fn is_empty(&self) -> bool {
         match &self.0 {
-            Kept::Nothing => true,
-            Kept::Held(holder) => holder.is_empty(),
-            Kept::Told(_) => false,
+            SmallValue::Nothing => true,
+            SmallValue::Held(holder) => holder.is_empty(),
+            SmallValue::Told(_) => false,
         }
     }
 
@@ -271,16 +271,16 @@ impl Trail {
     /// Returns the texts of the trail: holder, `traceparent`, operator and reason.
     pub(crate) fn texts(&self) -> [&str; 4] {
         match &self.0 {
-            Kept::Nothing => [""; 4],
-            Kept::Held(holder) => [holder, "", "", ""],
-            Kept::Told(written) => split(written).map_or([""; 4], |(texts, _)| texts),
+            SmallValue::Nothing => [""; 4],
+            SmallValue::Held(holder) => [holder, "", "", ""],
+            SmallValue::Told(written) => split(written).map_or([""; 4], |(texts, _)| texts),
         }
     }
 
     /// Appends the trail in the written form of a record; see [`format`](super::format).
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         match &self.0 {
-            Kept::Told(written) => out.extend_from_slice(written),
+            SmallValue::Told(written) => out.extend_from_slice(written),
             _ => write(self.texts(), out),
         }
     }
@@ -297,7 +297,7 @@ impl Trail {
             && is_plain(reason, Self::MAX_REASON_BYTES);
         let written = &bytes[..bytes.len() - rest.len()];
         let is_empty = written.iter().all(|byte| *byte == 0);
-        (sound && !is_empty).then(|| (Self(Kept::Told(written.into())), rest))
+        (sound && !is_empty).then(|| (Self(SmallValue::Told(written.into())), rest))
     }
 
     /// Like [`read`](Self::read), but reads only the trace and checks nothing else: a replay needs no more.
@@ -365,7 +365,7 @@ impl Trail {
         }
         let mut written = Vec::with_capacity(texts.iter().map(|text| 2 + text.len()).sum());
         write(texts, &mut written);
-        Self(Kept::Told(written.into()))
+        Self(SmallValue::Told(written.into()))
     }
 }
 
@@ -410,7 +410,7 @@ fn split_bytes(bytes: &[u8]) -> Option<([&[u8]; 4], &[u8])> {
 impl PartialEq for Trail {
     fn eq(&self, other: &Self) -> bool {
         match (&self.0, &other.0) {
-            (Kept::Told(a), Kept::Told(b)) => a == b,
+            (SmallValue::Told(a), SmallValue::Told(b)) => a == b,
             _ => self.texts() == other.texts(),
         }
     }

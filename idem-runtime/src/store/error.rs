@@ -29,10 +29,10 @@ pub enum StoreErrorKind {
 
 /// A failed request to a store. Clones share their content, because one failed call may be about many leases.
 #[derive(Clone)]
-pub struct StoreError(Arc<Failure>);
+pub struct StoreError(Arc<ErrorContent>);
 
 #[derive(Clone)]
-struct Failure {
+struct ErrorContent {
     kind: StoreErrorKind,
     message: String,
     source: Option<Arc<dyn std::error::Error + Send + Sync>>,
@@ -41,7 +41,7 @@ struct Failure {
 impl StoreError {
     /// Makes a failure of `kind`. `message` says what failed, without secrets and payloads.
     pub fn new(kind: StoreErrorKind, message: impl Into<String>) -> Self {
-        Self(Arc::new(Failure { kind, message: message.into(), source: None }))
+        Self(Arc::new(ErrorContent { kind, message: message.into(), source: None }))
     }
 
     /// Adds the cause of the failure.

@@ -152,7 +152,7 @@ macro_rules! __forward {
         fn decide<'a>(
             &'a self,
             decision: &'a $crate::store::Decision,
-        ) -> $crate::store::StoreFuture<'a, $crate::store::Decided> {
+        ) -> $crate::store::StoreFuture<'a, $crate::store::DecisionAnswer> {
             let $this = self;
             $store.decide(decision)
         }

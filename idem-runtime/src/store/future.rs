@@ -16,11 +16,11 @@ use crate::record::Verdict;
 /// A store in memory answers without an allocation. Every other store writes `StoreFuture::new(async move { … })`.
 #[must_use = "futures do nothing unless polled"]
 pub struct StoreFuture<'a, T> {
-    reply: Reply<'a, T>,
+    reply: FutureState<'a, T>,
     watch: Option<Watch<'a>>,
 }
 
-enum Reply<'a, T> {
+enum FutureState<'a, T> {
     Ready(Option<Result<T, StoreError>>),
     Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>),
 }
@@ -31,7 +31,7 @@ impl<T> Unpin for StoreFuture<'_, T> {}
 impl<'a, T> StoreFuture<'a, T> {
     /// Makes an immediate answer.
     pub fn ready(answer: Result<T, StoreError>) -> Self {
-        Self { reply: Reply::Ready(Some(answer)), watch: None }
+        Self { reply: FutureState::Ready(Some(answer)), watch: None }
     }
 
     /// Measures the time of the operation `op` of `store`, and counts its failure.
@@ -47,10 +47,10 @@ impl<'a, T> StoreFuture<'a, T> {
         began: Option<Instant>,
     ) -> Self {
         match &self.reply {
-            Reply::Ready(Some(Ok(_))) => store.heartbeats().answered_at_once(store.name(), op),
-            Reply::Ready(Some(Err(error))) => store.heartbeats().operation_failed(store.name(), op, error),
-            Reply::Ready(None) => {}
-            Reply::Later(_) => self.watch = Some(Watch::new(store, op, began)),
+            FutureState::Ready(Some(Ok(_))) => store.heartbeats().answered_at_once(store.name(), op),
+            FutureState::Ready(Some(Err(error))) => store.heartbeats().operation_failed(store.name(), op, error),
+            FutureState::Ready(None) => {}
+            FutureState::Later(_) => self.watch = Some(Watch::new(store, op, began)),
         }
         self
     }
@@ -58,14 +58,14 @@ impl<'a, T> StoreFuture<'a, T> {
     /// Takes an immediate successful answer. Otherwise the future stays unchanged.
     pub(crate) fn at_once(&mut self) -> Option<T> {
         match &mut self.reply {
-            Reply::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
+            FutureState::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
             _ => None,
         }
     }
 
     /// Makes the answer of `future`.
     pub fn new(future: impl Future<Output = Result<T, StoreError>> + Send + 'a) -> Self {
-        Self { reply: Reply::Later(Box::pin(future)), watch: None }
+        Self { reply: FutureState::Later(Box::pin(future)), watch: None }
     }
 }
 
@@ -89,8 +89,8 @@ impl<T> Future for StoreFuture<'_, T> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Self { reply, watch } = &mut *self;
         match reply {
-            Reply::Ready(answer) => Poll::Ready(answer.take().expect("polled after it was ready")),
-            Reply::Later(future) => {
+            FutureState::Ready(answer) => Poll::Ready(answer.take().expect("polled after it was ready")),
+            FutureState::Later(future) => {
                 let watch = watch.as_ref();
                 let _entered = watch.and_then(Watch::span).map(tracing::Span::enter);
                 let answer = ready!(future.as_mut().poll(cx));

@@ -25,15 +25,17 @@ pub(crate) use self::forward::store_of_shared;
 pub use self::future::StoreFuture;
 pub use self::health::{Health, HealthProblem};
 pub use self::heartbeat::Heartbeats;
-pub(crate) use self::heartbeat::{Beat, Beating, Callback, EndsLate, LastWait, LeaseStanding, Limits, Timer, UnderWay};
+pub(crate) use self::heartbeat::{
+    Beat, BeatGuard, Callback, FlushGuard, LastWait, LateEndGuard, LeaseStanding, Limits, Timer,
+};
 pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
 use self::operator::Operator;
 #[cfg(feature = "postgres")]
-pub(crate) use self::repeats::Repeats;
+pub(crate) use self::repeats::TagCounts;
 use crate::key::Key;
 use crate::metrics::{Snapshot, StoreOp};
 use crate::policy::{Policy, PolicyProblem};
-pub use crate::record::decision::{Action, Decided, Decision};
+pub use crate::record::decision::{Action, Decision, DecisionAnswer};
 pub use crate::record::lease::{Lease, OwnerToken};
 pub use crate::record::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Standing, Verdict};
 pub use crate::record::revision::{Revision, RevisionError};
@@ -178,7 +180,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the decision may be
     /// recorded.
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided>;
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer>;
 
     /// Checks up to `batch` records that may have expired, and removes the expired ones. Returns the number of removed
     /// records.

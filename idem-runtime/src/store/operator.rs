@@ -9,7 +9,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Decided, Decision, Filter, Finish, Inspection, Page, Revision, Standing, Stats, Store, StoreError, StoreErrorKind,
+    Decision, DecisionAnswer, Filter, Finish, Inspection, Page, Revision, Standing, Stats, Store, StoreError,
+    StoreErrorKind,
 };
 use crate::codec::{self, Codec, CodecError, Json};
 use crate::key::{Key, KeyError};
@@ -253,21 +254,21 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         let deciding = self.store.decide(&decision).watched(self.store, StoreOp::Decide);
         let decided = deciding.await.map_err(|source| self.failed(Some(&key), source))?;
         match decided {
-            Decided::Applied => {
+            DecisionAnswer::Applied => {
                 let Self { by, reason, .. } = self;
                 tracing::info!(%key, store, attempt, action, by, reason, "an operator has decided");
                 Ok(())
             }
-            Decided::LiveLease { lapses_in } => Err(OperatorError::LiveLease { key, store, attempt, lapses_in }),
-            Decided::OtherAttempt { latest } => Err(OperatorError::OtherAttempt { key, store, attempt, latest }),
-            Decided::Changed { standing, decided_by } => {
+            DecisionAnswer::LiveLease { lapses_in } => Err(OperatorError::LiveLease { key, store, attempt, lapses_in }),
+            DecisionAnswer::OtherAttempt { latest } => Err(OperatorError::OtherAttempt { key, store, attempt, latest }),
+            DecisionAnswer::Changed { standing, decided_by } => {
                 let (seen, decided_by) = (seen.standing(), decided_by.map(String::from));
                 Err(OperatorError::Changed { key, store, attempt, seen, standing, decided_by })
             }
-            Decided::Finished => Err(OperatorError::Finished { key, store, attempt, action }),
-            Decided::Unfinished => Err(OperatorError::Unfinished { key, store, attempt, action }),
-            Decided::NoRecord => Err(OperatorError::NoRecord { key, store }),
-            Decided::Damaged => Err(OperatorError::Damaged { key, store, action }),
+            DecisionAnswer::Finished => Err(OperatorError::Finished { key, store, attempt, action }),
+            DecisionAnswer::Unfinished => Err(OperatorError::Unfinished { key, store, attempt, action }),
+            DecisionAnswer::NoRecord => Err(OperatorError::NoRecord { key, store }),
+            DecisionAnswer::Damaged => Err(OperatorError::Damaged { key, store, action }),
         }
     }
 

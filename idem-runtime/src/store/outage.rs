@@ -20,11 +20,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 pub(super) struct Outage {
     /// True if the last operation failed. Read at each success.
     open: AtomicBool,
-    state: SharedOrAnew<State>,
+    state: SharedOrAnew<OutageState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct OutageState {
     since: Option<Instant>,
     failed: [u64; 4],
     /// Time of the last failure of each kind, if the kind has not succeeded since.
@@ -37,7 +37,7 @@ struct State {
 }
 
 /// Content of a line.
-struct Line {
+struct LogLine {
     /// Time since the first failure.
     since: Duration,
     /// Number of failures by kind.
@@ -48,7 +48,7 @@ struct Line {
 
 impl Outage {
     /// Counts a failure of kind `what`. Returns a line if one is due.
-    fn fails(&self, what: usize, now: Instant) -> Option<Line> {
+    fn fails(&self, what: usize, now: Instant) -> Option<LogLine> {
         let mut state = self.state.lock();
         let passed = |earlier: Option<Instant>| earlier.map(|earlier| now.saturating_since(earlier));
         let quiet = passed(state.last_line);
@@ -65,18 +65,18 @@ impl Outage {
         state.pause = if is_new { FIRST_PAUSE } else { (state.pause * 2).min(LONGEST_PAUSE) };
         state.last_line = Some(now);
         let is_first = !std::mem::replace(&mut state.told, true);
-        Some(Line { since: now.saturating_since(since), failed: state.failed, is_first })
+        Some(LogLine { since: now.saturating_since(since), failed: state.failed, is_first })
     }
 
     /// Records a success of kind `what`. Returns a line if the success ends reported failures. One load, unless there
     /// were failures.
     #[inline]
-    fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<Line> {
+    fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<LogLine> {
         if self.open.load(Ordering::Relaxed) { self.ends(what, now()) } else { None }
     }
 
     #[cold]
-    fn ends(&self, what: usize, now: Instant) -> Option<Line> {
+    fn ends(&self, what: usize, now: Instant) -> Option<LogLine> {
         let mut state = self.state.lock();
         state.failing[what] = None;
         // A store may renew leases but accept no results: that does not end the outage. A kind of operation that is no
@@ -93,7 +93,7 @@ impl Outage {
             return None;
         }
         let failed = std::mem::take(&mut state.failed);
-        Some(Line { since: now.saturating_since(since), failed, is_first: false })
+        Some(LogLine { since: now.saturating_since(since), failed, is_first: false })
     }
 
     /// Reports that the operation `op` of the store `name` has failed.
@@ -101,7 +101,7 @@ impl Outage {
         if !is_outage(error.kind()) {
             return;
         }
-        let Some(Line { since, failed, is_first }) = self.fails(kind_of(op), now) else { return };
+        let Some(LogLine { since, failed, is_first }) = self.fails(kind_of(op), now) else { return };
         let [reservations, renewals, endings, others] = failed;
         let kind = error.kind().label().name();
         if is_first {
@@ -120,7 +120,7 @@ impl Outage {
     /// Reports that the store `name` has answered.
     #[inline]
     pub(super) fn store_answers(&self, name: &'static str, op: StoreOp, now: impl FnOnce() -> Instant) {
-        let Some(Line { since, failed, .. }) = self.succeeds(kind_of(op), now) else { return };
+        let Some(LogLine { since, failed, .. }) = self.succeeds(kind_of(op), now) else { return };
         let [reservations, renewals, endings, others] = failed;
         tracing::warn!(
             store = name, after = ?since, reservations, renewals, endings, others,
@@ -131,7 +131,7 @@ impl Outage {
     /// Reports that the broker could not be told that the message with `key` is still being handled.
     pub(super) fn broker_fails(&self, key: Option<&crate::key::Key>, elapsed: Duration, error: &str, now: Instant) {
         let key = key.map(tracing::field::display);
-        let Some(Line { since, failed: [beats, ..], .. }) = self.fails(0, now) else { return };
+        let Some(LogLine { since, failed: [beats, ..], .. }) = self.fails(0, now) else { return };
         tracing::warn!(
             key,
             ?elapsed,
@@ -144,7 +144,7 @@ impl Outage {
 
     /// Reports that a broker was told that a message is still being handled.
     pub(super) fn broker_answers(&self, now: impl FnOnce() -> Instant) {
-        if let Some(Line { since, failed: [beats, ..], .. }) = self.succeeds(0, now) {
+        if let Some(LogLine { since, failed: [beats, ..], .. }) = self.succeeds(0, now) {
             tracing::warn!(after = ?since, beats, "the broker is told again that messages are being handled");
         }
     }

@@ -11,9 +11,9 @@ const SLOTS: usize = 256;
 const COUNT: u64 = 0xffff;
 
 /// Counts by tag, in a fixed amount of memory: a count may be forgotten, and then begins anew.
-pub(crate) struct Repeats(SharedOnce<Box<[AtomicU64]>>);
+pub(crate) struct TagCounts(SharedOnce<Box<[AtomicU64]>>);
 
-impl Repeats {
+impl TagCounts {
     /// Counts nothing yet.
     pub(crate) const fn new() -> Self {
         Self(SharedOnce::new())
@@ -45,7 +45,7 @@ fn slot_of(tag: u64) -> usize {
     usize::try_from(tag & COUNT).unwrap_or(0) % SLOTS
 }
 
-impl fmt::Debug for Repeats {
+impl fmt::Debug for TagCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Repeats")
     }

@@ -10,7 +10,9 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use crate::codec::CodecName;
 use crate::key::Key;
-use crate::record::{Decided, Decision, Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict};
+use crate::record::{
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict,
+};
 use crate::store::{Store, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
@@ -38,7 +40,7 @@ const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 /// let store = Compressed::new(MemoryStore::new());
 /// ```
 #[derive(Clone, Debug)]
-pub struct Compressed(Arc<Shared>);
+pub struct Compressed(Arc<CompressedInner>);
 
 impl Compressed {
     /// Wraps `store` with the default settings of [`CompressedOptions`].
@@ -94,17 +96,22 @@ impl CompressedOptions {
         Compressed(self.open(store.handle()))
     }
 
-    fn open(self, inner: Arc<dyn Store>) -> Arc<Shared> {
-        Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, options: self, upkeep: SharedOnce::new() })
+    fn open(self, inner: Arc<dyn Store>) -> Arc<CompressedInner> {
+        Arc::new_cyclic(|this| CompressedInner {
+            this: Weak::clone(this),
+            inner,
+            options: self,
+            upkeep: SharedOnce::new(),
+        })
     }
 }
 
 #[derive(Debug)]
-struct Shared {
-    this: Weak<Shared>,
+struct CompressedInner {
+    this: Weak<CompressedInner>,
     inner: Arc<dyn Store>,
     options: CompressedOptions,
-    upkeep: SharedOnce<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<CompressedInner>>,
 }
 
 thread_local! {
@@ -149,7 +156,7 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
     })
 }
 
-impl Shared {
+impl CompressedInner {
     /// Returns the payload in an envelope. `None` if the payload is stored unchanged.
     fn pack(&self, payload: &StoredResult) -> Option<StoredResult> {
         let StoredResult::Encoded { codec, bytes } = payload else { return None };
@@ -204,7 +211,7 @@ impl Shared {
     }
 }
 
-impl Store for Shared {
+impl Store for CompressedInner {
     fn upkeep(&self) -> Arc<dyn Store> {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| self.options.open(inner))
     }
@@ -239,7 +246,7 @@ impl Store for Shared {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         let packed = match decision.action.finish() {
             Some(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
                 self.pack(finish.result()).map(|packed| envelope::replaced(finish, packed))

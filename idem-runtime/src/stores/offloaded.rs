@@ -13,7 +13,7 @@ use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::Key;
 use crate::record::{
-    Decided, Decision, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward, store_of_shared};
 use crate::stores::envelope::{self, Envelope, Form, unreadable};
@@ -66,7 +66,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// let store = Offloaded::new(MemoryStore::new(), Arc::new(InMemory::new()));
 /// ```
 #[derive(Clone, Debug)]
-pub struct Offloaded(Arc<Shared>);
+pub struct Offloaded(Arc<OffloadedInner>);
 
 impl Offloaded {
     /// Wraps `store` with the default settings of [`OffloadedOptions`]: large results go to `objects`, everything else
@@ -142,8 +142,8 @@ impl OffloadedOptions {
         Offloaded(self.open(store.handle(), objects))
     }
 
-    fn open(self, inner: Arc<dyn Store>, objects: Arc<dyn ObjectStore>) -> Arc<Shared> {
-        Arc::new_cyclic(|this| Shared {
+    fn open(self, inner: Arc<dyn Store>, objects: Arc<dyn ObjectStore>) -> Arc<OffloadedInner> {
+        Arc::new_cyclic(|this| OffloadedInner {
             this: Weak::clone(this),
             inner,
             objects,
@@ -153,16 +153,16 @@ impl OffloadedOptions {
     }
 }
 
-struct Shared {
-    this: Weak<Shared>,
+struct OffloadedInner {
+    this: Weak<OffloadedInner>,
     inner: Arc<dyn Store>,
     objects: Arc<dyn ObjectStore>,
     options: OffloadedOptions,
-    upkeep: SharedOnce<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<OffloadedInner>>,
 }
 
 /// Omits the object store, whose `Debug` form may hold credentials.
-impl fmt::Debug for Shared {
+impl fmt::Debug for OffloadedInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Offloaded");
         shown.field("inner", &self.inner).field("options", &self.options).finish_non_exhaustive()
@@ -171,7 +171,7 @@ impl fmt::Debug for Shared {
 
 /// Reason why an object can't be retrieved. The texts are this library's: an error text of an object store may quote
 /// requests.
-enum Failure {
+enum ObjectFailure {
     /// The object will not be available later either.
     Gone(&'static str),
     /// The object may exist, but the object store refuses this request.
@@ -180,7 +180,7 @@ enum Failure {
     Passing(&'static str),
 }
 
-impl Failure {
+impl ObjectFailure {
     fn reason(&self) -> &'static str {
         match self {
             Self::Gone(reason) | Self::Refused(reason) | Self::Passing(reason) => reason,
@@ -188,7 +188,7 @@ impl Failure {
     }
 }
 
-impl From<Error> for Failure {
+impl From<Error> for ObjectFailure {
     fn from(error: Error) -> Self {
         match error {
             Error::NotFound { .. } => Self::Gone("its object is missing"),
@@ -207,7 +207,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| char::from(DIGITS[usize::from(digit)])).collect()
 }
 
-impl Shared {
+impl OffloadedInner {
     /// Returns the path of this result of this attempt. Another result of the same attempt has another path, so that a
     /// repeated `finish` that changes no record changes no object either. The owner token is hashed: it must not show
     /// in a name.
@@ -218,17 +218,17 @@ impl Shared {
     }
 
     /// Repeats a call to the object store until the call succeeds or fails permanently, or until `limit` is over.
-    async fn try_for<T, F>(&self, limit: Duration, call: impl Fn() -> F) -> Result<T, Failure>
+    async fn try_for<T, F>(&self, limit: Duration, call: impl Fn() -> F) -> Result<T, ObjectFailure>
     where
-        F: Future<Output = Result<T, Failure>>,
+        F: Future<Output = Result<T, ObjectFailure>>,
     {
         let clock = self.inner.heartbeats().clock();
-        let mut last = Failure::Passing("the object store does not answer");
+        let mut last = ObjectFailure::Passing("the object store does not answer");
         let tries = async {
             let mut pause = FIRST_PAUSE;
             loop {
                 match call().await {
-                    Err(failure @ Failure::Passing(_)) => last = failure,
+                    Err(failure @ ObjectFailure::Passing(_)) => last = failure,
                     ended => return ended,
                 }
                 clock.sleep(pause).await;
@@ -238,7 +238,7 @@ impl Shared {
         race(tries, clock.sleep(limit)).await.unwrap_or(Err(last))
     }
 
-    async fn upload(&self, limit: Duration, path: &Path, bytes: &Bytes) -> Result<(), Failure> {
+    async fn upload(&self, limit: Duration, path: &Path, bytes: &Bytes) -> Result<(), ObjectFailure> {
         self.try_for(limit, || async {
             self.objects.put(path, PutPayload::from_bytes(bytes.clone())).await?;
             Ok(())
@@ -291,7 +291,7 @@ impl Shared {
 
     /// Applies a decision whose result goes into an object, or into an envelope. An object that can't be written is an
     /// error: an operator can repeat the decision, while an attempt must end.
-    async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<Decided, StoreError> {
+    async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<DecisionAnswer, StoreError> {
         let with = |finish| Decision { action: decision.action.with_finish(finish), ..decision.clone() };
         let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };
         if bytes.len() <= self.options.above {
@@ -309,13 +309,13 @@ impl Shared {
             StoreError::new(StoreErrorKind::Unavailable, message)
         })?;
         let decided = self.inner.decide(&with(in_object(finish, *codec, bytes.len(), &digest, &path))).await?;
-        if decided == Decided::Finished
+        if decided == DecisionAnswer::Finished
             && let Some(found) = self.inspect(&decision.key).await?
             && found.record.attempt == decision.seen.attempt()
             && found.record.state == finish.state()
         {
             // The attempt has recorded the same result, in its own object.
-            return Ok(Decided::Applied);
+            return Ok(DecisionAnswer::Applied);
         }
         Ok(decided)
     }
@@ -334,8 +334,8 @@ impl Shared {
     }
 
     /// Returns the payload behind the envelope in `bytes`.
-    async fn open(&self, bytes: &Bytes) -> Result<StoredResult, Failure> {
-        const DAMAGED: Failure = Failure::Gone("the reference to its object is damaged");
+    async fn open(&self, bytes: &Bytes) -> Result<StoredResult, ObjectFailure> {
+        const DAMAGED: ObjectFailure = ObjectFailure::Gone("the reference to its object is damaged");
         let Envelope { form, codec, size, mut rest } = match envelope::open(bytes) {
             Ok(envelope) => envelope,
             Err(reason) => return Ok(unreadable(reason)),
@@ -353,14 +353,14 @@ impl Shared {
                 let object = self.objects.get(&path).await?;
                 // Checked before the object is read: a larger object is never loaded into memory.
                 if object.meta.size != size {
-                    return Err(Failure::Gone("its object has another size"));
+                    return Err(ObjectFailure::Gone("its object has another size"));
                 }
                 Ok(object.bytes().await?)
             })
             .await?;
         match Sha256::digest(&bytes)[..] == digest[..] {
             true => Ok(StoredResult::Encoded { codec, bytes }),
-            false => Err(Failure::Gone("its object was altered")),
+            false => Err(ObjectFailure::Gone("its object was altered")),
         }
     }
 }
@@ -378,7 +378,7 @@ fn as_it_was(finish: &Finish) -> Option<Finish> {
     Some(envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes }))
 }
 
-impl Store for Shared {
+impl Store for OffloadedInner {
     fn upkeep(&self) -> Arc<dyn Store> {
         let Some(objects) = &self.options.upkeep_objects else {
             let around = |inner| self.options.clone().open(inner, Arc::clone(&self.objects));
@@ -411,7 +411,7 @@ impl Store for Shared {
         }
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         match decision.action.finish() {
             Some(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
                 StoreFuture::new(self.decide_offloaded(decision, finish))
@@ -429,11 +429,13 @@ impl Store for Shared {
             {
                 *payload = match self.open(bytes).await {
                     Ok(payload) => payload,
-                    Err(Failure::Gone(reason)) => unreadable(reason),
-                    Err(Failure::Refused(reason)) => {
+                    Err(ObjectFailure::Gone(reason)) => unreadable(reason),
+                    Err(ObjectFailure::Refused(reason)) => {
                         return Err(StoreError::new(StoreErrorKind::Misconfigured, reason));
                     }
-                    Err(Failure::Passing(reason)) => return Err(StoreError::new(StoreErrorKind::Unavailable, reason)),
+                    Err(ObjectFailure::Passing(reason)) => {
+                        return Err(StoreError::new(StoreErrorKind::Unavailable, reason));
+                    }
                 };
             }
             Ok(inspection)

@@ -99,17 +99,17 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
 
 /// Tasks that run until they end or [`end`](Tasks::end) drops them, with a count of the tasks that can go on.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Tasks(Arc<Inner>);
+pub(crate) struct Tasks(Arc<TasksInner>);
 
 #[derive(Debug, Default)]
-struct Inner {
+struct TasksInner {
     // The scheduler does not switch threads while this lock is held.
-    state: std::sync::Mutex<State>,
+    state: std::sync::Mutex<SchedulerState>,
     idle: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SchedulerState {
     ended: bool,
     started: usize,
     alive: HashMap<usize, Option<AbortHandle>>,
@@ -130,7 +130,7 @@ impl Tasks {
             (number, state.ended)
         };
         let pulse = Pulse { tasks: self.clone(), rhythm: std::sync::Mutex::default() };
-        let counted = Counted { task: Some(Box::pin(task)), pulse: Arc::new(pulse), number };
+        let counted = CountedTask { task: Some(Box::pin(task)), pulse: Arc::new(pulse), number };
         if ended {
             return;
         }
@@ -195,13 +195,13 @@ impl Tasks {
 }
 
 /// A task whose states are counted.
-struct Counted {
+struct CountedTask {
     task: Option<Task>,
     pulse: Arc<Pulse>,
     number: usize,
 }
 
-impl Future for Counted {
+impl Future for CountedTask {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -227,7 +227,7 @@ impl Future for Counted {
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedTask {
     fn drop(&mut self) {
         self.task = None;
         let inner = &self.pulse.tasks.0;

@@ -43,16 +43,16 @@ const MAX_SCENARIOS: usize = 50_000;
 
 /// The output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) decides what happens to
 /// the message, or the [`Disposition`] that a consumer of your own has decided on.
-pub trait Delivered: sealed::Delivered {}
+pub trait DeliveryOutput: sealed::DeliveryOutput {}
 
-impl<D: sealed::Delivered> Delivered for D {}
+impl<D: sealed::DeliveryOutput> DeliveryOutput for D {}
 
 mod sealed {
-    use super::{Answer, Outcome};
+    use super::{DeliveryAnswer, Outcome};
 
-    pub trait Delivered {
+    pub trait DeliveryOutput {
         #[doc(hidden)]
-        fn answer(self, outcome: Outcome) -> Answer;
+        fn answer(self, outcome: Outcome) -> DeliveryAnswer;
 
         #[doc(hidden)]
         fn failed(&self) -> bool;
@@ -61,7 +61,7 @@ mod sealed {
 
 /// The answer of a delivery that ended.
 #[derive(Debug)]
-pub struct Answer {
+pub struct DeliveryAnswer {
     outcome: Outcome,
     disposition: Disposition,
     /// The value as JSON.
@@ -69,12 +69,12 @@ pub struct Answer {
     error: Option<String>,
 }
 
-impl<T: Serialize, E: Debug> sealed::Delivered for Result<T, E> {
-    fn answer(self, outcome: Outcome) -> Answer {
+impl<T: Serialize, E: Debug> sealed::DeliveryOutput for Result<T, E> {
+    fn answer(self, outcome: Outcome) -> DeliveryAnswer {
         let disposition = outcome.disposition();
         let value = self.as_ref().ok().and_then(|value| serde_json::to_string(value).ok());
         let error = self.err().map(|error| format!("{error:?}"));
-        Answer { outcome, disposition, value, error }
+        DeliveryAnswer { outcome, disposition, value, error }
     }
 
     fn failed(&self) -> bool {
@@ -82,9 +82,9 @@ impl<T: Serialize, E: Debug> sealed::Delivered for Result<T, E> {
     }
 }
 
-impl sealed::Delivered for Disposition {
-    fn answer(self, outcome: Outcome) -> Answer {
-        Answer { outcome, disposition: self, value: None, error: None }
+impl sealed::DeliveryOutput for Disposition {
+    fn answer(self, outcome: Outcome) -> DeliveryAnswer {
+        DeliveryAnswer { outcome, disposition: self, value: None, error: None }
     }
 
     /// A `Disposition` itself tells a failed delivery from a successful one.
@@ -93,7 +93,7 @@ impl sealed::Delivered for Disposition {
     }
 }
 
-impl Answer {
+impl DeliveryAnswer {
     fn tell(&self) -> String {
         let outcome = &self.outcome;
         let attempt = outcome.attempt().map_or_else(String::new, |number| format!(" attempt {number}"));
@@ -130,7 +130,7 @@ impl Answer {
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,
-    D: Future<Output: Delivered> + 'static,
+    D: Future<Output: DeliveryOutput> + 'static,
 {
     Explorer::new().explore(deliver)
 }
@@ -256,14 +256,14 @@ impl Explorer {
     pub fn explore<F, D>(&self, deliver: F) -> Report
     where
         F: Fn(Worker) -> D + 'static,
-        D: Future<Output: Delivered> + 'static,
+        D: Future<Output: DeliveryOutput> + 'static,
     {
         // The handler's output and its `Outcome` together give the answer of a delivery.
         let deliver: Deliver = Rc::new(move |worker| {
             let delivery = deliver(worker);
             Box::pin(async move {
-                let (delivered, outcome) = Observe::new(delivery, sealed::Delivered::failed).await;
-                sealed::Delivered::answer(delivered, outcome)
+                let (delivered, outcome) = Observe::new(delivery, sealed::DeliveryOutput::failed).await;
+                sealed::DeliveryOutput::answer(delivered, outcome)
             })
         });
         // The plain run shows the points at which faults can happen, and the effects to expect.
@@ -364,7 +364,7 @@ impl Run {
     }
 }
 
-type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = Answer>>>>;
+type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = DeliveryAnswer>>>>;
 
 /// State of a scenario while it is played.
 struct Scene {
@@ -375,11 +375,11 @@ struct Scene {
     duplicates: u32,
     /// Deliveries of the message and of its duplicates. Each ends when its copy is acknowledged.
     copies: RefCell<Vec<Task<()>>>,
-    known: RefCell<Known>,
+    known: RefCell<ScenarioFacts>,
 }
 
 #[derive(Default)]
-struct Known {
+struct ScenarioFacts {
     duplicated: bool,
     cut_again: bool,
     awaits: Vec<String>,
@@ -388,7 +388,7 @@ struct Known {
     problems: Vec<Problem>,
 }
 
-impl Known {
+impl ScenarioFacts {
     /// Returns the cut for a later delivery, and marks it as used: it happens once.
     fn cut_again(&mut self, scenario: Scenario) -> Cut {
         self.cut_again = true;
@@ -398,7 +398,7 @@ impl Known {
 
 /// Selects the cuts of the scenario that apply to a delivery.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Watched {
+enum CutSelection {
     /// The scenario's own cut.
     First,
     /// The cut for a later delivery.
@@ -408,15 +408,15 @@ enum Watched {
 }
 
 /// End of one delivery.
-enum Ended {
-    Answered(Answer),
+enum DeliveryEnd {
+    Answered(DeliveryAnswer),
     /// The delivery was dropped or panicked: the broker gets no answer.
     Unanswered,
     /// The worker of the delivery is dead.
     Died,
 }
 
-impl Ended {
+impl DeliveryEnd {
     fn is_in_progress(&self) -> bool {
         matches!(self, Self::Answered(answer) if answer.outcome.refusal() == Some(Refusal::InProgress))
     }
@@ -424,7 +424,7 @@ impl Ended {
 
 impl Scene {
     async fn play(self: &Rc<Self>, late: Duration) {
-        self.start("the message", self.world.worker(), Watched::First);
+        self.start("the message", self.world.worker(), CutSelection::First);
         if self.scenario.duplicate == Duplicate::With {
             self.duplicate();
         }
@@ -446,7 +446,7 @@ impl Scene {
         }
     }
 
-    fn start(self: &Rc<Self>, what: &'static str, worker: Worker, watched: Watched) {
+    fn start(self: &Rc<Self>, what: &'static str, worker: Worker, watched: CutSelection) {
         let scene = Rc::clone(self);
         let copy = self.simulation.spawn(async move { scene.deliver(what, worker, watched).await });
         self.copies.borrow_mut().push(copy);
@@ -456,7 +456,7 @@ impl Scene {
     fn duplicate(self: &Rc<Self>) {
         if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
             for _ in 0..self.duplicates {
-                self.start("a duplicate", self.world.worker(), Watched::No);
+                self.start("a duplicate", self.world.worker(), CutSelection::No);
             }
         }
     }
@@ -468,7 +468,7 @@ impl Scene {
     }
 
     /// Delivers one copy of the message as a broker does: again and again, until it is acknowledged or set aside.
-    async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: Watched) {
+    async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: CutSelection) {
         let world = &self.world;
         let mut redelivery = REDELIVERY;
         let mut left = DELIVERIES;
@@ -480,11 +480,11 @@ impl Scene {
             left -= u32::from(!ended.is_in_progress());
             match ended {
                 // The worker dies between the handler's return and the acknowledgement, so the broker delivers again.
-                Ended::Answered(_) if watched == Watched::First && self.scenario.point == Point::Return => {
+                DeliveryEnd::Answered(_) if watched == CutSelection::First && self.scenario.point == Point::Return => {
                     self.kill(&worker, "when the handler has returned, before the message is acknowledged");
                     self.duplicate_after();
                 }
-                Ended::Answered(answer) => {
+                DeliveryEnd::Answered(answer) => {
                     world.tell(&format!("delivery {number} {}", answer.tell()));
                     if answer.outcome.recorded() {
                         self.known.borrow_mut().values.extend(answer.value);
@@ -492,7 +492,7 @@ impl Scene {
                     match answer.disposition {
                         Disposition::Retry { after } => again_after = Some(after),
                         Disposition::Ack => {
-                            if watched == Watched::First && self.scenario.point == Point::Ack {
+                            if watched == CutSelection::First && self.scenario.point == Point::Ack {
                                 self.kill(&worker, "when the message has been acknowledged");
                                 self.duplicate_after();
                             }
@@ -504,11 +504,11 @@ impl Scene {
                         }
                     }
                 }
-                Ended::Unanswered | Ended::Died => {}
+                DeliveryEnd::Unanswered | DeliveryEnd::Died => {}
             }
             // Faults hit the first delivery; later deliveries get only the second cut of the scenario.
-            if watched == Watched::First {
-                watched = Watched::Later;
+            if watched == CutSelection::First {
+                watched = CutSelection::Later;
             }
             // Wait as the broker does, and replace a dead worker.
             world.clock().sleep(again_after.unwrap_or(redelivery)).await;
@@ -525,7 +525,7 @@ impl Scene {
         worker.die();
     }
 
-    async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: Watched) -> Ended {
+    async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: CutSelection) -> DeliveryEnd {
         // The closure itself may panic before it returns a future.
         let mut call = match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
             Ok(call) => call,
@@ -537,7 +537,7 @@ impl Scene {
             // Polls the delivery until it ends, its worker dies, or it reaches the point of its cut.
             let step = poll_fn(|cx| {
                 if dead.as_mut().poll(cx).is_ready() {
-                    return Poll::Ready(Step::Ended(Ended::Died));
+                    return Poll::Ready(Step::Ended(DeliveryEnd::Died));
                 }
                 let polled = catch_unwind(AssertUnwindSafe(|| call.as_mut().poll(cx)));
                 let place = self.world.take_place();
@@ -546,16 +546,16 @@ impl Scene {
                     self.duplicate_after();
                 }
                 match polled {
-                    Ok(Poll::Ready(answer)) => return Poll::Ready(Step::Ended(Ended::Answered(answer))),
+                    Ok(Poll::Ready(answer)) => return Poll::Ready(Step::Ended(DeliveryEnd::Answered(answer))),
                     Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
                     Ok(Poll::Pending) => awaits += 1,
                 }
                 // The worker may have died during the poll.
                 if worker.is_dead() {
-                    return Poll::Ready(Step::Ended(Ended::Died));
+                    return Poll::Ready(Step::Ended(DeliveryEnd::Died));
                 }
                 // The plain run collects the points at which other scenarios cut.
-                if watched == Watched::First && self.scenario == Scenario::PLAIN {
+                if watched == CutSelection::First && self.scenario == Scenario::PLAIN {
                     self.known.borrow_mut().awaits.push(place.clone());
                 }
                 let stops_now = is_cut && self.scenario.cut.stands_still();
@@ -568,7 +568,7 @@ impl Scene {
                 Step::Ended(ended) => return ended,
                 Step::Reached(place) => {
                     let cut = match watched {
-                        Watched::Later => self.known.borrow_mut().cut_again(self.scenario),
+                        CutSelection::Later => self.known.borrow_mut().cut_again(self.scenario),
                         _ => self.scenario.cut,
                     };
                     if let Some(ended) = self.cut(cut, number, worker, &place).await {
@@ -580,16 +580,18 @@ impl Scene {
     }
 
     /// Returns whether the delivery has reached its cut: it is pending for the `awaits`-th time.
-    fn is_reached(&self, watched: Watched, awaits: usize) -> bool {
+    fn is_reached(&self, watched: CutSelection, awaits: usize) -> bool {
         match watched {
-            Watched::First => self.scenario.point == Point::Await(awaits),
-            Watched::Later => !self.known.borrow().cut_again && self.scenario.then.is_some_and(|(_, at)| at == awaits),
-            Watched::No => false,
+            CutSelection::First => self.scenario.point == Point::Await(awaits),
+            CutSelection::Later => {
+                !self.known.borrow().cut_again && self.scenario.then.is_some_and(|(_, at)| at == awaits)
+            }
+            CutSelection::No => false,
         }
     }
 
     /// Applies `cut` to the delivery at `place`. Returns the delivery's end if the cut ended it.
-    async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<Ended> {
+    async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<DeliveryEnd> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {
             self.world.tell(&format!("delivery {number} is {place}"));
@@ -601,12 +603,12 @@ impl Scene {
             Cut::Cancel => {
                 self.world.tell(&format!("delivery {number} is cancelled {place}"));
                 self.duplicate_after();
-                Some(Ended::Unanswered)
+                Some(DeliveryEnd::Unanswered)
             }
             Cut::Crash => {
                 self.kill(worker, place);
                 self.duplicate_after();
-                Some(Ended::Died)
+                Some(DeliveryEnd::Died)
             }
             Cut::Stop | Cut::Pause | Cut::Overtake => {
                 self.world.tell(&format!("worker {} stands still {place}", worker.number()));
@@ -630,7 +632,7 @@ impl Scene {
             let (scene, other) = (Rc::clone(self), other.clone());
             self.simulation.spawn(async move {
                 scene.world.clock().sleep(REDELIVERY).await;
-                scene.deliver("the message, which is not acknowledged yet,", other, Watched::No).await;
+                scene.deliver("the message, which is not acknowledged yet,", other, CutSelection::No).await;
             })
         };
         let scene = Rc::clone(self);
@@ -655,7 +657,7 @@ impl Scene {
         self.copies.borrow_mut().push(until);
     }
 
-    fn panicked(&self, number: u32, panic: &(dyn std::any::Any + Send)) -> Ended {
+    fn panicked(&self, number: u32, panic: &(dyn std::any::Any + Send)) -> DeliveryEnd {
         let message = panic
             .downcast_ref::<&str>()
             .map(|message| (*message).to_owned())
@@ -663,7 +665,7 @@ impl Scene {
             .unwrap_or_default();
         self.world.tell(&format!("delivery {number} panics: {message}"));
         self.known.borrow_mut().problems.push(Problem::Panicked { message });
-        Ended::Unanswered
+        DeliveryEnd::Unanswered
     }
 }
 
@@ -675,7 +677,7 @@ async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) 
 
 /// Result of polling a delivery until it ends or reaches its cut.
 enum Step {
-    Ended(Ended),
+    Ended(DeliveryEnd),
     /// The delivery is at the place where the scenario cuts it.
     Reached(String),
 }

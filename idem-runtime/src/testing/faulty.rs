@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::key::Key;
 use crate::record::StoredResult;
 use crate::store::{
-    Answers, Decided, Decision, Filter, Finish, Inspection, Lease, Page, Release, Reservation, ReserveRequest, Store,
-    StoreError, StoreErrorKind, StoreFuture, Verdict, forward, renew_all,
+    Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Lease, Page, Release, Reservation, ReserveRequest,
+    Store, StoreError, StoreErrorKind, StoreFuture, Verdict, forward, renew_all,
 };
 use crate::sync::lock;
 
@@ -33,7 +33,7 @@ pub enum Fault {
 /// The calls of a [`Store`] that may fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum Call {
+pub enum StoreCall {
     /// [`Store::reserve`].
     Reserve,
     /// [`Store::begin`].
@@ -82,14 +82,14 @@ pub enum Call {
 pub struct FaultyStore {
     inner: Arc<dyn Store>,
     response_timeout: Duration,
-    plan: Arc<Mutex<Plan>>,
+    plan: Arc<Mutex<FaultPlan>>,
 }
 
 #[derive(Debug, Default)]
-struct Plan {
-    faults: VecDeque<(Call, Fault)>,
-    always: Vec<(Call, Fault)>,
-    calls: Vec<Call>,
+struct FaultPlan {
+    faults: VecDeque<(StoreCall, Fault)>,
+    always: Vec<(StoreCall, Fault)>,
+    calls: Vec<StoreCall>,
     reserves: Vec<ReserveRequest>,
 }
 
@@ -106,19 +106,19 @@ impl FaultyStore {
     }
 
     /// Applies `fault` to the next call of this kind.
-    pub fn next(&self, call: Call, fault: Fault) {
+    pub fn next(&self, call: StoreCall, fault: Fault) {
         lock(&self.plan).faults.push_back((call, fault));
     }
 
     /// Applies `fault` to every call of this kind from now on.
-    pub fn always(&self, call: Call, fault: Fault) {
+    pub fn always(&self, call: StoreCall, fault: Fault) {
         let mut plan = lock(&self.plan);
         plan.always.retain(|(other, _)| *other != call);
         plan.always.push((call, fault));
     }
 
     /// Returns the number of calls of this kind.
-    pub fn count(&self, call: Call) -> usize {
+    pub fn count(&self, call: StoreCall) -> usize {
         lock(&self.plan).calls.iter().filter(|it| **it == call).count()
     }
 
@@ -127,7 +127,7 @@ impl FaultyStore {
         lock(&self.plan).reserves.clone()
     }
 
-    fn meet(&self, call: Call) -> Fault {
+    fn meet(&self, call: StoreCall) -> Fault {
         let mut plan = lock(&self.plan);
         plan.calls.push(call);
         if let Some(at) = plan.faults.iter().position(|(other, _)| *other == call)
@@ -140,7 +140,7 @@ impl FaultyStore {
 
     fn through<'a, T: Send + 'a>(
         &self,
-        call: Call,
+        call: StoreCall,
         inner: impl FnOnce() -> StoreFuture<'a, T> + Send + 'a,
     ) -> StoreFuture<'a, T> {
         Self::meeting(self.meet(call), inner)
@@ -197,53 +197,53 @@ impl Store for FaultyStore {
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
         lock(&self.plan).reserves.push(request.clone());
-        self.through(Call::Reserve, move || self.inner.reserve(request))
+        self.through(StoreCall::Reserve, move || self.inner.reserve(request))
     }
 
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
-        self.through(Call::Begin, move || self.inner.begin(lease))
+        self.through(StoreCall::Begin, move || self.inner.begin(lease))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         // A lost answer is lost for every lease of the call.
         let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
-        StoreFuture::renewed(answer, self.through(Call::Renew, inner))
+        StoreFuture::renewed(answer, self.through(StoreCall::Renew, inner))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         let call = move || self.inner.finish(lease, finish);
         let has_result = matches!(finish.result(), StoredResult::Encoded { .. });
-        match self.meet(Call::Finish) {
+        match self.meet(StoreCall::Finish) {
             Fault::BeforeResult(_) if !has_result => call(),
             fault => Self::meeting(fault, call),
         }
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        self.through(Call::Release, move || self.inner.release(lease, release))
+        self.through(StoreCall::Release, move || self.inner.release(lease, release))
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
-        self.through(Call::Wait, move || self.inner.wait(key, attempt, at_most))
+        self.through(StoreCall::Wait, move || self.inner.wait(key, attempt, at_most))
     }
 
     fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
-        self.through(Call::Inspect, move || self.inner.inspect(key))
+        self.through(StoreCall::Inspect, move || self.inner.inspect(key))
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
-        self.through(Call::Decide, move || self.inner.decide(decision))
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
+        self.through(StoreCall::Decide, move || self.inner.decide(decision))
     }
 
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
-        self.through(Call::Purge, move || self.inner.purge(batch))
+        self.through(StoreCall::Purge, move || self.inner.purge(batch))
     }
 
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
-        self.through(Call::List, move || self.inner.list(filter))
+        self.through(StoreCall::List, move || self.inner.list(filter))
     }
 
     fn ping(&self) -> StoreFuture<'_, ()> {
-        self.through(Call::Ping, move || self.inner.ping())
+        self.through(StoreCall::Ping, move || self.inner.ping())
     }
 }

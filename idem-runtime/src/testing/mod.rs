@@ -116,12 +116,12 @@ mod time;
 mod worker;
 
 #[cfg(feature = "testing")]
-pub use explorer::{Delivered, Explorer, explore};
-pub use faulty::{Call, Fault, FaultyStore};
+pub use explorer::{DeliveryOutput, Explorer, explore};
+pub use faulty::{Fault, FaultyStore, StoreCall};
 #[cfg(feature = "testing")]
 pub use report::{Finding, Problem, Report};
 #[cfg(feature = "testing")]
-pub use simulation::{Killed, Random, Simulation, Stuck, Task};
+pub use simulation::{Random, Simulation, SimulationStuck, Task, TaskKilled};
 #[cfg(feature = "testing")]
 pub use time::SimulatedClock;
 #[cfg(feature = "testing")]

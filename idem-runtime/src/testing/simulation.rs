@@ -165,7 +165,7 @@ impl Simulation {
     /// dropped.
     ///
     /// # Panics
-    /// If the run is [`Stuck`], if a task panics, or inside another runtime.
+    /// If the run is [`SimulationStuck`], if a task panics, or inside another runtime.
     pub fn run<F: Future>(&self, future: F) -> F::Output {
         self.try_run(future).unwrap_or_else(|stuck| panic!("{stuck}"))
     }
@@ -173,11 +173,11 @@ impl Simulation {
     /// Runs like [`run`](Simulation::run), but returns an error instead of panicking if the run is stuck.
     ///
     /// # Errors
-    /// [`Stuck`] if `future` does not become ready.
+    /// [`SimulationStuck`] if `future` does not become ready.
     ///
     /// # Panics
     /// If a task panics, or inside another runtime.
-    pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, Stuck> {
+    pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, SimulationStuck> {
         let runtime = self.runtime.as_ref().expect("present until it is dropped");
         let Self { tasks, clock, .. } = self;
         tasks.left.set(self.poll_limit.get());
@@ -252,7 +252,7 @@ impl Simulation {
             waker: Arc::clone(&waker),
             polls: Rc::new(Cell::new(0)),
             kill_at: Cell::new(awaits),
-            killed: Rc::new(move || ended.end(Err(Killed(())))),
+            killed: Rc::new(move || ended.end(Err(TaskKilled(())))),
         };
         let polls = Rc::clone(&slot.polls);
         self.tasks.slots.borrow_mut().insert(waker.id, slot);
@@ -260,9 +260,9 @@ impl Simulation {
         Task { id: waker.id, tasks: Rc::clone(&self.tasks), state, polls }
     }
 
-    fn stuck(&self, spinning: bool) -> Stuck {
+    fn stuck(&self, spinning: bool) -> SimulationStuck {
         let after = self.clock.now().since_origin();
-        Stuck { seed: self.seed, after, spinning, tasks: self.tasks.slots.borrow().len() }
+        SimulationStuck { seed: self.seed, after, spinning, tasks: self.tasks.slots.borrow().len() }
     }
 }
 
@@ -282,14 +282,14 @@ impl fmt::Debug for Simulation {
 
 /// A run that did not end.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Stuck {
+pub struct SimulationStuck {
     seed: u64,
     after: Duration,
     spinning: bool,
     tasks: usize,
 }
 
-impl Stuck {
+impl SimulationStuck {
     /// Returns true if tasks were polled endlessly. Otherwise, all tasks waited for an event that never comes.
     pub fn is_spinning(&self) -> bool {
         self.spinning
@@ -301,7 +301,7 @@ impl Stuck {
     }
 }
 
-impl fmt::Display for Stuck {
+impl fmt::Display for SimulationStuck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seed, after, spinning, tasks } = self;
         let what = if *spinning { "polled endlessly" } else { "waiting endlessly" };
@@ -312,19 +312,19 @@ impl fmt::Display for Stuck {
     }
 }
 
-impl std::error::Error for Stuck {}
+impl std::error::Error for SimulationStuck {}
 
 /// A task was killed before it was ready.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Killed(());
+pub struct TaskKilled(());
 
-impl fmt::Display for Killed {
+impl fmt::Display for TaskKilled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the task was killed")
     }
 }
 
-impl std::error::Error for Killed {}
+impl std::error::Error for TaskKilled {}
 
 /// A task of a [`Simulation`]. Awaiting it gives the output of its future. A dropped handle does not end the task.
 pub struct Task<T> {
@@ -354,7 +354,7 @@ impl<T> Task<T> {
 }
 
 impl<T> Future for Task<T> {
-    type Output = Result<T, Killed>;
+    type Output = Result<T, TaskKilled>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let Some(output) = self.state.output.take() {
@@ -372,12 +372,12 @@ impl<T> fmt::Debug for Task<T> {
 }
 
 struct TaskState<T> {
-    output: Cell<Option<Result<T, Killed>>>,
+    output: Cell<Option<Result<T, TaskKilled>>>,
     waiter: Cell<Option<Waker>>,
 }
 
 impl<T> TaskState<T> {
-    fn end(&self, output: Result<T, Killed>) {
+    fn end(&self, output: Result<T, TaskKilled>) {
         self.output.set(Some(output));
         if let Some(waiter) = self.waiter.take() {
             waiter.wake();
@@ -400,19 +400,19 @@ pub(super) struct Tasks {
     next: Cell<u64>,
     /// Number of polls left.
     left: Cell<u64>,
-    woken: Arc<Mutex<Woken>>,
+    woken: Arc<Mutex<WakeQueue>>,
 }
 
 /// The tasks that can go on. Behind a lock, because a waker may be called from any thread.
 #[derive(Default)]
-struct Woken {
+struct WakeQueue {
     tasks: BTreeSet<u64>,
     scheduler: Option<Waker>,
 }
 
 struct TaskWaker {
     id: u64,
-    woken: Arc<Mutex<Woken>>,
+    woken: Arc<Mutex<WakeQueue>>,
 }
 
 impl Wake for TaskWaker {

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::simulation::Tasks;
 use crate::clock::{Clock, Instant, Sleep, SplitMix, Task};
-use crate::engine::{Entered, Observation};
+use crate::engine::{CurrentGuard, Observation};
 use crate::sync::lock;
 
 thread_local! {
@@ -30,10 +30,10 @@ pub struct SimulatedClock(Arc<Time>);
 struct Time {
     runtime: tokio::runtime::Handle,
     origin: tokio::time::Instant,
-    state: Mutex<State>,
+    state: Mutex<TimeState>,
 }
 
-struct State {
+struct TimeState {
     random: SplitMix,
     /// The sleeping tasks, by the time at which they wake and the order in which they fell asleep.
     sleepers: BTreeMap<(Instant, u64), Waker>,
@@ -48,7 +48,7 @@ impl SimulatedClock {
     /// Creates the clock of a runtime whose time is paused.
     pub(super) fn new(runtime: &tokio::runtime::Handle, seed: u64) -> Self {
         let _entered = runtime.enter();
-        let state = State {
+        let state = TimeState {
             random: SplitMix(seed),
             sleepers: BTreeMap::new(),
             fell_asleep: 0,
@@ -78,7 +78,7 @@ impl SimulatedClock {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
         // Tasks that are polled in here are not part of the blocking task's call.
         let (mut nowhere, mut nobody) = (None, None);
-        let _entered = Entered::enter(&mut nowhere);
+        let _entered = CurrentGuard::enter(&mut nowhere);
         let _observation = Observation::enter(&mut nobody);
         let until = self.now().saturating_add(duration);
         loop {
@@ -96,8 +96,8 @@ impl SimulatedClock {
     }
 
     /// Sets the `tasks` that go on while one of them blocks, until the returned guard is dropped.
-    pub(super) fn running(tasks: &Rc<Tasks>) -> Running {
-        Running(RUNNING.replace(Some(Rc::clone(tasks))))
+    pub(super) fn running(tasks: &Rc<Tasks>) -> RunningTasks {
+        RunningTasks(RUNNING.replace(Some(Rc::clone(tasks))))
     }
 
     /// Wakes the tasks whose time is due.
@@ -215,9 +215,9 @@ impl Drop for Sleeper {
 }
 
 /// Guard that restores the tasks that [`SimulatedClock::running`] replaced.
-pub(super) struct Running(Option<Rc<Tasks>>);
+pub(super) struct RunningTasks(Option<Rc<Tasks>>);
 
-impl Drop for Running {
+impl Drop for RunningTasks {
     fn drop(&mut self) {
         RUNNING.set(self.0.take());
     }

@@ -17,7 +17,9 @@ use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
 use crate::engine::current;
 use crate::key::Key;
-use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::record::{
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+};
 use crate::store::{
     Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, renew_all, store_of_shared,
 };
@@ -59,7 +61,7 @@ enum Health {
 impl Worker {
     /// Returns the worker's handle to the store of the scenario. All workers share the store.
     pub fn store(&self) -> SimulatedStore {
-        let this = |it: &std::sync::Weak<Shared>| Shared { this: it.clone(), worker: self.clone() };
+        let this = |it: &std::sync::Weak<WorkerInner>| WorkerInner { this: it.clone(), worker: self.clone() };
         SimulatedStore(Arc::new_cyclic(this))
     }
 
@@ -205,10 +207,10 @@ pub struct Effect {
     worker: Worker,
     name: String,
     key: Option<String>,
-    under_way: Option<UnderWay>,
+    under_way: Option<EffectFuture>,
 }
 
-type UnderWay = Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>;
+type EffectFuture = Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>;
 
 impl Effect {
     /// Sets the idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key). The
@@ -291,19 +293,19 @@ async fn late_effect(
 
 /// The store of a [`Worker`]: a [`MemoryStore`] whose calls take time, and fail where the scenario requires it.
 #[derive(Clone, Debug)]
-pub struct SimulatedStore(Arc<Shared>);
+pub struct SimulatedStore(Arc<WorkerInner>);
 
 impl SimulatedStore {}
 
 store_of_shared!(SimulatedStore);
 
 #[derive(Debug)]
-struct Shared {
-    this: std::sync::Weak<Shared>,
+struct WorkerInner {
+    this: std::sync::Weak<WorkerInner>,
     worker: Worker,
 }
 
-impl Shared {
+impl WorkerInner {
     /// Runs one call: the request travels, takes effect, and the answer travels back.
     fn ask<'a, T: Send + 'a>(
         &'a self,
@@ -341,7 +343,7 @@ impl Shared {
     }
 }
 
-impl Store for Shared {
+impl Store for WorkerInner {
     fn name(&self) -> &'static str {
         "simulated"
     }
@@ -403,7 +405,7 @@ impl Store for Shared {
         self.ask("inspect", move |memory| memory.inspect(key))
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         self.ask(decision.action.name(), move |memory| memory.decide(decision))
     }
 
@@ -431,7 +433,7 @@ pub(super) struct World {
 
 #[derive(Default)]
 pub(super) struct WorldState {
-    pub(super) effects: Vec<Happened>,
+    pub(super) effects: Vec<PastEffect>,
     pub(super) story: Vec<String>,
     pub(super) problems: Vec<Problem>,
     /// The store calls of the first worker, in order.
@@ -449,7 +451,7 @@ pub(super) struct WorldState {
     shared: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
 }
 
-pub(super) struct Happened {
+pub(super) struct PastEffect {
     pub(super) name: String,
     key: Option<String>,
 }
@@ -564,7 +566,7 @@ impl World {
                 return false;
             }
         }
-        lock(&self.state).effects.push(Happened { name: name.to_owned(), key });
+        lock(&self.state).effects.push(PastEffect { name: name.to_owned(), key });
         true
     }
 

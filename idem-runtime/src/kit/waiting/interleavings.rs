@@ -11,14 +11,14 @@ use crate::sync::explore;
 
 /// Two keys whose attempts end, as a store shows them.
 #[derive(Default)]
-struct Running {
-    waiting: Waiting,
+struct RunningAttempts {
+    waiting: WaiterTable,
     ended: [AtomicBool; 2],
 }
 
 const KEYS: [&str; 2] = ["a", "b"];
 
-impl Running {
+impl RunningAttempts {
     /// Waits until the attempt has ended, as stores do: listens, then looks.
     fn wait(&self, key: usize) {
         block_on(async {
@@ -39,7 +39,7 @@ impl Running {
 #[test]
 fn no_wake_up_is_lost_and_nothing_is_left() {
     explore(|| {
-        let running = Arc::new(Running::default());
+        let running = Arc::new(RunningAttempts::default());
         let mut threads: Vec<_> = [0, 0, 1, 1]
             .into_iter()
             .map(|key| {

@@ -13,7 +13,7 @@ mod interleavings;
 
 /// The waiters of each key.
 #[derive(Default, Debug)]
-pub(crate) struct Waiting(Mutex<HashMap<String, Waiters>>);
+pub(crate) struct WaiterTable(Mutex<HashMap<String, Waiters>>);
 
 /// The waiters of one key, and their number.
 #[derive(Default, Debug)]
@@ -22,7 +22,7 @@ struct Waiters {
     count: usize,
 }
 
-impl Waiting {
+impl WaiterTable {
     /// Adds a waiter for `key`, until the returned waiter is dropped.
     pub(crate) fn join(&self, key: &str) -> Waiter<'_> {
         let mut waiting = lock(&self.0);
@@ -47,7 +47,7 @@ impl Waiting {
 
 /// One waiting duplicate; the last waiter of a key removes the entry.
 pub(crate) struct Waiter<'a> {
-    waiting: &'a Waiting,
+    waiting: &'a WaiterTable,
     key: String,
     woken: Arc<Notify>,
 }

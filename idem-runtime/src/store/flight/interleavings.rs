@@ -24,9 +24,11 @@ fn finish(store: &Arc<dyn Store>, lease: &Lease) {
     assert_eq!(written.expect("answered"), Verdict::Applied);
 }
 
-fn join(store: &Arc<dyn Store>, request: &ReserveRequest) -> Option<Aboard> {
+fn join(store: &Arc<dyn Store>, request: &ReserveRequest) -> Option<WaitTicket> {
     match block_on(store.reserve(request)).expect("answered") {
-        Reservation::InProgress { attempt, lapses_in } => Some(Aboard::join(store, &request.key, attempt, lapses_in)),
+        Reservation::InProgress { attempt, lapses_in } => {
+            Some(WaitTicket::join(store, &request.key, attempt, lapses_in))
+        }
         _ => None,
     }
 }
@@ -34,7 +36,7 @@ fn join(store: &Arc<dyn Store>, request: &ReserveRequest) -> Option<Aboard> {
 /// Waits until the key is finished, like a call. Runs the body if it gets the key.
 fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
     let request = request(store, 1);
-    let mut aboard: Option<Aboard> = None;
+    let mut aboard: Option<WaitTicket> = None;
     loop {
         let attempt = match block_on(store.reserve(&request)).expect("answered") {
             Reservation::Finished { .. } => return,
@@ -52,14 +54,14 @@ fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
         if let Some(aboard) = &mut aboard {
             aboard.settle(Some(attempt));
         }
-        let waits = aboard.get_or_insert_with(|| Aboard::join(store, &request.key, attempt.0, attempt.1));
+        let waits = aboard.get_or_insert_with(|| WaitTicket::join(store, &request.key, attempt.0, attempt.1));
         match block_on(waits) {
-            News::Told(found) => {
+            WaitOutcome::Told(found) => {
                 assert!(found.record.is_finished());
                 return;
             }
-            News::Turn => {}
-            News::Ask => aboard = None,
+            WaitOutcome::Turn => {}
+            WaitOutcome::Ask => aboard = None,
         }
     }
 }

@@ -33,11 +33,11 @@ const LONGEST_TURN: Duration = Duration::from_millis(100);
 
 /// Waits of the store handles that share their heartbeats.
 #[derive(Default)]
-pub(crate) struct Flights(Mutex<HashMap<Place, Arc<Flight>>>);
+pub(crate) struct Flights(Mutex<HashMap<WaitId, Arc<Flight>>>);
 
 /// Identifies a wait that duplicates can share.
 #[derive(Clone, PartialEq, Eq, Hash)]
-struct Place {
+struct WaitId {
     /// Address of the handle, which the flight keeps alive. A wrapper may show other records under the same key.
     handle: usize,
     /// Runtime of the wait: timers and connections stop with their runtime.
@@ -47,7 +47,7 @@ struct Place {
 
 /// One wait, and its members.
 struct Flight {
-    place: Place,
+    place: WaitId,
     store: Arc<dyn Store>,
     /// Number of members that have joined. The number of a member is the count before it joined.
     joined: Arc<AtomicU64>,
@@ -75,10 +75,10 @@ enum Stage {
     Landed(Option<(Arc<Inspection>, u64)>),
 }
 
-type Wait = Pin<Box<dyn Future<Output = Seen> + Send>>;
+type Wait = Pin<Box<dyn Future<Output = WaitEnd> + Send>>;
 
 /// End of a [`Wait`].
-enum Seen {
+enum WaitEnd {
     /// The record, for the members who joined before the store was asked.
     Told(Arc<Inspection>, u64),
     /// No attempt is known to hold the key.
@@ -88,27 +88,28 @@ enum Seen {
 }
 
 /// Answer to a waiting duplicate.
-pub(crate) enum News {
+pub(crate) enum WaitOutcome {
     /// No attempt holds the key, and this is the record.
     Told(Arc<Inspection>),
-    /// The key may be free. Reserve it, and then call [`settle`](Aboard::settle) for the others.
+    /// The key may be free. Reserve it, and then call [`settle`](WaitTicket::settle) for the others.
     Turn,
     /// The record is unknown: reserve the key.
     Ask,
 }
 
-/// A duplicate that waits together with others. After [`News::Turn`] and a call of `settle` it may be polled again.
-pub(crate) struct Aboard {
+/// A duplicate that waits together with others. After [`WaitOutcome::Turn`] and a call of `settle` it may be polled
+/// again.
+pub(crate) struct WaitTicket {
     flight: Arc<Flight>,
     number: u64,
     has_turn: bool,
 }
 
-impl Aboard {
+impl WaitTicket {
     /// Waits for attempt `attempt` of `key`, whose lease lapses in `lapses_in`, together with all other duplicates of
     /// the key in this handle and this runtime.
     pub(crate) fn join(store: &Arc<dyn Store>, key: &Key, attempt: u32, lapses_in: Duration) -> Self {
-        let place = Place {
+        let place = WaitId {
             handle: Arc::as_ptr(store).cast::<()>().addr(),
             runtime: Handle::try_current().ok().map(|runtime| runtime.id()),
             key: key.clone(),
@@ -162,23 +163,23 @@ impl Aboard {
     }
 }
 
-impl Future for Aboard {
-    type Output = News;
+impl Future for WaitTicket {
+    type Output = WaitOutcome;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<News> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<WaitOutcome> {
         let this = &mut *self;
         let flight = &this.flight;
         loop {
             let mut members = lock(&flight.members);
             match &members.stage {
                 Stage::Landed(Some((told, entitled))) if this.number < *entitled => {
-                    return Poll::Ready(News::Told(Arc::clone(told)));
+                    return Poll::Ready(WaitOutcome::Told(Arc::clone(told)));
                 }
-                Stage::Landed(_) => return Poll::Ready(News::Ask),
+                Stage::Landed(_) => return Poll::Ready(WaitOutcome::Ask),
                 Stage::Free => {
                     members.stage = Stage::Taken;
                     this.has_turn = true;
-                    return Poll::Ready(News::Turn);
+                    return Poll::Ready(WaitOutcome::Turn);
                 }
                 Stage::Waiting | Stage::Taken => {
                     members.wakers.entry(this.number).or_insert_with(|| cx.waker().clone()).clone_from(cx.waker());
@@ -192,7 +193,7 @@ impl Future for Aboard {
     }
 }
 
-impl Drop for Aboard {
+impl Drop for WaitTicket {
     fn drop(&mut self) {
         let flight = &self.flight;
         let (mut is_last, mut is_free) = (false, false);
@@ -225,9 +226,9 @@ impl Flight {
     /// Polls the wait. Returns whether the stage has changed.
     fn advance(self: &Arc<Self>) -> bool {
         /// Ends the wait for all members if the store panics.
-        struct Lands<'a>(&'a Flight);
+        struct FlightGuard<'a>(&'a Flight);
 
-        impl Drop for Lands<'_> {
+        impl Drop for FlightGuard<'_> {
             fn drop(&mut self) {
                 self.0.land(None);
                 self.0.wake_members();
@@ -236,7 +237,7 @@ impl Flight {
 
         let mut wait = lock(&self.wait);
         let Some(mut polled) = wait.take() else { return false };
-        let lands = Lands(self);
+        let lands = FlightGuard(self);
         let seen = polled.as_mut().poll(&mut Context::from_waker(&Waker::from(Arc::clone(self))));
         std::mem::forget(lands);
         match seen {
@@ -244,13 +245,13 @@ impl Flight {
                 *wait = Some(polled);
                 return false;
             }
-            Poll::Ready(Seen::Told(found, entitled)) => self.land(Some((found, entitled))),
-            Poll::Ready(Seen::Overdue) => self.land(None),
-            Poll::Ready(Seen::Free) => {
+            Poll::Ready(WaitEnd::Told(found, entitled)) => self.land(Some((found, entitled))),
+            Poll::Ready(WaitEnd::Overdue) => self.land(None),
+            Poll::Ready(WaitEnd::Free) => {
                 let overdue = self.store.heartbeats().clock().sleep(LONGEST_TURN);
                 *wait = Some(Box::pin(async move {
                     overdue.await;
-                    Seen::Overdue
+                    WaitEnd::Overdue
                 }));
                 lock(&self.members).stage = Stage::Free;
                 self.woken.store(true, Ordering::SeqCst);
@@ -269,7 +270,7 @@ impl Flight {
         lock(&self.members).stage = Stage::Landed(told);
     }
 
-    fn leave(&self, flights: &mut HashMap<Place, Arc<Self>>) {
+    fn leave(&self, flights: &mut HashMap<WaitId, Arc<Self>>) {
         if flights.get(&self.place).is_some_and(|flight| std::ptr::eq(&raw const **flight, self)) {
             flights.remove(&self.place);
         }
@@ -324,7 +325,7 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
         loop {
             let (entitled, began) = (joined.load(Ordering::SeqCst), clock.now());
             let told = wait_once(&store, &key, attempt, lapses_in, AFTER_A_FAILURE).await;
-            let Some(found) = told else { return Seen::Free };
+            let Some(found) = told else { return WaitEnd::Free };
             match found.standing() {
                 Standing::Running => {
                     let is_early = found.attempt() == attempt && clock.now().saturating_since(began) < EARLY;
@@ -333,10 +334,10 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
                         clock.sleep(EARLY).await;
                     }
                 }
-                Standing::Lapsed | Standing::Released => return Seen::Free,
+                Standing::Lapsed | Standing::Released => return WaitEnd::Free,
                 // Members joined meanwhile. The attempt is over, so a single further read serves them.
                 _ if !asked_again && joined.load(Ordering::SeqCst) > entitled => asked_again = true,
-                _ => return Seen::Told(Arc::new(found), entitled),
+                _ => return WaitEnd::Told(Arc::new(found), entitled),
             }
         }
     })

@@ -109,7 +109,7 @@ impl Delivery {
 }
 
 /// Schedule of a delivery in its store handle.
-pub(super) struct Scheduled {
+pub(super) struct BeatSchedule {
     pub(super) delivery: Arc<Delivery>,
     due: Instant,
     /// Number of beats so far.
@@ -118,7 +118,7 @@ pub(super) struct Scheduled {
     calling: bool,
 }
 
-pub(super) type Deliveries = BTreeMap<u64, Scheduled>;
+pub(super) type Deliveries = BTreeMap<u64, BeatSchedule>;
 
 /// Timer of a store handle, for deliveries.
 #[derive(Clone)]
@@ -132,7 +132,7 @@ impl fmt::Debug for Timer {
 
 impl Timer {
     /// Calls `callback` every `every` from now on, until the returned value is dropped.
-    pub(crate) fn start(&self, key: Option<Key>, every: Duration, callback: Callback) -> Beating {
+    pub(crate) fn start(&self, key: Option<Key>, every: Duration, callback: Callback) -> BeatGuard {
         let leases = &self.0;
         let (now, every) = (leases.clock.now(), every.max(SHORTEST));
         let delivery = Arc::new(Delivery {
@@ -148,21 +148,21 @@ impl Timer {
         });
         let number = leases.deliveries_started.fetch_add(1, Ordering::Relaxed);
         let due = now.saturating_add(every);
-        let scheduled = Scheduled { delivery: Arc::clone(&delivery), due, beats: 0, calling: false };
+        let scheduled = BeatSchedule { delivery: Arc::clone(&delivery), due, beats: 0, calling: false };
         leases.deliveries(number).insert(number, scheduled);
         leases.expect_beat_before(due);
-        Beating { leases: Arc::clone(leases), number, delivery }
+        BeatGuard { leases: Arc::clone(leases), number, delivery }
     }
 }
 
 /// A delivery that beats until this value is dropped.
-pub(crate) struct Beating {
+pub(crate) struct BeatGuard {
     leases: Arc<Leases>,
     number: u64,
     delivery: Arc<Delivery>,
 }
 
-impl Beating {
+impl BeatGuard {
     /// Returns whether the broker no longer extends the message. Wakes `waker` when that changes.
     pub(crate) fn is_lost(&self, waker: &Waker) -> bool {
         {
@@ -177,7 +177,7 @@ impl Beating {
     }
 }
 
-impl Drop for Beating {
+impl Drop for BeatGuard {
     /// Drops a running callback too: its requests would reach the broker after the message is settled.
     fn drop(&mut self) {
         self.leases.deliveries(self.number).remove(&self.number);
@@ -239,7 +239,7 @@ impl Leases {
         let delivery = Arc::clone(&beat.delivery);
         // The timer is created here, because the runtime of a delivery may have no timers.
         let limit = self.clock.sleep(delivery.every.max(CALLBACK_LIMIT));
-        let calling = Calling { leases: Arc::clone(self), number, failed: true };
+        let calling = CallbackGuard { leases: Arc::clone(self), number, failed: true };
         delivery.spawn(&*self.clock, Box::pin(call(calling, beat, limit)));
     }
 
@@ -291,13 +291,13 @@ impl Leases {
 }
 
 /// Ends a callback, even if it panics or its runtime drops it.
-struct Calling {
+struct CallbackGuard {
     leases: Arc<Leases>,
     number: u64,
     failed: bool,
 }
 
-impl Drop for Calling {
+impl Drop for CallbackGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
             tracing::error!("the callback of `on_beat` panicked; it is called again");
@@ -307,7 +307,7 @@ impl Drop for Calling {
 }
 
 /// Runs the callback of a delivery until the delivery is over, and for at most `limit`.
-async fn call(mut calling: Calling, beat: Beat, mut limit: Sleep) {
+async fn call(mut calling: CallbackGuard, beat: Beat, mut limit: Sleep) {
     let (delivery, elapsed) = (Arc::clone(&beat.delivery), beat.elapsed);
     let mut ended = pin!(delivery.ended.notified());
     ended.as_mut().enable();

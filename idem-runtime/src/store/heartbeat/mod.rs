@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 
 use super::flight::Flights;
 use super::outage::Outage;
-use super::repeats::Repeats;
+use super::repeats::TagCounts;
 use super::{Store, StoreError, StoreErrorKind};
 use crate::clock::{Clock, Instant, as_nanos};
 use crate::combine::race;
@@ -29,7 +29,7 @@ mod deliveries;
 mod interleavings;
 
 pub use self::deliveries::Beat;
-pub(crate) use self::deliveries::{Beating, Callback, Timer};
+pub(crate) use self::deliveries::{BeatGuard, Callback, Timer};
 use self::deliveries::{Deliveries, DueBeat};
 
 /// Value of `next_beat` while no renewal task is running.
@@ -56,16 +56,16 @@ const OVERDUE: Duration = Duration::from_secs(1);
 ///
 /// The task starts with the first handler, ends some seconds after the last one, and starts again in the child of a
 /// `fork()`.
-pub struct Heartbeats(PerProcess<Arc<Leases>>, Holds);
+pub struct Heartbeats(PerProcess<Arc<Leases>>, HandleName);
 
 /// Identity of the handle, for its records.
-struct Holds {
+struct HandleName {
     name: Box<str>,
     /// Made at its first use: some handles live only for one call.
     holder: PerProcess<Holder<'static>>,
 }
 
-impl Holds {
+impl HandleName {
     fn new(name: &str) -> Self {
         Self { name: name.into(), holder: PerProcess::empty() }
     }
@@ -99,7 +99,7 @@ struct Leases {
     warned: AtomicBool,
     /// Number of changes of `late_ends`.
     late_ends_changed: AtomicU32,
-    counts: Counts,
+    counts: EventCounts,
     /// Distinguishes the keys of one place from those of others in [`OF_TRANSACTIONS`].
     place: u64,
     /// Made by the first that counts: the name of the store is known then.
@@ -123,37 +123,37 @@ struct LateEnd {
 }
 
 /// Counts of events that no record keeps.
-struct Counts {
+struct EventCounts {
     /// Failures of bodies that run without a record, by key.
-    failures: Repeats,
+    failures: TagCounts,
     /// Calls in transactions that the store refused, by key.
-    refusals: Repeats,
+    refusals: TagCounts,
     /// Encounters of duplicates with an attempt, by key and attempt.
-    meetings: Repeats,
+    meetings: TagCounts,
     /// Duplicates that wait only because their broker delivers them for the last times.
     last_waits: AtomicUsize,
 }
 
 /// The counts of all calls in transactions: the handle of such a call ends with it.
-static OF_TRANSACTIONS: SharedOnce<Counts> = SharedOnce::new();
+static OF_TRANSACTIONS: SharedOnce<EventCounts> = SharedOnce::new();
 
-impl Counts {
+impl EventCounts {
     fn new() -> Self {
-        let [failures, refusals, meetings] = [const { Repeats::new() }; 3];
+        let [failures, refusals, meetings] = [const { TagCounts::new() }; 3];
         Self { failures, refusals, meetings, last_waits: AtomicUsize::new(0) }
     }
 }
 
 #[derive(Default)]
 struct Tables {
-    shards: [SharedWithChild<Shard>; SHARDS],
+    shards: [SharedWithChild<LeaseShard>; SHARDS],
     /// Deliveries that beat, in the order in which they began.
     deliveries: [SharedWithChild<Deliveries>; SHARDS],
     /// Attempts that are renewed or ended after their lease.
     late_ends: SharedWithChild<HashMap<Key, LateEnd>>,
 }
 
-type Shard = HashMap<OwnerToken, Registered, BuildHasherDefault<TokenHasher>>;
+type LeaseShard = HashMap<OwnerToken, LeaseEntry, BuildHasherDefault<TokenHasher>>;
 
 /// Uses the last bytes of an owner token as its hash, because they are random. `Hash` writes the length of the array
 /// first; the last write is the token.
@@ -224,7 +224,7 @@ impl LongestPause {
 }
 
 /// Renewals that failed.
-struct Failing {
+struct RenewalFailure {
     /// Time when the first of them was sent.
     since: Instant,
     /// Last error of the store.
@@ -233,7 +233,7 @@ struct Failing {
     is_its_own: bool,
 }
 
-struct Registered {
+struct LeaseEntry {
     /// Handle of the call, so that the renewal task does not keep a store open.
     store: Arc<dyn Store>,
     lease: Lease,
@@ -246,14 +246,14 @@ struct Registered {
     pause: LongestPause,
     /// Failures since the last confirmed renewal, if there were any. Boxed: they are rare, and every lease would carry
     /// their size inline.
-    failing: Option<Box<Failing>>,
+    failing: Option<Box<RenewalFailure>>,
     /// Never [`LeaseStanding::Lapsed`], which depends only on the time.
     standing: LeaseStanding,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
     waker: Option<Waker>,
 }
 
-impl Registered {
+impl LeaseEntry {
     fn beat(&self) -> Duration {
         self.lease.duration / 3
     }
@@ -276,8 +276,8 @@ impl Registered {
     /// renewals meanwhile, so the time counts from the first failed renewal.
     fn give_up_at(&self) -> Instant {
         match (self.failing.as_deref(), self.pause.get()) {
-            (Some(Failing { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
-            (Some(Failing { since, .. }), Some(pause)) => self.held_until().max(*since).saturating_add(pause),
+            (Some(RenewalFailure { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
+            (Some(RenewalFailure { since, .. }), Some(pause)) => self.held_until().max(*since).saturating_add(pause),
             _ => Instant::new(Duration::MAX),
         }
     }
@@ -321,7 +321,7 @@ impl Heartbeats {
     }
 
     fn of(clock: Arc<dyn Clock>, owners: Option<Owners>, beats: bool, place: u64) -> Self {
-        Self(PerProcess::new(Leases::new(clock, owners, beats, place)), Holds::new(""))
+        Self(PerProcess::new(Leases::new(clock, owners, beats, place)), HandleName::new(""))
     }
 
     /// Returns the leases of this process. Costs a system call, except for a store in memory: the child of a `fork()`
@@ -342,7 +342,7 @@ impl Heartbeats {
     /// name).
     #[must_use]
     pub fn held_by(mut self, name: &str) -> Self {
-        self.1 = Holds::new(name);
+        self.1 = HandleName::new(name);
         self
     }
 
@@ -529,9 +529,10 @@ impl Heartbeats {
     }
 
     /// Returns the state of the renewal of leases at `now`.
-    pub(super) fn beating(&self, now: Instant) -> Standings {
+    pub(super) fn beating(&self, now: Instant) -> RenewalStates {
         let leases = self.here();
-        let mut standings = Standings { is_running: !leases.beats || leases.is_running(), ..Standings::default() };
+        let mut standings =
+            RenewalStates { is_running: !leases.beats || leases.is_running(), ..RenewalStates::default() };
         for at in 0..SHARDS {
             for registered in leases.shard(at).values() {
                 standings.leases += 1;
@@ -553,15 +554,15 @@ impl Heartbeats {
     }
 
     /// Starts work that [`flush`](Heartbeats::flush) waits for, until the returned value is dropped.
-    pub(crate) fn under_way(&self) -> UnderWay {
-        UnderWay::new(self.leases())
+    pub(crate) fn under_way(&self) -> FlushGuard {
+        FlushGuard::new(self.leases())
     }
 
     /// Marks `key` as one whose attempt this handle is still ending, until the returned value is dropped.
-    pub(crate) fn ends_late(&self, key: &Key) -> EndsLate {
+    pub(crate) fn ends_late(&self, key: &Key) -> LateEndGuard {
         let leases = self.here();
         leases.late_end(key, |end| end.writes += 1);
-        EndsLate { leases: Arc::clone(leases), key: key.clone() }
+        LateEndGuard { leases: Arc::clone(leases), key: key.clone() }
     }
 
     /// Number of changes of late ends so far, for [`is_at_work`](Heartbeats::is_at_work).
@@ -578,7 +579,7 @@ impl Heartbeats {
         if leases.late_ends().get(key).is_some_and(|end| end.writes > 0 || is_later(end)) {
             return true;
         }
-        let runs = |it: &Registered| it.lease.key == *key && it.standing != LeaseStanding::Lost;
+        let runs = |it: &LeaseEntry| it.lease.key == *key && it.standing != LeaseStanding::Lost;
         (0..SHARDS).any(|at| leases.shard(at).values().any(runs))
     }
 
@@ -591,7 +592,7 @@ impl Heartbeats {
         if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && leases.is_forked() {
             leases.start_anew();
         }
-        let registered = Registered {
+        let registered = LeaseEntry {
             store: Arc::clone(store),
             lease: lease.clone(),
             confirmed_at,
@@ -649,7 +650,7 @@ impl Heartbeats {
         {
             // The renewal task may run on another runtime, in real time: a test paused this time after the task had
             // started.
-            let under_way = UnderWay::new(self.leases());
+            let under_way = FlushGuard::new(self.leases());
             self.0.first().clock.spawn(Box::pin(renew(under_way, store, vec![lease], now)));
         }
         standing
@@ -729,7 +730,7 @@ impl Heartbeats {
     #[cfg(feature = "redis")]
     pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
         let shard = self.leases().shard_of(owner);
-        shard.get(&owner).filter(|registered| registered.standing == LeaseStanding::Held).map(Registered::held_until)
+        shard.get(&owner).filter(|registered| registered.standing == LeaseStanding::Held).map(LeaseEntry::held_until)
     }
 
     /// Time for which the lease of `owner` is certainly live; zero once its call has ended.
@@ -758,7 +759,7 @@ impl Heartbeats {
 
 /// State of the renewal of leases.
 #[derive(Default)]
-pub(super) struct Standings {
+pub(super) struct RenewalStates {
     /// Number of leases that are kept alive.
     pub(super) leases: usize,
     /// True if the renewal task runs in this process.
@@ -797,7 +798,7 @@ impl Leases {
             down_since: AtomicU64::new(NEVER),
             warned: AtomicBool::new(false),
             late_ends_changed: AtomicU32::new(0),
-            counts: Counts::new(),
+            counts: EventCounts::new(),
             place,
             metrics: SharedOnce::new(),
             outage: Outage::default(),
@@ -808,7 +809,7 @@ impl Leases {
     }
 
     /// Returns the leases of the shard at `at`. If the parent held the lock at the fork, the child starts with none.
-    fn shard(&self, at: usize) -> MutexGuard<'_, Shard> {
+    fn shard(&self, at: usize) -> MutexGuard<'_, LeaseShard> {
         let anew = |InheritedLock| self.anew.here().shards[at].lock().expect("a lock of this process");
         self.tables.shards[at].lock().unwrap_or_else(anew)
     }
@@ -818,8 +819,8 @@ impl Leases {
         key.seed() ^ self.place
     }
 
-    fn counts(&self) -> &Counts {
-        if self.beats { &self.counts } else { OF_TRANSACTIONS.get_or_init(Counts::new) }
+    fn counts(&self) -> &EventCounts {
+        if self.beats { &self.counts } else { OF_TRANSACTIONS.get_or_init(EventCounts::new) }
     }
 
     fn late_ends(&self) -> MutexGuard<'_, HashMap<Key, LateEnd>> {
@@ -846,7 +847,7 @@ impl Leases {
         self.tables.deliveries[at].lock().unwrap_or_else(anew)
     }
 
-    fn shard_of(&self, owner: OwnerToken) -> MutexGuard<'_, Shard> {
+    fn shard_of(&self, owner: OwnerToken) -> MutexGuard<'_, LeaseShard> {
         self.shard(usize::from(owner.as_bytes()[0]) % SHARDS)
     }
 
@@ -891,7 +892,7 @@ impl Leases {
         let process = std::process::id();
         self.next_beat.store(LOOKING, Ordering::SeqCst);
         self.process.store(process, Ordering::SeqCst);
-        self.clock.spawn(Box::pin(beat(Running { leases: Arc::clone(self), process, has_ended: false })));
+        self.clock.spawn(Box::pin(beat(TaskGuard { leases: Arc::clone(self), process, has_ended: false })));
     }
 
     /// Returns whether the renewal task belongs to the parent process of this one.
@@ -931,8 +932,8 @@ impl Leases {
 
     /// Returns the leases that are due by `now` or soon after, and the time of the next scan. Wakes the bodies whose
     /// time is over.
-    fn due(&self, now: Instant) -> (Due, Instant) {
-        let mut due = Due::default();
+    fn due(&self, now: Instant) -> (ScanWork, Instant) {
+        let mut due = ScanWork::default();
         if self.abandoned.load(Ordering::SeqCst) {
             return (due, now.saturating_add(LONGEST_SLEEP));
         }
@@ -1019,7 +1020,7 @@ impl Leases {
                 registered.due = registered.due.min(now.saturating_add(registered.beat() / 4));
                 let since = registered.failing.as_ref().map_or(asked_at, |failing| failing.since);
                 let error = error.cloned().unwrap_or_else(no_answer);
-                let failing = Failing { since, error, is_its_own: leases.len() == 1 };
+                let failing = RenewalFailure { since, error, is_its_own: leases.len() == 1 };
                 registered.failing = Some(Box::new(failing));
                 self.count_beat(BeatResult::Failed);
                 sooner = true;
@@ -1052,14 +1053,14 @@ fn nanos(instant: Instant) -> u64 {
 
 /// Marks a renewal task as running. If a runtime that shuts down drops the task, this guard wakes the remaining
 /// handlers, on any runtime, and the first of them starts a new task.
-struct Running {
+struct TaskGuard {
     leases: Arc<Leases>,
     process: u32,
     /// True once another task may be running.
     has_ended: bool,
 }
 
-impl Running {
+impl TaskGuard {
     /// Ends the task if no lease is left. Returns whether the task has ended.
     ///
     /// A call that registers a lease while the task is about to end sees it as running, and the body of that call may
@@ -1076,7 +1077,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for TaskGuard {
     fn drop(&mut self) {
         let leases = &self.leases;
         if self.has_ended || leases.process.load(Ordering::SeqCst) != self.process {
@@ -1097,7 +1098,7 @@ impl Drop for Running {
 
 /// Work of one scan: leases of one store handle, or of wrappers around it, and deliveries.
 #[derive(Default)]
-struct Due {
+struct ScanWork {
     store: Option<Arc<dyn Store>>,
     leases: Vec<Lease>,
     /// Leases that are each renewed in a call of their own.
@@ -1108,7 +1109,7 @@ struct Due {
 }
 
 /// The renewal task.
-async fn beat(mut running: Running) {
+async fn beat(mut running: TaskGuard) {
     let mut slept = false;
     loop {
         let leases = &running.leases;
@@ -1120,7 +1121,7 @@ async fn beat(mut running: Running) {
             }
             let alone = due.alone.into_iter().map(|lease| vec![lease]);
             for together in [due.leases].into_iter().filter(|leases| !leases.is_empty()).chain(alone) {
-                let under_way = UnderWay::new(leases);
+                let under_way = FlushGuard::new(leases);
                 leases.clock.spawn(Box::pin(renew(under_way, Arc::clone(&store), together, now)));
             }
         }
@@ -1144,7 +1145,7 @@ async fn beat(mut running: Running) {
 }
 
 /// Renews all leases that are due together in one call. A lease without an answer is renewed by another call.
-async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
+async fn renew(under_way: FlushGuard, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
     let leases = &under_way.0;
     let answer = |at: usize, write| {
         if let Some(lease) = due.get(at) {
@@ -1167,7 +1168,7 @@ async fn renew(under_way: UnderWay, store: Arc<dyn Store>, due: Vec<Lease>, aske
 }
 
 /// Counts work that [`Heartbeats::flush`] waits for.
-pub(crate) struct UnderWay(Arc<Leases>);
+pub(crate) struct FlushGuard(Arc<Leases>);
 
 /// A duplicate that waits only because few deliveries of its message are left. Each such duplicate occupies a slot of
 /// its consumer for as long as an attempt may run, so their number is limited.
@@ -1184,7 +1185,7 @@ impl Drop for LastWait {
     }
 }
 
-impl UnderWay {
+impl FlushGuard {
     fn new(leases: &Arc<Leases>) -> Self {
         leases.under_way.fetch_add(1, Ordering::SeqCst);
         Self(Arc::clone(leases))
@@ -1192,18 +1193,18 @@ impl UnderWay {
 }
 
 /// An attempt that is ended after its lease; see [`Heartbeats::ends_late`].
-pub(crate) struct EndsLate {
+pub(crate) struct LateEndGuard {
     leases: Arc<Leases>,
     key: Key,
 }
 
-impl Drop for EndsLate {
+impl Drop for LateEndGuard {
     fn drop(&mut self) {
         self.leases.late_end(&self.key, |end| end.writes = end.writes.saturating_sub(1));
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for FlushGuard {
     fn drop(&mut self) {
         if self.0.under_way.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.0.flushed().notify_waiters();

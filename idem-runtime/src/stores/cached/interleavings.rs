@@ -89,7 +89,10 @@ fn what_was_reopened_is_not_replayed() {
             .collect();
         let key = request(&store, 1).key;
         let found = block_on(store.inspect(&key)).expect("answered").expect("a record");
-        assert_eq!(block_on(store.decide(&Decision::discard(&key, &found))).expect("answered"), Decided::Applied);
+        assert_eq!(
+            block_on(store.decide(&Decision::discard(&key, &found))).expect("answered"),
+            DecisionAnswer::Applied
+        );
         assert_eq!(take_part(&store), 2);
         for thread in threads {
             thread.join().expect("no panic");

@@ -17,8 +17,8 @@ use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, OwnerToken, Record, Reservation, ReserveRequest, State,
-    StoredResult, Verdict,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, OwnerToken, Record, Reservation, ReserveRequest,
+    State, StoredResult, Verdict,
 };
 use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
@@ -74,7 +74,7 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 /// let store = Cached::new(MemoryStore::new());
 /// ```
 #[derive(Clone, Debug)]
-pub struct Cached(Arc<Shared>);
+pub struct Cached(Arc<CachedInner>);
 
 impl Cached {
     /// Wraps `store` with the default settings of [`CachedOptions`].
@@ -113,7 +113,13 @@ impl Cached {
 
     fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
         let keeps = inner.heartbeats().renews();
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), inner, cache, keeps, upkeep: SharedOnce::new() }))
+        Self(Arc::new_cyclic(|this| CachedInner {
+            this: Weak::clone(this),
+            inner,
+            cache,
+            keeps,
+            upkeep: SharedOnce::new(),
+        }))
     }
 }
 
@@ -169,16 +175,16 @@ impl CachedOptions {
     }
 }
 
-struct Shared {
-    this: Weak<Shared>,
+struct CachedInner {
+    this: Weak<CachedInner>,
     inner: Arc<dyn Store>,
     cache: Arc<Cache>,
     /// True if the answers of the store are permanent. Inside a transaction they may be rolled back.
     keeps: bool,
-    upkeep: SharedOnce<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<CachedInner>>,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for CachedInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Cached").field("inner", &self.inner).finish_non_exhaustive()
     }
@@ -204,7 +210,7 @@ struct Shard {
     hand: usize,
     bytes: usize,
     /// Entries that wait for an answer of the store, each with its own number.
-    making: Vec<Making>,
+    making: Vec<EntryDraft>,
     made: u64,
     /// Owners of the latest writes whose result may have taken effect: writes under way, done, or without an answer.
     writers: VecDeque<OwnerToken>,
@@ -216,20 +222,20 @@ struct Shard {
 struct Flight {
     /// The handle that started the reservation. Calls through another handle do not join: the first handle's runtime
     /// may be blocked.
-    of: Weak<Shared>,
+    of: Weak<CachedInner>,
     landed: Arc<Notify>,
     /// The answer and its age, if the answer is a final record.
     record: OnceLock<(Record, Option<Duration>)>,
 }
 
 /// Guard of a reservation that others may join. Wakes them, however the reservation ends.
-struct Leading<'a> {
+struct LeadGuard<'a> {
     cache: &'a Cache,
     key: &'a Key,
     flight: Arc<Flight>,
 }
 
-impl Drop for Leading<'_> {
+impl Drop for LeadGuard<'_> {
     fn drop(&mut self) {
         let mut shard = self.cache.shard(self.key);
         // The map may already hold the next flight: after a `reopen` duplicates don't join this outdated one.
@@ -257,14 +263,14 @@ struct Entry {
     at: usize,
 }
 
-enum Known {
+enum CacheAnswer {
     Nothing,
     /// The key is finished, but its record must be read.
     Finished,
     Answer(Reservation),
 }
 
-struct Making {
+struct EntryDraft {
     number: u64,
     key: Key,
     /// Earliest attempt that may still be current.
@@ -300,12 +306,12 @@ impl Shard {
     }
 
     /// Returns what the cache holds for the key of `request`.
-    fn look_up(&mut self, request: &ReserveRequest, now: Instant) -> Known {
+    fn look_up(&mut self, request: &ReserveRequest, now: Instant) -> CacheAnswer {
         match self.entries.get_mut(&request.key) {
-            None => Known::Nothing,
+            None => CacheAnswer::Nothing,
             Some(entry) if entry.ends_at <= now => {
                 self.remove(&request.key);
-                Known::Nothing
+                CacheAnswer::Nothing
             }
             Some(entry) => {
                 entry.touched = true;
@@ -313,11 +319,11 @@ impl Shard {
                     Some(record) if entry.fresh_until > now => match record.admit(request, Duration::ZERO) {
                         Admission::Answer(answer) => {
                             let left = entry.ends_at.saturating_since(now);
-                            Known::Answer(answer.aged(entry.last_age.map(|age| age.saturating_sub(left))))
+                            CacheAnswer::Answer(answer.aged(entry.last_age.map(|age| age.saturating_sub(left))))
                         }
-                        Admission::Replace { .. } => Known::Finished,
+                        Admission::Replace { .. } => CacheAnswer::Finished,
                     },
-                    _ => Known::Finished,
+                    _ => CacheAnswer::Finished,
                 }
             }
         }
@@ -364,7 +370,7 @@ impl Cache {
         let mut shard = self.shard(key);
         shard.made += 1;
         let number = shard.made;
-        shard.making.push(Making { number, key: key.clone(), from: 0 });
+        shard.making.push(EntryDraft { number, key: key.clone(), from: 0 });
         Ticket { cache: self, key, number, asked_at }
     }
 
@@ -500,15 +506,15 @@ fn with_own_bytes(record: &Record) -> Record {
 }
 
 /// Guard that forgets a key when it is dropped, however the call that holds the guard ends.
-struct Forgotten<'a>(&'a Cache, &'a Key);
+struct ForgetGuard<'a>(&'a Cache, &'a Key);
 
-impl Drop for Forgotten<'_> {
+impl Drop for ForgetGuard<'_> {
     fn drop(&mut self) {
         self.0.forget(self.1);
     }
 }
 
-impl Shared {
+impl CachedInner {
     async fn reserve_in_store(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let answer = self.inner.reserve(request).await?;
         match &answer {
@@ -530,7 +536,7 @@ impl Shared {
         &self,
         request: &ReserveRequest,
         is_finished: bool,
-        leading: Leading<'_>,
+        leading: LeadGuard<'_>,
     ) -> Result<Reservation, StoreError> {
         let answer = self.ask(request, is_finished).await;
         if let Ok(Reservation::Finished { record, age }) = &answer
@@ -558,8 +564,8 @@ impl Shared {
         }
         let known = self.cache.shard(&request.key).look_up(request, self.cache.now());
         match known {
-            Known::Answer(answer) => Ok(answer),
-            known => self.ask(request, matches!(known, Known::Finished)).await,
+            CacheAnswer::Answer(answer) => Ok(answer),
+            known => self.ask(request, matches!(known, CacheAnswer::Finished)).await,
         }
     }
 
@@ -580,7 +586,7 @@ impl Shared {
     }
 }
 
-impl Store for Shared {
+impl Store for CachedInner {
     fn upkeep(&self) -> Arc<dyn Store> {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
     }
@@ -597,15 +603,15 @@ impl Store for Shared {
         }
         let mut shard = self.cache.shard(&request.key);
         let is_finished = match shard.look_up(request, self.cache.clock.now()) {
-            Known::Answer(answer) => return StoreFuture::ready(Ok(answer)),
-            known => matches!(known, Known::Finished),
+            CacheAnswer::Answer(answer) => return StoreFuture::ready(Ok(answer)),
+            known => matches!(known, CacheAnswer::Finished),
         };
         let Some(flight) = shard.flights.get(&request.key) else {
             let (landed, record) = Default::default();
             let flight = Arc::new(Flight { of: Weak::clone(&self.this), landed, record });
             shard.flights.insert(request.key.clone(), Arc::clone(&flight));
             drop(shard);
-            let leading = Leading { cache: &self.cache, key: &request.key, flight };
+            let leading = LeadGuard { cache: &self.cache, key: &request.key, flight };
             return StoreFuture::new(self.lead(request, is_finished, leading));
         };
         if !Weak::ptr_eq(&flight.of, &self.this) {
@@ -654,10 +660,10 @@ impl Store for Shared {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
             // Forgets the key after the decision: a record that was cached meanwhile may have been read before it.
-            let _forgotten = Forgotten(&self.cache, &decision.key);
+            let _forgotten = ForgetGuard(&self.cache, &decision.key);
             self.inner.decide(decision).await
         })
     }

@@ -25,10 +25,10 @@ use crate::store::{StoreError, StoreErrorKind};
 /// The tries that the SDK makes of one call. The SDK repeats a call on its own, as configured in the user's client, so
 /// a call that ends with a refusal may have taken effect before.
 #[derive(Clone, Default, Debug)]
-pub(super) struct Tries(Arc<Counts>);
+pub(super) struct Tries(Arc<TryCounts>);
 
 #[derive(Default, Debug)]
-struct Counts {
+struct TryCounts {
     sent: AtomicUsize,
     /// Number of sent tries that DynamoDB has not refused.
     open: AtomicUsize,
@@ -135,7 +135,7 @@ conditional!(DeleteItemError, PutItemError, UpdateItemError);
 
 /// Outcome of a conditional write.
 #[derive(Debug)]
-pub(super) enum Written {
+pub(super) enum WriteOutcome {
     Done,
     /// The condition did not hold. Holds the item that refused the write, if there was one.
     Refused(Option<Attributes>),
@@ -145,13 +145,13 @@ pub(super) enum Written {
 pub(super) fn written<T: Genuine, E: Conditional>(
     answer: Result<T, SdkError<E, HttpResponse>>,
     tries: &Tries,
-) -> Result<Written, StoreError> {
+) -> Result<WriteOutcome, StoreError> {
     match answer {
-        Ok(output) => genuine(output).map(|_| Written::Done),
+        Ok(output) => genuine(output).map(|_| WriteOutcome::Done),
         Err(SdkError::ServiceError(error)) => {
             let status = error.raw().status().as_u16();
             match error.into_err().met() {
-                Ok(met) => Ok(Written::Refused(met)),
+                Ok(met) => Ok(WriteOutcome::Refused(met)),
                 Err(error) => Err(refused(&error, status, tries)),
             }
         }

@@ -7,7 +7,7 @@ use aws_sdk_dynamodb::types::AttributeValue;
 use bytes::Bytes;
 
 use crate::record::format::FormatError;
-use crate::record::{Inspection, Parts, Reading, Record, State, signed_millis};
+use crate::record::{Inspection, Parts, ReadExtent, Record, State, signed_millis};
 
 /// The attributes of an item by name.
 pub(super) type Attributes = HashMap<String, AttributeValue>;
@@ -155,7 +155,7 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
 
 /// A record and its times, as read.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct FoundItem {
     pub(super) record: Record,
     /// Meaningful only while the record is pending.
     pub(super) lapses_at: i64,
@@ -165,16 +165,16 @@ pub(super) struct Found {
 }
 
 /// Reads an item that [`write`] wrote.
-pub(super) fn read(item: Attributes) -> Result<Found, FormatError> {
-    read_as(item, Reading::Whole)
+pub(super) fn read(item: Attributes) -> Result<FoundItem, FormatError> {
+    read_as(item, ReadExtent::Whole)
 }
 
 /// Reads an item without its result.
-pub(super) fn read_without_result(item: Attributes) -> Result<Found, FormatError> {
-    read_as(item, Reading::WithoutResult(None))
+pub(super) fn read_without_result(item: Attributes) -> Result<FoundItem, FormatError> {
+    read_as(item, ReadExtent::WithoutResult(None))
 }
 
-fn read_as(mut item: Attributes, reading: Reading) -> Result<Found, FormatError> {
+fn read_as(mut item: Attributes, reading: ReadExtent) -> Result<FoundItem, FormatError> {
     // Foreign items may have none of these attributes. A record has all that its state needs.
     let format = match item.get(FORMAT) {
         None => return Err(FormatError::Foreign),
@@ -197,7 +197,7 @@ fn read_as(mut item: Attributes, reading: Reading) -> Result<Found, FormatError>
     let (Some(first_seen_at), Some(began_at)) = (time(FIRST_SEEN_AT), time(BEGAN_AT)) else {
         return Err(FormatError::Damaged);
     };
-    Ok(Found { record, lapses_at, expires_at, first_seen_at, began_at })
+    Ok(FoundItem { record, lapses_at, expires_at, first_seen_at, began_at })
 }
 
 fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<'_>> {
@@ -234,7 +234,7 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         codec: words(CODEC)?,
         result,
         result_bytes: optional(RESULT_BYTES)?,
-        reading: Reading::Whole,
+        reading: ReadExtent::Whole,
         holder: words(HOLDER)?,
         traceparent: words(TRACEPARENT)?,
         decided_by: words(DECIDED_BY)?,

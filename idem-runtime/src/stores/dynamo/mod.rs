@@ -24,9 +24,9 @@ use aws_sdk_dynamodb::config::IdentityCache;
 use aws_sdk_dynamodb::operation::delete_item::builders::DeleteItemFluentBuilder;
 use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValuesOnConditionCheckFailure};
 
-use self::answer::{Tries, Written};
+use self::answer::{Tries, WriteOutcome};
 use self::item::{
-    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, BEGUN, CODEC, EXPIRES_AT, FIRST_SEEN_AT, FORMAT, Found, KEY,
+    ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, BEGUN, CODEC, EXPIRES_AT, FIRST_SEEN_AT, FORMAT, FoundItem, KEY,
     LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, RESULT, RESULT_BYTES, STATE, TTL_MS, Times, binary, integer,
     number, text,
 };
@@ -34,11 +34,11 @@ pub use self::options::DynamoOptions;
 use crate::clock::{Instant, Sleep, wall_millis};
 use crate::combine::race;
 use crate::key::Key;
-use crate::kit::waiting::Waiting;
+use crate::kit::waiting::WaiterTable;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest,
-    Ruling, State, Verdict,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation,
+    ReserveRequest, Ruling, State, Verdict,
 };
 use crate::store::{
     Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -107,7 +107,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct DynamoStore(Arc<Shared>);
+pub struct DynamoStore(Arc<DynamoInner>);
 
 impl DynamoStore {
     /// A CloudFormation template of the table:
@@ -150,18 +150,18 @@ impl fmt::Debug for DynamoStore {
 
 store_of_shared!(DynamoStore);
 
-struct Shared {
-    this: Weak<Shared>,
+struct DynamoInner {
+    this: Weak<DynamoInner>,
     heartbeats: Arc<Heartbeats>,
     client: Connections,
     /// The handle for upkeep, with separate connections; `None` in that handle.
-    upkeep: Option<Arc<Shared>>,
+    upkeep: Option<Arc<DynamoInner>>,
     table: String,
     namespace: String,
     /// Largest clock skew, in milliseconds.
     skew: i64,
     response_timeout: Duration,
-    waiting: Arc<Waiting>,
+    waiting: Arc<WaiterTable>,
     /// True if the clock of this machine was too far off at the latest comparison.
     warned: Arc<AtomicBool>,
 }
@@ -190,7 +190,7 @@ fn apart_from(client: &Client) -> Client {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for DynamoInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DynamoStore")
             .field("table", &self.table)
@@ -231,7 +231,7 @@ macro_rules! with_terms {
     }};
 }
 
-impl Shared {
+impl DynamoInner {
     fn name_of(&self, key: &Key) -> String {
         [&self.namespace, key.as_str()].concat()
     }
@@ -252,7 +252,7 @@ impl Shared {
         Duration::from_millis(u64::try_from(time.saturating_sub(self.passed(now))).unwrap_or_default())
     }
 
-    fn is_expired(&self, found: &Found, now: i64) -> bool {
+    fn is_expired(&self, found: &FoundItem, now: i64) -> bool {
         found.expires_at <= self.passed(now)
     }
 
@@ -303,7 +303,7 @@ impl Shared {
         item: Attributes,
         condition: &str,
         terms: Terms,
-    ) -> Result<Written, StoreError> {
+    ) -> Result<WriteOutcome, StoreError> {
         let tries = Tries::default();
         let request = self
             .client
@@ -326,7 +326,7 @@ impl Shared {
         update: &str,
         condition: &str,
         terms: Terms,
-    ) -> Result<Written, StoreError> {
+    ) -> Result<WriteOutcome, StoreError> {
         let tries = Tries::default();
         let request = self
             .client
@@ -385,11 +385,11 @@ impl Shared {
             let met = match changed.take() {
                 Some(met) => met,
                 None => match self.put_first(until, &name, request).await? {
-                    Written::Done => {
+                    WriteOutcome::Done => {
                         let lease = Record::first(request).lease(request);
                         return Ok(Reservation::Granted { lease, takeover: false });
                     }
-                    Written::Refused(met) => match self.met(until, &name, met).await? {
+                    WriteOutcome::Refused(met) => match self.met(until, &name, met).await? {
                         Some(met) => met,
                         // Deleted meanwhile.
                         None => continue,
@@ -407,11 +407,11 @@ impl Shared {
                     let times = Times::of(&with, request.ttl, now, self.skew).since(found.first_seen_at, now);
                     let item = item::write(&name, &with, times);
                     match self.replace(until, &found, item).await? {
-                        Written::Done => {
+                        WriteOutcome::Done => {
                             self.waiting.wake(&name);
                             return Ok(Reservation::Granted { lease: with.lease(request), takeover });
                         }
-                        Written::Refused(met) => changed = met,
+                        WriteOutcome::Refused(met) => changed = met,
                     }
                 }
             }
@@ -429,7 +429,12 @@ impl Shared {
     }
 
     /// Writes the record of a first attempt, unless there is a record within its retention.
-    async fn put_first(&self, until: Instant, name: &str, request: &ReserveRequest) -> Result<Written, StoreError> {
+    async fn put_first(
+        &self,
+        until: Instant,
+        name: &str,
+        request: &ReserveRequest,
+    ) -> Result<WriteOutcome, StoreError> {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
@@ -443,20 +448,20 @@ impl Shared {
     }
 
     /// Puts `item` in place of the record `met`, if that record is unchanged.
-    async fn replace(&self, until: Instant, met: &Found, item: Attributes) -> Result<Written, StoreError> {
+    async fn replace(&self, until: Instant, met: &FoundItem, item: Attributes) -> Result<WriteOutcome, StoreError> {
         let (condition, terms) = Self::unchanged(met);
         self.put(until, item, condition, terms).await
     }
 
     /// Removes the record `met`, if it is unchanged.
-    async fn remove(&self, until: Instant, name: &str, met: &Found) -> Result<Written, StoreError> {
+    async fn remove(&self, until: Instant, name: &str, met: &FoundItem) -> Result<WriteOutcome, StoreError> {
         let (condition, terms) = Self::unchanged(met);
         self.delete(until, with_terms!(self.deletion(name).condition_expression(condition), terms)).await
     }
 
     /// Removes the unreadable item `met`, if each of its attributes is unchanged and no attribute of a record was
     /// added.
-    async fn remove_damaged(&self, until: Instant, name: &str, met: &Attributes) -> Result<Written, StoreError> {
+    async fn remove_damaged(&self, until: Instant, name: &str, met: &Attributes) -> Result<WriteOutcome, StoreError> {
         let (mut request, mut conditions) = (self.deletion(name), Vec::new());
         for (n, (attribute, value)) in met.iter().enumerate() {
             request = request.expression_attribute_names(format!("#a{n}"), attribute);
@@ -478,14 +483,14 @@ impl Shared {
             .return_consumed_capacity(ReturnConsumedCapacity::Total)
     }
 
-    async fn delete(&self, until: Instant, request: DeleteItemFluentBuilder) -> Result<Written, StoreError> {
+    async fn delete(&self, until: Instant, request: DeleteItemFluentBuilder) -> Result<WriteOutcome, StoreError> {
         let tries = Tries::default();
         let call = request.customize().interceptor(tries.clone()).send();
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
     /// Returns the condition that the record is still `met`.
-    fn unchanged(met: &Found) -> (&'static str, Terms) {
+    fn unchanged(met: &FoundItem) -> (&'static str, Terms) {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
             .names(&[OWNER, STATE, ATTEMPT, ATTEMPTS_USED])
@@ -526,7 +531,12 @@ impl Shared {
 
     /// Returns the record that refused a write, unless its retention has ended: an earlier write of the same attempt
     /// may have made it.
-    async fn refusing(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Found>, StoreError> {
+    async fn refusing(
+        &self,
+        until: Instant,
+        name: &str,
+        met: Option<Attributes>,
+    ) -> Result<Option<FoundItem>, StoreError> {
         // An item that can't be read is not this attempt's.
         let found = self.met(until, name, met).await?.and_then(|met| item::read(met).ok());
         Ok(found.filter(|found| !self.is_expired(found, self.now())))
@@ -570,8 +580,8 @@ impl Shared {
         // A mark that arrives late must not shorten a lease that a renewal has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at AND (#begun = :true OR #lapses_at > :now)", held());
         let met = match self.update(until, &name, update, &condition, terms).await? {
-            Written::Done => return Ok(Verdict::Applied),
-            Written::Refused(met) => met,
+            WriteOutcome::Done => return Ok(Verdict::Applied),
+            WriteOutcome::Refused(met) => met,
         };
         let found = self.refusing(until, &name, met).await?;
         if !found.is_some_and(|found| found.record.is_of(lease) && found.lapses_at > times.lapses_at) {
@@ -579,8 +589,8 @@ impl Shared {
         }
         let terms = self.held_terms(lease, now).names(&[BEGUN]).value("true", AttributeValue::Bool(true));
         match self.update(until, &name, "SET #begun = :true", &held(), terms).await? {
-            Written::Done => Ok(Verdict::Applied),
-            Written::Refused(_) => Ok(Verdict::Refused),
+            WriteOutcome::Done => Ok(Verdict::Applied),
+            WriteOutcome::Refused(_) => Ok(Verdict::Refused),
         }
     }
 
@@ -591,8 +601,8 @@ impl Shared {
         // A renewal that arrives late must not shorten a lease that a later one has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
         match self.update(until, &name, update, &condition, terms).await? {
-            Written::Done => Ok(Verdict::Applied),
-            Written::Refused(met) => {
+            WriteOutcome::Done => Ok(Verdict::Applied),
+            WriteOutcome::Refused(met) => {
                 let held = self.refusing(until, &name, met).await?.is_some_and(|found| {
                     found.record.is_of(lease) && found.record.is_pending() && found.lapses_at > times.lapses_at
                 });
@@ -647,7 +657,7 @@ impl Shared {
         outcome
     }
 
-    fn inspection(&self, found: Found, now: i64) -> Inspection {
+    fn inspection(&self, found: FoundItem, now: i64) -> Inspection {
         let expires_in = self.until(found.expires_at, now);
         let lapses_in = found.record.is_pending().then(|| self.until(found.lapses_at, now));
         let [first_seen, began] = [found.first_seen_at, found.began_at].map(|at| Some(ago(now, at)));
@@ -715,7 +725,7 @@ impl Shared {
         record: &Record,
         times: Times,
         now: i64,
-    ) -> Result<Written, StoreError> {
+    ) -> Result<WriteOutcome, StoreError> {
         let parts = Parts::of(record);
         let terms = self
             .held_terms(lease, now)
@@ -751,7 +761,7 @@ impl Shared {
         record: &Record,
         times: Times,
         now: i64,
-    ) -> Result<Written, StoreError> {
+    ) -> Result<WriteOutcome, StoreError> {
         let found = self.get(until, name, &[FIRST_SEEN_AT, BEGAN_AT]).await?.unwrap_or_default();
         let time = |name: &str| found.get(name).and_then(integer).unwrap_or(now);
         let item = item::write(name, record, times.since(time(FIRST_SEEN_AT), time(BEGAN_AT)));
@@ -771,11 +781,11 @@ impl Shared {
             true => self.finish_anew(until, &name, lease, &record, times, now).await?,
         };
         match written {
-            Written::Done => {
+            WriteOutcome::Done => {
                 self.waiting.wake(&name);
                 Ok(Verdict::Applied)
             }
-            Written::Refused(met) => self.ended(until, &name, lease, met, true).await,
+            WriteOutcome::Refused(met) => self.ended(until, &name, lease, met, true).await,
         }
     }
 
@@ -797,24 +807,24 @@ impl Shared {
         let update = "SET #state = :state, #attempts_used = #attempts_used - :refund, #expires_at = :expires_at, \
                       #purge_at = :purge_at REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail, #begun";
         match self.update(until, &name, update, OWNED, terms).await? {
-            Written::Done => {
+            WriteOutcome::Done => {
                 self.waiting.wake(&name);
                 Ok(Verdict::Applied)
             }
-            Written::Refused(met) => self.ended(until, &name, lease, met, false).await,
+            WriteOutcome::Refused(met) => self.ended(until, &name, lease, met, false).await,
         }
     }
 
-    async fn try_decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+    async fn try_decide(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         let (name, until) = (self.name_of(&decision.key), self.deadline());
         let mut met = self.get(until, &name, &[]).await?;
         for look in 0..LOOKS {
             self.pause_before(look).await;
-            let Some(item) = met else { return Ok(Decided::NoRecord) };
+            let Some(item) = met else { return Ok(DecisionAnswer::NoRecord) };
             let Ok(found) = item::read(item) else { return self.decide_damaged(decision).await };
             let now = self.now();
             if self.is_expired(&found, now) {
-                return Ok(Decided::NoRecord);
+                return Ok(DecisionAnswer::NoRecord);
             }
             let written = match found.record.decide(decision, self.until(found.lapses_at, now)) {
                 Ruling::Answer(refused) => return Ok(refused),
@@ -827,28 +837,28 @@ impl Shared {
                 Ruling::Remove => self.remove(until, &name, &found).await?,
             };
             met = match written {
-                Written::Done => {
+                WriteOutcome::Done => {
                     self.waiting.wake(&name);
-                    return Ok(Decided::Applied);
+                    return Ok(DecisionAnswer::Applied);
                 }
-                Written::Refused(met) => self.met(until, &name, met).await?,
+                WriteOutcome::Refused(met) => self.met(until, &name, met).await?,
             };
         }
         Err(changes_too_often())
     }
 
     /// Applies an operator's decision to an item that can't be read.
-    async fn decide_damaged(&self, decision: &Decision) -> Result<Decided, StoreError> {
+    async fn decide_damaged(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         let (name, until) = (self.name_of(&decision.key), self.deadline());
         for look in 0..LOOKS {
             self.pause_before(look).await;
-            let Some((found, item)) = self.examine(until, &name).await? else { return Ok(Decided::NoRecord) };
+            let Some((found, item)) = self.examine(until, &name).await? else { return Ok(DecisionAnswer::NoRecord) };
             match found.decide(decision) {
                 Ruling::Answer(refused) => return Ok(refused),
                 Ruling::Remove if found.damage.is_some() => {
-                    if let Written::Done = self.remove_damaged(until, &name, &item).await? {
+                    if let WriteOutcome::Done = self.remove_damaged(until, &name, &item).await? {
                         self.waiting.wake(&name);
-                        return Ok(Decided::Applied);
+                        return Ok(DecisionAnswer::Applied);
                     }
                 }
                 // The item can be read again: the operator repeats the decision.
@@ -924,7 +934,7 @@ fn held() -> String {
     format!("{OWNED} AND #attempt = :attempt")
 }
 
-impl Store for Shared {
+impl Store for DynamoInner {
     fn name(&self) -> &'static str {
         "dynamodb"
     }
@@ -991,7 +1001,7 @@ impl Store for Shared {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(self.try_decide(decision))
     }
 

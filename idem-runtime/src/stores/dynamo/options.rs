@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use aws_sdk_dynamodb::Client;
 
-use super::{Connections, DynamoStore, Shared, apart_from};
+use super::{Connections, DynamoInner, DynamoStore, apart_from};
 use crate::clock::{Clock, SystemClock};
-use crate::kit::waiting::Waiting;
+use crate::kit::waiting::WaiterTable;
 use crate::record::signed_millis;
 use crate::store::Heartbeats;
 
@@ -118,10 +118,10 @@ impl DynamoOptions {
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));
         let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let heartbeats = Arc::new(Heartbeats::new(clock).held_by(&holder));
-        let (waiting, warned) = (Arc::new(Waiting::default()), Arc::new(AtomicBool::new(false)));
+        let (waiting, warned) = (Arc::new(WaiterTable::default()), Arc::new(AtomicBool::new(false)));
         let (table, skew) = (table.into(), signed_millis(max_clock_skew));
         let handle = |client, upkeep| {
-            Arc::new_cyclic(|this| Shared {
+            Arc::new_cyclic(|this| DynamoInner {
                 this: this.clone(),
                 heartbeats: Arc::clone(&heartbeats),
                 client: Connections::new(client),

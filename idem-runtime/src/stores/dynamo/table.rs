@@ -10,7 +10,7 @@ use aws_sdk_dynamodb::types::{
 };
 
 use super::answer::Tries;
-use super::{Shared, failure, item};
+use super::{DynamoInner, failure, item};
 use crate::combine::race;
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -18,7 +18,7 @@ use crate::store::{StoreError, StoreErrorKind};
 const LONGEST_CREATION: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(200);
 
-impl Shared {
+impl DynamoInner {
     /// See [`DynamoStore::ensure_table`].
     pub(super) async fn ensure_table(&self) -> Result<(), StoreError> {
         let creation = async {

@@ -20,8 +20,8 @@ use crate::clock::{Instant, as_nanos};
 use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, Ruling,
-    Trail, Verdict,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest,
+    Ruling, Trail, Verdict,
 };
 use crate::store::{
     Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -50,7 +50,7 @@ const LOOKED_AT: usize = 10_000;
 ///
 /// Clones share the records.
 #[derive(Clone, Debug)]
-pub struct MemoryStore(Arc<Shared>);
+pub struct MemoryStore(Arc<MemoryInner>);
 
 impl MemoryStore {
     /// Makes an empty store with the default settings.
@@ -64,7 +64,7 @@ impl MemoryStore {
     }
 
     fn open(records: Arc<Records>, heartbeats: Arc<Heartbeats>, namespace: Arc<str>) -> Self {
-        Self(Arc::new_cyclic(|this| Shared { this: Weak::clone(this), heartbeats, records, namespace }))
+        Self(Arc::new_cyclic(|this| MemoryInner { this: Weak::clone(this), heartbeats, records, namespace }))
     }
 
     /// Returns another handle to the same records, with its own heartbeats, like another process. For tests of
@@ -96,8 +96,8 @@ impl Default for MemoryStore {
 store_of_shared!(MemoryStore);
 
 #[derive(Debug)]
-struct Shared {
-    this: Weak<Shared>,
+struct MemoryInner {
+    this: Weak<MemoryInner>,
     heartbeats: Arc<Heartbeats>,
     records: Arc<Records>,
     namespace: Arc<str>,
@@ -257,7 +257,7 @@ fn point(instant: Instant) -> Nanos {
     instant.nanos().min(2 * LONGEST)
 }
 
-impl Shared {
+impl MemoryInner {
     fn now(&self) -> Nanos {
         point(self.heartbeats.clock().now())
     }
@@ -417,14 +417,14 @@ impl Shared {
         Ok(place.map(|place| shard.inspect(place, now)))
     }
 
-    fn apply(&self, decision: &Decision) -> Result<Decided, StoreError> {
+    fn apply(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         let (now, key) = (self.now(), &decision.key);
         let mut shard = self.shard(key).lock()?;
         let shard = &mut *shard;
-        let Some(place) = shard.place(key) else { return Ok(Decided::NoRecord) };
+        let Some(place) = shard.place(key) else { return Ok(DecisionAnswer::NoRecord) };
         let slot = shard.slots.get(place);
         if slot.expires_at <= now {
-            return Ok(Decided::NoRecord);
+            return Ok(DecisionAnswer::NoRecord);
         }
         match shard.slots.record(place).decide(decision, slot.lapses_in(now)) {
             Ruling::Answer(refused) => return Ok(refused),
@@ -439,11 +439,11 @@ impl Shared {
             }
         }
         shard.wake(key);
-        Ok(Decided::Applied)
+        Ok(DecisionAnswer::Applied)
     }
 }
 
-impl Store for Shared {
+impl Store for MemoryInner {
     fn name(&self) -> &'static str {
         "memory"
     }
@@ -522,7 +522,7 @@ impl Store for Shared {
         StoreFuture::ready(self.look(key))
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::ready(self.apply(decision))
     }
 

@@ -86,21 +86,21 @@ enum Body {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    Pending(Pending),
+    Pending(PendingByte),
     Released,
     Interrupted,
 }
 
 /// A pending attempt in one byte: its `on_crash`, and whether its body is marked as begun.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Pending {
+enum PendingByte {
     Retry,
     Fail,
     RetryBegun,
     FailBegun,
 }
 
-impl Pending {
+impl PendingByte {
     fn new(on_crash: OnCrash, begun: bool) -> Self {
         match (on_crash, begun) {
             (OnCrash::Retry, false) => Self::Retry,
@@ -293,7 +293,7 @@ impl Slot {
         let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };
         let begun = pending.begun() || live;
         if begun {
-            *pending = Pending::new(pending.on_crash(), true);
+            *pending = PendingByte::new(pending.on_crash(), true);
             self.renew(now);
         }
         begun
@@ -403,7 +403,7 @@ impl Body {
         };
         let (stage, lease, ttl) = match of {
             State::Pending { lease, ttl, on_crash, begun } => {
-                (Stage::Pending(Pending::new(*on_crash, *begun)), span(*lease), span(*ttl))
+                (Stage::Pending(PendingByte::new(*on_crash, *begun)), span(*lease), span(*ttl))
             }
             State::Interrupted => (Stage::Interrupted, 0, 0),
             State::Released => (Stage::Released, 0, 0),
@@ -552,12 +552,12 @@ fn grow<T>(items: &mut Vec<T>, least: usize) {
 
 /// The places of all records, as a heap: the place with the earliest `listed_at` is in front.
 #[derive(Debug, Default)]
-pub(super) struct Order(Vec<Listed>);
+pub(super) struct Order(Vec<ListEntry>);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Listed(u32);
+struct ListEntry(u32);
 
-impl Listed {
+impl ListEntry {
     fn at(self, slots: &Slots) -> Nanos {
         slots.get(self.0).listed_at
     }
@@ -575,7 +575,7 @@ impl Order {
 
     pub(super) fn push(&mut self, place: u32, slots: &Slots) {
         grow(&mut self.0, CHUNK);
-        self.0.push(Listed(place));
+        self.0.push(ListEntry(place));
         self.up(self.0.len() - 1, slots);
     }
 

@@ -9,8 +9,8 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_postgres::types::{IsNull, ToSql, Type};
 use tokio_postgres::{Error, Row};
 
-use super::failure::Failure;
-use super::sessions::{LONGEST, Sessions, Taken, unless_stuck};
+use super::failure::OpFailure;
+use super::sessions::{LONGEST, Sessions, TakenSession, unless_stuck};
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
 use crate::kit::metered::SENT_IN_TIME;
@@ -38,15 +38,15 @@ impl Effect {
 }
 
 /// A parameter of a statement. The driver logs parameters, so this type hides its value.
-pub(super) struct Hidden<T>(pub(super) T);
+pub(super) struct HiddenParam<T>(pub(super) T);
 
-impl<T> fmt::Debug for Hidden<T> {
+impl<T> fmt::Debug for HiddenParam<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("…")
     }
 }
 
-impl<T: ToSql> ToSql for Hidden<T> {
+impl<T: ToSql> ToSql for HiddenParam<T> {
     fn to_sql(&self, ty: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn std::error::Error + Sync + Send>> {
         self.0.to_sql(ty, out)
     }
@@ -105,7 +105,7 @@ impl Database {
         statement: &Statement,
         params: &[&(dyn ToSql + Sync)],
         effect: Effect,
-    ) -> Result<Vec<Row>, Failure> {
+    ) -> Result<Vec<Row>, OpFailure> {
         self.ready(statement).await?.query(params, effect).await
     }
 
@@ -115,17 +115,17 @@ impl Database {
         statement: &Statement,
         params: &[&(dyn ToSql + Sync)],
         effect: Effect,
-    ) -> Result<Vec<Row>, Failure> {
+    ) -> Result<Vec<Row>, OpFailure> {
         self.ready_in(statement, None).await?.query(params, effect).await
     }
 
     /// Returns a connection that is ready to send `statement` immediately, so that the caller can still check whether
     /// the statement is wanted.
-    pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, Failure> {
+    pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, OpFailure> {
         let room = match &self.spare {
             Some(spare) => {
                 let room = unless_stuck(&*self.clock, self.timeout, || self.moved(), spare.acquire()).await;
-                Some(room.and_then(Result::ok).ok_or_else(|| Failure::not_sent("no connection was free in time"))?)
+                Some(room.and_then(Result::ok).ok_or_else(|| OpFailure::not_sent("no connection was free in time"))?)
             }
             None => None,
         };
@@ -136,7 +136,7 @@ impl Database {
         &'a self,
         statement: &'a Statement,
         room: Option<SemaphorePermit<'a>>,
-    ) -> Result<Ready<'a>, Failure> {
+    ) -> Result<Ready<'a>, OpFailure> {
         let connection = self.sessions.take().await?;
         let mut ready = Ready { database: self, connection, statement, prepared: None, _room: room };
         if self.prepares {
@@ -150,11 +150,11 @@ impl Database {
     }
 
     /// Runs statements without parameters or rows.
-    pub(super) async fn execute(&self, text: &str) -> Result<(), Failure> {
+    pub(super) async fn execute(&self, text: &str) -> Result<(), OpFailure> {
         let connection = self.sessions.take().await?;
-        let exchange = async { connection.batch_execute(text).await.map_err(|error| Failure::broken(&error)) };
+        let exchange = async { connection.batch_execute(text).await.map_err(|error| OpFailure::broken(&error)) };
         let done = unless_stuck(&*self.clock, self.timeout, || connection.moved(), exchange).await;
-        let done = done.unwrap_or_else(|| Err(Failure::timed_out()));
+        let done = done.unwrap_or_else(|| Err(OpFailure::timed_out()));
         if done.is_err() {
             // The connection may be in the middle of a transaction.
             connection.give_up(true);
@@ -172,7 +172,7 @@ impl fmt::Debug for Database {
 /// A statement that can be sent immediately.
 pub(super) struct Ready<'a> {
     database: &'a Database,
-    connection: Taken<'a>,
+    connection: TakenSession<'a>,
     statement: &'a Statement,
     prepared: Option<tokio_postgres::Statement>,
     _room: Option<SemaphorePermit<'a>>,
@@ -182,7 +182,7 @@ impl Ready<'_> {
     /// Returns the rows of the statement.
     ///
     /// The rows arrive once the server is ready again, which is after the commit; a row alone proves nothing.
-    pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, Failure> {
+    pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, OpFailure> {
         let answer = match &self.prepared {
             Some(prepared) => self.bounded(effect, self.connection.query(prepared, params)).await,
             None => {
@@ -194,20 +194,24 @@ impl Ready<'_> {
         answer.map_err(|failure| self.failed(failure.of(effect)))
     }
 
-    async fn bounded<T>(&self, effect: Effect, exchange: impl Future<Output = Result<T, Error>>) -> Result<T, Failure> {
+    async fn bounded<T>(
+        &self,
+        effect: Effect,
+        exchange: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, OpFailure> {
         let Database { clock, timeout, .. } = self.database;
         let limit = effect.limit(*timeout);
         let longest = clock.now().saturating_add(limit.saturating_mul(LONGEST));
         // After `longest`, a server that keeps sending is given up, too.
         let moved = || if clock.now() < longest { self.connection.moved() } else { Instant::new(Duration::ZERO) };
         match unless_stuck(&**clock, limit, moved, exchange).await {
-            Some(answer) => answer.map_err(|error| Failure::broken(&error)),
-            None => Err(Failure::timed_out()),
+            Some(answer) => answer.map_err(|error| OpFailure::broken(&error)),
+            None => Err(OpFailure::timed_out()),
         }
     }
 
     /// Gives the connection up if `failure` has made it unusable.
-    fn failed(self, failure: Failure) -> Failure {
+    fn failed(self, failure: OpFailure) -> OpFailure {
         if failure.gives_up {
             self.connection.give_up(failure.is_late);
         }

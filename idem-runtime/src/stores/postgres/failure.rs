@@ -15,7 +15,7 @@ const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbo
 /// The failure of an operation that was not done, or may have been done. One failure may answer many operations.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
-pub(super) struct Failure {
+pub(super) struct OpFailure {
     pub(super) kind: StoreErrorKind,
     message: Arc<str>,
     /// True if one operation of a batch may have caused the whole failure.
@@ -30,7 +30,7 @@ pub(super) struct Failure {
     pub(super) is_locked: bool,
 }
 
-impl Failure {
+impl OpFailure {
     pub(super) fn new(kind: StoreErrorKind, message: impl Into<Arc<str>>) -> Self {
         Self {
             kind,
@@ -169,8 +169,8 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
     }
 }
 
-impl From<Failure> for StoreError {
-    fn from(failure: Failure) -> Self {
+impl From<OpFailure> for StoreError {
+    fn from(failure: OpFailure) -> Self {
         Self::new(failure.kind, &*failure.message)
     }
 }

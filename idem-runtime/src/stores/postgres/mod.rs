@@ -27,14 +27,14 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
 use self::batch::Lanes;
-use self::batch::operations::{Begins, End, Ends, Reserves, by_key};
-use self::client::{Database, Effect, Hidden};
-use self::failure::Failure;
+use self::batch::operations::{BeginMarks, EndRow, EndWrites, Reservations, by_key};
+use self::client::{Database, Effect, HiddenParam};
+use self::failure::OpFailure;
 pub use self::options::PostgresOptions;
-use self::sessions::{Sessions, Source};
+use self::sessions::{ConnectionSource, Sessions};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
-use self::sql::{Ask, Found, Meeting, Met, Micros, Statement, Statements, corrupt};
+use self::sql::{AdmissionOutcome, Executor, FoundRow, LookupResult, Micros, Statement, Statements, corrupt};
 use self::wake::{Listener, Mark, Wakeups};
 #[cfg(feature = "with-sqlx-0_8")]
 pub use self::with_sqlx::InSqlx;
@@ -45,10 +45,10 @@ use crate::combine::{all, race};
 use crate::key::Key;
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::{
-    Decided, Decision, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
 };
 use crate::store::{
-    Answers, Filter, Heartbeats, Page, Repeats, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
@@ -63,7 +63,7 @@ const LOOKS_AT_UNSEEN: u32 = 8;
 /// process, up to 6.4 s.
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
 /// Number of encounters with each key while a transaction held it.
-static MEETINGS: Repeats = Repeats::new();
+static MEETINGS: TagCounts = TagCounts::new();
 /// The longest pause between two looks. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
 /// Number of leases that one statement renews. Limits the time for which their rows are locked against attempts that
@@ -123,7 +123,7 @@ async fn pause(clock: &dyn Clock, look: u32) {
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
-pub struct PostgresStore(Arc<Shared>);
+pub struct PostgresStore(Arc<PostgresInner>);
 
 impl PostgresStore {
     /// Connects to the server at `url`: `postgres://[user[:password]@]host[:port][/database]`, or `key=value` pairs in
@@ -164,22 +164,22 @@ impl fmt::Debug for PostgresStore {
 
 store_of_shared!(PostgresStore);
 
-struct Shared {
-    this: Weak<Shared>,
-    common: Arc<Common>,
+struct PostgresInner {
+    this: Weak<PostgresInner>,
+    common: Arc<PostgresCore>,
     /// Largest number of connections of each runtime.
     connections: usize,
     /// True for the handle that makes renewals and late writes.
     is_upkeep: bool,
     /// Shared with forked processes: it has no connection before its first use in a process.
-    upkeep: SharedOnce<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<PostgresInner>>,
     runtimes: PerRuntime<Local>,
     /// Ends the background purge when it is dropped.
     purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
 }
 
 /// The state that is the same for every handle, process and runtime.
-struct Common {
+struct PostgresCore {
     heartbeats: Arc<Heartbeats>,
     clock: Arc<dyn Clock>,
     schema: Box<str>,
@@ -188,8 +188,8 @@ struct Common {
     /// True if a connection is one session of the server: it is not behind a pooler.
     has_sessions: bool,
     sql: Arc<Statements>,
-    calls: Source,
-    upkeep: Source,
+    calls: ConnectionSource,
+    upkeep: ConnectionSource,
     listener: Option<Listener>,
     purge_every: Option<Duration>,
     /// Time from which the next purge goes on.
@@ -200,14 +200,14 @@ struct Common {
 
 /// The state of one runtime: connections and tasks that end with it.
 struct Local {
-    server: Arc<Server>,
-    reserves: Lanes<Reserves>,
-    begins: Lanes<Begins>,
-    ends: Lanes<Ends>,
+    server: Arc<StatementPool>,
+    reserves: Lanes<Reservations>,
+    begins: Lanes<BeginMarks>,
+    ends: Lanes<EndWrites>,
     wakeups: Wakeups,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for PostgresInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresStore").field("schema", &self.common.schema).finish_non_exhaustive()
     }
@@ -215,7 +215,7 @@ impl fmt::Debug for Shared {
 
 /// The connections, and the statements sent over them.
 #[derive(Debug)]
-struct Server {
+struct StatementPool {
     database: Database,
     sql: Arc<Statements>,
     /// Held by the batch of first runs, or of their ends, that is in flight. The two take turns, so that each batch
@@ -223,21 +223,21 @@ struct Server {
     turn: Semaphore,
 }
 
-impl Ask for Server {
+impl Executor for StatementPool {
     type Row = tokio_postgres::Row;
-    type Error = Failure;
+    type Error = OpFailure;
 
     async fn rows(
         &self,
         statement: &Statement,
         params: &[&(dyn ToSql + Sync)],
         effect: Effect,
-    ) -> Result<Vec<tokio_postgres::Row>, Failure> {
+    ) -> Result<Vec<tokio_postgres::Row>, OpFailure> {
         self.database.query(statement, params, effect).await
     }
 }
 
-impl Common {
+impl PostgresCore {
     /// Makes the state of a runtime. `is_first`: the first runtime of its process.
     fn local(&self, is_upkeep: bool, connections: usize, is_first: bool) -> Local {
         let (clock, limit) = (&self.clock, self.response_timeout);
@@ -245,25 +245,27 @@ impl Common {
             _ if is_upkeep => self.upkeep.clone(),
             // The pool's connections end with the runtime that opened them, and in a forked process they belong to the
             // parent.
-            Source::Pool(pool) if !is_first || !self.process.is_this() => Source::LikePool(pool.clone()),
+            ConnectionSource::Pool(pool) if !is_first || !self.process.is_this() => {
+                ConnectionSource::LikePool(pool.clone())
+            }
             calls => calls.clone(),
         };
         let sessions = Sessions::new(source, connections, limit, Arc::clone(clock));
         let database = Database::new(sessions, Arc::clone(clock), limit, self.has_sessions);
         let database = if is_upkeep { database.for_renewals() } else { database };
-        let server = Arc::new(Server { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
+        let server = Arc::new(StatementPool { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
         Local {
-            reserves: Lanes::new(Reserves::new(Arc::clone(&server))),
-            begins: Lanes::new(Begins::new(Arc::clone(&server))),
-            ends: Lanes::new(Ends::new(Arc::clone(&server))),
+            reserves: Lanes::new(Reservations::new(Arc::clone(&server))),
+            begins: Lanes::new(BeginMarks::new(Arc::clone(&server))),
+            ends: Lanes::new(EndWrites::new(Arc::clone(&server))),
             wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
             server,
         }
     }
 }
 
-impl Shared {
-    fn new(common: Arc<Common>, connections: usize, is_upkeep: bool) -> Arc<Self> {
+impl PostgresInner {
+    fn new(common: Arc<PostgresCore>, connections: usize, is_upkeep: bool) -> Arc<Self> {
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
             common,
@@ -315,15 +317,15 @@ impl Shared {
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         for look in 0..LOOKS {
             pause(&*self.common.clock, look).await;
-            let found = match self.lanes()?.reserves.call(request.clone()).await.map_err(Failure::without_result)? {
-                Met::Made => {
+            let found = match self.lanes()?.reserves.call(request.clone()).await.map_err(OpFailure::without_result)? {
+                LookupResult::Made => {
                     return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
                 }
-                Met::Found(found) => *found.map_err(corrupt)?,
+                LookupResult::Found(found) => *found.map_err(corrupt)?,
                 // The next statement sees the record, unless it belongs to an open transaction.
-                Met::Unseen if look + 1 < LOOKS_AT_UNSEEN => continue,
-                Met::Unseen => return Ok(held_by_another(&request.key, 1)),
-                Met::LeftOut => {
+                LookupResult::Unseen if look + 1 < LOOKS_AT_UNSEEN => continue,
+                LookupResult::Unseen => return Ok(held_by_another(&request.key, 1)),
+                LookupResult::LeftOut => {
                     let here = self.here()?;
                     // Boxed, as below: most calls don't get here, but would carry its size inline.
                     match Box::pin(here.server.sql.look_at(&*here.server, request.key.as_str())).await? {
@@ -333,12 +335,12 @@ impl Shared {
                 }
             };
             let (met, with, takeover) = match found.meet(request) {
-                Meeting::Answer(answer) => return Ok(answer),
-                Meeting::Replace { met, with, takeover } => (met, with, takeover),
+                AdmissionOutcome::Answer(answer) => return Ok(answer),
+                AdmissionOutcome::Replace { met, with, takeover } => (met, with, takeover),
             };
             let here = self.here()?;
             let replaced = Box::pin(here.server.sql.replace_met(&*here.server, request, &met, &with)).await;
-            if replaced.map_err(Failure::without_result)? {
+            if replaced.map_err(OpFailure::without_result)? {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
@@ -346,7 +348,7 @@ impl Shared {
     }
 
     /// Returns the record of `key`, unless it has expired.
-    async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
+    async fn look(&self, key: &Key) -> Result<Option<FoundRow>, StoreError> {
         let here = self.here()?;
         let found = here.server.sql.look_at(&*here.server, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
@@ -377,7 +379,7 @@ impl Shared {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
             pause(&*self.common.clock, look).await;
-            let end = End { key: lease.key.clone(), record: record.clone(), refund, ttl: lease.ttl };
+            let end = EndRow { key: lease.key.clone(), record: record.clone(), refund, ttl: lease.ttl };
             if self.lanes()?.ends.call(end).await? {
                 return Ok(Verdict::Applied);
             }
@@ -405,8 +407,8 @@ impl Shared {
         answer: &Answers<'_>,
     ) -> Result<Vec<usize>, StoreError> {
         let here = self.here()?;
-        let Server { database, sql, .. } = &*here.server;
-        let asked = Asked::new(leases, places);
+        let StatementPool { database, sql, .. } = &*here.server;
+        let asked = LeaseParams::new(leases, places);
         let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
             Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
             // A row was locked while the statement was under way. The next statement leaves it alone.
@@ -424,7 +426,7 @@ impl Shared {
         if rest.is_empty() {
             return Ok(rest);
         }
-        let mut held = Asked::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?.into_iter();
+        let mut held = LeaseParams::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?.into_iter();
         rest.retain(|place| {
             let is_held = held.next().unwrap_or(false);
             if !is_held {
@@ -502,30 +504,30 @@ impl Shared {
     }
 
     /// Returns the handle that makes renewals and late writes.
-    fn upkeep_of(&self) -> &Arc<Shared> {
+    fn upkeep_of(&self) -> &Arc<PostgresInner> {
         self.upkeep.get_or_init(|| Self::new(Arc::clone(&self.common), UPKEEP_CONNECTIONS, true))
     }
 }
 
 /// The parameters of a statement about leases.
-struct Asked<'a> {
+struct LeaseParams<'a> {
     keys: Vec<&'a str>,
-    owners: Hidden<Vec<&'a [u8]>>,
+    owners: HiddenParam<Vec<&'a [u8]>>,
     attempts: Vec<i64>,
 }
 
-impl<'a> Asked<'a> {
+impl<'a> LeaseParams<'a> {
     fn new(leases: &'a [Lease], places: &[usize]) -> Self {
         let leases = || places.iter().map(|place| &leases[*place]);
         Self {
             keys: leases().map(|lease| lease.key.as_str()).collect(),
-            owners: Hidden(leases().map(|lease| &lease.owner.as_bytes()[..]).collect()),
+            owners: HiddenParam(leases().map(|lease| &lease.owner.as_bytes()[..]).collect()),
             attempts: leases().map(|lease| lease.attempt.into()).collect(),
         }
     }
 
     /// Returns for each lease whether the statement returns its index.
-    async fn of(&self, database: &Database, statement: &Statement, effect: Effect) -> Result<Vec<bool>, Failure> {
+    async fn of(&self, database: &Database, statement: &Statement, effect: Effect) -> Result<Vec<bool>, OpFailure> {
         let params: [&(dyn ToSql + Sync); 3] = [&self.keys, &self.owners, &self.attempts];
         let mut answered = vec![false; self.keys.len()];
         for row in &database.renew(statement, &params, effect).await? {
@@ -538,7 +540,7 @@ impl<'a> Asked<'a> {
     }
 }
 
-impl Store for Shared {
+impl Store for PostgresInner {
     fn name(&self) -> &'static str {
         "postgres"
     }
@@ -617,7 +619,7 @@ impl Store for Shared {
             let until = clock.now().saturating_add(at_most);
             loop {
                 self.wait_for_a_sign(key, attempt, until.saturating_since(clock.now())).await?;
-                let found = self.look(key).await?.map(Found::inspection);
+                let found = self.look(key).await?.map(FoundRow::inspection);
                 let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
                 if !goes_on || clock.now() >= until {
                     return Ok(found);
@@ -633,7 +635,7 @@ impl Store for Shared {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
             decision.result().map_or(Ok(()), sql::check_size)?;
             for look in 0..LOOKS {
@@ -692,8 +694,10 @@ impl Store for Shared {
 #[cfg(feature = "conformance")]
 pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
     match sql::met(row, sql::Columns::All) {
-        sql::Met::Made => Ok(None),
-        sql::Met::Found(found) => found.map(|found| Some(found.inspection())).map_err(sql::corrupt),
-        sql::Met::Unseen | sql::Met::LeftOut => Err(sql::corrupt(crate::record::format::FormatError::Damaged)),
+        sql::LookupResult::Made => Ok(None),
+        sql::LookupResult::Found(found) => found.map(|found| Some(found.inspection())).map_err(sql::corrupt),
+        sql::LookupResult::Unseen | sql::LookupResult::LeftOut => {
+            Err(sql::corrupt(crate::record::format::FormatError::Damaged))
+        }
     }
 }

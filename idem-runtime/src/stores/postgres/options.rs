@@ -11,10 +11,10 @@ use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 
 use super::client::Effect;
 use super::failure::misconfigured;
-use super::sessions::{LONGEST, Source, Tls};
-use super::sql::{self, Ask as _, Statements};
+use super::sessions::{ConnectionSource, LONGEST, Tls};
+use super::sql::{self, Executor as _, Statements};
 use super::wake::Listener;
-use super::{Common, PostgresStore, Server, Shared};
+use super::{PostgresCore, PostgresInner, PostgresStore, StatementPool};
 use crate::clock::SystemClock;
 use crate::store::{Heartbeats, StoreError};
 use crate::sync::Process;
@@ -182,8 +182,8 @@ impl PostgresOptions {
         self.complete(&mut config, LOCK_TIMEOUT_MS);
         self.complete(&mut upkeep, UPKEEP_LOCK_TIMEOUT_MS);
         let listener = (!self.behind_pgbouncer).then(|| Listener { config: config.clone(), tls: tls.clone() });
-        let calls = Source::Config(Box::new(config), tls.clone());
-        self.open(calls, Source::Config(Box::new(upkeep), tls), listener).await
+        let calls = ConnectionSource::Config(Box::new(config), tls.clone());
+        self.open(calls, ConnectionSource::Config(Box::new(upkeep), tls), listener).await
     }
 
     /// Uses your own pool, which may serve other work too.
@@ -197,7 +197,7 @@ impl PostgresOptions {
     /// The errors of [`PostgresStore::connect`].
     #[cfg(feature = "with-deadpool-postgres-0_14")]
     pub async fn connect_with(self, pool: Pool) -> Result<PostgresStore, StoreError> {
-        self.open(Source::Pool(pool.clone()), Source::LikePool(pool), None).await
+        self.open(ConnectionSource::Pool(pool.clone()), ConnectionSource::LikePool(pool), None).await
     }
 
     /// Completes the settings of the connections that this store opens.
@@ -230,8 +230,8 @@ impl PostgresOptions {
 
     async fn open(
         self,
-        calls: Source,
-        upkeep: Source,
+        calls: ConnectionSource,
+        upkeep: ConnectionSource,
         listener: Option<Listener>,
     ) -> Result<PostgresStore, StoreError> {
         // Checks the settings that need no server.
@@ -243,7 +243,7 @@ impl PostgresOptions {
             return Err(misconfigured(format!("a table has {} hash partitions at most", sql::MAX_PARTITIONS)));
         }
         let clock = Arc::new(SystemClock::default());
-        let common = Common {
+        let common = PostgresCore {
             heartbeats: Arc::new(Heartbeats::new(clock.clone()).held_by(&self.holder)),
             clock,
             namespace: self.namespace.into(),
@@ -258,7 +258,7 @@ impl PostgresOptions {
             purged_to: AtomicI64::new(sql::Micros::FIRST.0),
             process: Process::this(),
         };
-        let shared = Shared::new(Arc::new(common), self.pool_size, false);
+        let shared = PostgresInner::new(Arc::new(common), self.pool_size, false);
         let schema = &*shared.common.schema;
         // Scoped so that the borrow of the runtime's state ends before `shared` moves.
         {
@@ -300,7 +300,7 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     }
 }
 
-impl Server {
+impl StatementPool {
     /// Returns `Some` if the table exists. Any other problem is an error.
     async fn check(&self, schema: &str, purges: bool) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;

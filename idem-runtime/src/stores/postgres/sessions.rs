@@ -14,7 +14,7 @@ use tokio_postgres::config::{Host, SslMode, SslNegotiation};
 use tokio_postgres::tls::{ChannelBinding, MakeTlsConnect, TlsConnect, TlsStream};
 use tokio_postgres::{Client, Config, Error, NoTls, Socket};
 
-use super::failure::Failure;
+use super::failure::OpFailure;
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
@@ -38,7 +38,7 @@ pub(super) enum Tls {
 
 /// Source of connections.
 #[derive(Clone)]
-pub(super) enum Source {
+pub(super) enum ConnectionSource {
     /// Opened by this store.
     Config(Box<Config>, Tls),
     /// Connections of the user's own pool.
@@ -49,14 +49,14 @@ pub(super) enum Source {
 
 /// Time of the latest exchange of bytes.
 #[derive(Clone)]
-pub(super) struct Exchanged {
+pub(super) struct LastExchange {
     clock: Arc<dyn Clock>,
     on_connection: Arc<Moment>,
     /// On all connections of the runtime.
     on_any: Arc<Moment>,
 }
 
-impl Exchanged {
+impl LastExchange {
     fn new(clock: Arc<dyn Clock>) -> Self {
         Self { clock, on_connection: Arc::default(), on_any: Arc::default() }
     }
@@ -67,7 +67,7 @@ impl Exchanged {
     }
 }
 
-impl Meter for Exchanged {
+impl Meter for LastExchange {
     fn heard(&self) {
         let now = self.clock.now();
         self.on_connection.set(now);
@@ -104,7 +104,7 @@ pub(super) async fn unless_stuck<F: Future>(
 pub(super) struct Session {
     client: SomeClient,
     prepared: Mutex<HashMap<usize, tokio_postgres::Statement>>,
-    exchanged: Exchanged,
+    exchanged: LastExchange,
 }
 
 enum SomeClient {
@@ -135,25 +135,25 @@ impl Drop for Session {
 
 /// The connections of one runtime.
 pub(super) struct Sessions {
-    source: Source,
+    source: ConnectionSource,
     /// The latest connection is used first: a lone task then uses one backend, which is awake.
     idle: Mutex<Vec<Session>>,
     size: usize,
     room: Semaphore,
     limit: Duration,
-    exchanged: Exchanged,
+    exchanged: LastExchange,
 }
 
 impl Sessions {
-    pub(super) fn new(source: Source, size: usize, limit: Duration, clock: Arc<dyn Clock>) -> Self {
-        let (room, exchanged) = (Semaphore::new(size), Exchanged::new(clock));
+    pub(super) fn new(source: ConnectionSource, size: usize, limit: Duration, clock: Arc<dyn Clock>) -> Self {
+        let (room, exchanged) = (Semaphore::new(size), LastExchange::new(clock));
         Self { source, idle: Mutex::default(), size, room, limit, exchanged }
     }
 
     /// Returns the largest number of connections. For a pool of the user's own, other work may use some of them.
     pub(super) fn size(&self) -> usize {
         match &self.source {
-            Source::Pool(pool) => pool.status().max_size,
+            ConnectionSource::Pool(pool) => pool.status().max_size,
             _ => self.size,
         }
     }
@@ -168,14 +168,14 @@ impl Sessions {
     }
 
     /// Takes a connection for exclusive use.
-    pub(super) async fn take(&self) -> Result<Taken<'_>, Failure> {
+    pub(super) async fn take(&self) -> Result<TakenSession<'_>, OpFailure> {
         if let Some(taken) = self.take_idle() {
             return Ok(taken);
         }
-        let late = || Err(Failure::not_sent("no connection became free or could be opened in time"));
+        let late = || Err(OpFailure::not_sent("no connection became free or could be opened in time"));
         let taken = unless_stuck(self.clock(), self.limit, || self.moved(), async {
             match &self.source {
-                Source::Pool(pool) => self.take_theirs(pool).await,
+                ConnectionSource::Pool(pool) => self.take_theirs(pool).await,
                 _ => self.take_ours().await,
             }
         });
@@ -183,14 +183,14 @@ impl Sessions {
     }
 
     /// Takes an idle connection, if that needs no waiting.
-    fn take_idle(&self) -> Option<Taken<'_>> {
+    fn take_idle(&self) -> Option<TakenSession<'_>> {
         let room = self.room.try_acquire().ok()?;
         let session = lock(&self.idle).pop().filter(|session| !session.is_closed())?;
-        Some(Taken(Kind::Ours { session: Some(session), sessions: self, _room: room }))
+        Some(TakenSession(SessionKind::Ours { session: Some(session), sessions: self, _room: room }))
     }
 
-    async fn take_ours(&self) -> Result<Taken<'_>, Failure> {
-        let closed = || Failure::not_sent("the connections are closed");
+    async fn take_ours(&self) -> Result<TakenSession<'_>, OpFailure> {
+        let closed = || OpFailure::not_sent("the connections are closed");
         let room = self.room.acquire().await.map_err(|_| closed())?;
         loop {
             let idle = lock(&self.idle).pop();
@@ -200,46 +200,46 @@ impl Sessions {
                 Some(session) => session,
                 None => self.connect().await?,
             };
-            return Ok(Taken(Kind::Ours { session: Some(session), sessions: self, _room: room }));
+            return Ok(TakenSession(SessionKind::Ours { session: Some(session), sessions: self, _room: room }));
         }
     }
 
-    async fn take_theirs(&self, pool: &Pool) -> Result<Taken<'_>, Failure> {
+    async fn take_theirs(&self, pool: &Pool) -> Result<TakenSession<'_>, OpFailure> {
         for _ in 0..CONNECTIONS {
             let object = pool.get().await.map_err(|error| match error {
-                PoolError::Backend(error) => Failure::not_connected(&error),
+                PoolError::Backend(error) => OpFailure::not_connected(&error),
                 PoolError::NoRuntimeSpecified => {
-                    Failure::new(StoreErrorKind::Misconfigured, format!("the pool can't be used: {error}"))
+                    OpFailure::new(StoreErrorKind::Misconfigured, format!("the pool can't be used: {error}"))
                 }
-                error => Failure::not_sent(&error.to_string()),
+                error => OpFailure::not_sent(&error.to_string()),
             })?;
             if !object.is_closed() {
-                return Ok(Taken(Kind::Theirs { object: Some(object) }));
+                return Ok(TakenSession(SessionKind::Theirs { object: Some(object) }));
             }
             drop(Object::take(object));
         }
-        Err(Failure::not_sent("every new connection broke at once"))
+        Err(OpFailure::not_sent("every new connection broke at once"))
     }
 
-    async fn connect(&self) -> Result<Session, Failure> {
+    async fn connect(&self) -> Result<Session, OpFailure> {
         let exchanged = self.exchanged.another();
-        let no_thread = |error: io::Error| Failure::not_sent(&error.to_string());
+        let no_thread = |error: io::Error| OpFailure::not_sent(&error.to_string());
         let client = match &self.source {
-            Source::Config(config, tls) => {
+            ConnectionSource::Config(config, tls) => {
                 lookup::check(hosts(config)).map_err(no_thread)?;
                 let (client, task) = match tls {
                     Tls::Off => connect_plain(config, &exchanged).await,
                     #[cfg(feature = "postgres-tls")]
-                    Tls::On(tls) => spawn(config, Noting { tls: tls.clone(), exchanged: exchanged.clone() }).await,
+                    Tls::On(tls) => spawn(config, TimedTls { tls: tls.clone(), exchanged: exchanged.clone() }).await,
                 }
-                .map_err(|error| Failure::not_connected(&error))?;
+                .map_err(|error| OpFailure::not_connected(&error))?;
                 SomeClient::Ours(client, task)
             }
-            Source::Pool(pool) | Source::LikePool(pool) => {
+            ConnectionSource::Pool(pool) | ConnectionSource::LikePool(pool) => {
                 // The pool does not reveal its host, so the check assumes a name that must be looked up.
                 lookup::check(std::iter::once("")).map_err(no_thread)?;
                 let client = pool.manager().create().await;
-                SomeClient::Theirs(client.map_err(|error| Failure::not_connected(&error))?)
+                SomeClient::Theirs(client.map_err(|error| OpFailure::not_connected(&error))?)
             }
         };
         Ok(Session { client, prepared: Mutex::default(), exchanged })
@@ -247,14 +247,16 @@ impl Sessions {
 
     /// Asks the server to stop its work on a connection for which no caller waits.
     fn cancel(&self, session: Session) {
-        let Source::Config(config, tls) = &self.source else { return };
+        let ConnectionSource::Config(config, tls) = &self.source else { return };
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         let (token, tls, limit) = (session.cancel_token(), tls.clone(), self.limit);
-        let (exchanged, plain) = (Exchanged::new(Arc::clone(&self.exchanged.clock)), is_metered(config));
+        let (exchanged, plain) = (LastExchange::new(Arc::clone(&self.exchanged.clock)), is_metered(config));
         runtime.spawn(async move {
             let cancel = async {
                 match tls {
-                    Tls::Off if plain => token.cancel_query(Noting { tls: Plain, exchanged: exchanged.clone() }).await,
+                    Tls::Off if plain => {
+                        token.cancel_query(TimedTls { tls: PlainTls, exchanged: exchanged.clone() }).await
+                    }
                     Tls::Off => token.cancel_query(NoTls).await,
                     #[cfg(feature = "postgres-tls")]
                     Tls::On(tls) => token.cancel_query(tls).await,
@@ -267,31 +269,31 @@ impl Sessions {
 }
 
 /// A connection in use by one exchange, which becomes idle again afterwards.
-pub(super) struct Taken<'a>(Kind<'a>);
+pub(super) struct TakenSession<'a>(SessionKind<'a>);
 
-enum Kind<'a> {
+enum SessionKind<'a> {
     // Fields drop in order: the permit is returned after the connection.
     Ours { session: Option<Session>, sessions: &'a Sessions, _room: SemaphorePermit<'a> },
     Theirs { object: Option<Object> },
 }
 
-impl Deref for Taken<'_> {
+impl Deref for TakenSession<'_> {
     type Target = Client;
 
     fn deref(&self) -> &Client {
         const THERE: &str = "there until it is given up";
         match &self.0 {
-            Kind::Ours { session, .. } => session.as_ref().expect(THERE),
-            Kind::Theirs { object } => object.as_ref().expect(THERE),
+            SessionKind::Ours { session, .. } => session.as_ref().expect(THERE),
+            SessionKind::Theirs { object } => object.as_ref().expect(THERE),
         }
     }
 }
 
-impl Taken<'_> {
+impl TakenSession<'_> {
     /// Returns the statement as prepared in this session.
     pub(super) async fn prepare(&self, statement: &Statement) -> Result<tokio_postgres::Statement, Error> {
         match &self.0 {
-            Kind::Ours { session: Some(session), .. } => {
+            SessionKind::Ours { session: Some(session), .. } => {
                 let known = lock(&session.prepared).get(&statement.place).cloned();
                 if let Some(known) = known {
                     return Ok(known);
@@ -300,7 +302,7 @@ impl Taken<'_> {
                 lock(&session.prepared).insert(statement.place, prepared.clone());
                 Ok(prepared)
             }
-            Kind::Theirs { object: Some(object) } => {
+            SessionKind::Theirs { object: Some(object) } => {
                 object.prepare_typed_cached(&statement.text, statement.types).await
             }
             _ => unreachable!("given up"),
@@ -310,7 +312,7 @@ impl Taken<'_> {
     /// Returns the time of the latest exchange of bytes on the connection, as far as known.
     pub(super) fn moved(&self) -> Instant {
         match &self.0 {
-            Kind::Ours { session: Some(session), .. } => session.exchanged.on_connection.get(),
+            SessionKind::Ours { session: Some(session), .. } => session.exchanged.on_connection.get(),
             _ => Instant::new(Duration::ZERO),
         }
     }
@@ -318,18 +320,18 @@ impl Taken<'_> {
     /// Gives the connection up. With `cancel`, the server may still be working, and is asked to stop.
     pub(super) fn give_up(mut self, cancel: bool) {
         match &mut self.0 {
-            Kind::Ours { session, sessions, .. } => match session.take() {
+            SessionKind::Ours { session, sessions, .. } => match session.take() {
                 Some(session) if cancel => sessions.cancel(session),
                 session => drop(session),
             },
-            Kind::Theirs { object } => drop(object.take().map(Object::take)),
+            SessionKind::Theirs { object } => drop(object.take().map(Object::take)),
         }
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for TakenSession<'_> {
     fn drop(&mut self) {
-        if let Kind::Ours { session, sessions, .. } = &mut self.0
+        if let SessionKind::Ours { session, sessions, .. } = &mut self.0
             && let Some(session) = session.take()
             && !session.is_closed()
         {
@@ -368,25 +370,25 @@ fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }
 
-async fn connect_plain(config: &Config, exchanged: &Exchanged) -> Result<(Client, AbortHandle), Error> {
+async fn connect_plain(config: &Config, exchanged: &LastExchange) -> Result<(Client, AbortHandle), Error> {
     if !is_metered(config) {
         return spawn(config, NoTls).await;
     }
-    // The driver passes its socket only to an encryption layer. [`Plain`] is such a layer, but sends the bytes
+    // The driver passes its socket only to an encryption layer. [`PlainTls`] is such a layer, but sends the bytes
     // unchanged.
     let mut config = config.clone();
     config.ssl_mode(SslMode::Require).ssl_negotiation(SslNegotiation::Direct);
-    spawn(&config, Noting { tls: Plain, exchanged: exchanged.clone() }).await
+    spawn(&config, TimedTls { tls: PlainTls, exchanged: exchanged.clone() }).await
 }
 
 /// An unencrypted connection.
-type Stream = Metered<Socket, Exchanged>;
+type Stream = Metered<Socket, LastExchange>;
 
 /// An encryption layer that leaves the connection unchanged.
 #[derive(Clone, Copy)]
-struct Plain;
+struct PlainTls;
 
-impl MakeTlsConnect<Stream> for Plain {
+impl MakeTlsConnect<Stream> for PlainTls {
     type Stream = Stream;
     type TlsConnect = Self;
     type Error = io::Error;
@@ -396,7 +398,7 @@ impl MakeTlsConnect<Stream> for Plain {
     }
 }
 
-impl TlsConnect<Stream> for Plain {
+impl TlsConnect<Stream> for PlainTls {
     type Stream = Stream;
     type Error = io::Error;
     type Future = std::future::Ready<io::Result<Stream>>;
@@ -414,22 +416,22 @@ impl TlsStream for Stream {
 
 /// Encrypts like `tls`, and notes the time of each exchange of bytes.
 #[derive(Clone)]
-struct Noting<T> {
+struct TimedTls<T> {
     tls: T,
-    exchanged: Exchanged,
+    exchanged: LastExchange,
 }
 
-impl<T: MakeTlsConnect<Stream>> MakeTlsConnect<Socket> for Noting<T> {
+impl<T: MakeTlsConnect<Stream>> MakeTlsConnect<Socket> for TimedTls<T> {
     type Stream = T::Stream;
-    type TlsConnect = Noting<T::TlsConnect>;
+    type TlsConnect = TimedTls<T::TlsConnect>;
     type Error = T::Error;
 
     fn make_tls_connect(&mut self, domain: &str) -> Result<Self::TlsConnect, T::Error> {
-        Ok(Noting { tls: self.tls.make_tls_connect(domain)?, exchanged: self.exchanged.clone() })
+        Ok(TimedTls { tls: self.tls.make_tls_connect(domain)?, exchanged: self.exchanged.clone() })
     }
 }
 
-impl<C: TlsConnect<Stream>> TlsConnect<Socket> for Noting<C> {
+impl<C: TlsConnect<Stream>> TlsConnect<Socket> for TimedTls<C> {
     type Stream = C::Stream;
     type Error = C::Error;
     type Future = C::Future;

@@ -15,11 +15,11 @@ use sha2::{Digest, Sha256};
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
-use super::client::{Effect, Hidden};
+use super::client::{Effect, HiddenParam};
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decided, Decision, Inspection, Parts, Reading, Record, Reservation, ReserveRequest, Ruling, State,
-    StoredResult, signed_millis,
+    Admission, Decision, DecisionAnswer, Inspection, Parts, ReadExtent, Record, Reservation, ReserveRequest, Ruling,
+    State, StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 use std::time::Duration;
@@ -144,7 +144,7 @@ pub(super) struct Statements {
     /// Arrays of the columns of [`RESERVE`]: like `reserve`, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
     /// The columns of [`RESERVE`]: like `reserve` inside the user's transaction, unless another transaction holds the
-    /// key. Always returns one row; see [`Within`].
+    /// key. Always returns one row; see [`WithinAnswer`].
     pub(super) reserve_within: Statement,
     /// Replaces a record by the record of a new attempt, if it is still the one that was read.
     pub(super) replace: Statement,
@@ -518,7 +518,7 @@ impl Statements {
 const VERSION: i64 = Parts::VERSION;
 
 /// Executor of statements: the pool, with a transaction for each statement, or the user's transaction.
-pub(super) trait Ask {
+pub(super) trait Executor {
     type Row: Cells;
     type Error;
 
@@ -533,19 +533,21 @@ pub(super) trait Ask {
 
 impl Statements {
     /// Returns the record of `key`, expired or not.
-    pub(super) async fn look_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Found>, StoreError>
+    pub(super) async fn look_at<A: Executor>(&self, at: &A, key: &str) -> Result<Option<FoundRow>, StoreError>
     where
         StoreError: From<A::Error>,
     {
         match at.rows(&self.look, &[&key], Effect::Reads).await?.first().map(|row| met(row, Columns::All)) {
-            Some(Met::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
-            Some(Met::Made | Met::Unseen | Met::LeftOut) => Err(corrupt(FormatError::Damaged)),
+            Some(LookupResult::Found(found)) => Ok(Some(*found.map_err(corrupt)?)),
+            Some(LookupResult::Made | LookupResult::Unseen | LookupResult::LeftOut) => {
+                Err(corrupt(FormatError::Damaged))
+            }
             None => Ok(None),
         }
     }
 
     /// Returns the record of `key` as an operator sees it, unless it has expired.
-    pub(super) async fn inspect_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<Inspection>, StoreError>
+    pub(super) async fn inspect_at<A: Executor>(&self, at: &A, key: &str) -> Result<Option<Inspection>, StoreError>
     where
         StoreError: From<A::Error>,
     {
@@ -553,12 +555,12 @@ impl Statements {
             Err(error) if error.kind() == StoreErrorKind::Corrupt => {
                 Ok(self.examine_at(at, key).await?.map(|(inspection, _)| inspection))
             }
-            found => Ok(found?.filter(|found| !found.is_expired()).map(Found::inspection)),
+            found => Ok(found?.filter(|found| !found.is_expired()).map(FoundRow::inspection)),
         }
     }
 
     /// Returns a row that could not be read a moment ago, as an operator sees it, and the digest of all its columns.
-    async fn examine_at<A: Ask>(&self, at: &A, key: &str) -> Result<Option<(Inspection, Vec<u8>)>, StoreError>
+    async fn examine_at<A: Executor>(&self, at: &A, key: &str) -> Result<Option<(Inspection, Vec<u8>)>, StoreError>
     where
         StoreError: From<A::Error>,
     {
@@ -566,51 +568,57 @@ impl Statements {
         let Some(row) = rows.first() else { return Ok(None) };
         let digest: Vec<u8> = row.cell(DIGEST_AT).map_err(corrupt)?;
         let inspection = match met(row, Columns::All) {
-            Met::Found(Ok(found)) if found.is_expired() => return Ok(None),
-            Met::Found(Ok(found)) => found.inspection(),
-            Met::Found(Err(why)) => Inspection::damaged(why.to_string(), [&digest]),
-            Met::Made | Met::Unseen | Met::LeftOut => Inspection::damaged(FormatError::Damaged.to_string(), [&digest]),
+            LookupResult::Found(Ok(found)) if found.is_expired() => return Ok(None),
+            LookupResult::Found(Ok(found)) => found.inspection(),
+            LookupResult::Found(Err(why)) => Inspection::damaged(why.to_string(), [&digest]),
+            LookupResult::Made | LookupResult::Unseen | LookupResult::LeftOut => {
+                Inspection::damaged(FormatError::Damaged.to_string(), [&digest])
+            }
         };
         Ok(Some((inspection, digest)))
     }
 
     /// Applies an operator's decision to a row that can't be read. `None` if the row has changed meanwhile, or is
     /// locked.
-    async fn decide_damaged<A: Ask>(&self, at: &A, decision: &Decision) -> Result<Option<Decided>, StoreError>
+    async fn decide_damaged<A: Executor>(
+        &self,
+        at: &A,
+        decision: &Decision,
+    ) -> Result<Option<DecisionAnswer>, StoreError>
     where
         StoreError: From<A::Error>,
     {
         let key = decision.key.as_str();
-        let Some((found, digest)) = self.examine_at(at, key).await? else { return Ok(Some(Decided::NoRecord)) };
+        let Some((found, digest)) = self.examine_at(at, key).await? else { return Ok(Some(DecisionAnswer::NoRecord)) };
         if found.damage.is_none() {
             return Ok(None);
         }
         if let Ruling::Answer(refused) = found.decide(decision) {
             return Ok(Some(refused));
         }
-        let rows = at.rows(&self.forget_damaged, &[&key, &Hidden(digest.as_slice())], Effect::Writes).await?;
-        Ok((!rows.is_empty()).then_some(Decided::Applied))
+        let rows = at.rows(&self.forget_damaged, &[&key, &HiddenParam(digest.as_slice())], Effect::Writes).await?;
+        Ok((!rows.is_empty()).then_some(DecisionAnswer::Applied))
     }
 
     /// Replaces the record `met`, if it is still unchanged. Returns whether it was.
-    pub(super) async fn replace_met<A: Ask>(
+    pub(super) async fn replace_met<A: Executor>(
         &self,
         at: &A,
         request: &ReserveRequest,
-        met: &Found,
+        met: &FoundRow,
         with: &Record,
     ) -> Result<bool, A::Error> {
         let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
         let params: [&(dyn ToSql + Sync); 17] = [
             &request.key.as_str(),
-            &Hidden(parts.owner),
-            &Hidden(parts.fingerprint),
+            &HiddenParam(parts.owner),
+            &HiddenParam(parts.fingerprint),
             &parts.on_crash_fail,
             &millis(request.lease),
             &millis(request.ttl),
             &parts.attempt,
             &parts.attempts_used,
-            &Hidden(seen.owner),
+            &HiddenParam(seen.owner),
             &seen.attempt,
             &seen.state,
             &met.is_expired(),
@@ -625,7 +633,11 @@ impl Statements {
 
     /// Applies an operator's decision to the record of its key. `None` if the record has changed meanwhile, or is
     /// locked.
-    pub(super) async fn try_decide<A: Ask>(&self, at: &A, decision: &Decision) -> Result<Option<Decided>, StoreError>
+    pub(super) async fn try_decide<A: Executor>(
+        &self,
+        at: &A,
+        decision: &Decision,
+    ) -> Result<Option<DecisionAnswer>, StoreError>
     where
         StoreError: From<A::Error>,
     {
@@ -635,7 +647,7 @@ impl Statements {
             Err(error) if error.kind() == StoreErrorKind::Corrupt => return self.decide_damaged(at, decision).await,
             found => found?.filter(|found| !found.is_expired()),
         };
-        let Some(found) = found else { return Ok(Some(Decided::NoRecord)) };
+        let Some(found) = found else { return Ok(Some(DecisionAnswer::NoRecord)) };
         let with = match found.record.decide(decision, found.lapses_in()) {
             Ruling::Answer(refused) => return Ok(Some(refused)),
             Ruling::Replace(with) => Some(with),
@@ -649,13 +661,13 @@ impl Statements {
                 let parts = Parts::of(with);
                 let params: [&(dyn ToSql + Sync); 15] = [
                     &key,
-                    &Hidden(parts.owner),
+                    &HiddenParam(parts.owner),
                     &parts.state,
                     &parts.attempts_used,
                     &parts.codec,
-                    &Hidden(parts.result.as_deref()),
+                    &HiddenParam(parts.result.as_deref()),
                     &parts.result_bytes,
-                    &Hidden(seen.owner),
+                    &HiddenParam(seen.owner),
                     &seen.attempt,
                     &seen.state,
                     &seen.attempts_used,
@@ -670,7 +682,7 @@ impl Statements {
             None => {
                 let params: [&(dyn ToSql + Sync); 7] = [
                     &key,
-                    &Hidden(seen.owner),
+                    &HiddenParam(seen.owner),
                     &seen.attempt,
                     &seen.state,
                     &seen.attempts_used,
@@ -680,11 +692,11 @@ impl Statements {
                 at.rows(&self.forget, &params, Effect::Writes).await?
             }
         };
-        Ok((!rows.is_empty()).then_some(Decided::Applied))
+        Ok((!rows.is_empty()).then_some(DecisionAnswer::Applied))
     }
 
     /// Ends the attempt that `record` names, if it is pending. Returns whether it was.
-    pub(super) async fn end_pending<A: Ask>(
+    pub(super) async fn end_pending<A: Executor>(
         &self,
         at: &A,
         key: &str,
@@ -695,11 +707,11 @@ impl Statements {
         let parts = Parts::of(record);
         let params: [&(dyn ToSql + Sync); 9] = [
             &key,
-            &Hidden(parts.owner),
+            &HiddenParam(parts.owner),
             &parts.state,
             &refund,
             &parts.codec,
-            &Hidden(parts.result.as_deref()),
+            &HiddenParam(parts.result.as_deref()),
             &parts.result_bytes,
             &millis(ttl),
             &number_of(record),
@@ -757,7 +769,7 @@ impl ToSql for Micros {
 
 /// A record as a statement read it, expired or not.
 #[derive(Clone, Debug)]
-pub(super) struct Found {
+pub(super) struct FoundRow {
     pub(super) record: Record,
     pub(super) lapses_at: Micros,
     pub(super) expires_at: Micros,
@@ -768,7 +780,7 @@ pub(super) struct Found {
     pub(super) began_at: Micros,
 }
 
-impl Found {
+impl FoundRow {
     pub(super) fn is_expired(&self) -> bool {
         self.expires_at <= self.now
     }
@@ -786,15 +798,15 @@ impl Found {
     }
 
     /// Decides a reservation that found this record. Takes it by value, because that copies no result.
-    pub(super) fn meet(self, request: &ReserveRequest) -> Meeting {
+    pub(super) fn meet(self, request: &ReserveRequest) -> AdmissionOutcome {
         if self.is_expired() {
-            return Meeting::Replace { met: self, with: Record::first(request), takeover: false };
+            return AdmissionOutcome::Replace { met: self, with: Record::first(request), takeover: false };
         }
         let age = self.now.since(self.began_at);
         match self.record.meet(request, self.lapses_in()) {
-            None => Meeting::Answer(Reservation::finished(self.record).aged(age)),
-            Some(Admission::Answer(answer)) => Meeting::Answer(answer.aged(age)),
-            Some(Admission::Replace { with, takeover }) => Meeting::Replace { met: self, with, takeover },
+            None => AdmissionOutcome::Answer(Reservation::finished(self.record).aged(age)),
+            Some(Admission::Answer(answer)) => AdmissionOutcome::Answer(answer.aged(age)),
+            Some(Admission::Replace { with, takeover }) => AdmissionOutcome::Replace { met: self, with, takeover },
         }
     }
 
@@ -814,11 +826,11 @@ impl Found {
 }
 
 /// Outcome of a reservation that found a record.
-pub(super) enum Meeting {
+pub(super) enum AdmissionOutcome {
     Answer(Reservation),
     /// Replaces the record `met`, if it is still unchanged.
     Replace {
-        met: Found,
+        met: FoundRow,
         with: Record,
         takeover: bool,
     },
@@ -826,11 +838,11 @@ pub(super) enum Meeting {
 
 /// Answer of a statement that reserves or looks, for one key.
 #[derive(Clone, Debug)]
-pub(super) enum Met {
+pub(super) enum LookupResult {
     /// This statement made the record.
     Made,
     /// There is a record, or a row that is no record.
-    Found(Result<Box<Found>, FormatError>),
+    Found(Result<Box<FoundRow>, FormatError>),
     /// Another session made a record that this statement could not see yet, or that is not committed.
     Unseen,
     /// There is a record, but its result was left out.
@@ -843,9 +855,9 @@ pub(super) fn key(row: &Row) -> Option<&str> {
 }
 
 /// Reads a row of a statement that reads many records.
-pub(super) fn met_in_a_batch(row: &Row) -> Met {
+pub(super) fn met_in_a_batch(row: &Row) -> LookupResult {
     match row.try_get::<_, Option<bool>>(LEFT_OUT_AT) {
-        Ok(Some(true)) => Met::LeftOut,
+        Ok(Some(true)) => LookupResult::LeftOut,
         _ => met(row, Columns::Answer),
     }
 }
@@ -855,12 +867,12 @@ fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
 }
 
 /// Reads a row with these columns.
-pub(super) fn met(row: &impl Cells, columns: Columns) -> Met {
+pub(super) fn met(row: &impl Cells, columns: Columns) -> LookupResult {
     match row.cell::<Option<i16>>(0) {
         // The row of a record that was just made is all nulls. A row without only its format is damaged.
-        Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => Met::Made,
-        Ok(Some(format)) => Met::Found(found(row, format, Reading::Whole, columns).map(Box::new)),
-        _ => Met::Found(Err(FormatError::Damaged)),
+        Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => LookupResult::Made,
+        Ok(Some(format)) => LookupResult::Found(found(row, format, ReadExtent::Whole, columns).map(Box::new)),
+        _ => LookupResult::Found(Err(FormatError::Damaged)),
     }
 }
 
@@ -880,23 +892,23 @@ impl Cells for Row {
 }
 
 /// Answer of [`Statements::reserve_within`].
-pub(super) struct Within {
+pub(super) struct WithinAnswer {
     /// True if this transaction holds the key.
     pub(super) is_held: bool,
-    pub(super) met: Met,
+    pub(super) met: LookupResult,
 }
 
 /// Reads a row of [`Statements::reserve_within`].
-pub(super) fn within(row: &impl Cells) -> Result<Within, FormatError> {
+pub(super) fn within(row: &impl Cells) -> Result<WithinAnswer, FormatError> {
     let (is_made, is_held): (bool, bool) = (row.cell(KEY_AT)?, row.cell(KEY_AT + 1)?);
     let met = match met(row, Columns::All) {
-        Met::Made if !is_made => Met::Unseen,
+        LookupResult::Made if !is_made => LookupResult::Unseen,
         met => met,
     };
-    Ok(Within { is_held, met })
+    Ok(WithinAnswer { is_held, met })
 }
 
-fn found(row: &impl Cells, format: i16, reading: Reading, columns: Columns) -> Result<Found, FormatError> {
+fn found(row: &impl Cells, format: i16, reading: ReadExtent, columns: Columns) -> Result<FoundRow, FormatError> {
     let (holder, first_seen_at) = match columns {
         Columns::Answer => (None, None),
         Columns::All => (row.cell(REST_AT)?, Some(row.cell(REST_AT + 1)?)),
@@ -904,7 +916,7 @@ fn found(row: &impl Cells, format: i16, reading: Reading, columns: Columns) -> R
     let record = Parts { reading, holder, ..parts(row, format)? }.record()?;
     let time = |at: usize| row.cell::<Micros>(at);
     let (lapses_at, expires_at, now, began_at) = (time(12)?, time(13)?, time(14)?, time(15)?);
-    Ok(Found { record, lapses_at, expires_at, now, first_seen_at, began_at })
+    Ok(FoundRow { record, lapses_at, expires_at, now, first_seen_at, began_at })
 }
 
 /// Reads the rows of [`Statements::list`].
@@ -927,8 +939,8 @@ pub(super) fn page(rows: &[Row], filter: &Filter, looked_at: i64) -> Result<Page
             return Ok(page);
         }
         let size = row.cell::<Option<i64>>(SIZE_AT)?.and_then(|size| u64::try_from(size).ok());
-        let found = found(row, format, Reading::WithoutResult(size), Columns::All);
-        let found = found.map_or_else(|why| Inspection::unexamined(&why), Found::inspection);
+        let found = found(row, format, ReadExtent::WithoutResult(size), Columns::All);
+        let found = found.map_or_else(|why| Inspection::unexamined(&why), FoundRow::inspection);
         page.add::<FormatError>(filter, key, Ok(Some(found)));
     }
     page.next = last.map(Cursor::new);
@@ -952,7 +964,7 @@ pub(super) fn list(filter: &Filter) -> (String, String, i64, Option<Vec<&'static
 
 fn parts(row: &impl Cells, format: i16) -> Result<Parts<'_>, FormatError> {
     Ok(Parts {
-        reading: Reading::Whole,
+        reading: ReadExtent::Whole,
         holder: None,
         traceparent: row.cell(16)?,
         decided_by: row.cell(17)?,

@@ -20,7 +20,7 @@ use super::sql;
 use crate::clock::Clock;
 use crate::combine::race;
 use crate::kit::lookup;
-use crate::kit::waiting::Waiting;
+use crate::kit::waiting::WaiterTable;
 use crate::store::StoreError;
 
 /// Polling interval of a waiter that can't listen.
@@ -55,17 +55,17 @@ pub(super) struct Wakeups {
     channel: String,
     clock: Arc<dyn Clock>,
     runtime: Handle,
-    waiting: Arc<Waiting>,
-    listening: OnceLock<Listening>,
+    waiting: Arc<WaiterTable>,
+    listening: OnceLock<ListenTask>,
 }
 
-struct Listening {
+struct ListenTask {
     /// True if notifications arrive.
     live: watch::Receiver<bool>,
     task: AbortHandle,
 }
 
-impl Drop for Listening {
+impl Drop for ListenTask {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -117,7 +117,7 @@ impl Wakeups {
             let (sender, live) = watch::channel(false);
             let (listener, waiting) = (Arc::clone(listener), Arc::clone(&self.waiting));
             let listen = listen(listener, self.channel.clone(), waiting, Arc::clone(&self.clock), sender);
-            Listening { live, task: self.runtime.spawn(listen).abort_handle() }
+            ListenTask { live, task: self.runtime.spawn(listen).abort_handle() }
         });
         let mut live = listening.live.clone();
         let live = race(live.wait_for(|live| *live), self.clock.sleep(POLL)).await;
@@ -129,7 +129,7 @@ impl Wakeups {
 async fn listen(
     listener: Arc<Listener>,
     channel: String,
-    waiting: Arc<Waiting>,
+    waiting: Arc<WaiterTable>,
     clock: Arc<dyn Clock>,
     live: watch::Sender<bool>,
 ) {
@@ -148,7 +148,7 @@ async fn listen(
 }
 
 /// Listens until the connection breaks.
-async fn hear<T>(config: &Config, tls: T, channel: &str, waiting: &Waiting, live: &watch::Sender<bool>)
+async fn hear<T>(config: &Config, tls: T, channel: &str, waiting: &WaiterTable, live: &watch::Sender<bool>)
 where
     T: MakeTlsConnect<Socket>,
 {

@@ -16,14 +16,14 @@ use tokio_postgres::types::{FromSql, IsNull as Nothing, ToSql, Type};
 
 use super::PostgresStore;
 use super::sql::{Cells, Statement};
-use super::within::{InPostgres, Refused, Session};
+use super::within::{InPostgres, StatementError, TransactionSession};
 use crate::clock::{Clock, SystemClock};
 use crate::combine::race;
 use crate::engine::{Observe, observe};
 use crate::record::format::FormatError;
 use crate::store::StoreError;
 use crate::within::sealed::Sealed;
-use crate::within::{self, Failed, Journal, TRIES, Within, journaled};
+use crate::within::{self, Journal, TRIES, Within, WorkFailure, journaled};
 
 /// Longest wait for the connection: a body that holds the lock while it calls a handler that needs the connection waits
 /// for itself.
@@ -50,8 +50,8 @@ impl fmt::Debug for InSqlx<'_, '_> {
 }
 
 impl<'c> InSqlx<'_, 'c> {
-    async fn lock(&self) -> Result<MutexGuard<'_, sqlx::Transaction<'c, Postgres>>, Refused> {
-        race(self.0.lock(), SystemClock::default().sleep(LOCK_LIMIT)).await.ok_or_else(|| Refused {
+    async fn lock(&self) -> Result<MutexGuard<'_, sqlx::Transaction<'c, Postgres>>, StatementError> {
+        race(self.0.lock(), SystemClock::default().sleep(LOCK_LIMIT)).await.ok_or_else(|| StatementError {
             code: None,
             message: format!("the body held the lock on its transaction for {LOCK_LIMIT:?}"),
         })
@@ -60,24 +60,24 @@ impl<'c> InSqlx<'_, 'c> {
 
 impl Sealed for InSqlx<'_, '_> {}
 
-impl Session for InSqlx<'_, '_> {
+impl TransactionSession for InSqlx<'_, '_> {
     type Row = PgRow;
 
-    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<PgRow>, Refused> {
+    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<PgRow>, StatementError> {
         let mut arguments = PgArguments::default();
         for (param, ty) in params.iter().zip(statement.types) {
             let mut bytes = BytesMut::new();
             let encoded =
                 param.to_sql_checked(ty, &mut bytes).map(|nothing| (!matches!(nothing, Nothing::Yes)).then_some(bytes));
             let added = encoded.and_then(|bytes| arguments.add(Param { ty, bytes }));
-            added.map_err(|error| Refused { code: None, message: error.to_string() })?;
+            added.map_err(|error| StatementError { code: None, message: error.to_string() })?;
         }
         let mut connection = self.lock().await?;
         let connection: &mut PgConnection = &mut connection;
         Ok(sqlx::query_with(&statement.text, arguments).persistent(false).fetch_all(connection).await?)
     }
 
-    async fn execute(&self, text: &str) -> Result<(), Refused> {
+    async fn execute(&self, text: &str) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
         let connection: &mut PgConnection = &mut connection;
         connection.execute(text).await?;
@@ -90,13 +90,13 @@ impl Session for InSqlx<'_, '_> {
 
     // Uses the driver's savepoints: only the driver can undo a savepoint in a drop.
 
-    async fn save(&self) -> Result<(), Refused> {
+    async fn save(&self) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
-        Undropped(Some(Manager::begin(&mut connection, None))).await?;
+        SavepointGuard(Some(Manager::begin(&mut connection, None))).await?;
         Ok(())
     }
 
-    async fn rewind(&self) -> Result<(), Refused> {
+    async fn rewind(&self) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
         let connection: &mut PgConnection = &mut connection;
         let name = Manager::get_transaction_depth(connection) - 1;
@@ -104,7 +104,7 @@ impl Session for InSqlx<'_, '_> {
         Ok(())
     }
 
-    async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
         // No statement is under way on the connection, so the first poll queues this one.
         begun();
@@ -112,7 +112,7 @@ impl Session for InSqlx<'_, '_> {
         Ok(())
     }
 
-    async fn undo(&self) -> Result<(), Refused> {
+    async fn undo(&self) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
         Manager::rollback(&mut connection).await?;
         Ok(())
@@ -131,11 +131,11 @@ type Manager = <Postgres as Database>::TransactionManager;
 /// A savepoint that is being made. If the driver's own future were dropped halfway, it would undo the whole
 /// transaction, and the commit would later report success. So the future is forgotten instead, which may leave an
 /// unused savepoint.
-struct Undropped<'a>(Option<Making<'a>>);
+struct SavepointGuard<'a>(Option<SavepointFuture<'a>>);
 
-type Making<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;
+type SavepointFuture<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;
 
-impl Future for Undropped<'_> {
+impl Future for SavepointGuard<'_> {
     type Output = Result<(), sqlx::Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -146,7 +146,7 @@ impl Future for Undropped<'_> {
     }
 }
 
-impl Drop for Undropped<'_> {
+impl Drop for SavepointGuard<'_> {
     fn drop(&mut self) {
         std::mem::forget(self.0.take());
     }
@@ -194,11 +194,11 @@ impl PostgresStore {
                             return Ok(done);
                         }
                         Err(error) if is_conflict(&error) && next < TRIES => None,
-                        Err(error) => Some(Failed::Error(error.into())),
+                        Err(error) => Some(WorkFailure::Error(error.into())),
                     },
                     Err(failed) => {
                         tx.rollback().await.ok();
-                        let again = journal.conflict && next < TRIES && matches!(failed, Failed::Error(_));
+                        let again = journal.conflict && next < TRIES && matches!(failed, WorkFailure::Error(_));
                         (!again).then_some(failed)
                     }
                 };
@@ -230,13 +230,13 @@ async fn count(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
     if journal.attempts.is_empty() {
         return Ok(false);
     }
-    let tx = Mutex::new(pool.begin().await.map_err(Refused::from)?);
+    let tx = Mutex::new(pool.begin().await.map_err(StatementError::from)?);
     let mut recorded = true;
     for attempt in &journal.attempts {
         let Within(at) = Within(InPostgres::new(InSqlx(&tx))).schema(&attempt.place);
         recorded &= attempt.write(&at).await? || !attempt.has_failure();
     }
-    commit(tx.into_inner()).await.map_err(Refused::from)?;
+    commit(tx.into_inner()).await.map_err(StatementError::from)?;
     Ok(recorded)
 }
 
@@ -279,7 +279,7 @@ impl Cells for PgRow {
     }
 }
 
-impl From<sqlx::Error> for Refused {
+impl From<sqlx::Error> for StatementError {
     fn from(error: sqlx::Error) -> Self {
         match &error {
             sqlx::Error::Database(error) => {

@@ -9,11 +9,11 @@ use tokio_postgres::{Client, Transaction};
 use super::PostgresStore;
 use super::failure::told;
 use super::sql::Statement;
-use super::within::{InPostgres, Refused, Session, is_conflict};
+use super::within::{InPostgres, StatementError, TransactionSession, is_conflict};
 use crate::engine::{Observe, observe};
 use crate::store::StoreError;
 use crate::within::sealed::Sealed;
-use crate::within::{self, Failed, Journal, TRIES, Within, journaled};
+use crate::within::{self, Journal, TRIES, Within, WorkFailure, journaled};
 
 impl Sealed for &Transaction<'_> {}
 
@@ -37,15 +37,19 @@ impl<'a, 'b> super::within::Transaction for &'a deadpool_postgres::Transaction<'
     }
 }
 
-impl Session for &Transaction<'_> {
+impl TransactionSession for &Transaction<'_> {
     type Row = tokio_postgres::Row;
 
-    async fn rows(&self, statement: &Statement, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Self::Row>, Refused> {
+    async fn rows(
+        &self,
+        statement: &Statement,
+        params: &[&(dyn ToSql + Sync)],
+    ) -> Result<Vec<Self::Row>, StatementError> {
         let typed: Vec<_> = params.iter().zip(statement.types).map(|(param, ty)| (*param, ty.clone())).collect();
         Ok(self.query_typed(&statement.text, &typed).await?)
     }
 
-    async fn execute(&self, text: &str) -> Result<(), Refused> {
+    async fn execute(&self, text: &str) -> Result<(), StatementError> {
         Ok(self.batch_execute(text).await?)
     }
 
@@ -53,23 +57,23 @@ impl Session for &Transaction<'_> {
         std::ptr::from_ref(*self).addr()
     }
 
-    async fn save(&self) -> Result<(), Refused> {
+    async fn save(&self) -> Result<(), StatementError> {
         send(self, "SAVEPOINT idem");
         Ok(())
     }
 
-    async fn rewind(&self) -> Result<(), Refused> {
+    async fn rewind(&self) -> Result<(), StatementError> {
         send(self, "ROLLBACK TO SAVEPOINT idem");
         Ok(())
     }
 
-    async fn keep(&self, begun: impl FnOnce()) -> Result<(), Refused> {
+    async fn keep(&self, begun: impl FnOnce()) -> Result<(), StatementError> {
         begun();
         send(self, "RELEASE SAVEPOINT idem");
         Ok(())
     }
 
-    async fn undo(&self) -> Result<(), Refused> {
+    async fn undo(&self) -> Result<(), StatementError> {
         self.undo_at_once();
         Ok(())
     }
@@ -87,7 +91,7 @@ fn send(tx: &Transaction<'_>, text: &str) {
     drop(sent.poll(&mut Context::from_waker(Waker::noop())));
 }
 
-impl From<tokio_postgres::Error> for Refused {
+impl From<tokio_postgres::Error> for StatementError {
     fn from(error: tokio_postgres::Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self { code: Some(error.code().code().to_owned()), message: error.message().to_owned() },
@@ -158,11 +162,11 @@ impl PostgresStore {
                             return Ok(done);
                         }
                         Err(error) if is_conflict(&error) && next < TRIES => None,
-                        Err(error) => Some(Failed::Error(error.into())),
+                        Err(error) => Some(WorkFailure::Error(error.into())),
                     },
                     Err(failed) => {
                         tx.rollback().await.ok();
-                        let again = journal.conflict && next < TRIES && matches!(failed, Failed::Error(_));
+                        let again = journal.conflict && next < TRIES && matches!(failed, WorkFailure::Error(_));
                         (!again).then_some(failed)
                     }
                 };
@@ -189,12 +193,12 @@ async fn count(client: &mut Client, journal: &Journal) -> Result<bool, StoreErro
     if journal.attempts.is_empty() {
         return Ok(false);
     }
-    let tx = client.transaction().await.map_err(Refused::from)?;
+    let tx = client.transaction().await.map_err(StatementError::from)?;
     let mut recorded = true;
     for attempt in &journal.attempts {
         let Within(at) = Within(InPostgres::new(&tx)).schema(&attempt.place);
         recorded &= attempt.write(&at).await? || !attempt.has_failure();
     }
-    commit(tx).await.map_err(Refused::from)?;
+    commit(tx).await.map_err(StatementError::from)?;
     Ok(recorded)
 }

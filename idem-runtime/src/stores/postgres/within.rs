@@ -7,15 +7,16 @@ use std::time::Duration;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 
-use super::client::{Effect, Hidden};
+use super::client::{Effect, HiddenParam};
 use super::failure::meaning;
-use super::sql::{self, Ask, Cells, Found, Meeting, Met, Statement, Statements, corrupt};
+use super::sql::{self, AdmissionOutcome, Cells, Executor, FoundRow, LookupResult, Statement, Statements, corrupt};
 use super::{LOOKS, MEETINGS, PostgresStore, held_by_another, looked_in_vain, pause};
 use crate::clock::SystemClock;
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Decided, Decision, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State,
+    Verdict,
 };
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
@@ -28,7 +29,7 @@ const TABLES: usize = 16;
 #[derive(Clone)]
 pub struct InPostgres<S> {
     session: S,
-    table: Arc<Table>,
+    table: Arc<SchemaTable>,
     namespace: Box<str>,
     holder: Box<str>,
 }
@@ -91,14 +92,14 @@ impl PostgresStore {
 /// feature of its name.
 pub trait Transaction: within::sealed::Sealed {
     #[doc(hidden)]
-    type Session: Session;
+    type Session: TransactionSession;
 
     #[doc(hidden)]
     fn session(self) -> Self::Session;
 }
 
 /// The connection of a transaction: the operations that a driver has to provide.
-pub trait Session: within::sealed::Sealed + Clone {
+pub trait TransactionSession: within::sealed::Sealed + Clone {
     #[doc(hidden)]
     type Row: Cells;
 
@@ -109,27 +110,27 @@ pub trait Session: within::sealed::Sealed + Clone {
         &self,
         statement: &Statement,
         params: &[&(dyn ToSql + Sync)],
-    ) -> impl Future<Output = Result<Vec<Self::Row>, Refused>>;
+    ) -> impl Future<Output = Result<Vec<Self::Row>, StatementError>>;
 
     /// Runs statements without parameters or rows.
     #[doc(hidden)]
-    fn execute(&self, text: &str) -> impl Future<Output = Result<(), Refused>>;
+    fn execute(&self, text: &str) -> impl Future<Output = Result<(), StatementError>>;
 
     /// Identifies this transaction among all open ones.
     #[doc(hidden)]
     fn identity(&self) -> usize;
 
     #[doc(hidden)]
-    fn save(&self) -> impl Future<Output = Result<(), Refused>>;
+    fn save(&self) -> impl Future<Output = Result<(), StatementError>>;
 
     #[doc(hidden)]
-    fn rewind(&self) -> impl Future<Output = Result<(), Refused>>;
+    fn rewind(&self) -> impl Future<Output = Result<(), StatementError>>;
 
     #[doc(hidden)]
-    fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), Refused>>;
+    fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StatementError>>;
 
     #[doc(hidden)]
-    fn undo(&self) -> impl Future<Output = Result<(), Refused>>;
+    fn undo(&self) -> impl Future<Output = Result<(), StatementError>>;
 
     #[doc(hidden)]
     fn undo_at_once(&self);
@@ -137,14 +138,14 @@ pub trait Session: within::sealed::Sealed + Clone {
 
 /// An error of the server or the driver for a statement.
 #[derive(Debug)]
-pub struct Refused {
+pub struct StatementError {
     /// The `SQLSTATE`, if the server answered.
     pub(super) code: Option<String>,
     /// Contains no values: the server quotes them only in its `DETAIL`.
     pub(super) message: String,
 }
 
-impl Refused {
+impl StatementError {
     /// Returns whether a time limit ended the statement, or the server found a deadlock.
     fn ended_a_wait(&self) -> bool {
         let ends = [&SqlState::LOCK_NOT_AVAILABLE, &SqlState::QUERY_CANCELED, &SqlState::T_R_DEADLOCK_DETECTED];
@@ -157,9 +158,9 @@ pub(super) fn is_conflict(code: &str) -> bool {
     [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED].iter().any(|it| it.code() == code)
 }
 
-impl From<Refused> for StoreError {
-    fn from(refused: Refused) -> Self {
-        let Refused { code, message } = refused;
+impl From<StatementError> for StoreError {
+    fn from(refused: StatementError) -> Self {
+        let StatementError { code, message } = refused;
         if code.as_deref().is_some_and(is_conflict) {
             within::journal(|journal| journal.conflict = true);
         }
@@ -177,15 +178,15 @@ impl From<Refused> for StoreError {
 }
 
 /// The table of records in one schema.
-struct Table {
+struct SchemaTable {
     statements: Statements,
     schema: String,
 }
 
 /// The recently used tables, the latest one first.
-static LATEST: PerProcess<Mutex<Vec<Arc<Table>>>> = PerProcess::empty();
+static LATEST: PerProcess<Mutex<Vec<Arc<SchemaTable>>>> = PerProcess::empty();
 
-impl Table {
+impl SchemaTable {
     /// Returns the table in `schema`. A handler asks for it at each call, so its statements are built only once.
     fn of(schema: &str) -> Arc<Self> {
         let mut latest = lock(LATEST.here());
@@ -204,7 +205,7 @@ impl Table {
 
 impl<S> InPostgres<S> {
     pub(super) fn new(session: S) -> Self {
-        Self { session, table: Table::of(sql::SCHEMA), namespace: Box::default(), holder: Box::default() }
+        Self { session, table: SchemaTable::of(sql::SCHEMA), namespace: Box::default(), holder: Box::default() }
     }
 }
 
@@ -212,7 +213,7 @@ impl<S> Within<InPostgres<S>> {
     /// Schema that holds the table (default: `idem`).
     #[must_use]
     pub fn schema(mut self, schema: &str) -> Self {
-        self.0.table = Table::of(schema);
+        self.0.table = SchemaTable::of(schema);
         self
     }
 
@@ -240,7 +241,7 @@ impl<S> fmt::Debug for InPostgres<S> {
     }
 }
 
-impl<S: Session> Ask for InPostgres<S> {
+impl<S: TransactionSession> Executor for InPostgres<S> {
     type Row = S::Row;
     type Error = StoreError;
 
@@ -254,9 +255,9 @@ impl<S: Session> Ask for InPostgres<S> {
     }
 }
 
-impl<S: Session> InPostgres<S> {
+impl<S: TransactionSession> InPostgres<S> {
     /// Returns the record of `key`, unless it has expired.
-    async fn look(&self, key: &Key) -> Result<Option<Found>, StoreError> {
+    async fn look(&self, key: &Key) -> Result<Option<FoundRow>, StoreError> {
         let found = self.table.statements.look_at(self, key.as_str()).await?;
         Ok(found.filter(|found| !found.is_expired()))
     }
@@ -273,7 +274,7 @@ impl<S: Session> InPostgres<S> {
 
 impl<S> within::sealed::Sealed for InPostgres<S> {}
 
-impl<S: Session> within::Transaction for InPostgres<S> {
+impl<S: TransactionSession> within::Transaction for InPostgres<S> {
     const NAME: &'static str = "postgres";
 
     fn identity(&self) -> usize {
@@ -320,8 +321,8 @@ impl<S: Session> within::Transaction for InPostgres<S> {
             pause(&clock, look).await;
             let params: [&(dyn ToSql + Sync); 8] = [
                 &request.key.as_str(),
-                &Hidden(parts.owner),
-                &Hidden(parts.fingerprint),
+                &HiddenParam(parts.owner),
+                &HiddenParam(parts.fingerprint),
                 &parts.on_crash_fail,
                 &sql::millis(request.lease),
                 &sql::millis(request.ttl),
@@ -338,15 +339,15 @@ impl<S: Session> within::Transaction for InPostgres<S> {
                 MEETINGS.forget(request.key.seed());
             }
             let found = match said.met {
-                Met::Made => return Ok(Reservation::Granted { lease: first.lease(request), takeover: false }),
-                Met::Found(found) => found.map_err(corrupt)?,
-                Met::Unseen if said.is_held => continue,
-                Met::Unseen => return Ok(held_by_another(&request.key, 1)),
-                Met::LeftOut => return Err(corrupt(FormatError::Damaged)),
+                LookupResult::Made => return Ok(Reservation::Granted { lease: first.lease(request), takeover: false }),
+                LookupResult::Found(found) => found.map_err(corrupt)?,
+                LookupResult::Unseen if said.is_held => continue,
+                LookupResult::Unseen => return Ok(held_by_another(&request.key, 1)),
+                LookupResult::LeftOut => return Err(corrupt(FormatError::Damaged)),
             };
             let (met, with, takeover) = match found.meet(request) {
-                Meeting::Answer(answer) => return Ok(answer),
-                Meeting::Replace { met, with, takeover } => (met, with, takeover),
+                AdmissionOutcome::Answer(answer) => return Ok(answer),
+                AdmissionOutcome::Replace { met, with, takeover } => (met, with, takeover),
             };
             // Another transaction holds the key: it may be about to replace the same record.
             if !said.is_held {
@@ -361,7 +362,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
 
     async fn begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         let (keys, owners) = (vec![lease.key.as_str()], vec![&lease.owner.as_bytes()[..]]);
-        let params: [&(dyn ToSql + Sync); 3] = [&keys, &Hidden(owners), &vec![i64::from(lease.attempt)]];
+        let params: [&(dyn ToSql + Sync); 3] = [&keys, &HiddenParam(owners), &vec![i64::from(lease.attempt)]];
         let rows = self.rows(&self.table.statements.begin, &params, Effect::Writes).await?;
         Ok(if rows.is_empty() { Verdict::Refused } else { Verdict::Applied })
     }
@@ -396,7 +397,7 @@ impl<S: Session> within::Transaction for InPostgres<S> {
         self.table.statements.inspect_at(self, key.as_str()).await
     }
 
-    async fn decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+    async fn decide(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         decision.result().map_or(Ok(()), sql::check_size)?;
         for _ in 0..LOOKS {
             if let Some(decided) = self.table.statements.try_decide(self, decision).await? {
@@ -413,15 +414,15 @@ mod tests {
 
     #[test]
     fn the_statements_of_few_schemas_are_kept() {
-        let first = Table::of("tenant 0");
+        let first = SchemaTable::of("tenant 0");
         for n in 0..10 * TABLES {
-            Table::of(&format!("tenant {n}"));
-            assert!(Arc::ptr_eq(&first, &Table::of("tenant 0")), "what is used is kept");
+            SchemaTable::of(&format!("tenant {n}"));
+            assert!(Arc::ptr_eq(&first, &SchemaTable::of("tenant 0")), "what is used is kept");
             assert!(lock(LATEST.here()).len() <= TABLES);
         }
         assert_eq!(Arc::strong_count(&first), 2);
         for n in 1..=TABLES {
-            Table::of(&format!("tenant {n}"));
+            SchemaTable::of(&format!("tenant {n}"));
         }
         assert_eq!(Arc::strong_count(&first), 1, "what is not used is given up");
     }

@@ -18,9 +18,9 @@ use std::time::Duration;
 use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value};
 use tokio::sync::{Notify, watch};
 
-use super::batch::{Answer, Name, Replicas, Terms};
-use super::connection::{Background, Connection, Place, elsewhere};
-use super::failure::{Failure, Refusal};
+use super::batch::{BatchTerms, Name, OpAnswer, Replicas};
+use super::connection::{Connection, OwnedTask, ServerPlace, elsewhere};
+use super::failure::{ErrorReply, ExchangeFailure};
 use super::limits::Limits;
 use super::options::prepare;
 use super::route::{Node, Op};
@@ -41,14 +41,14 @@ const PAUSE: Duration = Duration::from_millis(100);
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
 /// The nodes that the user named, and the latest view of the cluster that any runtime has received.
-pub(super) struct Named {
+pub(super) struct NodeNames {
     nodes: Vec<Client>,
     /// Settings of a connection to a node, except for its address.
     template: ConnectionInfo,
     seen: PerProcess<Mutex<Option<Arc<View>>>>,
 }
 
-impl Named {
+impl NodeNames {
     /// Makes a cluster of these nodes. All connections have the settings of `first`.
     pub(super) fn new(first: &Client, nodes: Vec<Client>) -> Self {
         Self { template: first.get_connection_info().clone(), nodes, seen: PerProcess::default() }
@@ -57,8 +57,8 @@ impl Named {
 
 /// The known state of a cluster, and one runtime's connections to its nodes.
 pub(super) struct Cluster {
-    named: Arc<Named>,
-    terms: Terms,
+    named: Arc<NodeNames>,
+    terms: BatchTerms,
     replicas: Option<Replicas>,
     for_upkeep: bool,
     map: Mutex<Map>,
@@ -66,7 +66,7 @@ pub(super) struct Cluster {
     doubt: Arc<Notify>,
     /// True once a view of the cluster has arrived.
     heard: watch::Sender<bool>,
-    asking: OnceLock<Background>,
+    asking: OnceLock<OwnedTask>,
     /// Rotates over the nodes: selects the next one to ask, try or subscribe to.
     turn: AtomicUsize,
 }
@@ -107,7 +107,12 @@ impl Member {
 
 impl Cluster {
     /// Makes the cluster of `named`, starting from its latest view.
-    pub(super) fn new(named: &Arc<Named>, terms: Terms, replicas: Option<Replicas>, for_upkeep: bool) -> Arc<Self> {
+    pub(super) fn new(
+        named: &Arc<NodeNames>,
+        terms: BatchTerms,
+        replicas: Option<Replicas>,
+        for_upkeep: bool,
+    ) -> Arc<Self> {
         let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
         let cluster = Self {
             named: Arc::clone(named),
@@ -195,7 +200,7 @@ impl Cluster {
                 clock.sleep(PAUSE).await;
             }
         };
-        self.asking.get_or_init(|| Background(tokio::spawn(asking).abort_handle()));
+        self.asking.get_or_init(|| OwnedTask(tokio::spawn(asking).abort_handle()));
         // The view that another runtime received may be out of date.
         self.doubt.notify_one();
     }
@@ -248,7 +253,7 @@ impl Cluster {
             return Ok(Arc::clone(member));
         }
         let client = elsewhere(&self.named.template, &address.0, address.1)?;
-        let place = Place::At(Box::new(client.clone()));
+        let place = ServerPlace::At(Box::new(client.clone()));
         let connect = |timeout| Connection::ours(place.clone(), Arc::clone(&self.terms.clock), timeout);
         let node = Node::new(None, connect, self.replicas, &self.terms, self.for_upkeep);
         let member = Arc::new(Member { address: address.clone(), client, node });
@@ -299,11 +304,11 @@ impl Cluster {
     }
 
     /// Runs `op` on the node that serves `name`.
-    pub(super) async fn run(&self, name: Name<'_>, op: Op<'_>) -> Answer {
+    pub(super) async fn run(&self, name: Name<'_>, op: Op<'_>) -> OpAnswer {
         let slot = slot_of(name);
         let Some(mut member) = self.owner(slot).await else {
             self.doubt.notify_one();
-            return Err(Failure::NotSent("no node of the cluster is known".into()));
+            return Err(ExchangeFailure::NotSent("no node of the cluster is known".into()));
         };
         let mut asking = false;
         // Follows redirects until a node runs the operation.
@@ -331,7 +336,7 @@ impl Cluster {
                         // A primary that was paused during a failover still answers once it resumes, and its writes are
                         // discarded once it follows its successor.
                         Ok(_) if !asking && !self.is_owner(&member, slot) => {
-                            return Err(Failure::Lost);
+                            return Err(ExchangeFailure::Lost);
                         }
                         Err(failure) if !failure.is_unknown_script() => self.doubt.notify_one(),
                         _ => {}
@@ -377,8 +382,8 @@ struct Redirect {
 
 impl Redirect {
     /// Reads `MOVED slot host:port` or `ASK slot host:port`. A missing host means the node that answered.
-    fn read(failure: &Failure, from: &str) -> Option<Self> {
-        let Failure::Refused(Refusal { code, message }) = failure else { return None };
+    fn read(failure: &ExchangeFailure, from: &str) -> Option<Self> {
+        let ExchangeFailure::Refused(ErrorReply { code, message }) = failure else { return None };
         let asking = match &**code {
             "MOVED" => false,
             "ASK" => true,
@@ -521,7 +526,7 @@ mod tests {
     #[test]
     fn redirections_are_read() {
         let read = |code: &str, message: &str| {
-            let failure = Failure::Refused(Refusal { code: code.into(), message: message.into() });
+            let failure = ExchangeFailure::Refused(ErrorReply { code: code.into(), message: message.into() });
             Redirect::read(&failure, "here").map(|redirect| (redirect.to.0, redirect.to.1, redirect.asking))
         };
         assert_eq!(read("MOVED", "3999 127.0.0.1:6381"), Some(("127.0.0.1".into(), 6381, false)));

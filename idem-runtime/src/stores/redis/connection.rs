@@ -10,9 +10,9 @@ use redis::{Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, Server
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
-use super::failure::Failure;
+use super::failure::ExchangeFailure;
 use super::sentinel::Sentinels;
-use super::stream::{self, Opened, Pulse};
+use super::stream::{self, OpenedStream, Pulse};
 use crate::clock::{Clock, Instant, Sleep};
 use crate::combine::race;
 use crate::kit::metered::Meter;
@@ -28,24 +28,24 @@ const LONGEST: u32 = 15;
 const LATE: Duration = Duration::from_millis(100);
 
 /// A user's connection: multiplexed, so that clones share it.
-trait Multiplexed: ConnectionLike + Send + Sync {
-    fn boxed_clone(&self) -> Box<dyn Multiplexed>;
+trait SharedConnection: ConnectionLike + Send + Sync {
+    fn boxed_clone(&self) -> Box<dyn SharedConnection>;
 }
 
-impl<C: ConnectionLike + Clone + Send + Sync + 'static> Multiplexed for C {
-    fn boxed_clone(&self) -> Box<dyn Multiplexed> {
+impl<C: ConnectionLike + Clone + Send + Sync + 'static> SharedConnection for C {
+    fn boxed_clone(&self) -> Box<dyn SharedConnection> {
         Box::new(self.clone())
     }
 }
 
 /// The user's own connection, which reconnects on its own, and the process that it belongs to.
-pub(super) struct Theirs {
-    connection: Box<dyn Multiplexed>,
+pub(super) struct UserConnection {
+    connection: Box<dyn SharedConnection>,
     process: Process,
     pulse: Arc<Pulse>,
 }
 
-impl Theirs {
+impl UserConnection {
     pub(super) fn new<C>(connection: C, clock: &Arc<dyn Clock>) -> Self
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
@@ -54,7 +54,7 @@ impl Theirs {
     }
 }
 
-impl Clone for Theirs {
+impl Clone for UserConnection {
     fn clone(&self) -> Self {
         Self { connection: self.connection.boxed_clone(), process: self.process, pulse: Arc::clone(&self.pulse) }
     }
@@ -69,20 +69,20 @@ pub(super) struct Connection {
 }
 
 enum End {
-    Theirs(Theirs),
+    Theirs(UserConnection),
     Ours(Arc<Own>),
 }
 
 /// Location of a server.
 #[derive(Clone)]
-pub(super) enum Place {
+pub(super) enum ServerPlace {
     /// The address of the client.
     At(Box<Client>),
     /// The address that the sentinels name for the primary.
     Primary(Arc<Sentinels>),
 }
 
-impl Place {
+impl ServerPlace {
     /// Returns the number of primaries found so far; 0 for a fixed address.
     fn version(&self) -> u64 {
         match self {
@@ -93,9 +93,9 @@ impl Place {
 }
 
 /// A task that ends with its owner.
-pub(super) struct Background(pub(super) AbortHandle);
+pub(super) struct OwnedTask(pub(super) AbortHandle);
 
-impl Drop for Background {
+impl Drop for OwnedTask {
     fn drop(&mut self) {
         self.0.abort();
     }
@@ -106,17 +106,17 @@ impl Drop for Background {
 struct Own {
     clock: Arc<dyn Clock>,
     timeout: Duration,
-    place: Place,
-    open: Mutex<Open>,
+    place: ServerPlace,
+    open: Mutex<OpenState>,
     /// Number of connections opened so far.
     opened: AtomicU64,
 }
 
 #[derive(Default)]
-struct Open {
+struct OpenState {
     /// Number of connections opened so far.
     generation: u64,
-    way: Option<Way>,
+    way: Option<OpenConnection>,
     /// Time and error of the last failed try to connect.
     failed: Option<(Instant, RedisError)>,
     /// Set while a connection is being opened, for all callers. Closed once that has succeeded or failed.
@@ -125,7 +125,7 @@ struct Open {
 
 /// An open connection.
 #[derive(Clone)]
-struct Way {
+struct OpenConnection {
     generation: u64,
     /// Version of its place when it was opened.
     version: u64,
@@ -133,29 +133,33 @@ struct Way {
     pulse: Arc<Pulse>,
     sees_bytes: bool,
     /// Keeps the driver task alive.
-    _driver: Option<Arc<Background>>,
+    _driver: Option<Arc<OwnedTask>>,
 }
 
-impl Way {
-    fn new(generation: u64, version: u64, Opened { connection, pulse, sees_bytes, driver }: Opened) -> Self {
+impl OpenConnection {
+    fn new(
+        generation: u64,
+        version: u64,
+        OpenedStream { connection, pulse, sees_bytes, driver }: OpenedStream,
+    ) -> Self {
         Self { generation, version, connection, pulse, sees_bytes, _driver: driver.map(Arc::new) }
     }
 }
 
 impl Connection {
     /// Wraps the user's own connection.
-    pub(super) fn theirs(theirs: Theirs, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
+    pub(super) fn theirs(theirs: UserConnection, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         Self { clock, timeout, process: theirs.process, end: End::Theirs(theirs) }
     }
 
     /// Makes a connection to the server at `place`, opened at first use.
-    pub(super) fn ours(place: Place, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
+    pub(super) fn ours(place: ServerPlace, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default(), opened: AtomicU64::new(0) };
         Self { clock, timeout, process: Process::this(), end: End::Ours(Arc::new(own)) }
     }
 
     /// Sends one command.
-    pub(super) async fn one(&self, command: &Cmd) -> Result<Value, Failure> {
+    pub(super) async fn one(&self, command: &Cmd) -> Result<Value, ExchangeFailure> {
         self.check_process()?;
         let answer = match &self.end {
             End::Theirs(theirs) => {
@@ -163,7 +167,7 @@ impl Connection {
                 self.in_time(&theirs.pulse, true, connection.req_packed_command(command)).await
             }
             End::Ours(own) => {
-                let mut way = own.open().await.map_err(Failure::not_opened)?;
+                let mut way = own.open().await.map_err(ExchangeFailure::not_opened)?;
                 let exchange = way.connection.req_packed_command(command);
                 let answer = self.in_time(&way.pulse, !way.sees_bytes, exchange).await;
                 own.look_after(&way, answer.as_ref().map(std::slice::from_ref))?;
@@ -171,13 +175,13 @@ impl Connection {
             }
         };
         match answer? {
-            Value::ServerError(error) => Err(Failure::from(&error)),
+            Value::ServerError(error) => Err(ExchangeFailure::from(&error)),
             value => Ok(value),
         }
     }
 
     /// Sends many commands in one write. The error of a single command is a value in its place.
-    pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, Failure> {
+    pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, ExchangeFailure> {
         // Not `query_async`: it turns the error of one command into the failure of the whole pipeline.
         let count = commands.len();
         self.check_process()?;
@@ -187,14 +191,14 @@ impl Connection {
                 self.in_time(&theirs.pulse, true, connection.req_packed_commands(commands, 0, count)).await
             }
             End::Ours(own) => {
-                let mut way = own.open().await.map_err(Failure::not_opened)?;
+                let mut way = own.open().await.map_err(ExchangeFailure::not_opened)?;
                 let exchange = way.connection.req_packed_commands(commands, 0, count);
                 let answers = self.in_time(&way.pulse, !way.sees_bytes, exchange).await;
                 own.look_after(&way, answers.as_deref())?;
                 answers
             }
         };
-        answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(Failure::Lost) })
+        answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(ExchangeFailure::Lost) })
     }
 
     /// Returns the time that an operation may wait to be sent: longer while the server keeps answering earlier ones.
@@ -217,13 +221,13 @@ impl Connection {
     }
 
     /// Refuses to use a connection of a parent process: a forked process must not write to its socket.
-    fn check_process(&self) -> Result<(), Failure> {
+    fn check_process(&self) -> Result<(), ExchangeFailure> {
         if self.process.is_this() {
             return Ok(());
         }
         let reason = "the connection was opened before a fork, by the parent process; use a new runtime here, and a \
                       new connection if you opened it yourself";
-        Err(Failure::Unusable(reason.into()))
+        Err(ExchangeFailure::Unusable(reason.into()))
     }
 
     /// Runs `exchange`. Gives up once no byte has moved on its connection for the time limit, or after [`LONGEST`] time
@@ -234,7 +238,7 @@ impl Connection {
         pulse: &Pulse,
         is_news: bool,
         exchange: impl Future<Output = Result<T, RedisError>>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, ExchangeFailure> {
         let started = self.clock.now();
         let mut end = started.saturating_add(self.timeout.saturating_mul(LONGEST));
         let mut until = started.saturating_add(self.timeout);
@@ -245,7 +249,7 @@ impl Connection {
                 if is_news && answer.is_ok() {
                     pulse.heard();
                 }
-                return answer.map_err(Failure::of);
+                return answer.map_err(ExchangeFailure::of);
             }
             now = self.clock.now();
             let late = now.saturating_since(until);
@@ -257,7 +261,7 @@ impl Connection {
             };
             until = silent.min(end);
             if until <= now {
-                return Err(Failure::TimedOut);
+                return Err(ExchangeFailure::TimedOut);
             }
         }
     }
@@ -273,7 +277,7 @@ impl Connection {
 
 impl Own {
     /// Returns the open connection, or a new one.
-    async fn open(self: &Arc<Self>) -> Result<Way, RedisError> {
+    async fn open(self: &Arc<Self>) -> Result<OpenConnection, RedisError> {
         if let Some(way) = self.get() {
             return Ok(way);
         }
@@ -307,11 +311,11 @@ impl Own {
         Err((ErrorKind::Io, "every new connection was replaced at once").into())
     }
 
-    fn get(&self) -> Option<Way> {
+    fn get(&self) -> Option<OpenConnection> {
         self.usable(&lock(&self.open))
     }
 
-    fn usable(&self, open: &Open) -> Option<Way> {
+    fn usable(&self, open: &OpenState) -> Option<OpenConnection> {
         let version = self.place.version();
         open.way.clone().filter(|way| way.version == version)
     }
@@ -326,7 +330,7 @@ impl Own {
                     open.generation += 1;
                     self.opened.store(open.generation, Ordering::Relaxed);
                     open.failed = None;
-                    open.way = Some(Way::new(open.generation, version, opened));
+                    open.way = Some(OpenConnection::new(open.generation, version, opened));
                 }
                 Err(error) => open.failed = Some((self.clock.now(), error)),
             }
@@ -337,10 +341,12 @@ impl Own {
     }
 
     /// Opens a new connection. Returns it with the version of its place.
-    async fn try_connect(&self) -> Result<(Opened, u64), RedisError> {
+    async fn try_connect(&self) -> Result<(OpenedStream, u64), RedisError> {
         match &self.place {
-            Place::At(client) => Ok((self.in_time(stream::open(client, &self.clock)).await?, self.place.version())),
-            Place::Primary(sentinels) => {
+            ServerPlace::At(client) => {
+                Ok((self.in_time(stream::open(client, &self.clock)).await?, self.place.version()))
+            }
+            ServerPlace::Primary(sentinels) => {
                 let (client, version) = sentinels.primary().await?;
                 let connecting = async {
                     let mut opened = stream::open(&client, &self.clock).await?;
@@ -362,11 +368,15 @@ impl Own {
     /// it.
     ///
     /// Returns an error if another server is the primary by now: the old one's answer may be lost with it.
-    fn look_after(&self, way: &Way, answers: Result<&[Value], &Failure>) -> Result<(), Failure> {
+    fn look_after(
+        &self,
+        way: &OpenConnection,
+        answers: Result<&[Value], &ExchangeFailure>,
+    ) -> Result<(), ExchangeFailure> {
         let replaced = self.place.version() != way.version;
         let broken = match answers {
             Ok(answers) => answers.iter().any(|answer| matches!(answer, Value::ServerError(error) if ends(error))),
-            Err(Failure::Broken(_) | Failure::TimedOut | Failure::NotSent(_)) => true,
+            Err(ExchangeFailure::Broken(_) | ExchangeFailure::TimedOut | ExchangeFailure::NotSent(_)) => true,
             Err(_) => false,
         };
         if broken || replaced {
@@ -375,7 +385,7 @@ impl Own {
                 open.way = None;
             }
         }
-        if replaced && answers.is_ok() { Err(Failure::Lost) } else { Ok(()) }
+        if replaced && answers.is_ok() { Err(ExchangeFailure::Lost) } else { Ok(()) }
     }
 }
 

@@ -10,9 +10,9 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Reason why an exchange failed.
 #[derive(Clone, Debug)]
-pub(super) enum Failure {
+pub(super) enum ExchangeFailure {
     /// The server refused this operation and wrote nothing for it.
-    Refused(Refusal),
+    Refused(ErrorReply),
     /// There was no connection, or none that took the operation in time: nothing was sent.
     NotSent(Arc<str>),
     /// No connection is possible in this process or runtime: nothing was sent, and nothing will be.
@@ -31,12 +31,12 @@ pub(super) enum Failure {
 
 /// An error reply of the server.
 #[derive(Clone, Debug)]
-pub(super) struct Refusal {
+pub(super) struct ErrorReply {
     pub(super) code: Arc<str>,
     pub(super) message: Arc<str>,
 }
 
-impl Refusal {
+impl ErrorReply {
     /// Reads an error that a script passes on: the first word is its code.
     pub(super) fn read(text: &str) -> Self {
         let (code, message) = text.split_once(' ').unwrap_or((text, ""));
@@ -44,19 +44,19 @@ impl Refusal {
     }
 }
 
-impl From<&ServerError> for Refusal {
+impl From<&ServerError> for ErrorReply {
     fn from(error: &ServerError) -> Self {
         Self { code: error.code().into(), message: error.details().unwrap_or_default().into() }
     }
 }
 
-impl From<&ServerError> for Failure {
+impl From<&ServerError> for ExchangeFailure {
     fn from(error: &ServerError) -> Self {
         Self::Refused(error.into())
     }
 }
 
-impl Failure {
+impl ExchangeFailure {
     /// Returns whether the server has forgotten a script. In that case nothing was written.
     pub(super) fn is_unknown_script(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
@@ -72,7 +72,7 @@ impl Failure {
     /// error with the general code `ERR` counts, because servers word this error differently, except a request that
     /// could not be read at all.
     pub(super) fn is_unknown_option(&self) -> bool {
-        matches!(self, Self::Refused(Refusal { code, message })
+        matches!(self, Self::Refused(ErrorReply { code, message })
             if &**code == "ERR" && !message.starts_with("Protocol error"))
     }
 
@@ -89,7 +89,7 @@ impl Failure {
     /// is being set up. In both cases nothing was written.
     pub(super) fn of(error: RedisError) -> Self {
         match error.kind() {
-            ErrorKind::Server(_) => Self::Refused(Refusal {
+            ErrorKind::Server(_) => Self::Refused(ErrorReply {
                 code: error.code().unwrap_or_default().into(),
                 message: error.detail().unwrap_or_default().into(),
             }),
@@ -106,23 +106,23 @@ impl Failure {
 }
 
 /// Returns the error of an operation whose exchange failed.
-pub(super) fn failed(failure: Failure) -> StoreError {
+pub(super) fn failed(failure: ExchangeFailure) -> StoreError {
     match failure {
         // A script never stops halfway: it checks everything before its first write.
-        Failure::Refused(refusal) => refused(&refusal),
-        Failure::NotSent(reason) => {
+        ExchangeFailure::Refused(refusal) => refused(&refusal),
+        ExchangeFailure::NotSent(reason) => {
             StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
         }
-        Failure::Unusable(reason) => {
+        ExchangeFailure::Unusable(reason) => {
             StoreError::new(StoreErrorKind::Misconfigured, format!("the server can't be reached: {reason}"))
         }
-        Failure::Broken(error) => {
+        ExchangeFailure::Broken(error) => {
             StoreError::new(StoreErrorKind::Unconfirmed, "the connection broke before the answer came")
                 .with_source(error)
         }
-        Failure::TimedOut => StoreError::new(StoreErrorKind::Unconfirmed, "the server did not answer in time"),
-        Failure::Lost => StoreError::new(StoreErrorKind::Unconfirmed, "the answer was lost"),
-        Failure::Unreplicated(_, why) => {
+        ExchangeFailure::TimedOut => StoreError::new(StoreErrorKind::Unconfirmed, "the server did not answer in time"),
+        ExchangeFailure::Lost => StoreError::new(StoreErrorKind::Unconfirmed, "the answer was lost"),
+        ExchangeFailure::Unreplicated(_, why) => {
             let why = why.map_or_else(|| "it in time".to_owned(), |said| format!("it: the server refused: {said}"));
             let message = format!("fewer replicas than `min_replicas` confirmed {why}");
             StoreError::new(StoreErrorKind::Unconfirmed, message)
@@ -130,7 +130,7 @@ pub(super) fn failed(failure: Failure) -> StoreError {
     }
 }
 
-fn refused(Refusal { code, message }: &Refusal) -> StoreError {
+fn refused(ErrorReply { code, message }: &ErrorReply) -> StoreError {
     let (kind, what) = match &**code {
         DAMAGED => return damaged(),
         "WRONGTYPE" => (

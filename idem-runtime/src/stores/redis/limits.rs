@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::failure::{Failure, Refusal, failed, too_large};
+use super::failure::{ErrorReply, ExchangeFailure, failed, too_large};
 use crate::clock::{Clock, Instant};
 use crate::store::StoreError;
 use crate::sync::{Mutex, PerProcess, lock};
@@ -28,14 +28,14 @@ const LEARNED_FOR: Duration = Duration::from_secs(60);
 pub(super) struct Limits {
     /// Smallest limit that a server has reported; [`UNTOLD`] if none has.
     told: AtomicUsize,
-    learned: PerProcess<Mutex<Learned>>,
+    learned: PerProcess<Mutex<LearnedLimits>>,
 }
 
 /// Value of `told` while no server has reported a limit.
 const UNTOLD: usize = usize::MAX;
 
 #[derive(Clone, Default, Debug)]
-struct Learned {
+struct LearnedLimits {
     /// Values of this size and above count as too large until this time.
     too_large: Option<(usize, Instant)>,
     /// The smallest value under which the latest connections broke, and the number of these connections.
@@ -80,7 +80,7 @@ impl Limits {
     pub(super) fn learn(
         &self,
         bytes: usize,
-        answer: Result<Value, Failure>,
+        answer: Result<Value, ExchangeFailure>,
         clock: &dyn Clock,
     ) -> Result<Value, StoreError> {
         if bytes < SURE {
@@ -92,8 +92,8 @@ impl Limits {
                 learned.broke = learned.broke.filter(|(least, _)| *least > bytes);
                 false
             }
-            Err(Failure::Refused(refusal)) => is_about_size(refusal),
-            Err(Failure::Broken(_)) => {
+            Err(ExchangeFailure::Refused(refusal)) => is_about_size(refusal),
+            Err(ExchangeFailure::Broken(_)) => {
                 let (least, breaks) = learned.broke.unwrap_or((bytes, 0));
                 learned.broke = Some((least.min(bytes), breaks + 1));
                 bytes >= least && breaks + 1 >= BREAKS
@@ -110,7 +110,7 @@ impl Limits {
 }
 
 /// Returns whether the server refused to read a value because of its size.
-fn is_about_size(Refusal { message, .. }: &Refusal) -> bool {
+fn is_about_size(ErrorReply { message, .. }: &ErrorReply) -> bool {
     message.starts_with("Protocol error: invalid bulk length")
 }
 
@@ -149,7 +149,7 @@ mod tests {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         let refused = || {
             let message = "Protocol error: invalid bulk length";
-            Err(Failure::Refused(Refusal { code: "ERR".into(), message: message.into() }))
+            Err(ExchangeFailure::Refused(ErrorReply { code: "ERR".into(), message: message.into() }))
         };
         assert_eq!(kind(limits.learn(3 * MIB, refused(), &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn connections_that_break_again_and_again_are_a_reason() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
-        let broken = || Err(Failure::Broken(Arc::new(RedisError::from((ErrorKind::Io, "closed")))));
+        let broken = || Err(ExchangeFailure::Broken(Arc::new(RedisError::from((ErrorKind::Io, "closed")))));
         for _ in 1..BREAKS {
             assert_eq!(kind(limits.learn(3 * MIB, broken(), &clock)), StoreErrorKind::Unconfirmed);
             assert_eq!(kind(limits.learn(10, broken(), &clock)), StoreErrorKind::Unconfirmed);

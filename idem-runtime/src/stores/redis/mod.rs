@@ -33,11 +33,13 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use redis::{Cmd, Value};
 
-use self::batch::{Answer, Ask, Finishing, Name, Replicas, Reserving, Running, Terms};
+use self::batch::{
+    BatchTerms, Name, OpAnswer, OpFuture, PendingCompletion, PendingReservation, RedisCommand, Replicas,
+};
 use self::cluster::slot_of;
-use self::failure::{Failure, corrupt, damaged, failed, unexpected};
+use self::failure::{ExchangeFailure, corrupt, damaged, failed, unexpected};
 use self::limits::{Limits, SURE};
-use self::line::{Line, Plan};
+use self::line::{ConnectPlan, Connections};
 pub use self::options::RedisOptions;
 use self::route::Op;
 use self::scripts::{Script, Scripts};
@@ -46,8 +48,8 @@ use crate::key::Key;
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::format::{self, millis};
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation, ReserveRequest,
-    ReservedAt, Ruling, State, Verdict,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, OwnerToken, Record, Release, Reservation,
+    ReserveRequest, ReservedAt, Ruling, State, Verdict,
 };
 use crate::store::{
     Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -95,7 +97,7 @@ const REMEMBERED: usize = 1024;
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
-pub struct RedisStore(Arc<Shared>);
+pub struct RedisStore(Arc<RedisInner>);
 
 impl RedisStore {
     /// Connects to the servers that `url` names. For more settings see [`RedisOptions`].
@@ -134,19 +136,19 @@ impl fmt::Debug for RedisStore {
 store_of_shared!(RedisStore);
 
 /// One handle of a store. Its connections are its own, so that other handles don't delay it.
-struct Shared {
-    this: Weak<Shared>,
+struct RedisInner {
+    this: Weak<RedisInner>,
     core: Arc<Core>,
-    lines: PerRuntime<Line>,
+    lines: PerRuntime<Connections>,
     /// The handle for upkeep; `None` if this is it.
-    upkeep: Option<SharedOnce<Arc<Shared>>>,
+    upkeep: Option<SharedOnce<Arc<RedisInner>>>,
 }
 
 /// State that all handles of a store share.
 struct Core {
     heartbeats: Arc<Heartbeats>,
-    plan: Plan,
-    terms: Terms,
+    plan: ConnectPlan,
+    terms: BatchTerms,
     replicas: Option<Replicas>,
     prefix: Box<str>,
     limits: Arc<Limits>,
@@ -154,7 +156,7 @@ struct Core {
     held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for RedisInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore").field("prefix", &self.core.prefix).finish_non_exhaustive()
     }
@@ -196,9 +198,9 @@ impl Core {
     }
 }
 
-impl Shared {
+impl RedisInner {
     /// Makes the first handle of a store, with the connections of the current runtime, which opened them.
-    fn new(core: Arc<Core>, connected: Line) -> Arc<Self> {
+    fn new(core: Arc<Core>, connected: Connections) -> Arc<Self> {
         let store = Self::on(core, Some(SharedOnce::new()));
         store.lines.here(|_| connected);
         store
@@ -209,11 +211,11 @@ impl Shared {
     }
 
     /// Returns the connections of the current runtime.
-    fn line(&self) -> Result<Here<'_, Line>, StoreError> {
+    fn line(&self) -> Result<Here<'_, Connections>, StoreError> {
         let Core { plan, terms, replicas, .. } = &*self.core;
         // A connection itself refuses use in another process than its own.
         let line = self.lines.here_or_inherited(|_| plan.line(terms, *replicas, self.upkeep.is_none()));
-        line.ok_or_else(|| failed(Failure::Unusable("no tokio runtime: call the store from inside one".into())))
+        line.ok_or_else(|| failed(ExchangeFailure::Unusable("no tokio runtime: call the store from inside one".into())))
     }
 
     /// Returns the age of a record whose attempt `began` then. `began` is a time of the holder or of the server, and
@@ -232,7 +234,7 @@ impl Shared {
         let line = self.line()?;
         let name = self.name_of(&request.key);
         let first = Record::first(request);
-        let reserving = Reserving { name, record: &first, ttl_ms: millis(first.retention(request.ttl)) };
+        let reserving = PendingReservation { name, record: &first, ttl_ms: millis(first.retention(request.ttl)) };
         // The record found in place of the earlier one, and the rest of its lease.
         let mut changed: Option<(Bytes, Duration)> = None;
         for look in 0..LOOKS {
@@ -285,16 +287,18 @@ impl Shared {
             // Boxed: most calls don't get here, but would carry its size inline.
             let taken = Box::pin(self.take(&line, name, &seen, &record, &meeting, request.owner)).await?;
             match (taken, meeting) {
-                (Taken::Held(_), Admission::Answer(answer)) if !depends_on_lease(&answer) => return Ok(answer),
-                (Taken::Lapsed, Admission::Answer(answer)) => return Ok(answer),
-                (Taken::Replaced, Admission::Replace { with, takeover }) => {
+                (TakeoverAnswer::Held(_), Admission::Answer(answer)) if !depends_on_lease(&answer) => {
+                    return Ok(answer);
+                }
+                (TakeoverAnswer::Lapsed, Admission::Answer(answer)) => return Ok(answer),
+                (TakeoverAnswer::Replaced, Admission::Replace { with, takeover }) => {
                     return Ok(Reservation::Granted { lease: with.lease(request), takeover });
                 }
-                (Taken::Held(lapses_in), _) => {
+                (TakeoverAnswer::Held(lapses_in), _) => {
                     self.core.remember(record.owner, asked_at.saturating_add(lapses_in));
                     return Ok(Reservation::InProgress { attempt: record.attempt, lapses_in });
                 }
-                (Taken::Changed(now), _) => changed = now,
+                (TakeoverAnswer::Changed(now), _) => changed = now,
                 (taken, meeting) => {
                     let message = format!("the server gave the unexpected answer {taken:?} to {meeting:?}");
                     return Err(StoreError::new(StoreErrorKind::Unconfirmed, message));
@@ -308,13 +312,13 @@ impl Shared {
     /// only asks for the lease.
     async fn take(
         &self,
-        line: &Line,
+        line: &Connections,
         name: Name<'_>,
         seen: &[u8],
         met: &Record,
         meeting: &Admission,
         owner: OwnerToken,
-    ) -> Result<Taken, StoreError> {
+    ) -> Result<TakeoverAnswer, StoreError> {
         let lease = match met.state {
             State::Pending { lease, .. } => millis(lease),
             _ => 0,
@@ -332,22 +336,22 @@ impl Shared {
         let taken = line.route.run(name, Op::Write(asked.that_brings_a_record())).await;
         let taken = match taken {
             // As in `looked`: the lease is another attempt's.
-            Err(Failure::Unreplicated(taken, why)) => match *taken {
+            Err(ExchangeFailure::Unreplicated(taken, why)) => match *taken {
                 Value::Int(1..) if met.owner != owner => *taken,
                 Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
-                taken => return Err(failed(Failure::Unreplicated(Box::new(taken), why))),
+                taken => return Err(failed(ExchangeFailure::Unreplicated(Box::new(taken), why))),
             },
             taken => taken.map_err(failed)?,
         };
         match taken {
-            Value::Int(-2) => Ok(Taken::Replaced),
-            Value::Int(-1) => Ok(Taken::Changed(None)),
-            Value::Int(0) => Ok(Taken::Lapsed),
-            Value::Int(left) => Ok(Taken::Held(Duration::from_millis(left.unsigned_abs()))),
+            Value::Int(-2) => Ok(TakeoverAnswer::Replaced),
+            Value::Int(-1) => Ok(TakeoverAnswer::Changed(None)),
+            Value::Int(0) => Ok(TakeoverAnswer::Lapsed),
+            Value::Int(left) => Ok(TakeoverAnswer::Held(Duration::from_millis(left.unsigned_abs()))),
             Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
                 Ok([Value::BulkString(record), Value::Int(left)]) => {
                     let left = Duration::from_millis(u64::try_from(left).unwrap_or_default());
-                    Ok(Taken::Changed(Some((Bytes::from(record), left))))
+                    Ok(TakeoverAnswer::Changed(Some((Bytes::from(record), left))))
                 }
                 other => Err(unexpected(&Value::Array(other.map_or_else(|parts| parts, Vec::from)))),
             },
@@ -359,10 +363,10 @@ impl Shared {
     /// [`Op::Write`].
     async fn look_at(
         &self,
-        line: &Line,
+        line: &Connections,
         name: Name<'_>,
-        op: fn(Ask) -> Op<'static>,
-    ) -> Result<Option<Stored>, StoreError> {
+        op: fn(RedisCommand) -> Op<'static>,
+    ) -> Result<Option<StoredValue>, StoreError> {
         let asked = ask(&self.core.scripts().inspect, name, |_| {});
         let found = line.route.run(name, op(asked.that_brings_a_record())).await;
         let found = found.map_err(failed)?;
@@ -377,7 +381,7 @@ impl Shared {
         };
         let record = format::decode(&value).map_err(corrupt);
         let found = record.and_then(|record| inspection(record, &value, *left, *expires_at));
-        Ok(Some(Stored { value, left: *left, found }))
+        Ok(Some(StoredValue { value, left: *left, found }))
     }
 
     /// Walks along the keys of one server, as far as one `SCAN` does. A cursor is a server and its scan cursor.
@@ -400,7 +404,7 @@ impl Shared {
         let mut command = redis::cmd("SCAN");
         command.arg(place).arg("MATCH").arg(format!("{}*", escaped(&[prefix, &filter.prefix()].concat())));
         command.arg("COUNT").arg(SCANNED_AT_ONCE);
-        let asked = line.route.ask_in_turn(server, Ask::plain(command)).await;
+        let asked = line.route.ask_in_turn(server, RedisCommand::plain(command)).await;
         let (server, found, following) = asked.map_err(failed)?;
         let (place, keys) = scanned(&found).ok_or_else(|| unexpected(&found))?;
         let names: Vec<String> = keys.into_iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
@@ -422,7 +426,7 @@ impl Shared {
     }
 
     /// Returns the record of `name`, without its result; with it if the record can't be read otherwise.
-    async fn glance(&self, line: &Line, name: Name<'_>) -> Result<Option<Inspection>, StoreError> {
+    async fn glance(&self, line: &Connections, name: Name<'_>) -> Result<Option<Inspection>, StoreError> {
         let asked = ask(&self.core.scripts().glance, name, |command| {
             command.arg(format::START_BYTES);
         });
@@ -443,13 +447,13 @@ impl Shared {
     }
 
     /// Reads the record, decides, and writes if the record is unchanged.
-    async fn try_decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+    async fn try_decide(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         let line = self.line()?;
         let (limits, clock) = (&self.core.limits, self.core.clock());
         let name = self.name_of(&decision.key);
         for _ in 0..LOOKS {
             let Some(stored) = self.look_at(&line, name, Op::Read).await? else {
-                return Ok(Decided::NoRecord);
+                return Ok(DecisionAnswer::NoRecord);
             };
             let found = stored.inspection();
             let value = match found.decide(decision) {
@@ -464,7 +468,7 @@ impl Shared {
             };
             let decided = line.route.run(name, Op::Write(asked)).await;
             match written(&limits.learn(value.len(), decided, clock)?)? {
-                Verdict::Applied => return Ok(Decided::Applied),
+                Verdict::Applied => return Ok(DecisionAnswer::Applied),
                 Verdict::Refused => {}
             }
         }
@@ -472,7 +476,14 @@ impl Shared {
     }
 
     /// Replaces the record that was found by `value`, or removes it if `value` is empty.
-    fn replacement(&self, name: Name<'_>, decision: &Decision, met: &Record, stored: &Stored, value: &[u8]) -> Ask {
+    fn replacement(
+        &self,
+        name: Name<'_>,
+        decision: &Decision,
+        met: &Record,
+        stored: &StoredValue,
+        value: &[u8],
+    ) -> RedisCommand {
         let seen = format::identity(&stored.value).unwrap_or_default();
         let lapsed = match met.state {
             State::Pending { ttl, .. } if !decision.ends_live_lease() => millis(ttl).to_string(),
@@ -484,7 +495,7 @@ impl Shared {
     }
 
     /// Removes a value that can't be read.
-    fn removal(&self, name: Name<'_>, met: &Stored) -> Ask {
+    fn removal(&self, name: Name<'_>, met: &StoredValue) -> RedisCommand {
         ask(&self.core.scripts().remove, name, |command| {
             command.arg(&met.value[..]).arg(u8::from(met.expires())).arg(&*self.core.terms.channel);
         })
@@ -493,9 +504,9 @@ impl Shared {
     /// Renews the `leases` in `group`, in one call of the script. In a cluster they are of one slot.
     async fn renew_group(
         &self,
-        line: &Line,
+        line: &Connections,
         leases: &[Lease],
-        group: &[Placed],
+        group: &[LeaseIndex],
         answer: &Answers<'_>,
     ) -> Result<(), StoreError> {
         match self.ask_to_renew(line, leases, group).await {
@@ -511,10 +522,10 @@ impl Shared {
         }
     }
 
-    fn ask_to_renew<'a>(&'a self, line: &'a Line, leases: &'a [Lease], group: &[Placed]) -> Running<'a> {
+    fn ask_to_renew<'a>(&'a self, line: &'a Connections, leases: &'a [Lease], group: &[LeaseIndex]) -> OpFuture<'a> {
         let some = || group.iter().map(|(_, at)| &leases[*at]);
         let names = some().map(|lease| self.name_of(&lease.key));
-        let asked = Ask::script(&self.core.scripts().renew, names, |command| {
+        let asked = RedisCommand::script(&self.core.scripts().renew, names, |command| {
             for lease in some() {
                 command.arg(&attempt_of(lease)[..]).arg(millis(lease.duration.saturating_add(lease.ttl)));
             }
@@ -532,10 +543,10 @@ fn attempt_of(lease: &Lease) -> [u8; 20] {
 }
 
 /// The slot of a lease's key (0 outside a cluster), and the index of the lease in the batch.
-type Placed = (u16, usize);
+type LeaseIndex = (u16, usize);
 
 /// Passes on the answers to one call.
-fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<(), StoreError> {
+fn renewed(group: &[LeaseIndex], answers: OpAnswer, answer: &Answers<'_>) -> Result<(), StoreError> {
     let answers = match answers.map_err(failed)? {
         Value::BulkString(answers) if answers.len() == group.len() => answers,
         other => return Err(unexpected(&other)),
@@ -552,7 +563,7 @@ fn renewed(group: &[Placed], answers: Answer, answer: &Answers<'_>) -> Result<()
 }
 
 /// The value under a name.
-struct Stored {
+struct StoredValue {
     value: Bytes,
     /// Milliseconds until the value expires; negative if it does not.
     left: i64,
@@ -560,7 +571,7 @@ struct Stored {
     found: Result<Inspection, StoreError>,
 }
 
-impl Stored {
+impl StoredValue {
     fn expires(&self) -> bool {
         self.left >= 0
     }
@@ -629,8 +640,8 @@ fn keeps_changing() -> StoreError {
 }
 
 /// Calls a script on one key.
-fn ask(script: &Script, name: Name<'_>, args: impl FnOnce(&mut Cmd)) -> Ask {
-    Ask::script(script, std::iter::once(name), args)
+fn ask(script: &Script, name: Name<'_>, args: impl FnOnce(&mut Cmd)) -> RedisCommand {
+    RedisCommand::script(script, std::iter::once(name), args)
 }
 
 /// Returns the time at which `lease` was reserved, in milliseconds since 1970, if its record may be unchanged since
@@ -653,11 +664,11 @@ fn depends_on_lease(answer: &Reservation) -> bool {
 
 /// Checks the answer to a reservation. "In progress" may come from an unreplicated record. A result or our own
 /// reservation may not: the caller relies on it.
-fn looked(answer: Answer, owner: OwnerToken) -> Answer {
+fn looked(answer: OpAnswer, owner: OwnerToken) -> OpAnswer {
     match answer {
-        Err(Failure::Unreplicated(found, why)) => match *found {
+        Err(ExchangeFailure::Unreplicated(found, why)) => match *found {
             Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
-            found => Err(Failure::Unreplicated(Box::new(found), why)),
+            found => Err(ExchangeFailure::Unreplicated(Box::new(found), why)),
         },
         answer => answer,
     }
@@ -675,7 +686,7 @@ fn is_held_by_another(found: &[Value], owner: OwnerToken) -> bool {
 }
 
 #[derive(Debug)]
-enum Taken {
+enum TakeoverAnswer {
     Replaced,
     Lapsed,
     /// Another record is there now, with the rest of its lease; `None` if there is no record.
@@ -691,7 +702,7 @@ fn written(value: &Value) -> Result<Verdict, StoreError> {
     }
 }
 
-impl Store for Shared {
+impl Store for RedisInner {
     fn name(&self) -> &'static str {
         "redis"
     }
@@ -744,7 +755,7 @@ impl Store for Shared {
             // arrives. Calls are short, so that the server is not blocked. In a cluster a call names keys of one slot.
             let is_cluster = self.core.terms.one_key;
             let slot = |lease: &Lease| if is_cluster { slot_of(self.name_of(&lease.key)) } else { 0 };
-            let mut places: Vec<Placed> = leases.iter().enumerate().map(|(at, lease)| (slot(lease), at)).collect();
+            let mut places: Vec<LeaseIndex> = leases.iter().enumerate().map(|(at, lease)| (slot(lease), at)).collect();
             if is_cluster {
                 places.sort_unstable();
             }
@@ -768,7 +779,7 @@ impl Store for Shared {
             let pending = reserved_at.map(|_| Record::reserved(lease));
             let name = self.name_of(&lease.key);
             let (pending, ttl_ms) = (pending.as_ref(), millis(lease.ttl));
-            let finishing = Finishing { name, record: &record, reserved_at, pending, ttl_ms };
+            let finishing = PendingCompletion { name, record: &record, reserved_at, pending, ttl_ms };
             let answer = line.route.run(name, Op::Finish(finishing)).await;
             written(&limits.learn(bytes, answer, clock)?)
         })
@@ -823,7 +834,7 @@ impl Store for Shared {
         })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(self.try_decide(decision))
     }
 
@@ -839,7 +850,7 @@ impl Store for Shared {
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
             let line = self.line()?;
-            line.route.ask_all(&Ask::plain(redis::cmd("PING"))).await.map_err(failed)
+            line.route.ask_all(&RedisCommand::plain(redis::cmd("PING"))).await.map_err(failed)
         })
     }
 }

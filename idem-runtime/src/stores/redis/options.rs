@@ -8,17 +8,17 @@ use std::time::Duration;
 use redis::aio::ConnectionLike;
 use redis::{Client, Pipeline, Value};
 
-use super::batch::{Replicas, Terms};
-use super::cluster::{Cluster, Named, first};
+use super::batch::{BatchTerms, Replicas};
+use super::cluster::{Cluster, NodeNames, first};
 #[cfg(feature = "with-redis-1")]
-use super::connection::Theirs;
-use super::connection::{Connection, Place};
-use super::failure::{Failure, failed, misconfigured, not_connected};
+use super::connection::UserConnection;
+use super::connection::{Connection, ServerPlace};
+use super::failure::{ExchangeFailure, failed, misconfigured, not_connected};
 use super::limits::Limits;
-use super::line::{Found, Line, Plan};
+use super::line::{ConnectPlan, Connections, ServerLocation};
 use super::rights::{Purpose, RIGHTS, Right};
 use super::scripts::{Script, Scripts};
-use super::{Core, RedisStore, Shared};
+use super::{Core, RedisInner, RedisStore};
 use crate::clock::{Clock, SystemClock};
 use crate::store::{Heartbeats, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
@@ -101,7 +101,7 @@ impl RedisOptions {
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
         match url.split_once("://") {
             Some(("redis-sentinel", rest)) => {
-                let url = Several::read(rest, &["tls", "protocol", "sentinel_user", "sentinel_password"]);
+                let url = UrlList::read(rest, &["tls", "protocol", "sentinel_user", "sentinel_password"]);
                 let url = url.map_err(|problem| unreadable(&problem, SENTINEL_FORM))?;
                 let (name, database) = url.path.split_once('/').unwrap_or((url.path, "0"));
                 let sentinels = url.clients(&url.sentinel_login(), 26_379, "0", SENTINEL_FORM)?;
@@ -112,7 +112,7 @@ impl RedisOptions {
                 self.connect_sentinels(sentinels, name, &primary).await
             }
             Some(("redis-cluster", rest)) => {
-                let url = Several::read(rest, &["tls", "protocol"]);
+                let url = UrlList::read(rest, &["tls", "protocol"]);
                 let url = url.map_err(|problem| unreadable(&problem, CLUSTER_FORM))?;
                 if !matches!(url.path, "" | "0") {
                     return Err(unreadable("a cluster has no databases", CLUSTER_FORM));
@@ -136,8 +136,8 @@ impl RedisOptions {
 
     async fn connect_client(self, client: Client) -> Result<RedisStore, StoreError> {
         let client = Box::new(client);
-        let found = Found { place: Place::At(client.clone()), watching: Vec::new(), plain: None };
-        self.connect_one(found, Plan::At(client)).await
+        let found = ServerLocation { place: ServerPlace::At(client.clone()), watching: Vec::new(), plain: None };
+        self.connect_one(found, ConnectPlan::At(client)).await
     }
 
     /// Connects to the primary called `name` through your own clients for its sentinels, and follows it after a
@@ -169,9 +169,9 @@ impl RedisOptions {
         if sentinels.is_empty() {
             return Err(misconfigured("the list of sentinels is empty".to_owned()));
         }
-        let found = Found::by_sentinels(&sentinels, name, template, &clock(), self.response_timeout);
+        let found = ServerLocation::by_sentinels(&sentinels, name, template, &clock(), self.response_timeout);
         let (name, template) = (name.to_owned(), Box::new(template.clone()));
-        self.connect_one(found, Plan::Sentinels { sentinels, name, template }).await
+        self.connect_one(found, ConnectPlan::Sentinels { sentinels, name, template }).await
     }
 
     /// Connects to a cluster through your own clients for some of its nodes, which name the others. Credentials and
@@ -198,8 +198,11 @@ impl RedisOptions {
             .iter()
             .map(|node| {
                 Box::pin(async {
-                    let connection =
-                        Connection::ours(Place::At(Box::new(node.clone())), Arc::clone(&clock), self.response_timeout);
+                    let connection = Connection::ours(
+                        ServerPlace::At(Box::new(node.clone())),
+                        Arc::clone(&clock),
+                        self.response_timeout,
+                    );
                     connection.try_open().await.map_err(|error| not_connected(&error))?;
                     self.prepare(&connection, true).await
                 })
@@ -207,13 +210,13 @@ impl RedisOptions {
             .collect();
         let (prepared, _) = first(tries).await.0?;
         let terms = self.terms(&clock, prepared, true);
-        let named = Arc::new(Named::new(&first_node, nodes));
+        let named = Arc::new(NodeNames::new(&first_node, nodes));
         let cluster = Cluster::new(&named, terms.clone(), self.replicas, false);
         cluster.ask().await;
         let limits = cluster.prepare(&self.namespace).await?;
         cluster.keep_asking();
-        let line = Line::of_cluster(cluster, &terms);
-        Ok(self.open(Plan::Cluster(named), line, terms, limits))
+        let line = Connections::of_cluster(cluster, &terms);
+        Ok(self.open(ConnectPlan::Cluster(named), line, terms, limits))
     }
 
     /// Uses your own connection, for example an existing `ConnectionManager`. The connection must be multiplexed, so
@@ -244,33 +247,33 @@ impl RedisOptions {
             ));
         }
         let clock = clock();
-        let theirs = Theirs::new(connection, &clock);
+        let theirs = UserConnection::new(connection, &clock);
         let connection = Connection::theirs(theirs.clone(), Arc::clone(&clock), self.response_timeout);
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
-        let plan = Plan::Theirs(theirs);
+        let plan = ConnectPlan::Theirs(theirs);
         let line = plan.line(&terms, None, false);
         Ok(self.open(plan, line, terms, limits))
     }
 
-    async fn connect_one(self, found: Found, plan: Plan) -> Result<RedisStore, StoreError> {
+    async fn connect_one(self, found: ServerLocation, plan: ConnectPlan) -> Result<RedisStore, StoreError> {
         provide_cryptography();
         let clock = clock();
         let connection = Connection::ours(found.place.clone(), Arc::clone(&clock), self.response_timeout);
         connection.try_open().await.map_err(|error| not_connected(&error))?;
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
-        let line = Found { plain: Some(connection), ..found }.line(&terms, self.replicas, false);
+        let line = ServerLocation { plain: Some(connection), ..found }.line(&terms, self.replicas, false);
         Ok(self.open(plan, line, terms, limits))
     }
 
-    async fn prepare(&self, connection: &Connection, cluster: bool) -> Result<(Prepared, Limits), StoreError> {
+    async fn prepare(&self, connection: &Connection, cluster: bool) -> Result<(CheckedServer, Limits), StoreError> {
         prepare(connection, cluster, &self.namespace, self.replicas.is_some()).await
     }
 
-    fn terms(&self, clock: &Arc<dyn Clock>, prepared: Prepared, one_key: bool) -> Terms {
-        let Prepared { scripts, compares } = prepared;
-        Terms {
+    fn terms(&self, clock: &Arc<dyn Clock>, prepared: CheckedServer, one_key: bool) -> BatchTerms {
+        let CheckedServer { scripts, compares } = prepared;
+        BatchTerms {
             clock: Arc::clone(clock),
             timeout: self.response_timeout,
             channel: format!("{}wake", self.namespace).into(),
@@ -280,7 +283,13 @@ impl RedisOptions {
         }
     }
 
-    fn open(self, plan: Plan, line: Line, terms: Terms, limits: impl Into<Arc<Limits>>) -> RedisStore {
+    fn open(
+        self,
+        plan: ConnectPlan,
+        line: Connections,
+        terms: BatchTerms,
+        limits: impl Into<Arc<Limits>>,
+    ) -> RedisStore {
         let core = Core {
             heartbeats: Arc::new(Heartbeats::new(Arc::clone(&terms.clock)).held_by(&self.holder)),
             plan,
@@ -290,7 +299,7 @@ impl RedisOptions {
             limits: limits.into(),
             held: PerProcess::default(),
         };
-        RedisStore(Shared::new(Arc::new(core), line))
+        RedisStore(RedisInner::new(Arc::new(core), line))
     }
 }
 
@@ -325,14 +334,14 @@ fn client(url: &str, form: &str) -> Result<Client, StoreError> {
 }
 
 /// The parts of a URL that names several servers, as written.
-struct Several<'a> {
+struct UrlList<'a> {
     login: &'a str,
     hosts: Vec<&'a str>,
     path: &'a str,
     query: Vec<(&'a str, &'a str)>,
 }
 
-impl<'a> Several<'a> {
+impl<'a> UrlList<'a> {
     /// Reads the part after `://`. `known` are the allowed parameters.
     fn read(rest: &'a str, known: &[&str]) -> Result<Self, String> {
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
@@ -387,7 +396,7 @@ impl<'a> Several<'a> {
 }
 
 /// A server that was checked.
-pub(super) struct Prepared {
+pub(super) struct CheckedServer {
     scripts: Scripts,
     /// True if the server supports `SET … IFEQ`.
     compares: bool,
@@ -399,7 +408,7 @@ pub(super) async fn prepare(
     cluster: bool,
     prefix: &str,
     replicas: bool,
-) -> Result<(Prepared, Limits), StoreError> {
+) -> Result<(CheckedServer, Limits), StoreError> {
     // One pipeline, so that opening a store takes one round trip.
     let mut questions = Pipeline::new();
     questions.cmd("INFO");
@@ -423,7 +432,7 @@ pub(super) async fn prepare(
     }
     let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
     let mut answer = || match answers.next() {
-        Some(Value::ServerError(error)) => Err(failed(Failure::from(&error))),
+        Some(Value::ServerError(error)) => Err(failed(ExchangeFailure::from(&error))),
         answer => Ok(answer.unwrap_or(Value::Nil)),
     };
     let info = match answer()? {
@@ -431,7 +440,7 @@ pub(super) async fn prepare(
         Value::VerbatimString { text, .. } => text,
         _ => return Err(misconfigured("the server is not Redis: it answers `INFO` otherwise".to_owned())),
     };
-    let server = Server::read(&info);
+    let server = ServerInfo::read(&info);
     server.check(cluster)?;
     let compares = server.compares();
     let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
@@ -460,7 +469,7 @@ pub(super) async fn prepare(
     }
     let limits = Limits::default();
     value.into_iter().chain(request).for_each(|most| limits.tell(most));
-    Ok((Prepared { scripts: Scripts::new(scripts), compares }, limits))
+    Ok((CheckedServer { scripts: Scripts::new(scripts), compares }, limits))
 }
 
 /// Settings that limit the size of a value, and of a request.
@@ -487,7 +496,7 @@ const OTHERS: [&str; 4] = ["dragonfly", "kvrocks", "garnet", "keydb"];
 
 /// The fields of `INFO` about the server.
 #[derive(Debug, PartialEq, Eq)]
-struct Server<'a> {
+struct ServerInfo<'a> {
     name: &'a str,
     version: &'a str,
     role: &'a str,
@@ -496,7 +505,7 @@ struct Server<'a> {
     maxmemory: &'a str,
 }
 
-impl<'a> Server<'a> {
+impl<'a> ServerInfo<'a> {
     fn read(info: &'a str) -> Self {
         let field =
             |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim);
@@ -587,7 +596,7 @@ mod tests {
     }
 
     fn check(lines: &[&str]) -> Result<(), String> {
-        Server::read(&info(lines)).check(false).map_err(|error| error.to_string())
+        ServerInfo::read(&info(lines)).check(false).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -599,7 +608,7 @@ mod tests {
 
     #[test]
     fn servers_that_compare_are_known() {
-        let compares = |lines: &[&str]| Server::read(&info(lines)).compares();
+        let compares = |lines: &[&str]| ServerInfo::read(&info(lines)).compares();
         let valkey = |version: &str| {
             compares(&["redis_version:7.2.4", "server_name:valkey", &format!("valkey_version:{version}")])
         };
@@ -630,13 +639,13 @@ mod tests {
     fn replicas_and_cluster_nodes_are_refused() {
         let refused = |from: &str, to: &str, words: &str| {
             let text = info(&["redis_version:7.0.15"]).replace(from, to);
-            let error = Server::read(&text).check(false).unwrap_err().to_string();
+            let error = ServerInfo::read(&text).check(false).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         };
         refused("role:master", "role:slave", "read-only replica");
         refused("redis_mode:standalone", "redis_mode:cluster", "redis-cluster://");
         refused("redis_mode:standalone", "server_mode:cluster", "redis-cluster://");
-        let error = Server::read(&info(&["redis_version:7.0.15"])).check(true).unwrap_err().to_string();
+        let error = ServerInfo::read(&info(&["redis_version:7.0.15"])).check(true).unwrap_err().to_string();
         assert!(error.contains("`redis://`"), "{error}");
     }
 }

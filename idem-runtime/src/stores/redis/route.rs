@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::batch::{Ask, Dispatch, Finishing, Name, Replicas, Reserving, Running, Terms};
+use super::batch::{
+    BatchTerms, Dispatch, Name, OpFuture, PendingCompletion, PendingReservation, RedisCommand, Replicas,
+};
 use super::cluster::Cluster;
-use super::connection::{Background, Connection};
-use super::failure::Failure;
+use super::connection::{Connection, OwnedTask};
+use super::failure::ExchangeFailure;
 use super::limits::SURE;
 use crate::combine::all;
 
@@ -27,14 +29,14 @@ pub(super) struct Node {
 /// An operation, for one key (or for several of one slot, if it renews leases).
 #[derive(Clone)]
 pub(super) enum Op<'a> {
-    Reserve(Reserving<'a>),
-    Finish(Finishing<'a>),
+    Reserve(PendingReservation<'a>),
+    Finish(PendingCompletion<'a>),
     /// A command that renews leases.
-    Renew(Ask),
+    Renew(RedisCommand),
     /// Any other command that replicas have to confirm.
-    Write(Ask),
+    Write(RedisCommand),
     /// A command that no replica has to confirm: its answer may get lost with the server.
-    Read(Ask),
+    Read(RedisCommand),
 }
 
 impl Node {
@@ -44,12 +46,12 @@ impl Node {
         plain: Option<Connection>,
         connect: impl Fn(Duration) -> Connection,
         replicas: Option<Replicas>,
-        terms: &Terms,
+        terms: &BatchTerms,
         for_upkeep: bool,
     ) -> Self {
         // The exchange ahead on the connection may end in its own `WAIT`.
         let confirmed = |replicas: Replicas| {
-            let terms = Terms { timeout: replicas.exchange(terms.timeout), ..terms.clone() };
+            let terms = BatchTerms { timeout: replicas.exchange(terms.timeout), ..terms.clone() };
             Dispatch::new(connect(terms.timeout), terms, Some(replicas))
         };
         let unconfirmed = |connection| Dispatch::new(connection, terms.clone(), None);
@@ -70,7 +72,7 @@ impl Node {
         self.confirmed.as_ref().unwrap_or(&self.plain)
     }
 
-    fn finishing(&self, finishing: &Finishing<'_>) -> &Dispatch {
+    fn finishing(&self, finishing: &PendingCompletion<'_>) -> &Dispatch {
         if finishing.value_len() < SURE { self.writing() } else { &self.large }
     }
 
@@ -79,7 +81,7 @@ impl Node {
     }
 
     /// Hands `op` over.
-    pub(super) fn run<'a>(&'a self, op: Op<'a>) -> Running<'a> {
+    pub(super) fn run<'a>(&'a self, op: Op<'a>) -> OpFuture<'a> {
         match op {
             Op::Reserve(reserving) => self.writing().reserve(&reserving),
             Op::Finish(finishing) => self.finishing(&finishing).finish(&finishing),
@@ -90,7 +92,7 @@ impl Node {
     }
 
     /// Runs `op` while the slot of its key is still migrating to this server.
-    pub(super) fn run_asking<'a>(&'a self, op: Op<'a>) -> Running<'a> {
+    pub(super) fn run_asking<'a>(&'a self, op: Op<'a>) -> OpFuture<'a> {
         match op {
             Op::Reserve(reserving) => self.writing().reserve_asking(&reserving),
             Op::Finish(finishing) => self.finishing(&finishing).finish_asking(&finishing),
@@ -104,28 +106,28 @@ impl Node {
 /// The route of operations to the servers of a store.
 pub(super) enum Route {
     /// One server, and the tasks that track its location.
-    One(Node, #[expect(dead_code, reason = "ends with the store")] Vec<Background>),
+    One(Node, #[expect(dead_code, reason = "ends with the store")] Vec<OwnedTask>),
     Cluster(Arc<Cluster>),
 }
 
 impl Route {
     /// Runs `op`, whose key is `name`. Over one server the operation is handed over immediately; await the result as
     /// soon as it is made.
-    pub(super) fn run<'a>(&'a self, name: Name<'a>, op: Op<'a>) -> Running<'a> {
+    pub(super) fn run<'a>(&'a self, name: Name<'a>, op: Op<'a>) -> OpFuture<'a> {
         match self {
             Self::One(node, _) => node.run(op),
-            Self::Cluster(cluster) => Running::alone(cluster.run(name, op)),
+            Self::Cluster(cluster) => OpFuture::alone(cluster.run(name, op)),
         }
     }
 
     /// Sends `ask` to all servers concurrently. Fails if one of them does.
-    pub(super) async fn ask_all(&self, ask: &Ask) -> Result<(), Failure> {
+    pub(super) async fn ask_all(&self, ask: &RedisCommand) -> Result<(), ExchangeFailure> {
         match self {
             Self::One(node, _) => node.run(Op::Read(ask.clone())).await.map(drop),
             Self::Cluster(cluster) => {
                 let primaries = cluster.primaries();
                 if primaries.is_empty() {
-                    return Err(Failure::NotSent("no node of the cluster is known".into()));
+                    return Err(ExchangeFailure::NotSent("no node of the cluster is known".into()));
                 }
                 let mut asked: Vec<_> =
                     primaries.iter().map(|primary| primary.node().run(Op::Read(ask.clone()))).collect();
@@ -136,14 +138,19 @@ impl Route {
 
     /// Sends `ask` to one server: the one of this name, or else the next one in order. Returns its name, its answer,
     /// and the name of the server that follows. A lone server has no name.
-    pub(super) async fn ask_in_turn(&self, name: &str, ask: Ask) -> Result<(String, Value, Option<String>), Failure> {
+    pub(super) async fn ask_in_turn(
+        &self,
+        name: &str,
+        ask: RedisCommand,
+    ) -> Result<(String, Value, Option<String>), ExchangeFailure> {
         match self {
             Self::One(node, _) => Ok((String::new(), node.run(Op::Read(ask)).await?, None)),
             Self::Cluster(cluster) => {
                 let mut primaries = cluster.primaries();
                 primaries.sort_by_key(|primary| primary.name());
                 let mut rest = primaries.iter().skip_while(|primary| *primary.name() < *name);
-                let asked = rest.next().ok_or_else(|| Failure::NotSent("no node of the cluster is known".into()))?;
+                let asked =
+                    rest.next().ok_or_else(|| ExchangeFailure::NotSent("no node of the cluster is known".into()))?;
                 let answer = asked.node().run(Op::Read(ask)).await?;
                 Ok((asked.name(), answer, rest.next().map(|next| next.name())))
             }

@@ -15,8 +15,8 @@ use futures_util::stream::Stream;
 use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, Value, from_redis_value};
 use tokio::sync::{Notify, watch};
 
-use super::connection::{Background, Connection, Place, elsewhere};
-use super::failure::Failure;
+use super::connection::{Connection, OwnedTask, ServerPlace, elsewhere};
+use super::failure::ExchangeFailure;
 use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::sync::lock;
@@ -61,7 +61,7 @@ impl Sentinels {
         timeout: Duration,
     ) -> Self {
         let connect = |client: &Client| {
-            let place = Place::At(Box::new(client.clone()));
+            let place = ServerPlace::At(Box::new(client.clone()));
             (client.clone(), Connection::ours(place, Arc::clone(clock), timeout.min(PATIENCE)))
         };
         Self {
@@ -101,7 +101,7 @@ impl Sentinels {
             match answer {
                 Ok(Some(primary)) => answers.push(primary),
                 Ok(None) => nameless = true,
-                Err(Failure::Refused(refusal)) => refused = Some(refusal),
+                Err(ExchangeFailure::Refused(refusal)) => refused = Some(refusal),
                 Err(_) => {}
             }
         }
@@ -154,7 +154,7 @@ impl Sentinels {
     }
 
     /// Keeps asking until the returned tasks are dropped.
-    pub(super) fn watch(self: &Arc<Self>) -> Vec<Background> {
+    pub(super) fn watch(self: &Arc<Self>) -> Vec<OwnedTask> {
         let asking = {
             let this = Arc::clone(self);
             async move {
@@ -165,10 +165,10 @@ impl Sentinels {
                 }
             }
         };
-        let mut tasks = vec![Background(tokio::spawn(asking).abort_handle())];
+        let mut tasks = vec![OwnedTask(tokio::spawn(asking).abort_handle())];
         for (client, _) in &self.each {
             let listening = listen(Arc::clone(self), client.clone());
-            tasks.push(Background(tokio::spawn(listening).abort_handle()));
+            tasks.push(OwnedTask(tokio::spawn(listening).abort_handle()));
         }
         tasks
     }
@@ -195,19 +195,19 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
 }
 
 /// Returns the answer of one sentinel; `None` if it watches no primary of that name.
-async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, Failure> {
+async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
     let mut questions = Pipeline::new();
     // The address changes as soon as a replica is promoted, the rest once the failover has ended.
     questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
     questions.cmd("SENTINEL").arg("MASTER").arg(name);
     let answers = sentinel.many(&questions).await?;
-    let Ok([address, details]) = <[Value; 2]>::try_from(answers) else { return Err(Failure::Lost) };
+    let Ok([address, details]) = <[Value; 2]>::try_from(answers) else { return Err(ExchangeFailure::Lost) };
     let (host, port) = match address {
         Value::Nil => return Ok(None),
-        Value::ServerError(error) => return Err(Failure::from(&error)),
-        address => from_redis_value::<(String, u16)>(address).map_err(|_| Failure::Lost)?,
+        Value::ServerError(error) => return Err(ExchangeFailure::from(&error)),
+        address => from_redis_value::<(String, u16)>(address).map_err(|_| ExchangeFailure::Lost)?,
     };
-    let details: HashMap<String, String> = from_redis_value(details).map_err(|_| Failure::Lost)?;
+    let details: HashMap<String, String> = from_redis_value(details).map_err(|_| ExchangeFailure::Lost)?;
     let epoch = details.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or_default();
     Ok(Some(Primary { host, port, epoch }))
 }

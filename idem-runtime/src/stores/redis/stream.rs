@@ -11,7 +11,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Error
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
-use super::connection::Background;
+use super::connection::OwnedTask;
 use crate::clock::{Clock, Instant};
 use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment, SENT_IN_TIME};
@@ -59,17 +59,17 @@ impl Meter for Pulse {
 }
 
 /// A connection that was just opened.
-pub(super) struct Opened {
+pub(super) struct OpenedStream {
     pub(super) connection: MultiplexedConnection,
     pub(super) pulse: Arc<Pulse>,
     /// True if each byte moves the pulse. Otherwise only the users of the connection move it.
     pub(super) sees_bytes: bool,
     /// The task that reads and writes, unless the client has started it.
-    pub(super) driver: Option<Background>,
+    pub(super) driver: Option<OwnedTask>,
 }
 
 /// Opens a connection to the address of `client`, on the current runtime.
-pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Opened, RedisError> {
+pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<OpenedStream, RedisError> {
     let info = client.get_connection_info();
     match info.addr() {
         ConnectionAddr::Tcp(host, port) => {
@@ -89,7 +89,7 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
         // The certificates of a user's client can't be read from it.
         _ => {
             let connection = client.get_multiplexed_async_connection_with_config(&config()).await?;
-            Ok(Opened { connection, pulse: Arc::new(Pulse::new(clock)), sees_bytes: false, driver: None })
+            Ok(OpenedStream { connection, pulse: Arc::new(Pulse::new(clock)), sees_bytes: false, driver: None })
         }
     }
 }
@@ -107,7 +107,7 @@ async fn over<S, F>(
     info: &ConnectionInfo,
     clock: &Arc<dyn Clock>,
     stream: impl FnOnce(Arc<Pulse>) -> F,
-) -> Result<Opened, RedisError>
+) -> Result<OpenedStream, RedisError>
 where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     F: Future<Output = Result<S, RedisError>>,
@@ -115,8 +115,8 @@ where
     let pulse = Arc::new(Pulse::new(clock));
     let stream = stream(Arc::clone(&pulse)).await?;
     let (connection, driver) = MultiplexedConnection::new_with_config(info.redis_settings(), stream, config()).await?;
-    let driver = Some(Background(tokio::spawn(driver).abort_handle()));
-    Ok(Opened { connection, pulse, sees_bytes: true, driver })
+    let driver = Some(OwnedTask(tokio::spawn(driver).abort_handle()));
+    Ok(OpenedStream { connection, pulse, sees_bytes: true, driver })
 }
 
 async fn tcp(host: &str, port: u16, settings: &TcpSettings) -> Result<TcpStream, RedisError> {

@@ -13,10 +13,10 @@ use redis::{Client, RedisError};
 use tokio::sync::watch;
 
 use super::cluster::Cluster;
-use super::connection::{Background, Place};
+use super::connection::{OwnedTask, ServerPlace};
 use crate::clock::{Clock, Sleep, SystemClock};
 use crate::combine::race;
-use crate::kit::waiting::Waiting;
+use crate::kit::waiting::WaiterTable;
 use crate::store::StoreError;
 
 /// Polling interval of a waiter whose connection can't subscribe.
@@ -31,18 +31,18 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// Source of publications.
 #[derive(Clone)]
-pub(super) enum Source {
-    One(Place),
+pub(super) enum PublicationSource {
+    One(ServerPlace),
     /// Any node: it receives the publications of all others.
     Cluster(Arc<Cluster>),
 }
 
-impl Source {
+impl PublicationSource {
     /// Returns a client to subscribe with, and the version of its place.
     async fn client(&self) -> Result<(Client, u64), RedisError> {
         match self {
-            Self::One(Place::At(client)) => Ok((Client::clone(client), 0)),
-            Self::One(Place::Primary(sentinels)) => sentinels.primary().await,
+            Self::One(ServerPlace::At(client)) => Ok((Client::clone(client), 0)),
+            Self::One(ServerPlace::Primary(sentinels)) => sentinels.primary().await,
             Self::Cluster(cluster) => {
                 let client = cluster.some_client();
                 client.map(|client| (client, 0)).ok_or((redis::ErrorKind::Io, "no node is known").into())
@@ -53,32 +53,32 @@ impl Source {
     /// Waits until publications arrive at another server.
     fn moved(&self, version: u64) -> Sleep {
         match self {
-            Self::One(Place::Primary(sentinels)) => {
+            Self::One(ServerPlace::Primary(sentinels)) => {
                 let sentinels = Arc::clone(sentinels);
                 Box::pin(async move { sentinels.moved(version).await })
             }
-            Self::One(Place::At(_)) | Self::Cluster(_) => Box::pin(std::future::pending()),
+            Self::One(ServerPlace::At(_)) | Self::Cluster(_) => Box::pin(std::future::pending()),
         }
     }
 }
 
 /// The waiters of one runtime and the subscription that wakes them.
 pub(super) struct Wakeups {
-    source: Option<Source>,
+    source: Option<PublicationSource>,
     channel: String,
-    waiting: Arc<Waiting>,
+    waiting: Arc<WaiterTable>,
     subscription: OnceLock<Subscription>,
 }
 
 struct Subscription {
     /// True if publications arrive.
     live: watch::Receiver<bool>,
-    _task: Background,
+    _task: OwnedTask,
 }
 
 impl Wakeups {
     /// Subscribes at `source`.
-    pub(super) fn new(source: Source) -> Self {
+    pub(super) fn new(source: PublicationSource) -> Self {
         Self { source: Some(source), ..Self::polling() }
     }
 
@@ -117,7 +117,7 @@ impl Wakeups {
         let subscription = self.subscription.get_or_init(|| {
             let (sender, live) = watch::channel(false);
             let listening = listen(source.clone(), self.channel.clone(), Arc::clone(&self.waiting), sender);
-            Subscription { live, _task: Background(tokio::spawn(listening).abort_handle()) }
+            Subscription { live, _task: OwnedTask(tokio::spawn(listening).abort_handle()) }
         });
         let mut live = subscription.live.clone();
         let subscribed = race(live.wait_for(|live| *live), clock.sleep(POLL)).await;
@@ -126,7 +126,7 @@ impl Wakeups {
 }
 
 /// Passes publications on to the waiters, over its own connection, which is reopened when it breaks.
-async fn listen(source: Source, channel: String, waiting: Arc<Waiting>, live: watch::Sender<bool>) {
+async fn listen(source: PublicationSource, channel: String, waiting: Arc<WaiterTable>, live: watch::Sender<bool>) {
     let clock = SystemClock::default();
     let mut pause = RESUBSCRIBE;
     loop {

@@ -12,7 +12,7 @@ use rusqlite::{Connection, OpenFlags};
 
 use super::failure::{code, is_busy, misconfigured, not_written, unavailable};
 use super::options::{SqliteOptions, Synchronous};
-use super::sql::{self, Form, Texts};
+use super::sql::{self, TableForm, Texts};
 use crate::clock::{Clock, Instant};
 use crate::record::Finish;
 use crate::store::StoreError;
@@ -41,13 +41,13 @@ pub(super) struct Database {
 }
 
 /// A connection, and the identity of the files that it uses.
-pub(super) struct Connected {
+pub(super) struct FileConnection {
     pub(super) connection: Connection,
     pub(super) files: Files,
     synchronous: Cell<Synchronous>,
 }
 
-impl Connected {
+impl FileConnection {
     /// Closes the connection. Leaves the WAL alone if the files were removed or replaced.
     pub(super) fn close(self) {
         match self.files.check() {
@@ -67,7 +67,7 @@ impl Connected {
 }
 
 #[cfg(test)]
-impl Connected {
+impl FileConnection {
     /// Returns SQLite's own value of `PRAGMA synchronous`.
     pub(super) fn synchronous(&self) -> i64 {
         self.connection.query_row("PRAGMA synchronous", [], |row| row.get(0)).unwrap()
@@ -91,18 +91,18 @@ impl Database {
     }
 
     /// Connects. Creates the file and the table if they are missing.
-    pub(super) fn create(&self) -> Result<Connected, StoreError> {
+    pub(super) fn create(&self) -> Result<FileConnection, StoreError> {
         self.connect(OpenFlags::SQLITE_OPEN_CREATE, true).map_err(|failure| match failure {
-            Failure::Refused(error) => error,
-            Failure::Sqlite(error) => self.unusable(&error),
+            OpenFailure::Refused(error) => error,
+            OpenFailure::Sqlite(error) => self.unusable(&error),
         })
     }
 
     /// Connects again. Does not create a missing file: a new file would forget every record.
-    pub(super) fn reconnect(&self) -> Result<Connected, StoreError> {
+    pub(super) fn reconnect(&self) -> Result<FileConnection, StoreError> {
         self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
-            Failure::Refused(error) => error,
-            Failure::Sqlite(error) => not_written(&error),
+            OpenFailure::Refused(error) => error,
+            OpenFailure::Sqlite(error) => not_written(&error),
         })
     }
 
@@ -113,14 +113,14 @@ impl Database {
     }
 
     /// Connects for renewals and late writes.
-    pub(super) fn reconnect_for_upkeep(&self) -> Result<Connected, StoreError> {
+    pub(super) fn reconnect_for_upkeep(&self) -> Result<FileConnection, StoreError> {
         let connected = self.reconnect()?;
         let pragma = format!("PRAGMA wal_autocheckpoint = {UPKEEP_CHECKPOINT}");
         let set = connected.connection.query_row(&pragma, [], |_| Ok(()));
         set.map(|()| connected).map_err(|error| not_written(&error))
     }
 
-    fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<Connected, Failure> {
+    fn connect(&self, flags: OpenFlags, may_create: bool) -> Result<FileConnection, OpenFailure> {
         let flags = flags | OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let connection = Connection::open_with_flags(&self.path, flags)?;
         // This store waits for locks itself, with shorter pauses than SQLite.
@@ -128,13 +128,13 @@ impl Database {
         // If SQLite can't open the file for writing, it opens it for reading.
         if connection.is_readonly("main")? {
             let message = format!("`{}` is read-only: records can't be written", self.path.display());
-            return Err(Failure::Refused(misconfigured(message)));
+            return Err(OpenFailure::Refused(misconfigured(message)));
         }
         let mode =
             self.patiently(|| connection.query_row("PRAGMA journal_mode = WAL", [], |row| row.get::<_, String>(0)))?;
         if mode != "wal" {
             let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
-            return Err(Failure::Refused(misconfigured(message)));
+            return Err(OpenFailure::Refused(misconfigured(message)));
         }
         let synchronous = self.options.synchronous;
         // `fullfsync` is for macOS, where a plain fsync leaves the data in the disk's own cache.
@@ -144,10 +144,10 @@ impl Database {
         self.check_table(&connection, may_create)?;
         // The connection has read, so it holds a lock under which SQLite removes neither the WAL nor its index.
         match Files::of(&self.path) {
-            Ok(files) => Ok(Connected { connection, files, synchronous: Cell::new(synchronous) }),
+            Ok(files) => Ok(FileConnection { connection, files, synchronous: Cell::new(synchronous) }),
             Err(error) => {
                 abandon(connection);
-                Err(Failure::Refused(error))
+                Err(OpenFailure::Refused(error))
             }
         }
     }
@@ -163,10 +163,10 @@ impl Database {
         connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
     }
 
-    fn check_table(&self, connection: &Connection, may_create: bool) -> Result<(), Failure> {
+    fn check_table(&self, connection: &Connection, may_create: bool) -> Result<(), OpenFailure> {
         let table = &self.options.table;
         let mut form = self.patiently(|| sql::form(connection, table))?;
-        if form == Form::Absent && may_create {
+        if form == TableForm::Absent && may_create {
             self.patiently(|| connection.execute_batch("BEGIN IMMEDIATE"))?;
             let created = sql::create(connection, table).and_then(|()| connection.execute_batch("COMMIT"));
             if created.is_err() && !connection.is_autocommit() {
@@ -179,7 +179,7 @@ impl Database {
             None => Ok(()),
             Some(problem) => {
                 let message = format!("the table `{table}` in `{}` {problem}", self.path.display());
-                Err(Failure::Refused(misconfigured(message)))
+                Err(OpenFailure::Refused(misconfigured(message)))
             }
         }
     }
@@ -234,12 +234,12 @@ fn no_descriptors() -> bool {
 }
 
 /// Reason why a connection could not be made.
-enum Failure {
+enum OpenFailure {
     Refused(StoreError),
     Sqlite(rusqlite::Error),
 }
 
-impl From<rusqlite::Error> for Failure {
+impl From<rusqlite::Error> for OpenFailure {
     fn from(error: rusqlite::Error) -> Self {
         Self::Sqlite(error)
     }
@@ -250,7 +250,7 @@ impl From<rusqlite::Error> for Failure {
 /// The index holds the locks of all processes, and the log their commits. A process that keeps using a file that is no
 /// longer at its path works alone, with records that no other process sees.
 #[derive(Clone)]
-pub(super) struct Files([Found; 3]);
+pub(super) struct Files([FileAtPath; 3]);
 
 impl Files {
     fn of(path: &Path) -> Result<Self, StoreError> {
@@ -259,9 +259,9 @@ impl Files {
             let mut name = std::fs::canonicalize(path).map_err(|error| gone(path, &error))?.into_os_string();
             name.push(end);
             let name = PathBuf::from(name);
-            Found::at(&name)
+            FileAtPath::at(&name)
         };
-        let files = Self([Found::at(path)?, named("-wal")?, named("-shm")?]);
+        let files = Self([FileAtPath::at(path)?, named("-wal")?, named("-shm")?]);
         let index = &files.0[2].path;
         if uses_removed(index) {
             return Err(unavailable(format!(
@@ -318,15 +318,15 @@ struct FileId(u64, u64);
 
 /// A file as a connection found it.
 #[derive(Clone)]
-struct Found {
+struct FileAtPath {
     path: PathBuf,
-    place: Place,
+    place: NativePath,
     id: FileId,
 }
 
-impl Found {
+impl FileAtPath {
     fn at(path: &Path) -> Result<Self, StoreError> {
-        let found = Place::new(path).and_then(|place| Ok((place.id()?, place)));
+        let found = NativePath::new(path).and_then(|place| Ok((place.id()?, place)));
         let (id, place) = found.map_err(|error| gone(path, &error))?;
         Ok(Self { path: path.to_owned(), place, id })
     }
@@ -336,10 +336,10 @@ impl Found {
 /// and checked each time.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 #[derive(Clone)]
-struct Place(std::ffi::CString);
+struct NativePath(std::ffi::CString);
 
 #[cfg(any(target_os = "linux", target_os = "android"))]
-impl Place {
+impl NativePath {
     fn new(path: &Path) -> io::Result<Self> {
         use std::os::unix::ffi::OsStrExt;
         Ok(Self(std::ffi::CString::new(path.as_os_str().as_bytes())?))
@@ -354,10 +354,10 @@ impl Place {
 
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
 #[derive(Clone)]
-struct Place(PathBuf);
+struct NativePath(PathBuf);
 
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
-impl Place {
+impl NativePath {
     #[expect(clippy::unnecessary_wraps, reason = "other systems refuse some paths")]
     fn new(path: &Path) -> io::Result<Self> {
         Ok(Self(path.to_owned()))

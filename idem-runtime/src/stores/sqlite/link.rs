@@ -12,7 +12,7 @@ use std::time::Duration;
 use rusqlite::config::DbConfig;
 
 use super::failure::misconfigured;
-use super::file::{Connected, Files, abandon};
+use super::file::{FileConnection, Files, abandon};
 use crate::store::StoreError;
 use crate::sync::{PerProcess, Process, lock};
 
@@ -28,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// A connection, which one thread uses at a time.
 pub(super) struct Link {
     process: Process,
-    connected: Mutex<Option<Connected>>,
+    connected: Mutex<Option<FileConnection>>,
     /// Files of the connection. No thread takes another lock or calls SQLite while it holds this lock.
     files: Mutex<Option<Files>>,
 }
@@ -39,12 +39,12 @@ impl Link {
     }
 
     /// Locks the connection, if there is one. The lock is held to use the connection or to close it.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Option<Connected>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Option<FileConnection>> {
         lock(&self.connected)
     }
 
     /// Like [`lock`](Self::lock), but returns `None` if another thread holds the lock.
-    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Option<Connected>>> {
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Option<FileConnection>>> {
         match self.connected.try_lock() {
             Ok(connected) => Some(connected),
             Err(TryLockError::Poisoned(connected)) => Some(connected.into_inner()),
@@ -60,7 +60,7 @@ impl Link {
     /// connection of this process uses an index of the file that was removed or replaced.
     pub(super) fn open(
         self: &Arc<Self>,
-        connect: impl FnOnce() -> Result<Connected, StoreError>,
+        connect: impl FnOnce() -> Result<FileConnection, StoreError>,
     ) -> Result<(), StoreError> {
         let mut connected = self.lock();
         if connected.is_none() {
@@ -140,8 +140,8 @@ fn closing() -> MutexGuard<'static, ()> {
 }
 
 /// Closes an inherited connection.
-fn let_go(mut connected: MutexGuard<'_, Option<Connected>>) -> Result<(), StoreError> {
-    let Some(Connected { connection, .. }) = connected.take() else { return Ok(()) };
+fn let_go(mut connected: MutexGuard<'_, Option<FileConnection>>) -> Result<(), StoreError> {
+    let Some(FileConnection { connection, .. }) = connected.take() else { return Ok(()) };
     // Otherwise closing checks whether this is the last connection, and removes the WAL of the remaining connections.
     let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
     let closed = match quiet {

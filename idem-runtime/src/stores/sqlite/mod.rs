@@ -19,8 +19,8 @@ use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use self::batch::queue::{Answer, Ask};
-use self::batch::{Core, Lane};
+use self::batch::queue::{Answer, SqliteRequest};
+use self::batch::{Core, ThreadChoice};
 use self::file::Database;
 pub use self::options::{SqliteOptions, Synchronous};
 #[cfg(feature = "with-rusqlite-0_40")]
@@ -28,7 +28,9 @@ pub use self::within::InSqlite;
 use crate::clock::Clock;
 use crate::combine::race;
 use crate::key::Key;
-use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::record::{
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+};
 use crate::store::{
     Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
@@ -84,7 +86,7 @@ use crate::sync::{PerProcess, SharedOnce};
 /// # std::fs::remove_dir_all(&folder).unwrap();
 /// ```
 #[derive(Clone)]
-pub struct SqliteStore(Arc<Shared>);
+pub struct SqliteStore(Arc<SqliteInner>);
 
 impl SqliteStore {
     /// Opens the file at `path`. Creates the file and its table if they are missing. For settings see
@@ -118,7 +120,7 @@ impl SqliteStore {
 
     fn new(core: Arc<Core>, clock: Arc<dyn Clock>) -> Self {
         let heartbeats = Heartbeats::new(clock).held_by(&core.database.options.holder);
-        Self(Shared::new(Arc::new(Open(PerProcess::new(core))), Arc::new(heartbeats), Lane::Calls))
+        Self(SqliteInner::new(Arc::new(OpenFile(PerProcess::new(core))), Arc::new(heartbeats), ThreadChoice::Calls))
     }
 }
 
@@ -130,26 +132,26 @@ impl fmt::Debug for SqliteStore {
 
 store_of_shared!(SqliteStore);
 
-struct Shared {
-    this: Weak<Shared>,
+struct SqliteInner {
+    this: Weak<SqliteInner>,
     heartbeats: Arc<Heartbeats>,
-    open: Arc<Open>,
-    lane: Lane,
+    open: Arc<OpenFile>,
+    lane: ThreadChoice,
     /// The handle with the other lane.
-    upkeep: SharedOnce<Arc<Shared>>,
+    upkeep: SharedOnce<Arc<SqliteInner>>,
 }
 
 /// Shared by the handles of both lanes. When it is dropped, the threads of this process end.
-struct Open(PerProcess<Arc<Core>>);
+struct OpenFile(PerProcess<Arc<Core>>);
 
-impl Open {
+impl OpenFile {
     /// Returns the file, which is the same for all processes.
     fn database(&self) -> &Database {
         &self.0.first().database
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenFile {
     fn drop(&mut self) {
         if let Some(core) = self.0.known() {
             core.close();
@@ -157,7 +159,7 @@ impl Drop for Open {
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SqliteInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let database = self.open.database();
         f.debug_struct("SqliteStore")
@@ -167,8 +169,8 @@ impl fmt::Debug for Shared {
     }
 }
 
-impl Shared {
-    fn new(open: Arc<Open>, heartbeats: Arc<Heartbeats>, lane: Lane) -> Arc<Self> {
+impl SqliteInner {
+    fn new(open: Arc<OpenFile>, heartbeats: Arc<Heartbeats>, lane: ThreadChoice) -> Arc<Self> {
         Arc::new_cyclic(|this| Self { this: Weak::clone(this), heartbeats, open, lane, upkeep: SharedOnce::new() })
     }
 
@@ -177,7 +179,7 @@ impl Shared {
         self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.database))))
     }
 
-    fn ask(&self, ask: Ask) -> impl Future<Output = Result<Answer, StoreError>> {
+    fn ask(&self, ask: SqliteRequest) -> impl Future<Output = Result<Answer, StoreError>> {
         self.core().ask(self.lane, ask)
     }
 
@@ -188,14 +190,14 @@ impl Shared {
 
     /// Returns the record of `key` as an operator sees it.
     async fn examine(&self, core: &Arc<Core>, key: &Key) -> Result<Option<Inspection>, StoreError> {
-        match core.ask(self.lane, Ask::Inspect(key.clone())).await? {
+        match core.ask(self.lane, SqliteRequest::Inspect(key.clone())).await? {
             Answer::Inspection(inspection) => Ok(inspection),
             other => Err(nonsense(&other)),
         }
     }
 
     /// Runs a compare-and-set.
-    async fn write(&self, ask: Ask) -> Result<Verdict, StoreError> {
+    async fn write(&self, ask: SqliteRequest) -> Result<Verdict, StoreError> {
         match self.ask(ask).await? {
             Answer::Write(write) => Ok(write),
             other => Err(nonsense(&other)),
@@ -214,7 +216,7 @@ fn nonsense(_: &Answer) -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another request")
 }
 
-impl Store for Shared {
+impl Store for SqliteInner {
     fn name(&self) -> &'static str {
         "sqlite"
     }
@@ -224,10 +226,10 @@ impl Store for Shared {
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {
-        if self.lane == Lane::Upkeep {
+        if self.lane == ThreadChoice::Upkeep {
             return self.handle();
         }
-        let new = || Self::new(Arc::clone(&self.open), Arc::clone(&self.heartbeats), Lane::Upkeep);
+        let new = || Self::new(Arc::clone(&self.open), Arc::clone(&self.heartbeats), ThreadChoice::Upkeep);
         Arc::clone(self.upkeep.get_or_init(new)) as _
     }
 
@@ -253,7 +255,7 @@ impl Store for Shared {
     }
 
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(Ask::Begin(lease.clone())))
+        StoreFuture::new(self.write(SqliteRequest::Begin(lease.clone())))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
@@ -261,11 +263,11 @@ impl Store for Shared {
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(Ask::Finish(lease.clone(), finish.clone())))
+        StoreFuture::new(self.write(SqliteRequest::Finish(lease.clone(), finish.clone())))
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.write(Ask::Release(lease.clone(), release)))
+        StoreFuture::new(self.write(SqliteRequest::Release(lease.clone(), release)))
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
@@ -295,9 +297,9 @@ impl Store for Shared {
         StoreFuture::new(async move { self.examine(self.core(), key).await })
     }
 
-    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, Decided> {
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
-            match self.core().ask(self.lane, Ask::Decide(decision.clone())).await? {
+            match self.core().ask(self.lane, SqliteRequest::Decide(decision.clone())).await? {
                 Answer::Decided(decided) => Ok(decided),
                 other => Err(nonsense(&other)),
             }
@@ -307,7 +309,7 @@ impl Store for Shared {
     /// Every reservation that writes also cleans up two rows, so `purge` is for a store that is no longer used.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         StoreFuture::new(async move {
-            match self.core().ask(self.lane, Ask::Purge(batch)).await? {
+            match self.core().ask(self.lane, SqliteRequest::Purge(batch)).await? {
                 Answer::Removed(removed) => Ok(removed),
                 other => Err(nonsense(&other)),
             }
@@ -316,7 +318,7 @@ impl Store for Shared {
 
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
         StoreFuture::new(async move {
-            match self.ask(Ask::List(filter.clone())).await? {
+            match self.ask(SqliteRequest::List(filter.clone())).await? {
                 Answer::Page(page) => Ok(page),
                 other => Err(nonsense(&other)),
             }
@@ -325,7 +327,7 @@ impl Store for Shared {
 
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
-            match self.ask(Ask::Ping).await? {
+            match self.ask(SqliteRequest::Ping).await? {
                 Answer::Pong => Ok(()),
                 other => Err(nonsense(&other)),
             }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::failure::breaks_connection;
-use super::file::{Connected, Database};
+use super::file::{Database, FileConnection};
 use super::link::Link;
 use super::sql::{Table, Trouble};
 use crate::clock::{Instant, wall_millis};
@@ -33,7 +33,7 @@ const ALONE: Duration = Duration::from_micros(500);
 /// Time that a failure to open the connection counts as, so that not every read tries to open it.
 const NOT_OPENED: Duration = Duration::from_millis(55);
 
-pub(super) struct Spare {
+pub(super) struct InlineReader {
     link: Arc<Link>,
     /// True if the connection is open, and no read has found it unusable.
     usable: AtomicBool,
@@ -43,23 +43,23 @@ pub(super) struct Spare {
 }
 
 /// Guard of a reservation that is with the reader.
-pub(super) struct Other<'a>(&'a AtomicUsize);
+pub(super) struct ReaderTurn<'a>(&'a AtomicUsize);
 
-impl Drop for Other<'_> {
+impl Drop for ReaderTurn<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-impl Spare {
+impl InlineReader {
     pub(super) fn new() -> Self {
         Self { link: Link::new(), usable: AtomicBool::new(false), others: AtomicUsize::new(0), pace: Mutex::default() }
     }
 
     /// Counts a reservation that is handed to the reader.
-    pub(super) fn count_other(&self) -> Other<'_> {
+    pub(super) fn count_other(&self) -> ReaderTurn<'_> {
         self.others.fetch_add(1, Ordering::Relaxed);
-        Other(&self.others)
+        ReaderTurn(&self.others)
     }
 
     /// Returns the finished record that answers `request`, if the spare connection can read it now.
@@ -114,7 +114,11 @@ impl Spare {
 /// The connection must not be used again.
 struct Unusable;
 
-fn read(database: &Database, connected: &Connected, request: &ReserveRequest) -> Result<Option<Reservation>, Unusable> {
+fn read(
+    database: &Database,
+    connected: &FileConnection,
+    request: &ReserveRequest,
+) -> Result<Option<Reservation>, Unusable> {
     connected.files.check().map_err(|_| Unusable)?;
     let mut table = Table::kept(&connected.connection, &database.texts);
     match table.replay(request, wall_millis(&*database.clock)) {

@@ -14,7 +14,7 @@ use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decided, Decision, Finish, Inspection, Lease, Parts, Reading, Record, Release, Reservation,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, ReadExtent, Record, Release, Reservation,
     ReserveRequest, Ruling, State, StoredResult, Verdict, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page};
@@ -100,7 +100,7 @@ impl From<FromSqlError> for Trouble {
 
 /// The form of the table with the configured name.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Form {
+pub(crate) enum TableForm {
     Absent,
     Ours,
     /// The table has all columns of this version, and these.
@@ -108,7 +108,7 @@ pub(crate) enum Form {
     Foreign,
 }
 
-impl Form {
+impl TableForm {
     /// Returns why a table of this form can't be used.
     pub(super) fn problem(&self) -> Option<String> {
         match self {
@@ -132,15 +132,15 @@ pub(super) fn check_name(table: &str) -> Result<(), String> {
 }
 
 /// Returns the form of the table `name`.
-pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<Form> {
+pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<TableForm> {
     let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
     let columns = columns.query_map([name], |row| row.get::<_, String>(0))?;
     let columns = columns.collect::<rusqlite::Result<Vec<_>>>()?;
     Ok(match COLUMNS.iter().all(|ours| columns.iter().any(|column| column == ours)) {
-        _ if columns.is_empty() => Form::Absent,
-        true if columns.len() == COLUMNS.len() => Form::Ours,
-        true => Form::Later(columns.into_iter().filter(|column| !COLUMNS.contains(&&**column)).collect()),
-        false => Form::Foreign,
+        _ if columns.is_empty() => TableForm::Absent,
+        true if columns.len() == COLUMNS.len() => TableForm::Ours,
+        true => TableForm::Later(columns.into_iter().filter(|column| !COLUMNS.contains(&&**column)).collect()),
+        false => TableForm::Foreign,
     })
 }
 
@@ -293,7 +293,7 @@ impl Sql {
 }
 
 /// A record and its times.
-struct Found {
+struct FoundRow {
     record: Record,
     lapses_at: Option<i64>,
     expires_at: i64,
@@ -302,7 +302,7 @@ struct Found {
     began_at: i64,
 }
 
-impl Found {
+impl FoundRow {
     fn meet(self, request: &ReserveRequest, now: i64) -> Admission {
         let (lapses_in, age) = (self.lapses_in(now).unwrap_or_default(), until(now, self.began_at));
         match self.record.admit_owned(request, lapses_in) {
@@ -346,17 +346,17 @@ impl Texts {
 }
 
 /// Source of the statements: prepared for one use of the table, or kept by the connection.
-enum Source<'c> {
+enum StatementSource<'c> {
     Name(&'c str),
     Kept(&'c Texts),
 }
 
-enum Prepared<'c> {
+enum ReadyStatement<'c> {
     Once(Statement<'c>),
     Kept(CachedStatement<'c>),
 }
 
-impl<'c> Deref for Prepared<'c> {
+impl<'c> Deref for ReadyStatement<'c> {
     type Target = Statement<'c>;
 
     fn deref(&self) -> &Statement<'c> {
@@ -367,7 +367,7 @@ impl<'c> Deref for Prepared<'c> {
     }
 }
 
-impl<'c> DerefMut for Prepared<'c> {
+impl<'c> DerefMut for ReadyStatement<'c> {
     fn deref_mut(&mut self) -> &mut Statement<'c> {
         match self {
             Self::Once(statement) => statement,
@@ -379,27 +379,29 @@ impl<'c> DerefMut for Prepared<'c> {
 /// The table of records on one connection. Its statements are prepared at first use.
 pub(crate) struct Table<'c> {
     connection: &'c Connection,
-    source: Source<'c>,
-    statements: [Option<Prepared<'c>>; Sql::COUNT],
+    source: StatementSource<'c>,
+    statements: [Option<ReadyStatement<'c>>; Sql::COUNT],
 }
 
 impl<'c> Table<'c> {
     /// Makes a table whose statements live as long as the table.
     pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
-        Self { connection, source: Source::Name(name), statements: [const { None }; Sql::COUNT] }
+        Self { connection, source: StatementSource::Name(name), statements: [const { None }; Sql::COUNT] }
     }
 
     /// Makes a table whose statements the connection keeps for later.
     pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
-        Self { connection, source: Source::Kept(texts), statements: [const { None }; Sql::COUNT] }
+        Self { connection, source: StatementSource::Kept(texts), statements: [const { None }; Sql::COUNT] }
     }
 
     fn sql(&mut self, sql: Sql) -> rusqlite::Result<&mut Statement<'c>> {
         let slot = &mut self.statements[sql as usize];
         if slot.is_none() {
             *slot = Some(match self.source {
-                Source::Name(table) => Prepared::Once(self.connection.prepare(&sql.text(table))?),
-                Source::Kept(texts) => Prepared::Kept(self.connection.prepare_cached(&texts.0[sql as usize])?),
+                StatementSource::Name(table) => ReadyStatement::Once(self.connection.prepare(&sql.text(table))?),
+                StatementSource::Kept(texts) => {
+                    ReadyStatement::Kept(self.connection.prepare_cached(&texts.0[sql as usize])?)
+                }
             });
         }
         Ok(slot.as_mut().expect("was just filled"))
@@ -561,13 +563,13 @@ impl<'c> Table<'c> {
     }
 
     /// Applies the decision of an operator.
-    pub(crate) fn decide(&mut self, decision: &Decision, now: i64) -> Result<Decided, Trouble> {
+    pub(crate) fn decide(&mut self, decision: &Decision, now: i64) -> Result<DecisionAnswer, Trouble> {
         let bytes = decision.result().map_or(0, StoredResult::stored_bytes);
         if bytes > MAX_RESULT_BYTES {
             return Err(Trouble::TooLarge(bytes));
         }
         let key = decision.key.as_str();
-        let Some(found) = self.inspect(&decision.key, now)? else { return Ok(Decided::NoRecord) };
+        let Some(found) = self.inspect(&decision.key, now)? else { return Ok(DecisionAnswer::NoRecord) };
         match found.decide(decision) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(record) => {
@@ -582,7 +584,7 @@ impl<'c> Table<'c> {
                 self.sql(Sql::Forget)?.execute([key])?;
             }
         }
-        Ok(Decided::Applied)
+        Ok(DecisionAnswer::Applied)
     }
 
     /// Returns the record as an operator sees it.
@@ -644,11 +646,11 @@ impl<'c> Table<'c> {
     }
 
     /// Returns the record of `key`, unless its retention has ended.
-    fn find(&mut self, key: &Key, now: i64) -> Result<Option<Found>, Trouble> {
+    fn find(&mut self, key: &Key, now: i64) -> Result<Option<FoundRow>, Trouble> {
         self.find_by(Sql::Select, key, now)
     }
 
-    fn find_by(&mut self, sql: Sql, key: &Key, now: i64) -> Result<Option<Found>, Trouble> {
+    fn find_by(&mut self, sql: Sql, key: &Key, now: i64) -> Result<Option<FoundRow>, Trouble> {
         let mut rows = self.sql(sql)?.query([key.as_str()])?;
         match rows.next()? {
             Some(row) => read(row, now),
@@ -695,7 +697,7 @@ fn flag(value: ValueRef<'_>) -> Result<bool, Trouble> {
 }
 
 /// Decodes the record in a row; `None` if its retention has ended. A row of another version never counts as expired.
-fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
+fn read(row: &Row<'_>, now: i64) -> Result<Option<FoundRow>, Trouble> {
     let column = |index| row.get_ref(index);
     let format = column(0)?.as_i64()?;
     let expires_at = column(1)?.as_i64()?;
@@ -732,9 +734,9 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
         result: column(RESULT_AT)?.as_blob_or_null()?.map(Bytes::copy_from_slice),
         reading: match columns > SIZE_AT {
             true => {
-                Reading::WithoutResult(column(SIZE_AT)?.as_i64_or_null()?.and_then(|size| u64::try_from(size).ok()))
+                ReadExtent::WithoutResult(column(SIZE_AT)?.as_i64_or_null()?.and_then(|size| u64::try_from(size).ok()))
             }
-            false => Reading::Whole,
+            false => ReadExtent::Whole,
         },
     };
     let began_at = column(12)?.as_i64()?;
@@ -743,5 +745,5 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<Found>, Trouble> {
     if record.is_pending() != lapses_at.is_some() {
         return Err(FormatError::Damaged.into());
     }
-    Ok(Some(Found { record, lapses_at, expires_at, first_seen_at, began_at }))
+    Ok(Some(FoundRow { record, lapses_at, expires_at, first_seen_at, began_at }))
 }

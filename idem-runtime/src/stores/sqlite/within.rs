@@ -7,13 +7,15 @@ use rusqlite::{Connection, Transaction, TransactionBehavior};
 
 use super::SqliteStore;
 use super::failure::{failed, misconfigured};
-use super::sql::{self, Form, Table, Trouble};
+use super::sql::{self, Table, TableForm, Trouble};
 use crate::clock::{Clock, SystemClock, wall_millis};
 use crate::engine::{Observe, observe};
 use crate::key::Key;
-use crate::record::{Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::record::{
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+};
 use crate::store::{StoreError, StoreErrorKind};
-use crate::within::{self, Failed, Journal, Within, journaled};
+use crate::within::{self, Journal, Within, WorkFailure, journaled};
 
 /// Interval at which a call looks whether another call in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
@@ -140,7 +142,7 @@ impl InSqlite<'_> {
         };
         // Checked only now: in all but the first transaction the table exists.
         let form = sql::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
-        if form == Form::Absent {
+        if form == TableForm::Absent {
             sql::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
             let tried = attempt();
             return tried.map_err(|trouble| aborted(&trouble));
@@ -222,7 +224,7 @@ impl within::Transaction for InSqlite<'_> {
         self.on_table(|table, now| table.inspect(key, now))
     }
 
-    async fn decide(&self, decision: &Decision) -> Result<Decided, StoreError> {
+    async fn decide(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         self.on_table(|table, now| table.decide(decision, now))
     }
 }
@@ -275,7 +277,7 @@ impl SqliteStore {
             within::begun();
             let (ended, journal) = journaled(work(&tx)).await;
             let ended = match ended {
-                Ok(done) => tx.commit().map(|()| done).map_err(|error| Failed::Error(error.into())),
+                Ok(done) => tx.commit().map(|()| done).map_err(|error| WorkFailure::Error(error.into())),
                 Err(failed) => {
                     drop(tx);
                     Err(failed)

@@ -8,7 +8,7 @@ use shuttle::future::{block_on, yield_now};
 use shuttle::thread;
 use tokio_postgres::Config;
 
-use super::super::sessions::{Sessions, Source, Tls};
+use super::super::sessions::{ConnectionSource, Sessions, Tls};
 use super::*;
 use crate::clock::Clock;
 use crate::sync::{TestClock, explore};
@@ -64,19 +64,19 @@ impl Server {
             assert!(large == 0 || keys.len() == 1, "a large one has others with it: {keys:?}");
             assert!(log.large <= ROOM_FOR_LARGE + 1, "large ones take {} connections", log.large);
         }
-        let _done = Done { server: self, large };
+        let _done = ExchangeGuard { server: self, large };
         let _through = self.gate.acquire().await;
         yield_now().await;
     }
 }
 
 /// Ends an exchange, even if it is dropped.
-struct Done<'a> {
+struct ExchangeGuard<'a> {
     server: &'a Server,
     large: usize,
 }
 
-impl Drop for Done<'_> {
+impl Drop for ExchangeGuard<'_> {
     fn drop(&mut self) {
         lock(&self.server.log).large -= self.large;
     }
@@ -109,12 +109,12 @@ impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
         if is_large(operation) { LARGE + 1 } else { 1 }
     }
 
-    async fn one(&self, operation: &String) -> Result<String, Failure> {
+    async fn one(&self, operation: &String) -> Result<String, OpFailure> {
         self.server.exchange(&[operation]).await;
         if operation == "locked" { Err(is_locked()) } else { Ok(operation.clone()) }
     }
 
-    async fn many(&self, operations: &[Waiting<Self>]) -> Result<Vec<String>, Failure> {
+    async fn many(&self, operations: &[QueuedOp<Self>]) -> Result<Vec<String>, OpFailure> {
         let keys: Vec<_> = operations.iter().map(|waiting| &waiting.operation).collect();
         self.server.exchange(&keys).await;
         if keys.iter().any(|key| *key == "locked") {
@@ -124,8 +124,8 @@ impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
     }
 }
 
-fn is_locked() -> Failure {
-    let mut failure = Failure::not_sent("locked");
+fn is_locked() -> OpFailure {
+    let mut failure = OpFailure::not_sent("locked");
     (failure.blames_one, failure.is_locked) = (true, true);
     failure
 }
@@ -138,7 +138,7 @@ const ROOM_FOR_LARGE: usize = 2;
 fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<Lanes<Echo<OUTLIVES>>>, Arc<Server>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let limit = Duration::from_secs(1);
-    let source = Source::Config(Box::new(Config::new()), Tls::Off);
+    let source = ConnectionSource::Config(Box::new(Config::new()), Tls::Off);
     let sessions = Sessions::new(source, CONNECTIONS, limit, Arc::clone(&clock));
     let database = Database::new(sessions, clock, limit, false);
     let server = Arc::new(Server { gate: Semaphore::new(0), log: std::sync::Mutex::default() });

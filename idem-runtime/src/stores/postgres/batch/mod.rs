@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 
 use super::client::Database;
-use super::failure::Failure;
+use super::failure::OpFailure;
 use super::sessions::unless_stuck;
 use crate::clock::Instant;
 use crate::store::StoreErrorKind;
@@ -65,23 +65,23 @@ pub(super) trait Work: Send + Sync + Sized + 'static {
     /// Returns the approximate number of bytes that the operation sends.
     fn bytes(operation: &Self::Operation) -> usize;
 
-    fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, Failure>> + Send;
+    fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, OpFailure>> + Send;
 
     /// Returns an answer for each operation, in order, or one failure for all. If an operation is no longer
-    /// [wanted](Waiting::is_wanted) right before it is sent, its answer does not matter.
-    fn many(&self, operations: &[Waiting<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, Failure>> + Send;
+    /// [wanted](QueuedOp::is_wanted) right before it is sent, its answer does not matter.
+    fn many(&self, operations: &[QueuedOp<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, OpFailure>> + Send;
 }
 
-type Answer<W> = Result<<W as Work>::Answer, Failure>;
+type Answer<W> = Result<<W as Work>::Answer, OpFailure>;
 
 /// An operation that waits for its lane.
-pub(super) struct Waiting<W: Work> {
+pub(super) struct QueuedOp<W: Work> {
     pub(super) operation: W::Operation,
     since: Instant,
     answer: oneshot::Sender<Answer<W>>,
 }
 
-impl<W: Work> Waiting<W> {
+impl<W: Work> QueuedOp<W> {
     /// Returns whether to send the operation, if it was not sent yet.
     pub(super) fn is_wanted(&self) -> bool {
         W::OUTLIVES || !self.answer.is_closed()
@@ -89,9 +89,9 @@ impl<W: Work> Waiting<W> {
 }
 
 /// All operations of one kind.
-pub(super) struct Lanes<W: Work>(Arc<Shared<W>>);
+pub(super) struct Lanes<W: Work>(Arc<LanesInner<W>>);
 
-struct Shared<W: Work> {
+struct LanesInner<W: Work> {
     work: W,
     runtime: Handle,
     /// True while a lone operation is in flight, driven by its caller.
@@ -100,7 +100,7 @@ struct Shared<W: Work> {
     is_busy: AtomicBool,
     /// Number of running lanes. Written under `queue`, read without it as a hint.
     lanes: AtomicUsize,
-    queue: Mutex<VecDeque<Waiting<W>>>,
+    queue: Mutex<VecDeque<QueuedOp<W>>>,
     /// Permits for operations on locked records.
     alone: Semaphore,
     /// Permits for large operations. `None`: there are too few connections, and large operations gather like all
@@ -114,27 +114,27 @@ struct Shared<W: Work> {
 
 /// Reason why an operation shares no statement with others.
 #[derive(Clone, Copy)]
-enum Alone {
+enum LoneReason {
     /// Another session had locked its record.
     Locked,
     Large,
 }
 
 /// A lone operation, driven by its caller.
-struct Lone<'a, W: Work> {
-    shared: &'a Arc<Shared<W>>,
+struct LoneOp<'a, W: Work> {
+    shared: &'a Arc<LanesInner<W>>,
     /// `None` once it is answered.
     operation: Option<W::Operation>,
 }
 
-impl<W: Work> Drop for Lone<'_, W> {
+impl<W: Work> Drop for LoneOp<'_, W> {
     fn drop(&mut self) {
         self.shared.lone.store(false, Ordering::Relaxed);
         // The operation may have been sent already. Doing it twice has the same effect as once.
         if W::OUTLIVES
             && let Some(operation) = self.operation.take()
         {
-            drop(Shared::gather(self.shared, operation));
+            drop(LanesInner::gather(self.shared, operation));
         }
     }
 }
@@ -143,7 +143,7 @@ impl<W: Work> Lanes<W> {
     /// Makes the lanes, which are tasks of the current runtime.
     pub(super) fn new(work: W) -> Self {
         let large = work.database().for_large();
-        Self(Arc::new(Shared {
+        Self(Arc::new(LanesInner {
             work,
             runtime: Handle::current(),
             lone: AtomicBool::new(false),
@@ -160,18 +160,18 @@ impl<W: Work> Lanes<W> {
     /// Runs `operation`. The first poll hands it over; see [`Work::OUTLIVES`].
     pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
         if self.0.enter() {
-            let mut lone = Lone { shared: &self.0, operation: None };
+            let mut lone = LoneOp { shared: &self.0, operation: None };
             // Boxed: under load most operations gather, and would carry the size of this future.
             let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
             lone.operation = None;
             return answer;
         }
         // Without an answer: the runtime of the lane is gone, and the operation may have been done or not.
-        Shared::gather(&self.0, operation).await.unwrap_or_else(|_| Err(Failure::lost()))
+        LanesInner::gather(&self.0, operation).await.unwrap_or_else(|_| Err(OpFailure::lost()))
     }
 }
 
-impl<W: Work> Shared<W> {
+impl<W: Work> LanesInner<W> {
     /// Returns whether an operation may be sent alone, because nothing else is in flight. If so, marks a lone
     /// operation.
     fn enter(&self) -> bool {
@@ -187,7 +187,7 @@ impl<W: Work> Shared<W> {
         let (answer, receiver) = oneshot::channel();
         let since = this.work.database().clock().now();
         let alone = this.why_alone(&operation);
-        let waiting = Waiting { operation, since, answer };
+        let waiting = QueuedOp { operation, since, answer };
         if let Some(why) = alone {
             this.runtime.spawn(Arc::clone(this).ask_alone(waiting, why));
             return receiver;
@@ -204,11 +204,11 @@ impl<W: Work> Shared<W> {
     }
 
     /// Returns the reason why an operation shares no statement with others, if there is one.
-    fn why_alone(&self, operation: &W::Operation) -> Option<Alone> {
+    fn why_alone(&self, operation: &W::Operation) -> Option<LoneReason> {
         if self.was_locked(W::key(operation)) {
-            return Some(Alone::Locked);
+            return Some(LoneReason::Locked);
         }
-        (self.large.is_some() && W::bytes(operation) > LARGE).then_some(Alone::Large)
+        (self.large.is_some() && W::bytes(operation) > LARGE).then_some(LoneReason::Large)
     }
 
     /// Returns whether another session had `key` locked recently.
@@ -234,24 +234,24 @@ impl<W: Work> Shared<W> {
     }
 
     /// Sends an operation alone once a permit is free, unless its caller is gone by then.
-    async fn ask_alone(self: Arc<Self>, waiting: Waiting<W>, why: Alone) {
+    async fn ask_alone(self: Arc<Self>, waiting: QueuedOp<W>, why: LoneReason) {
         let database = self.work.database();
         let (room, full) = match (why, &self.large) {
-            (Alone::Large, Some(large)) => (large, "other large results are still on their way"),
+            (LoneReason::Large, Some(large)) => (large, "other large results are still on their way"),
             _ => (&self.alone, "others wait for records that another session has locked"),
         };
         let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), room.acquire());
         let answer = match room.await {
             Some(Ok(_room)) if waiting.is_wanted() => self.one(&waiting.operation).await,
             Some(Ok(_)) => return,
-            _ => Err(Failure::not_sent(full)),
+            _ => Err(OpFailure::not_sent(full)),
         };
         waiting.answer.send(answer).ok();
     }
 
     /// Returns the batch that a lane sends next. If the batch is empty, also ends the lane's entry in `lanes`. Both
     /// happen under one lock, or an operation that gathers in between would be stranded.
-    fn next(&self) -> Vec<Waiting<W>> {
+    fn next(&self) -> Vec<QueuedOp<W>> {
         let mut queue = lock(&self.queue);
         let mut bytes = 0;
         let mut next = Vec::new();
@@ -274,7 +274,7 @@ impl<W: Work> Shared<W> {
         next
     }
 
-    async fn send(self: &Arc<Self>, batch: Vec<Waiting<W>>) {
+    async fn send(self: &Arc<Self>, batch: Vec<QueuedOp<W>>) {
         let database = self.work.database();
         let now = database.clock().now();
         let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
@@ -283,7 +283,7 @@ impl<W: Work> Shared<W> {
             now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
         });
         for waiting in late.drain(..) {
-            waiting.answer.send(Err(Failure::not_sent("it did not answer what was sent before"))).ok();
+            waiting.answer.send(Err(OpFailure::not_sent("it did not answer what was sent before"))).ok();
         }
         if batch.len() > 1 {
             let mut answer = self.work.many(&batch).await;
@@ -300,7 +300,7 @@ impl<W: Work> Shared<W> {
                 // Nothing was written. The operation that caused the failure must not fail the others, nor delay them.
                 Err(failure) if failure.blames_one => {
                     for waiting in batch {
-                        self.runtime.spawn(Arc::clone(self).ask_alone(waiting, Alone::Locked));
+                        self.runtime.spawn(Arc::clone(self).ask_alone(waiting, LoneReason::Locked));
                     }
                 }
                 Err(failure) => {
@@ -317,7 +317,7 @@ impl<W: Work> Shared<W> {
 
 /// A task that sends batches until no more operations gather.
 struct Lane<W: Work> {
-    shared: Arc<Shared<W>>,
+    shared: Arc<LanesInner<W>>,
     running: bool,
 }
 
@@ -352,7 +352,7 @@ impl<W: Work> Drop for Lane<W> {
             self.shared.lanes.fetch_sub(1, Ordering::Relaxed);
             let waiting = std::mem::take(&mut *queue);
             drop(queue);
-            let failure = Failure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
+            let failure = OpFailure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
             for waiting in waiting {
                 waiting.answer.send(Err(failure.clone())).ok();
             }

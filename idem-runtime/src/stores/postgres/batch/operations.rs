@@ -7,18 +7,18 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio_postgres::types::ToSql;
 
-use super::super::Server;
-use super::super::client::{Database, Effect, Hidden};
-use super::super::failure::Failure;
-use super::super::sql::{self, Ask as _, Columns, Found, Met};
-use super::{Waiting, Work};
+use super::super::StatementPool;
+use super::super::client::{Database, Effect, HiddenParam};
+use super::super::failure::OpFailure;
+use super::super::sql::{self, Columns, Executor as _, FoundRow, LookupResult};
+use super::{QueuedOp, Work};
 use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::record::{Lease, Parts, Record, ReserveRequest, StoredResult};
 
 /// Reservations.
-pub(in super::super) struct Reserves {
-    server: Arc<Server>,
+pub(in super::super) struct Reservations {
+    server: Arc<StatementPool>,
     replays: Replays,
 }
 
@@ -30,17 +30,18 @@ pub(in super::super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) ->
     order.into_iter().map(|(_, place)| place).collect()
 }
 
-impl Reserves {
-    pub(in super::super) fn new(server: Arc<Server>) -> Self {
+impl Reservations {
+    pub(in super::super) fn new(server: Arc<StatementPool>) -> Self {
         Self { server, replays: Replays::new() }
     }
 
     /// Sends one of the requests for each key that is still `Unseen`, if its caller still waits.
-    async fn reserve_unseen(&self, batch: &[Waiting<Self>], keys: &mut [OfKey<'_>]) -> Result<(), Failure> {
+    async fn reserve_unseen(&self, batch: &[QueuedOp<Self>], keys: &mut [OfKey<'_>]) -> Result<(), OpFailure> {
         let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
         let mut places: HashMap<&str, usize> = HashMap::new();
         let mut asked: Vec<&ReserveRequest> = Vec::new();
-        for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, Met::Unseen)) {
+        for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, LookupResult::Unseen))
+        {
             of_key.asked = of_key.places.iter().copied().find(|place| batch[*place].is_wanted());
             if let Some(place) = of_key.asked {
                 let request = &batch[place].operation;
@@ -59,12 +60,20 @@ impl Reserves {
         let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
         let holders: Vec<_> = asked.iter().map(|it| holder(it)).collect();
         let traceparents: Vec<_> = asked.iter().map(|it| it.trail.traceparent_text()).collect();
-        let params: [&(dyn ToSql + Sync); 8] =
-            [&names, &Hidden(owners), &Hidden(fingerprints), &on_crash_fail, &leases, &ttls, &holders, &traceparents];
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &names,
+            &HiddenParam(owners),
+            &HiddenParam(fingerprints),
+            &on_crash_fail,
+            &leases,
+            &ttls,
+            &holders,
+            &traceparents,
+        ];
         for row in &ready.query(&params, Effect::Writes).await? {
             if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
                 // The old row, purged while this statement made a new one, no longer counts.
-                if !matches!(keys[*at].met, Met::Made) {
+                if !matches!(keys[*at].met, LookupResult::Made) {
                     keys[*at].met = sql::met_in_a_batch(row);
                 }
             }
@@ -78,11 +87,11 @@ struct OfKey<'a> {
     places: &'a [usize],
     /// The request that was sent.
     asked: Option<usize>,
-    met: Met,
+    met: LookupResult,
 }
 
-fn is_replay(met: &Met) -> bool {
-    matches!(met, Met::LeftOut) || matches!(met, Met::Found(Ok(found)) if found.record.is_finished())
+fn is_replay(met: &LookupResult) -> bool {
+    matches!(met, LookupResult::LeftOut) || matches!(met, LookupResult::Found(Ok(found)) if found.record.is_finished())
 }
 
 fn fingerprint(request: &ReserveRequest) -> Option<&[u8]> {
@@ -97,9 +106,9 @@ fn on_crash_fail(request: &ReserveRequest) -> bool {
     Parts::of(&Record::first(request)).on_crash_fail
 }
 
-impl Work for Reserves {
+impl Work for Reservations {
     type Operation = ReserveRequest;
-    type Answer = Met;
+    type Answer = LookupResult;
 
     const LANES: usize = 2;
     const OUTLIVES: bool = false;
@@ -121,7 +130,7 @@ impl Work for Reserves {
         request.key.as_str().len() + 80
     }
 
-    async fn one(&self, request: &ReserveRequest) -> Result<Met, Failure> {
+    async fn one(&self, request: &ReserveRequest) -> Result<LookupResult, OpFailure> {
         let key = request.key.as_str();
         if self.replays.are_expected() {
             let rows = self.server.rows(&self.server.sql.answer, &[&key], Effect::Reads).await?;
@@ -133,8 +142,8 @@ impl Work for Reserves {
         }
         let params: [&(dyn ToSql + Sync); 8] = [
             &key,
-            &Hidden(&request.owner.as_bytes()[..]),
-            &Hidden(fingerprint(request)),
+            &HiddenParam(&request.owner.as_bytes()[..]),
+            &HiddenParam(fingerprint(request)),
             &on_crash_fail(request),
             &sql::millis(request.lease),
             &sql::millis(request.ttl),
@@ -142,9 +151,9 @@ impl Work for Reserves {
             &request.trail.traceparent_text(),
         ];
         let rows = self.server.rows(&self.server.sql.reserve, &params, Effect::Writes).await?;
-        let mut met = Met::Unseen;
+        let mut met = LookupResult::Unseen;
         for row in &rows {
-            if !matches!(met, Met::Made) {
+            if !matches!(met, LookupResult::Made) {
                 met = sql::met(row, Columns::Answer);
             }
         }
@@ -152,11 +161,12 @@ impl Work for Reserves {
         Ok(met)
     }
 
-    async fn many(&self, batch: &[Waiting<Self>]) -> Result<Vec<Met>, Failure> {
+    async fn many(&self, batch: &[QueuedOp<Self>]) -> Result<Vec<LookupResult>, OpFailure> {
         let order = by_key(batch, |it| it.operation.key.as_str());
         let same = |a: &usize, b: &usize| batch[*a].operation.key == batch[*b].operation.key;
         let groups = order.chunk_by(same);
-        let mut keys: Vec<OfKey<'_>> = groups.map(|places| OfKey { places, asked: None, met: Met::Unseen }).collect();
+        let mut keys: Vec<OfKey<'_>> =
+            groups.map(|places| OfKey { places, asked: None, met: LookupResult::Unseen }).collect();
         if self.replays.are_expected() {
             let ready = self.server.database.ready(&self.server.sql.look_many).await?;
             let names: Vec<&str> = keys.iter().map(|it| batch[it.places[0]].operation.key.as_str()).collect();
@@ -167,18 +177,18 @@ impl Work for Reserves {
                 }
             }
         }
-        if keys.iter().any(|it| matches!(it.met, Met::Unseen)) {
+        if keys.iter().any(|it| matches!(it.met, LookupResult::Unseen)) {
             self.reserve_unseen(batch, &mut keys).await?;
         }
         self.replays.note(keys.iter().filter(|it| is_replay(&it.met)).count(), keys.len());
-        let mut answers: Vec<Met> = batch.iter().map(|_| Met::Unseen).collect();
+        let mut answers: Vec<LookupResult> = batch.iter().map(|_| LookupResult::Unseen).collect();
         for OfKey { places, asked, met } in keys {
             for place in places {
                 answers[*place] = match (&met, asked) {
                     // One request made the record; the others find it.
-                    (Met::Made, Some(asked)) if asked != *place => {
+                    (LookupResult::Made, Some(asked)) if asked != *place => {
                         let first = &batch[asked].operation;
-                        Met::Found(Ok(Box::new(Found::made(Record::first(first), first.lease))))
+                        LookupResult::Found(Ok(Box::new(FoundRow::made(Record::first(first), first.lease))))
                     }
                     (met, _) => met.clone(),
                 };
@@ -189,22 +199,22 @@ impl Work for Reserves {
 }
 
 /// Marks that bodies begin.
-pub(in super::super) struct Begins(Arc<Server>);
+pub(in super::super) struct BeginMarks(Arc<StatementPool>);
 
-impl Begins {
-    pub(in super::super) fn new(server: Arc<Server>) -> Self {
+impl BeginMarks {
+    pub(in super::super) fn new(server: Arc<StatementPool>) -> Self {
         Self(server)
     }
 
     /// Returns for each lease whether its record is marked. No key occurs twice with one attempt: an attempt has one
     /// caller.
-    async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, Failure> {
+    async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = || order.iter().map(|place| leases[*place]);
         let keys: Vec<&str> = sorted().map(|lease| lease.key.as_str()).collect();
         let owners: Vec<&[u8]> = sorted().map(|lease| &lease.owner.as_bytes()[..]).collect();
         let attempts: Vec<i64> = sorted().map(|lease| lease.attempt.into()).collect();
-        let params: [&(dyn ToSql + Sync); 3] = [&keys, &Hidden(owners), &attempts];
+        let params: [&(dyn ToSql + Sync); 3] = [&keys, &HiddenParam(owners), &attempts];
         let mut marked = vec![false; leases.len()];
         for row in &self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await? {
             let at = row.try_get::<_, i64>(0).ok().and_then(|place| usize::try_from(place.checked_sub(1)?).ok());
@@ -216,7 +226,7 @@ impl Begins {
     }
 }
 
-impl Work for Begins {
+impl Work for BeginMarks {
     type Operation = Lease;
     /// True if the record is marked.
     type Answer = bool;
@@ -240,32 +250,32 @@ impl Work for Begins {
         lease.key.as_str().len() + 80
     }
 
-    async fn one(&self, lease: &Lease) -> Result<bool, Failure> {
+    async fn one(&self, lease: &Lease) -> Result<bool, OpFailure> {
         Ok(self.mark(&[lease]).await?.contains(&true))
     }
 
-    async fn many(&self, leases: &[Waiting<Self>]) -> Result<Vec<bool>, Failure> {
+    async fn many(&self, leases: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
         self.mark(&leases.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
     }
 }
 
 /// Ends of attempts.
-pub(in super::super) struct Ends(Arc<Server>);
+pub(in super::super) struct EndWrites(Arc<StatementPool>);
 
 /// The end of one attempt.
-pub(in super::super) struct End {
+pub(in super::super) struct EndRow {
     pub(in super::super) key: Key,
     pub(in super::super) record: Record,
     pub(in super::super) refund: i64,
     pub(in super::super) ttl: Duration,
 }
 
-impl Ends {
-    pub(in super::super) fn new(server: Arc<Server>) -> Self {
+impl EndWrites {
+    pub(in super::super) fn new(server: Arc<StatementPool>) -> Self {
         Self(server)
     }
 
-    async fn distinct(&self, ends: &[&End]) -> Result<Vec<bool>, Failure> {
+    async fn distinct(&self, ends: &[&EndRow]) -> Result<Vec<bool>, OpFailure> {
         let places: HashMap<&str, usize> = ends.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
         let keys: Vec<&str> = ends.iter().map(|it| it.key.as_str()).collect();
         let parts: Vec<Parts<'_>> = ends.iter().map(|it| Parts::of(&it.record)).collect();
@@ -278,7 +288,7 @@ impl Ends {
         let ttls: Vec<i64> = ends.iter().map(|it| sql::millis(it.ttl)).collect();
         let numbers: Vec<Option<i64>> = ends.iter().map(|it| sql::number_of(&it.record)).collect();
         let params: [&(dyn ToSql + Sync); 9] =
-            [&keys, &Hidden(owners), &states, &refunds, &codecs, &Hidden(results), &sizes, &ttls, &numbers];
+            [&keys, &HiddenParam(owners), &states, &refunds, &codecs, &HiddenParam(results), &sizes, &ttls, &numbers];
         let mut done = vec![false; ends.len()];
         let bytes = ends.iter().map(|it| Self::bytes(it)).sum();
         for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Records(bytes)).await? {
@@ -290,8 +300,8 @@ impl Ends {
     }
 }
 
-impl Work for Ends {
-    type Operation = End;
+impl Work for EndWrites {
+    type Operation = EndRow;
     /// True if it ended a pending record.
     type Answer = bool;
 
@@ -303,7 +313,7 @@ impl Work for Ends {
         &self.0.database
     }
 
-    fn key(end: &End) -> &str {
+    fn key(end: &EndRow) -> &str {
         end.key.as_str()
     }
 
@@ -311,17 +321,17 @@ impl Work for Ends {
         Some(&self.0.turn)
     }
 
-    fn bytes(end: &End) -> usize {
+    fn bytes(end: &EndRow) -> usize {
         end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
     }
 
-    async fn one(&self, end: &End) -> Result<bool, Failure> {
+    async fn one(&self, end: &EndRow) -> Result<bool, OpFailure> {
         let sql = &self.0.sql;
         sql.end_pending(&*self.0, end.key.as_str(), &end.record, end.refund, end.ttl).await
     }
 
-    async fn many(&self, ends: &[Waiting<Self>]) -> Result<Vec<bool>, Failure> {
-        let ends: Vec<&End> = ends.iter().map(|it| &it.operation).collect();
+    async fn many(&self, ends: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        let ends: Vec<&EndRow> = ends.iter().map(|it| &it.operation).collect();
         let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
         // If a key has several ends, each gets its own statement: within one statement, any of them could win.
@@ -332,7 +342,7 @@ impl Work for Ends {
             if some.is_empty() {
                 return Ok(done);
             }
-            let distinct: Vec<&End> = some.iter().map(|i| ends[*i]).collect();
+            let distinct: Vec<&EndRow> = some.iter().map(|i| ends[*i]).collect();
             for (i, was_done) in some.iter().zip(self.distinct(&distinct).await?) {
                 done[*i] = was_done;
             }

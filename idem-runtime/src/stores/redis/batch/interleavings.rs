@@ -11,16 +11,16 @@ use tokio::sync::Semaphore;
 
 use super::*;
 use crate::record::{OwnerToken, State};
-use crate::stores::redis::connection::Theirs;
+use crate::stores::redis::connection::UserConnection;
 use crate::sync::{TestClock, explore};
 
 /// A server that recognises each operation by its key. A reservation finds the key itself as the value. A completion is
 /// done (by a script if its key starts with `differs`). The answer to any other command is its first argument (to any
 /// other script: 1).
 #[derive(Clone)]
-struct Server(Arc<Inner>);
+struct FakeServer(Arc<FakeServerInner>);
 
-struct Inner {
+struct FakeServerInner {
     /// Blocks each exchange that has arrived.
     gate: Semaphore,
     // A plain mutex: no thread switch happens while it is held.
@@ -34,7 +34,7 @@ struct Log {
     arrived: Vec<Vec<u8>>,
 }
 
-impl Server {
+impl FakeServer {
     fn arrived(&self, key: &str) -> usize {
         lock(&self.0.log).arrived.iter().filter(|it| **it == key.as_bytes()).count()
     }
@@ -94,7 +94,7 @@ fn keys(call: &Cmd) -> usize {
     std::str::from_utf8(argument(call, 2)).expect("text").parse().expect("a number")
 }
 
-impl ConnectionLike for Server {
+impl ConnectionLike for FakeServer {
     fn req_packed_command<'a>(&'a mut self, command: &'a Cmd) -> RedisFuture<'a, Value> {
         Box::pin(async move { Ok(self.exchange(vec![command.clone()]).await.remove(0)) })
     }
@@ -118,22 +118,22 @@ fn script(name: &str) -> Script {
 }
 
 /// Makes a dispatch to a server whose gate is shut.
-fn open() -> (Arc<Dispatch>, Server) {
-    let server = Server(Arc::new(Inner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
+fn open() -> (Arc<Dispatch>, FakeServer) {
+    let server = FakeServer(Arc::new(FakeServerInner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let timeout = Duration::from_secs(1);
     let names =
         ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "remove", "renew", "take", "watch"];
     let scripts = Arc::new(Scripts::new(names.map(script)));
-    let connection = Connection::theirs(Theirs::new(server.clone(), &clock), Arc::clone(&clock), timeout);
-    let terms = Terms { clock, timeout, channel: "ends".into(), scripts, one_key: false, compares: true };
+    let connection = Connection::theirs(UserConnection::new(server.clone(), &clock), Arc::clone(&clock), timeout);
+    let terms = BatchTerms { clock, timeout, channel: "ends".into(), scripts, one_key: false, compares: true };
     (Arc::new(Dispatch::new(connection, terms, None)), server)
 }
 
-fn get(key: &str) -> Ask {
+fn get(key: &str) -> RedisCommand {
     let mut command = Cmd::new();
     command.arg("GET").arg(key);
-    Ask { command, script: None, brings_record: true, is_kept: false }
+    RedisCommand { command, script: None, brings_record: true, is_kept: false }
 }
 
 static RECORD: Record = Record::new(OwnerToken::from_bytes([7; 16]), 1, State::Released);
@@ -142,12 +142,12 @@ fn name(key: &str) -> Name<'_> {
     Name { prefix: "", key }
 }
 
-fn reserving(key: &str) -> Reserving<'_> {
-    Reserving { name: name(key), record: &RECORD, ttl_ms: 1 }
+fn reserving(key: &str) -> PendingReservation<'_> {
+    PendingReservation { name: name(key), record: &RECORD, ttl_ms: 1 }
 }
 
-fn finishing(key: &str) -> Finishing<'_> {
-    Finishing { name: name(key), record: &RECORD, reserved_at: Some(1), pending: Some(&RECORD), ttl_ms: 1 }
+fn finishing(key: &str) -> PendingCompletion<'_> {
+    PendingCompletion { name: name(key), record: &RECORD, reserved_at: Some(1), pending: Some(&RECORD), ttl_ms: 1 }
 }
 
 async fn reserve(dispatch: &Dispatch, key: &str) {
@@ -306,7 +306,7 @@ fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
                     let answer = block_on(dispatch.reserve(&reserving(&key)));
                     match answer {
                         Ok(Value::BulkString(met)) => assert_eq!(met, key.as_bytes()),
-                        Err(Failure::NotSent(_) | Failure::Lost) => {}
+                        Err(ExchangeFailure::NotSent(_) | ExchangeFailure::Lost) => {}
                         other => panic!("unexpected: {other:?}"),
                     }
                 })

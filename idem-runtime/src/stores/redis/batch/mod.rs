@@ -26,7 +26,7 @@ use std::time::Duration;
 use redis::{Cmd, Pipeline, RedisWrite, ServerError, Value};
 
 use super::connection::Connection;
-use super::failure::{Failure, Refusal};
+use super::failure::{ErrorReply, ExchangeFailure};
 use super::limits::SURE;
 use super::scripts::{Script, Scripts, TOUCH};
 use crate::clock::{Clock, Instant};
@@ -58,17 +58,17 @@ const LOOK_FIRST: usize = 8;
 /// Reason why an operation was not sent.
 const STALLED: &str = "the server did not answer what was sent before";
 
-pub(super) type Answer = Result<Value, Failure>;
+pub(super) type OpAnswer = Result<Value, ExchangeFailure>;
 
 /// `Ok` if enough replicas have the written state; otherwise the server's reason, if it gave one.
-type Replicated = Result<(), Option<Arc<str>>>;
+type ReplicationResult = Result<(), Option<Arc<str>>>;
 
 /// Turns one reply of the server into the answer of its operation.
-fn answer(value: Value, replicated: &Replicated) -> Answer {
+fn answer(value: Value, replicated: &ReplicationResult) -> OpAnswer {
     match (value, replicated) {
-        (Value::ServerError(error), _) => Err(Failure::from(&error)),
+        (Value::ServerError(error), _) => Err(ExchangeFailure::from(&error)),
         (value, Ok(())) => Ok(value),
-        (value, Err(why)) => Err(Failure::Unreplicated(Box::new(value), why.clone())),
+        (value, Err(why)) => Err(ExchangeFailure::Unreplicated(Box::new(value), why.clone())),
     }
 }
 
@@ -88,7 +88,7 @@ impl Replicas {
 
 /// Settings that all connections of a store share.
 #[derive(Clone)]
-pub(super) struct Terms {
+pub(super) struct BatchTerms {
     pub(super) clock: Arc<dyn Clock>,
     /// Time limit of one exchange.
     pub(super) timeout: Duration,
@@ -103,7 +103,7 @@ pub(super) struct Terms {
 
 /// A command, and how to treat it.
 #[derive(Clone)]
-pub(super) struct Ask {
+pub(super) struct RedisCommand {
     command: Cmd,
     /// Source of the script that the command calls, for a server that has forgotten it.
     script: Option<&'static str>,
@@ -113,7 +113,7 @@ pub(super) struct Ask {
     is_kept: bool,
 }
 
-impl Ask {
+impl RedisCommand {
     /// Makes a command that calls no script.
     pub(super) fn plain(command: Cmd) -> Self {
         Self { command, script: None, brings_record: false, is_kept: false }
@@ -182,13 +182,13 @@ impl fmt::Display for Name<'_> {
 
 /// A reservation that is not written yet.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reserving<'a> {
+pub(super) struct PendingReservation<'a> {
     pub(super) name: Name<'a>,
     pub(super) record: &'a Record,
     pub(super) ttl_ms: u64,
 }
 
-impl Reserving<'_> {
+impl PendingReservation<'_> {
     fn write(&self, bytes: &mut Vec<u8>) -> Lengths {
         bytes.reserve(self.name.len() + format::len(self.record));
         self.name.write(bytes);
@@ -200,7 +200,7 @@ impl Reserving<'_> {
 
 /// A completion that is not written yet.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Finishing<'a> {
+pub(super) struct PendingCompletion<'a> {
     pub(super) name: Name<'a>,
     pub(super) record: &'a Record,
     /// Time of the reservation, in milliseconds since 1970; `None` if its record must have changed since then.
@@ -210,7 +210,7 @@ pub(super) struct Finishing<'a> {
     pub(super) ttl_ms: u64,
 }
 
-impl Finishing<'_> {
+impl PendingCompletion<'_> {
     /// Returns the number of bytes of its record.
     pub(super) fn value_len(&self) -> usize {
         format::len(self.record)
@@ -262,8 +262,8 @@ impl<'a> Completion<'a> {
     }
 }
 
-/// A reservation or completion in [`Gather::bytes`]: key, value and the record to compare with, end to end.
-struct Entry {
+/// A reservation or completion in [`OpBatch::bytes`]: key, value and the record to compare with, end to end.
+struct BatchEntry {
     slot: usize,
     at: usize,
     lengths: Lengths,
@@ -272,17 +272,17 @@ struct Entry {
 
 /// The operations that gather for one batch. Their bytes share one buffer, so that an operation allocates nothing
 /// before its batch is sent.
-struct Gather {
+struct OpBatch {
     bytes: Vec<u8>,
-    reserves: Vec<Entry>,
-    completions: Vec<Entry>,
-    commands: Vec<(usize, Ask)>,
+    reserves: Vec<BatchEntry>,
+    completions: Vec<BatchEntry>,
+    commands: Vec<(usize, RedisCommand)>,
     /// Time at which the first operation joined.
     opened: Instant,
     replies: Arc<Replies>,
 }
 
-impl Gather {
+impl OpBatch {
     fn new(opened: Instant) -> Self {
         let (bytes, replies) = (Vec::new(), Arc::default());
         let (reserves, completions, commands) = (Vec::new(), Vec::new(), Vec::new());
@@ -298,46 +298,46 @@ impl Gather {
     }
 
     /// Encodes an operation directly into the batch.
-    fn entry(&mut self, ttl_ms: u64, write: impl FnOnce(&mut Vec<u8>) -> Lengths) -> Entry {
+    fn entry(&mut self, ttl_ms: u64, write: impl FnOnce(&mut Vec<u8>) -> Lengths) -> BatchEntry {
         let at = self.bytes.len();
-        Entry { slot: self.replies.open(), at, lengths: write(&mut self.bytes), ttl_ms }
+        BatchEntry { slot: self.replies.open(), at, lengths: write(&mut self.bytes), ttl_ms }
     }
 
     /// Adds a reservation. Returns the slot of its answer.
-    fn add_reserve(&mut self, reserving: &Reserving<'_>) -> usize {
+    fn add_reserve(&mut self, reserving: &PendingReservation<'_>) -> usize {
         let entry = self.entry(reserving.ttl_ms, |bytes| reserving.write(bytes));
         let slot = entry.slot;
         self.reserves.push(entry);
         slot
     }
 
-    fn add_completion(&mut self, finishing: &Finishing<'_>) -> usize {
+    fn add_completion(&mut self, finishing: &PendingCompletion<'_>) -> usize {
         let entry = self.entry(finishing.ttl_ms, |bytes| finishing.write(bytes));
         let slot = entry.slot;
         self.completions.push(entry);
         slot
     }
 
-    fn add_command(&mut self, ask: Ask) -> usize {
+    fn add_command(&mut self, ask: RedisCommand) -> usize {
         let slot = self.replies.open();
         self.commands.push((slot, ask));
         slot
     }
 
     /// Removes the operations that might return more than `records` records in total.
-    fn beyond(&mut self, mut records: usize) -> Later {
+    fn beyond(&mut self, mut records: usize) -> Overflow {
         let reserves = self.reserves.split_off(records.min(self.reserves.len()));
         records -= self.reserves.len();
-        let is_beyond = |(_, ask): &mut (usize, Ask)| {
+        let is_beyond = |(_, ask): &mut (usize, RedisCommand)| {
             let beyond = ask.brings_record && records == 0;
             records -= usize::from(ask.brings_record && !beyond);
             beyond
         };
-        Later { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
+        Overflow { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
     }
 
     /// Replaces the operations by the next ones of `later`, which return up to `records` records.
-    fn next(&mut self, later: &mut Later, records: usize) {
+    fn next(&mut self, later: &mut Overflow, records: usize) {
         let now = records.min(later.reserves.len());
         let commands = (records - now).min(later.commands.len());
         self.completions.clear();
@@ -351,21 +351,21 @@ impl Gather {
     /// Forgets the operations whose callers are gone, unless they are kept.
     fn forget_gone(&mut self) {
         let slots = lock(&self.replies.0);
-        let is_gone = |slot: usize| matches!(slots[slot], Slot::Gone);
+        let is_gone = |slot: usize| matches!(slots[slot], ReplySlot::Gone);
         self.reserves.retain(|entry| !is_gone(entry.slot));
         self.commands.retain(|(slot, ask)| ask.is_kept || !is_gone(*slot));
     }
 
-    fn key(&self, entry: &Entry) -> &[u8] {
+    fn key(&self, entry: &BatchEntry) -> &[u8] {
         &self.bytes[entry.at..entry.at + entry.lengths.key]
     }
 
-    fn reserve(&self, entry: &Entry) -> Cmd {
+    fn reserve(&self, entry: &BatchEntry) -> Cmd {
         let Completion { key, value, ttl_ms, .. } = self.completion(entry);
         reserve(key, value, ttl_ms)
     }
 
-    fn completion(&self, entry: &Entry) -> Completion<'_> {
+    fn completion(&self, entry: &BatchEntry) -> Completion<'_> {
         Completion::of(&self.bytes[entry.at..], entry.lengths, entry.ttl_ms)
     }
 
@@ -380,12 +380,12 @@ impl Gather {
 }
 
 /// The operations of a batch that return records and are left for further exchanges.
-struct Later {
-    reserves: Vec<Entry>,
-    commands: Vec<(usize, Ask)>,
+struct Overflow {
+    reserves: Vec<BatchEntry>,
+    commands: Vec<(usize, RedisCommand)>,
 }
 
-impl Later {
+impl Overflow {
     fn is_empty(&self) -> bool {
         self.reserves.is_empty() && self.commands.is_empty()
     }
@@ -397,14 +397,14 @@ impl Later {
 
 /// The answers of one batch, shared by its lane and its callers.
 #[derive(Default)]
-struct Replies(Mutex<Vec<Slot>>);
+struct Replies(Mutex<Vec<ReplySlot>>);
 
 #[derive(Default)]
-enum Slot {
+enum ReplySlot {
     #[default]
     Empty,
     Waiting(Waker),
-    Done(Answer),
+    Done(OpAnswer),
     /// The caller is gone.
     Gone,
 }
@@ -412,20 +412,20 @@ enum Slot {
 impl Replies {
     fn open(&self) -> usize {
         let mut slots = lock(&self.0);
-        slots.push(Slot::Empty);
+        slots.push(ReplySlot::Empty);
         slots.len() - 1
     }
 
     /// Sets answers and wakes their callers, after the lock is released.
-    fn deliver(&self, answers: impl Iterator<Item = (usize, Answer)>) {
+    fn deliver(&self, answers: impl Iterator<Item = (usize, OpAnswer)>) {
         let mut wakers = Vec::with_capacity(answers.size_hint().0);
         let mut slots = lock(&self.0);
         for (slot, answer) in answers {
             let slot = &mut slots[slot];
-            if matches!(slot, Slot::Gone) {
+            if matches!(slot, ReplySlot::Gone) {
                 continue;
             }
-            if let Slot::Waiting(waker) = std::mem::replace(slot, Slot::Done(answer)) {
+            if let ReplySlot::Waiting(waker) = std::mem::replace(slot, ReplySlot::Done(answer)) {
                 wakers.push(waker);
             }
         }
@@ -434,69 +434,69 @@ impl Replies {
     }
 
     /// Removes the entries whose callers are gone.
-    fn retain_waiting(&self, entries: &mut Vec<&Entry>) {
+    fn retain_waiting(&self, entries: &mut Vec<&BatchEntry>) {
         let slots = lock(&self.0);
-        entries.retain(|entry| !matches!(slots[entry.slot], Slot::Gone));
+        entries.retain(|entry| !matches!(slots[entry.slot], ReplySlot::Gone));
     }
 
     /// Answers every operation that isn't answered yet with `failure`.
-    fn fail(&self, failure: &Failure) {
+    fn fail(&self, failure: &ExchangeFailure) {
         let open: Vec<usize> = {
             let slots = lock(&self.0);
-            (0..slots.len()).filter(|&i| !matches!(slots[i], Slot::Done(_) | Slot::Gone)).collect()
+            (0..slots.len()).filter(|&i| !matches!(slots[i], ReplySlot::Done(_) | ReplySlot::Gone)).collect()
         };
         self.deliver(open.into_iter().map(|slot| (slot, Err(failure.clone()))));
     }
 }
 
 /// Waits for one answer of a batch.
-pub(super) struct Reply {
+pub(super) struct ReplyWaiter {
     replies: Arc<Replies>,
     slot: usize,
     /// True once the answer was taken.
     taken: bool,
 }
 
-impl Future for Reply {
-    type Output = Answer;
+impl Future for ReplyWaiter {
+    type Output = OpAnswer;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<OpAnswer> {
         let this = &mut *self;
         let slot = &mut lock(&this.replies.0)[this.slot];
-        match std::mem::replace(slot, Slot::Gone) {
-            Slot::Done(answer) => {
+        match std::mem::replace(slot, ReplySlot::Gone) {
+            ReplySlot::Done(answer) => {
                 this.taken = true;
                 Poll::Ready(answer)
             }
-            Slot::Waiting(waker) if waker.will_wake(cx.waker()) => {
-                *slot = Slot::Waiting(waker);
+            ReplySlot::Waiting(waker) if waker.will_wake(cx.waker()) => {
+                *slot = ReplySlot::Waiting(waker);
                 Poll::Pending
             }
             _ => {
-                *slot = Slot::Waiting(cx.waker().clone());
+                *slot = ReplySlot::Waiting(cx.waker().clone());
                 Poll::Pending
             }
         }
     }
 }
 
-impl Drop for Reply {
+impl Drop for ReplyWaiter {
     fn drop(&mut self) {
         if self.taken {
             return;
         }
         // Drops the answer, which may be large, outside the lock.
-        let before = std::mem::replace(&mut lock(&self.replies.0)[self.slot], Slot::Gone);
+        let before = std::mem::replace(&mut lock(&self.replies.0)[self.slot], ReplySlot::Gone);
         drop(before);
     }
 }
 
 /// One connection and everything in flight on it.
-pub(super) struct Dispatch(Arc<Shared>);
+pub(super) struct Dispatch(Arc<DispatchInner>);
 
-struct Shared {
+struct DispatchInner {
     connection: Connection,
-    terms: Terms,
+    terms: BatchTerms,
     replicas: Option<Replicas>,
     runtime: Handle,
     /// True while a lone command is in flight, driven by its caller.
@@ -513,13 +513,13 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    gathers: VecDeque<Gather>,
-    spare: Vec<Gather>,
+    gathers: VecDeque<OpBatch>,
+    spare: Vec<OpBatch>,
 }
 
-struct Lone<'a>(&'a AtomicBool);
+struct LoneOp<'a>(&'a AtomicBool);
 
-impl Drop for Lone<'_> {
+impl Drop for LoneOp<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Relaxed);
     }
@@ -528,8 +528,8 @@ impl Drop for Lone<'_> {
 impl Dispatch {
     /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an
     /// exchange may take. With `replicas`, an answer counts once they have the written state.
-    pub(super) fn new(connection: Connection, terms: Terms, replicas: Option<Replicas>) -> Self {
-        Self(Arc::new(Shared {
+    pub(super) fn new(connection: Connection, terms: BatchTerms, replicas: Option<Replicas>) -> Self {
+        Self(Arc::new(DispatchInner {
             connection,
             plain_sets: AtomicU64::new(u64::from(!terms.compares)),
             terms,
@@ -544,12 +544,12 @@ impl Dispatch {
     }
 
     /// Sends `SET key value NX GET PX ttl`. The answer is nil if the key is now reserved, otherwise the existing value.
-    pub(super) fn reserve<'a>(&'a self, reserving: &Reserving<'a>) -> Running<'a> {
+    pub(super) fn reserve<'a>(&'a self, reserving: &PendingReservation<'a>) -> OpFuture<'a> {
         let Some(lone) = self.0.enter() else {
-            return Running::Gathered(self.0.gather(|gather| gather.add_reserve(reserving)));
+            return OpFuture::Gathered(self.0.gather(|gather| gather.add_reserve(reserving)));
         };
         let command = written(reserving);
-        Running::alone(async move {
+        OpFuture::alone(async move {
             let _lone = lone;
             let answer = self.0.one(&command).await;
             self.0.expect_records(record_bytes(&answer));
@@ -558,14 +558,14 @@ impl Dispatch {
     }
 
     /// Finishes a record. The answer shows whether the record belongs to this attempt and is now finished.
-    pub(super) fn finish<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
-        let finishing = Finishing { pending: finishing.pending.filter(|_| self.0.compares()), ..*finishing };
+    pub(super) fn finish<'a>(&'a self, finishing: &PendingCompletion<'a>) -> OpFuture<'a> {
+        let finishing = PendingCompletion { pending: finishing.pending.filter(|_| self.0.compares()), ..*finishing };
         let Some(lone) = self.0.enter() else {
-            return Running::Gathered(self.0.gather(|gather| gather.add_completion(&finishing)));
+            return OpFuture::Gathered(self.0.gather(|gather| gather.add_completion(&finishing)));
         };
-        Running::alone(async move {
+        OpFuture::alone(async move {
             let _lone = lone;
-            let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_completion(&finishing)))));
+            let unanswered = DelegatedOp(Some(|| drop(self.0.gather(|gather| gather.add_completion(&finishing)))));
             let mut bytes = Vec::new();
             let lengths = finishing.write(&mut bytes);
             let answer = self.0.finish_alone(Completion::of(&bytes, lengths, finishing.ttl_ms)).await;
@@ -575,12 +575,12 @@ impl Dispatch {
     }
 
     /// Sends any other command.
-    pub(super) fn command(&self, ask: Ask) -> Running<'_> {
+    pub(super) fn command(&self, ask: RedisCommand) -> OpFuture<'_> {
         let Some(lone) = self.0.enter() else {
-            return Running::Gathered(self.0.gather(|gather| gather.add_command(ask)));
+            return OpFuture::Gathered(self.0.gather(|gather| gather.add_command(ask)));
         };
         if !ask.is_kept {
-            return Running::alone(async move {
+            return OpFuture::alone(async move {
                 let _lone = lone;
                 let answer = self.0.ask(&ask).await;
                 if ask.brings_record {
@@ -589,9 +589,9 @@ impl Dispatch {
                 answer
             });
         }
-        Running::alone(async move {
+        OpFuture::alone(async move {
             let _lone = lone;
-            let unanswered = HandedOver(Some(|| drop(self.0.gather(|gather| gather.add_command(ask.clone())))));
+            let unanswered = DelegatedOp(Some(|| drop(self.0.gather(|gather| gather.add_command(ask.clone())))));
             let answer = self.0.ask(&ask).await;
             unanswered.done();
             answer
@@ -600,23 +600,23 @@ impl Dispatch {
 }
 
 /// An operation in progress: one future for all ways it may take.
-pub(super) enum Running<'a> {
+pub(super) enum OpFuture<'a> {
     /// In a batch.
-    Gathered(Reply),
+    Gathered(ReplyWaiter),
     /// Driven by its caller. Boxed: under load most operations gather, and would carry the size of this future.
-    Alone(Pin<Box<dyn Future<Output = Answer> + Send + 'a>>),
+    Alone(Pin<Box<dyn Future<Output = OpAnswer> + Send + 'a>>),
 }
 
-impl<'a> Running<'a> {
-    pub(super) fn alone(driven: impl Future<Output = Answer> + Send + 'a) -> Self {
+impl<'a> OpFuture<'a> {
+    pub(super) fn alone(driven: impl Future<Output = OpAnswer> + Send + 'a) -> Self {
         Self::Alone(Box::pin(driven))
     }
 }
 
-impl Future for Running<'_> {
-    type Output = Answer;
+impl Future for OpFuture<'_> {
+    type Output = OpAnswer;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answer> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<OpAnswer> {
         match &mut *self {
             Self::Gathered(reply) => Pin::new(reply).poll(cx),
             Self::Alone(driven) => driven.as_mut().poll(cx),
@@ -626,16 +626,16 @@ impl Future for Running<'_> {
 
 /// An operation that was handed over and is driven by its caller. If the caller goes away before the answer, a lane
 /// takes the operation: it may not have been sent yet, and sending it twice does no harm.
-struct HandedOver<F: FnOnce()>(Option<F>);
+struct DelegatedOp<F: FnOnce()>(Option<F>);
 
-impl<F: FnOnce()> HandedOver<F> {
+impl<F: FnOnce()> DelegatedOp<F> {
     /// Notes that the answer has arrived.
     fn done(mut self) {
         self.0 = None;
     }
 }
 
-impl<F: FnOnce()> Drop for HandedOver<F> {
+impl<F: FnOnce()> Drop for DelegatedOp<F> {
     fn drop(&mut self) {
         if let Some(hand_over) = self.0.take() {
             hand_over();
@@ -650,48 +650,48 @@ impl Dispatch {
     }
 
     /// Like [`reserve`](Self::reserve), for a key whose slot is migrating to this node.
-    pub(super) fn reserve_asking<'a>(&'a self, reserving: &Reserving<'a>) -> Running<'a> {
-        Running::alone(self.asking(written(reserving)))
+    pub(super) fn reserve_asking<'a>(&'a self, reserving: &PendingReservation<'a>) -> OpFuture<'a> {
+        OpFuture::alone(self.asking(written(reserving)))
     }
 
     /// Like [`finish`](Self::finish), for a key whose slot is migrating to this node.
-    pub(super) fn finish_asking<'a>(&'a self, finishing: &Finishing<'a>) -> Running<'a> {
+    pub(super) fn finish_asking<'a>(&'a self, finishing: &PendingCompletion<'a>) -> OpFuture<'a> {
         let mut bytes = Vec::new();
         let lengths = finishing.write(&mut bytes);
         let completion = Completion::of(&bytes, lengths, finishing.ttl_ms);
-        Running::alone(self.asking(self.0.finish_one(completion, true)))
+        OpFuture::alone(self.asking(self.0.finish_one(completion, true)))
     }
 
     /// Like [`command`](Self::command), for a key whose slot is migrating to this node.
-    pub(super) fn command_asking(&self, ask: Ask) -> Running<'_> {
+    pub(super) fn command_asking(&self, ask: RedisCommand) -> OpFuture<'_> {
         let command = match ask.script {
             Some(source) => with_source(&ask.command, source),
             None => ask.command,
         };
-        Running::alone(self.asking(command))
+        OpFuture::alone(self.asking(command))
     }
 
     /// Sends a command alone, after `ASKING`, which permits one command.
-    async fn asking(&self, command: Cmd) -> Answer {
+    async fn asking(&self, command: Cmd) -> OpAnswer {
         let mut pipeline = Pipeline::with_capacity(5);
         pipeline.cmd("ASKING").add_command(command);
-        self.0.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+        self.0.exchange(&mut pipeline).await?.pop().unwrap_or(Err(ExchangeFailure::Lost))
     }
 }
 
-impl Shared {
+impl DispatchInner {
     /// Sends one command.
-    async fn one(&self, command: &Cmd) -> Answer {
+    async fn one(&self, command: &Cmd) -> OpAnswer {
         if self.replicas.is_none() {
             return self.connection.one(command).await;
         }
         let mut pipeline = Pipeline::with_capacity(3);
         pipeline.add_command(command.clone());
-        self.exchange(&mut pipeline).await?.pop().unwrap_or(Err(Failure::Lost))
+        self.exchange(&mut pipeline).await?.pop().unwrap_or(Err(ExchangeFailure::Lost))
     }
 
     /// Sends one command; with the source of its script if the server has forgotten it.
-    async fn ask(&self, ask: &Ask) -> Answer {
+    async fn ask(&self, ask: &RedisCommand) -> OpAnswer {
         match (self.one(&ask.command).await, ask.script) {
             // The server restarted, failed over or flushed its scripts: nothing was written.
             (Err(failure), Some(source)) if failure.is_unknown_script() => {
@@ -708,15 +708,15 @@ impl Shared {
     }
 
     /// Returns the answer to a completion by `SET … IFEQ`; `None` if nothing was written and a script has to decide.
-    fn compared(&self, answer: Answer) -> Option<Answer> {
+    fn compared(&self, answer: OpAnswer) -> Option<OpAnswer> {
         match answer {
             Ok(Value::Okay) => Some(Ok(Value::Int(1))),
             // The record belongs to another attempt, is gone or finished already, or a duplicate waits for it.
             Ok(Value::Nil) => None,
-            Err(Failure::Unreplicated(set, why)) => match *set {
-                Value::Okay => Some(Err(Failure::Unreplicated(Box::new(Value::Int(1)), why))),
+            Err(ExchangeFailure::Unreplicated(set, why)) => match *set {
+                Value::Okay => Some(Err(ExchangeFailure::Unreplicated(Box::new(Value::Int(1)), why))),
                 Value::Nil => None,
-                other => Some(Err(Failure::Unreplicated(Box::new(other), why))),
+                other => Some(Err(ExchangeFailure::Unreplicated(Box::new(other), why))),
             },
             Err(failure) if failure.is_unknown_option() => {
                 self.plain_sets.store(self.connection.generation(), Ordering::Relaxed);
@@ -726,7 +726,7 @@ impl Shared {
         }
     }
 
-    async fn finish_alone(&self, completion: Completion<'_>) -> Answer {
+    async fn finish_alone(&self, completion: Completion<'_>) -> OpAnswer {
         if !completion.pending.is_empty() && self.compares() {
             let answer = self.one(&compare(completion)).await;
             if let Some(answer) = self.compared(answer) {
@@ -740,7 +740,7 @@ impl Shared {
     }
 
     /// Sends many commands. Returns as many answers.
-    async fn exchange(&self, pipeline: &mut Pipeline) -> Result<Vec<Answer>, Failure> {
+    async fn exchange(&self, pipeline: &mut Pipeline) -> Result<Vec<OpAnswer>, ExchangeFailure> {
         let Some(Replicas { count, within }) = self.replicas else {
             let values = self.connection.many(pipeline).await?;
             return Ok(values.into_iter().map(|value| answer(value, &Ok(()))).collect());
@@ -790,9 +790,9 @@ impl Shared {
     }
 
     /// Returns the right to send a command alone, if nothing else is in flight.
-    fn enter(&self) -> Option<Lone<'_>> {
+    fn enter(&self) -> Option<LoneOp<'_>> {
         let alone = self.lanes.load(Ordering::Relaxed) == 0 && !self.lone.swap(true, Ordering::Relaxed);
-        alone.then(|| Lone(&self.lone))
+        alone.then(|| LoneOp(&self.lone))
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -801,7 +801,7 @@ impl Shared {
 
     /// Returns the batch that a lane sends next. `None` also ends the lane's entry in `lanes`. Both happen under one
     /// lock, or an operation that gathers in between would be stranded.
-    fn next(&self) -> Option<Gather> {
+    fn next(&self) -> Option<OpBatch> {
         let mut queue = self.queue();
         let next = queue.gathers.pop_front();
         if next.is_none() {
@@ -811,7 +811,7 @@ impl Shared {
     }
 
     /// Keeps the buffers of a sent batch for another, unless they grew unusually large.
-    fn keep(&self, mut gather: Gather) {
+    fn keep(&self, mut gather: OpBatch) {
         gather.clear();
         let mut queue = self.queue();
         if queue.spare.len() < LANES && gather.bytes.capacity() <= 2 * BATCH_BYTES {
@@ -820,16 +820,16 @@ impl Shared {
     }
 
     /// Adds an operation to the gathering batch, and makes sure that a lane will take it.
-    fn gather(self: &Arc<Self>, add: impl FnOnce(&mut Gather) -> usize) -> Reply {
+    fn gather(self: &Arc<Self>, add: impl FnOnce(&mut OpBatch) -> usize) -> ReplyWaiter {
         let mut queue = self.queue();
-        if queue.gathers.back().is_none_or(Gather::is_full) {
+        if queue.gathers.back().is_none_or(OpBatch::is_full) {
             let opened = self.terms.clock.now();
-            let gather = queue.spare.pop().map(|spare| Gather { opened, ..spare });
-            queue.gathers.push_back(gather.unwrap_or_else(|| Gather::new(opened)));
+            let gather = queue.spare.pop().map(|spare| OpBatch { opened, ..spare });
+            queue.gathers.push_back(gather.unwrap_or_else(|| OpBatch::new(opened)));
         }
         let gather = queue.gathers.back_mut().expect("just pushed");
         let slot = add(gather);
-        let reply = Reply { replies: Arc::clone(&gather.replies), slot, taken: false };
+        let reply = ReplyWaiter { replies: Arc::clone(&gather.replies), slot, taken: false };
         let lanes = self.lanes.load(Ordering::Relaxed);
         let limit = match self.replicas {
             // `WAIT` blocks every later command on its connection.
@@ -860,17 +860,17 @@ impl Shared {
         (ANSWER_BYTES / self.record.load(Ordering::Relaxed).max(1)).max(1)
     }
 
-    async fn send(&self, gather: &mut Gather) {
+    async fn send(&self, gather: &mut OpBatch) {
         let replies = Arc::clone(&gather.replies);
         gather.forget_gone();
         // Large completions are sent alone, after the others: a server that refuses their size closes the connection,
         // and a batch would lose its answers.
-        let large: Vec<Entry> = gather.completions.extract_if(.., |entry| entry.lengths.value >= SURE).collect();
+        let large: Vec<BatchEntry> = gather.completions.extract_if(.., |entry| entry.lengths.value >= SURE).collect();
         let mut later = gather.beyond(self.records_at_once());
         loop {
             if let Err(failure) = self.send_small(gather, &replies).await {
                 let unsent = later.slots().chain(large.iter().map(|entry| entry.slot));
-                replies.deliver(unsent.map(|slot| (slot, Err(Failure::NotSent(STALLED.into())))));
+                replies.deliver(unsent.map(|slot| (slot, Err(ExchangeFailure::NotSent(STALLED.into())))));
                 return replies.fail(&failure);
             }
             if later.is_empty() {
@@ -885,10 +885,10 @@ impl Shared {
     }
 
     /// Sends the operations in `gather` and answers them. After an error the rest is still unanswered.
-    async fn send_small(&self, gather: &mut Gather, replies: &Replies) -> Result<(), Failure> {
+    async fn send_small(&self, gather: &mut OpBatch, replies: &Replies) -> Result<(), ExchangeFailure> {
         // Completions: by `SET … IFEQ` where the bytes are at hand, the others by scripts.
-        let by_comparing = |entry: &mut Entry| entry.lengths.pending > 0;
-        let compared: Vec<Entry> = match self.compares() {
+        let by_comparing = |entry: &mut BatchEntry| entry.lengths.pending > 0;
+        let compared: Vec<BatchEntry> = match self.compares() {
             true => gather.completions.extract_if(.., by_comparing).collect(),
             false => Vec::new(),
         };
@@ -912,7 +912,7 @@ impl Shared {
             }
         }
         let mut asked = Vec::with_capacity(gather.commands.len());
-        for (slot, Ask { command, script, brings_record, .. }) in gather.commands.drain(..) {
+        for (slot, RedisCommand { command, script, brings_record, .. }) in gather.commands.drain(..) {
             asked.push((slot, pipeline.len(), script, brings_record));
             pipeline.add_command(command);
         }
@@ -927,7 +927,7 @@ impl Shared {
         }
         let mut answers = self.exchange(&mut pipeline).await?.into_iter();
         // A missing answer must not become nil: nil means "reserved".
-        let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
+        let mut next = || answers.next().unwrap_or(Err(ExchangeFailure::Lost));
 
         // Reservations. After a look-up the absent keys are reserved in a second exchange.
         let (mut absent, mut again) = (Vec::new(), Pipeline::new());
@@ -981,7 +981,7 @@ impl Shared {
         // The second exchange: absent keys, and calls of scripts that the server had forgotten.
         if !again.is_empty() {
             let mut answers = self.exchange(&mut again).await?.into_iter();
-            let mut next = || answers.next().unwrap_or(Err(Failure::Lost));
+            let mut next = || answers.next().unwrap_or(Err(ExchangeFailure::Lost));
             replies.deliver(absent.into_iter().map(|entry| (entry.slot, next())));
             replies.deliver(unknown.into_iter().map(|slot| (slot, next())));
             for call in unfinished {
@@ -992,7 +992,12 @@ impl Shared {
     }
 
     /// Answers the completions that the server has compared. Returns the completions for which a script has to decide.
-    fn settle_compared(&self, replies: &Replies, compared: Vec<Entry>, mut next: impl FnMut() -> Answer) -> Vec<Entry> {
+    fn settle_compared(
+        &self,
+        replies: &Replies,
+        compared: Vec<BatchEntry>,
+        mut next: impl FnMut() -> OpAnswer,
+    ) -> Vec<BatchEntry> {
         let mut differing = Vec::new();
         replies.deliver(compared.into_iter().filter_map(|entry| match self.compared(next()) {
             Some(answer) => Some((entry.slot, answer)),
@@ -1005,7 +1010,12 @@ impl Shared {
     }
 
     /// Finishes `entries` by scripts, in a further exchange; in one more if the server has forgotten the scripts.
-    async fn finish_by_scripts(&self, gather: &Gather, entries: &[Entry], replies: &Replies) -> Result<(), Failure> {
+    async fn finish_by_scripts(
+        &self,
+        gather: &OpBatch,
+        entries: &[BatchEntry],
+        replies: &Replies,
+    ) -> Result<(), ExchangeFailure> {
         let mut calls: Vec<Range<usize>> = chunks(entries.len(), self.finished_at_once()).collect();
         for with_source in [false, true] {
             if calls.is_empty() {
@@ -1016,7 +1026,7 @@ impl Shared {
                 pipeline.add_command(self.finish(gather, &entries[call.clone()], with_source));
             }
             let mut answers = self.exchange(&mut pipeline).await?.into_iter();
-            calls.retain(|call| match answers.next().unwrap_or(Err(Failure::Lost)) {
+            calls.retain(|call| match answers.next().unwrap_or(Err(ExchangeFailure::Lost)) {
                 Err(failure) if failure.is_unknown_script() && !with_source => true,
                 answer => {
                     settle(replies, &entries[call.clone()], answer);
@@ -1033,10 +1043,10 @@ impl Shared {
     }
 
     /// Delivers the existing values. Returns the reservations without a value whose callers still wait.
-    fn found<'a>(&self, gather: &'a Gather, found: Answer, largest: &mut Option<usize>) -> Vec<&'a Entry> {
+    fn found<'a>(&self, gather: &'a OpBatch, found: OpAnswer, largest: &mut Option<usize>) -> Vec<&'a BatchEntry> {
         let (found, replicated) = match found {
             Ok(found) => (found, Ok(())),
-            Err(Failure::Unreplicated(found, why)) => (*found, Err(why)),
+            Err(ExchangeFailure::Unreplicated(found, why)) => (*found, Err(why)),
             // The look-up has written nothing, so the callers get its failure.
             Err(failure) => {
                 gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(failure.clone()))));
@@ -1046,7 +1056,7 @@ impl Shared {
         let values = match found {
             Value::Array(values) if values.len() == gather.reserves.len() => values,
             _ => {
-                gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(Failure::Lost))));
+                gather.replies.deliver(gather.reserves.iter().map(|entry| (entry.slot, Err(ExchangeFailure::Lost))));
                 return Vec::new();
             }
         };
@@ -1067,7 +1077,7 @@ impl Shared {
         absent
     }
 
-    fn finish(&self, gather: &Gather, entries: &[Entry], with_source: bool) -> Cmd {
+    fn finish(&self, gather: &OpBatch, entries: &[BatchEntry], with_source: bool) -> Cmd {
         if self.terms.one_key {
             return self.finish_one(gather.completion(&entries[0]), with_source);
         }
@@ -1092,7 +1102,7 @@ impl Shared {
 
 /// A task that sends batches until no more operations gather.
 struct Lane {
-    shared: Arc<Shared>,
+    shared: Arc<DispatchInner>,
     running: bool,
 }
 
@@ -1105,12 +1115,12 @@ impl Lane {
                 return;
             };
             let operations = gather.len();
-            let mut unanswered = Unanswered(Some(Arc::clone(&gather.replies)));
+            let mut unanswered = LaneGuard(Some(Arc::clone(&gather.replies)));
             if shared.terms.clock.now().saturating_since(gather.opened) > shared.connection.patience() {
                 // The server stalls. Operations that waited this long are not sent, and their callers know that nothing
                 // was written. So no operation takes longer than two time-outs, unless the server keeps answering
                 // others.
-                gather.replies.fail(&Failure::NotSent(STALLED.into()));
+                gather.replies.fail(&ExchangeFailure::NotSent(STALLED.into()));
             } else {
                 shared.send(&mut gather).await;
             }
@@ -1134,19 +1144,19 @@ impl Drop for Lane {
             let waiting = std::mem::take(&mut queue.gathers);
             drop(queue);
             for gather in waiting {
-                gather.replies.fail(&Failure::NotSent("the runtime of the connection has shut down".into()));
+                gather.replies.fail(&ExchangeFailure::NotSent("the runtime of the connection has shut down".into()));
             }
         }
     }
 }
 
 /// Fails the operations that a lane leaves unanswered if its task is dropped or panics.
-struct Unanswered(Option<Arc<Replies>>);
+struct LaneGuard(Option<Arc<Replies>>);
 
-impl Drop for Unanswered {
+impl Drop for LaneGuard {
     fn drop(&mut self) {
         if let Some(replies) = &self.0 {
-            replies.fail(&Failure::Lost);
+            replies.fail(&ExchangeFailure::Lost);
         }
     }
 }
@@ -1156,10 +1166,10 @@ fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Answers the keys of one script call.
-fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
+fn settle(replies: &Replies, entries: &[BatchEntry], settled: OpAnswer) {
     let (value, replicated) = match settled {
         Ok(value) => (value, Ok(())),
-        Err(Failure::Unreplicated(value, why)) => (*value, Err(why)),
+        Err(ExchangeFailure::Unreplicated(value, why)) => (*value, Err(why)),
         Err(failure) => return replies.deliver(entries.iter().map(|entry| (entry.slot, Err(failure.clone())))),
     };
     let (answers, error): (Vec<u8>, Arc<str>) = match value {
@@ -1180,8 +1190,8 @@ fn settle(replies: &Replies, entries: &[Entry], settled: Answer) {
         let answer = match answers.get(i) {
             Some(b'1') => answer(Value::Int(1), &replicated),
             Some(b'0') => answer(Value::Int(0), &replicated),
-            Some(b'E') => Err(Failure::Refused(Refusal::read(&error))),
-            _ => Err(Failure::Lost),
+            Some(b'E') => Err(ExchangeFailure::Refused(ErrorReply::read(&error))),
+            _ => Err(ExchangeFailure::Lost),
         };
         (entry.slot, answer)
     }));
@@ -1198,10 +1208,10 @@ fn said(error: &ServerError) -> Arc<str> {
 }
 
 /// Returns the size of the record in an answer, in bytes; 0 if it holds none.
-fn record_bytes(answer: &Answer) -> usize {
+fn record_bytes(answer: &OpAnswer) -> usize {
     let value = match answer {
         Ok(value) => value,
-        Err(Failure::Unreplicated(value, _)) => value,
+        Err(ExchangeFailure::Unreplicated(value, _)) => value,
         Err(_) => return 0,
     };
     match value {
@@ -1230,7 +1240,7 @@ fn argument(command: &Cmd, at: usize) -> &[u8] {
     }
 }
 
-fn written(reserving: &Reserving<'_>) -> Cmd {
+fn written(reserving: &PendingReservation<'_>) -> Cmd {
     let mut bytes = Vec::new();
     let Lengths { key, .. } = reserving.write(&mut bytes);
     let (key, value) = bytes.split_at(key);

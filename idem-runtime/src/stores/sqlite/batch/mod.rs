@@ -27,17 +27,17 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
-use self::queue::{Answer, Answered, Ask, BATCH, Op, Queue, Reply};
+use self::queue::{Answer, AnswerTarget, BATCH, Op, OpResult, Queue, SqliteRequest};
 use self::session::Session;
 use super::Synchronous;
 use super::failure::{busy, not_written, unavailable};
-use super::file::{Connected, Database};
+use super::file::{Database, FileConnection};
 use super::link::Link;
-use super::spare::Spare;
+use super::spare::InlineReader;
 use crate::clock::{Instant, wall_millis};
 use crate::combine::race;
 use crate::kit::replays::Replays;
-use crate::kit::waiting::Waiting;
+use crate::kit::waiting::WaiterTable;
 use crate::record::{Lease, Reservation, ReserveRequest};
 use crate::store::{Answers, StoreError, StoreErrorKind};
 use crate::sync::lock;
@@ -69,7 +69,7 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
 /// The threads that a call goes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Lane {
+pub(super) enum ThreadChoice {
     /// The writer, or the reader.
     Calls,
     Upkeep,
@@ -78,7 +78,7 @@ pub(super) enum Lane {
 /// State that the handle and its threads share, in one process.
 pub(super) struct Core {
     pub(super) database: Arc<Database>,
-    pub(super) waiting: Waiting,
+    pub(super) waiting: WaiterTable,
     /// Number of waiting duplicates.
     waiters: AtomicUsize,
     writes: Queue,
@@ -96,7 +96,7 @@ pub(super) struct Core {
     reservations: AtomicU32,
     /// Share of replays among recent reservations. Every answer that changes nothing counts as a replay.
     replays: Replays,
-    spare: Spare,
+    spare: InlineReader,
 }
 
 /// Opens the file. Creates the file and its table if they are missing.
@@ -116,27 +116,27 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreEr
 }
 
 /// Ends the queue when its thread ends, so that no caller waits for it.
-struct Ending<'a>(&'a Queue);
+struct QueueCloser<'a>(&'a Queue);
 
-impl Drop for Ending<'_> {
+impl Drop for QueueCloser<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
 }
 
 /// Guard that counts a waiting duplicate.
-pub(super) struct Counted<'a>(&'a AtomicUsize);
+pub(super) struct WaiterGuard<'a>(&'a AtomicUsize);
 
-impl Drop for Counted<'_> {
+impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 /// Guard that marks a thread as waiting for the lock.
-pub(super) struct Waits<'a>(&'a AtomicBool);
+pub(super) struct LockWaitMark<'a>(&'a AtomicBool);
 
-impl<'a> Waits<'a> {
+impl<'a> LockWaitMark<'a> {
     pub(super) fn upkeep(core: &'a Core) -> Self {
         Self::noted(&core.upkeep_waits)
     }
@@ -151,7 +151,7 @@ impl<'a> Waits<'a> {
     }
 }
 
-impl Drop for Waits<'_> {
+impl Drop for LockWaitMark<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::SeqCst);
     }
@@ -161,7 +161,7 @@ impl Core {
     pub(super) fn new(database: Arc<Database>) -> Self {
         Self {
             database,
-            waiting: Waiting::default(),
+            waiting: WaiterTable::default(),
             waiters: AtomicUsize::new(0),
             writes: Queue::default(),
             reads: Queue::default(),
@@ -172,7 +172,7 @@ impl Core {
             numbers: AtomicU64::new(0),
             reservations: AtomicU32::new(0),
             replays: Replays::new(),
-            spare: Spare::new(),
+            spare: InlineReader::new(),
         }
     }
 
@@ -187,9 +187,9 @@ impl Core {
     }
 
     /// Counts a waiting duplicate.
-    pub(super) fn count_waiter(&self) -> Counted<'_> {
+    pub(super) fn count_waiter(&self) -> WaiterGuard<'_> {
         self.waiters.fetch_add(1, Ordering::SeqCst);
-        Counted(&self.waiters)
+        WaiterGuard(&self.waiters)
     }
 
     /// Returns whether the upkeep thread is to get the lock first.
@@ -224,9 +224,9 @@ impl Core {
         self.waiters.load(Ordering::SeqCst)
     }
 
-    pub(super) async fn reserve(self: &Arc<Self>, lane: Lane, request: &ReserveRequest) -> Answered {
+    pub(super) async fn reserve(self: &Arc<Self>, lane: ThreadChoice, request: &ReserveRequest) -> OpResult {
         // While most reservations are replays, the reader, or a lone caller itself, can answer most of them.
-        let reads = lane == Lane::Calls && self.replays.are_expected();
+        let reads = lane == ThreadChoice::Calls && self.replays.are_expected();
         if reads && let Some(answer) = self.spare.replay(&self.database, request) {
             self.replays.note(1, 1);
             // A task that only replays must yield now and then.
@@ -235,19 +235,19 @@ impl Core {
         }
         let _counted = reads.then(|| self.spare.count_other());
         let queue = match lane {
-            Lane::Upkeep => &self.upkeep,
-            Lane::Calls if reads => &self.reads,
-            Lane::Calls => &self.writes,
+            ThreadChoice::Upkeep => &self.upkeep,
+            ThreadChoice::Calls if reads => &self.reads,
+            ThreadChoice::Calls => &self.writes,
         };
         let began = self.database.clock.now();
-        let mut answer = self.ask_one(queue, Ask::Reserve(request.clone(), true), self.limit()).await?;
+        let mut answer = self.ask_one(queue, SqliteRequest::Reserve(request.clone(), true), self.limit()).await?;
         if matches!(answer, Answer::Spared) {
             self.database.clock.sleep(SPARED).await;
             let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
             // Boxed: most calls don't get here, but each would carry its size inline.
-            answer = Box::pin(self.ask_one(queue, Ask::Reserve(request.clone(), false), left)).await?;
+            answer = Box::pin(self.ask_one(queue, SqliteRequest::Reserve(request.clone(), false), left)).await?;
         }
-        if lane == Lane::Calls {
+        if lane == ThreadChoice::Calls {
             let changed_nothing = !matches!(answer, Answer::Reservation(Reservation::Granted { .. }));
             self.replays.note(usize::from(changed_nothing), 1);
         }
@@ -259,21 +259,21 @@ impl Core {
         self.database.options.response_timeout
     }
 
-    pub(super) fn ask(self: &Arc<Self>, lane: Lane, ask: Ask) -> impl Future<Output = Answered> {
+    pub(super) fn ask(self: &Arc<Self>, lane: ThreadChoice, ask: SqliteRequest) -> impl Future<Output = OpResult> {
         let queue = match lane {
-            Lane::Upkeep => &self.upkeep,
-            Lane::Calls if ask.reads() => &self.reads,
-            Lane::Calls => &self.writes,
+            ThreadChoice::Upkeep => &self.upkeep,
+            ThreadChoice::Calls if ask.reads() => &self.reads,
+            ThreadChoice::Calls => &self.writes,
         };
         self.ask_one(queue, ask, self.limit())
     }
 
     /// Not an `async fn`: an `async fn` stores its argument twice, which enlarges every enclosing future.
     #[expect(clippy::manual_async_fn, reason = "see above")]
-    fn ask_one(self: &Arc<Self>, queue: &Queue, ask: Ask, limit: Duration) -> impl Future<Output = Answered> {
+    fn ask_one(self: &Arc<Self>, queue: &Queue, ask: SqliteRequest, limit: Duration) -> impl Future<Output = OpResult> {
         async move {
             let (reply, answer) = oneshot::channel();
-            let op = self.op(queue, ask, Reply::One(reply));
+            let op = self.op(queue, ask, AnswerTarget::One(reply));
             let number = op.number;
             self.push(queue, std::iter::once(op))?;
             // Outside a runtime the future is polled only once: it is enough that the operation was handed over.
@@ -295,14 +295,15 @@ impl Core {
     /// Renews `leases`, each as its own operation: a failure does not affect the others.
     pub(super) async fn renew(
         self: &Arc<Self>,
-        lane: Lane,
+        lane: ThreadChoice,
         leases: &[Lease],
         answer: &Answers<'_>,
     ) -> Result<(), StoreError> {
         let (reply, mut answers) = mpsc::unbounded_channel();
-        let queue = if lane == Lane::Upkeep { &self.upkeep } else { &self.writes };
-        let op =
-            |(at, lease): (usize, &Lease)| self.op(queue, Ask::Renew(lease.clone()), Reply::Lease(at, reply.clone()));
+        let queue = if lane == ThreadChoice::Upkeep { &self.upkeep } else { &self.writes };
+        let op = |(at, lease): (usize, &Lease)| {
+            self.op(queue, SqliteRequest::Renew(lease.clone()), AnswerTarget::Lease(at, reply.clone()))
+        };
         self.push(queue, leases.iter().enumerate().map(op))?;
         drop(reply);
         let all = async {
@@ -324,7 +325,7 @@ impl Core {
         in_time.unwrap_or_else(|| Err(unknown("SQLite did not answer in time")))
     }
 
-    fn op(&self, queue: &Queue, ask: Ask, reply: Reply) -> Op {
+    fn op(&self, queue: &Queue, ask: SqliteRequest, reply: AnswerTarget) -> Op {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let asked_at = std::ptr::eq(queue, std::ptr::from_ref(&self.upkeep)).then(|| self.database.clock.now());
         Op { number, asked_at, ask, reply }
@@ -349,7 +350,7 @@ impl Core {
 
     /// Runs the writer. `opened` receives the result of opening the file, which is created if it is missing.
     fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
-        let _ending = Ending(&self.writes);
+        let _ending = QueueCloser(&self.writes);
         let link = Link::new();
         if let Some(opened) = opened {
             let created = link.open(|| self.database.create());
@@ -360,7 +361,7 @@ impl Core {
             }
         }
         let mut batch = Vec::with_capacity(BATCH);
-        let mut company = Company::of(&self.writes);
+        let mut company = LateJoiners::of(&self.writes);
         while self.writes.take(&mut batch, None) {
             // A commit that does not wait for the disk is cheap, so the writer does not wait for more operations.
             let waits = self.database.options.synchronous == Synchronous::Full;
@@ -387,7 +388,7 @@ impl Core {
 
     /// Runs the reader.
     fn read(self: &Arc<Self>) {
-        let _ending = Ending(&self.reads);
+        let _ending = QueueCloser(&self.reads);
         let link = Link::new();
         let mut batch = Vec::with_capacity(BATCH);
         let mut version = None;
@@ -414,7 +415,7 @@ impl Core {
 
     /// Runs the upkeep thread.
     fn keep_up(self: &Arc<Self>) {
-        let _ending = Ending(&self.upkeep);
+        let _ending = QueueCloser(&self.upkeep);
         let link = Link::new();
         let mut batch = Vec::with_capacity(BATCH);
         while self.upkeep.take(&mut batch, None) {
@@ -422,7 +423,7 @@ impl Core {
             self.upkeep.take_more(&mut batch, UPKEEP_BATCH);
             loop {
                 let asked = batch.len();
-                waits.get_or_insert_with(|| Waits::upkeep(self));
+                waits.get_or_insert_with(|| LockWaitMark::upkeep(self));
                 let connect = Database::reconnect_for_upkeep;
                 let keep_up = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.keep_up(batch);
                 self.on(&link, connect, &mut batch, keep_up);
@@ -472,7 +473,7 @@ impl Core {
     fn on(
         self: &Arc<Self>,
         link: &Arc<Link>,
-        connect: fn(&Database) -> Result<Connected, StoreError>,
+        connect: fn(&Database) -> Result<FileConnection, StoreError>,
         batch: &mut Vec<Op>,
         work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>) -> bool,
     ) -> bool {
@@ -511,7 +512,7 @@ impl Core {
 /// The callers that were just answered. Most return immediately, one by one, with their next step. A commit that does
 /// not wait for them would serve only a few. The batch does the operations that have arrived meanwhile. A lone call is
 /// not delayed.
-struct Company<'a> {
+struct LateJoiners<'a> {
     queue: &'a Queue,
     /// Number of operations that were answered last, and number that waited then.
     answered: usize,
@@ -521,7 +522,7 @@ struct Company<'a> {
     next_skip: u32,
 }
 
-impl<'a> Company<'a> {
+impl<'a> LateJoiners<'a> {
     fn of(queue: &'a Queue) -> Self {
         Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
     }

@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::clock::Instant;
 use crate::key::Key;
 use crate::record::{
-    Decided, Decision, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Filter, Page, StoreError};
 use crate::sync::lock;
@@ -21,7 +21,7 @@ pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 
 /// An operation for a thread.
 #[derive(Debug)]
-pub(in super::super) enum Ask {
+pub(in super::super) enum SqliteRequest {
     /// The flag: spare a lease that lapsed while the lock was held.
     Reserve(ReserveRequest, bool),
     Begin(Lease),
@@ -35,7 +35,7 @@ pub(in super::super) enum Ask {
     Ping,
 }
 
-impl Ask {
+impl SqliteRequest {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Finish(_, finish) => finish.result().stored_bytes(),
@@ -50,14 +50,14 @@ impl Ask {
     }
 
     /// Returns the key whose waiters must look again after this answer.
-    pub(super) fn wakes(&self, answered: &Answered) -> Option<&Key> {
+    pub(super) fn wakes(&self, answered: &OpResult) -> Option<&Key> {
         match (self, answered) {
             (Self::Reserve(ReserveRequest { key, .. }, _), Ok(Answer::Reservation(Reservation::Granted { .. })))
             | (
                 Self::Finish(Lease { key, .. }, _) | Self::Release(Lease { key, .. }, _),
                 Ok(Answer::Write(Verdict::Applied)),
             )
-            | (Self::Decide(Decision { key, .. }), Ok(Answer::Decided(Decided::Applied))) => Some(key),
+            | (Self::Decide(Decision { key, .. }), Ok(Answer::Decided(DecisionAnswer::Applied))) => Some(key),
             _ => None,
         }
     }
@@ -66,7 +66,7 @@ impl Ask {
 #[derive(Debug)]
 pub(in super::super) enum Answer {
     Reservation(Reservation),
-    Decided(Decided),
+    Decided(DecisionAnswer),
     /// Another owner's lease lapsed while the lock was held: its owner gets a moment to renew it.
     Spared,
     Write(Verdict),
@@ -87,25 +87,25 @@ impl Answer {
     }
 }
 
-pub(super) type Answered = Result<Answer, StoreError>;
+pub(super) type OpResult = Result<Answer, StoreError>;
 
 /// Destination of an answer.
-pub(super) enum Reply {
-    One(oneshot::Sender<Answered>),
+pub(super) enum AnswerTarget {
+    One(oneshot::Sender<OpResult>),
     /// One of several leases, with its index.
-    Lease(usize, mpsc::UnboundedSender<(usize, Answered)>),
+    Lease(usize, mpsc::UnboundedSender<(usize, OpResult)>),
 }
 
 pub(super) struct Op {
     pub(super) number: u64,
     /// Time of the request. Only operations of the upkeep thread have it: that thread gives up on old ones.
     pub(super) asked_at: Option<Instant>,
-    pub(super) ask: Ask,
-    pub(super) reply: Reply,
+    pub(super) ask: SqliteRequest,
+    pub(super) reply: AnswerTarget,
 }
 
-impl Reply {
-    pub(super) fn say(self, answer: Answered) {
+impl AnswerTarget {
+    pub(super) fn say(self, answer: OpResult) {
         // A caller that is gone needs no answer.
         match self {
             Self::One(reply) => drop(reply.send(answer)),
@@ -115,29 +115,29 @@ impl Reply {
 }
 
 impl Op {
-    pub(super) fn answer(self, answer: Answered) {
+    pub(super) fn answer(self, answer: OpResult) {
         self.reply.say(answer);
     }
 
     /// Returns whether the operation can be skipped: its caller is gone, and the operation ends no attempt.
     pub(super) fn is_abandoned(&self) -> bool {
         let is_gone = || match &self.reply {
-            Reply::One(reply) => reply.is_closed(),
-            Reply::Lease(_, reply) => reply.is_closed(),
+            AnswerTarget::One(reply) => reply.is_closed(),
+            AnswerTarget::Lease(_, reply) => reply.is_closed(),
         };
-        !matches!(self.ask, Ask::Finish(..) | Ask::Release(..)) && is_gone()
+        !matches!(self.ask, SqliteRequest::Finish(..) | SqliteRequest::Release(..)) && is_gone()
     }
 }
 
 /// The operations that wait for one thread.
 #[derive(Default)]
 pub(super) struct Queue {
-    gathered: Mutex<Gathered>,
+    gathered: Mutex<QueuedOps>,
     ready: Condvar,
 }
 
 #[derive(Default)]
-struct Gathered {
+struct QueuedOps {
     ops: VecDeque<Op>,
     /// Number of operations that wakes the thread; 0 while the thread is awake.
     wakes_at: usize,
@@ -252,7 +252,7 @@ impl Queue {
     }
 }
 
-impl Gathered {
+impl QueuedOps {
     fn fill(&mut self, batch: &mut Vec<Op>, at_most: usize) {
         let mut bytes = batch.iter().map(|op| op.ask.bytes()).sum::<usize>();
         while batch.len() < at_most && bytes < BATCH_BYTES {

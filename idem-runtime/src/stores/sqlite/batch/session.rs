@@ -8,10 +8,10 @@ use rusqlite::Connection;
 
 use super::super::Synchronous;
 use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written, unconfirmed};
-use super::super::file::Connected;
+use super::super::file::FileConnection;
 use super::super::sql::{Table, Trouble};
-use super::queue::{Answer, Answered, Ask, BATCH_BYTES, Op, Reply};
-use super::{Company, Core, SPARED, Waits, same};
+use super::queue::{Answer, AnswerTarget, BATCH_BYTES, Op, OpResult, SqliteRequest};
+use super::{Core, LateJoiners, LockWaitMark, SPARED, same};
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -34,7 +34,7 @@ const CLEANED_UP_FOR_ROOM: u32 = 64;
 const ROUNDS_FOR_ROOM: u32 = 16;
 
 /// Reason why a transaction failed.
-struct Failure {
+struct TransactionFailure {
     error: StoreError,
     /// True if the connection is unusable.
     broken: bool,
@@ -44,7 +44,7 @@ struct Failure {
     busy: bool,
 }
 
-impl Failure {
+impl TransactionFailure {
     fn new(error: StoreError, broken: bool) -> Self {
         Self { error, broken, alone: false, busy: false }
     }
@@ -57,31 +57,31 @@ impl Failure {
 
 /// Time of the first request for the lock, by the wall clock and by the monotonic clock of the handle.
 #[derive(Clone, Copy)]
-struct Asked {
+struct LockRequest {
     wall: i64,
     at: Instant,
 }
 
 /// Answers that are not sent yet, with their destinations.
-pub(super) type Told = Vec<(Reply, Answered)>;
+pub(super) type PendingAnswers = Vec<(AnswerTarget, OpResult)>;
 
 /// A thread's use of a connection. Nothing in it outlives that use: a forked child must be able to close the
 /// connection.
 pub(super) struct Session<'c> {
     core: &'c Arc<Core>,
-    connected: &'c Connected,
+    connected: &'c FileConnection,
     table: Table<'c>,
     /// Answers of the open transaction.
-    answers: Vec<Answered>,
+    answers: Vec<OpResult>,
     /// Answers of done operations. The answers are sent once the connection is at rest: a caller that has its answer
     /// may fork.
-    told: &'c mut Told,
+    told: &'c mut PendingAnswers,
     /// True if the session waits for the lock, up to the busy timeout.
     patient: bool,
 }
 
 impl<'c> Session<'c> {
-    pub(super) fn new(core: &'c Arc<Core>, connected: &'c Connected, told: &'c mut Told) -> Self {
+    pub(super) fn new(core: &'c Arc<Core>, connected: &'c FileConnection, told: &'c mut PendingAnswers) -> Self {
         let table = Table::kept(&connected.connection, &core.database.texts);
         Self { core, connected, table, answers: Vec::new(), told, patient: true }
     }
@@ -103,7 +103,7 @@ impl<'c> Session<'c> {
     /// batch. Returns false if the connection is unusable.
     pub(super) fn keep_up(&mut self, batch: &mut Vec<Op>) -> bool {
         self.patient = false;
-        let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, Ask::Renew(_))).collect();
+        let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, SqliteRequest::Renew(_))).collect();
         let healthy = self.write_at(Synchronous::Normal, &mut renewals)
             && self.write_at(self.core.database.options.synchronous, batch);
         batch.extend(renewals);
@@ -134,14 +134,14 @@ impl<'c> Session<'c> {
 
     /// Makes one transaction of the batch and the operations that `company` adds, or of as many as fit. Returns false
     /// if the connection is unusable.
-    pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&Company>) -> bool {
+    pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&LateJoiners>) -> bool {
         self.answers.clear();
         self.answers.reserve(batch.len());
         match self.transact(batch, true, company) {
             Ok(()) => self.tell(batch),
-            Err(Failure { busy: true, .. }) if !self.patient => {}
+            Err(TransactionFailure { busy: true, .. }) if !self.patient => {}
             // An operation that fails must not fail the others. Neither must a failed clean-up.
-            Err(Failure { alone: true, broken: false, .. }) => {
+            Err(TransactionFailure { alone: true, broken: false, .. }) => {
                 let mut alone = batch.drain(..).collect::<VecDeque<_>>();
                 while let Some(op) = alone.pop_front() {
                     if !self.write_alone(op) {
@@ -150,7 +150,7 @@ impl<'c> Session<'c> {
                     }
                 }
             }
-            Err(Failure { error, broken, .. }) => {
+            Err(TransactionFailure { error, broken, .. }) => {
                 self.fail(batch, &error);
                 return !broken;
             }
@@ -187,9 +187,9 @@ impl<'c> Session<'c> {
             self.answers.clear();
             match self.transact(&mut batch, false, None) {
                 Ok(()) => self.tell(&mut batch),
-                Err(Failure { error, broken: false, .. })
+                Err(TransactionFailure { error, broken: false, .. })
                     if rounds > 0 && error.kind() == StoreErrorKind::Full && self.make_room() => {}
-                Err(Failure { error, broken, .. }) => {
+                Err(TransactionFailure { error, broken, .. }) => {
                     self.fail(&mut batch, &error);
                     return !broken;
                 }
@@ -209,7 +209,7 @@ impl<'c> Session<'c> {
         }
         let cleaned = self.begin(&mut Vec::new()).and_then(|_| {
             let cleaned = self.table.clean_up(self.core.wall_millis(), CLEANED_UP_FOR_ROOM);
-            let removed = cleaned.map_err(|error| Failure::nothing_written(&error))?;
+            let removed = cleaned.map_err(|error| TransactionFailure::nothing_written(&error))?;
             self.commit()?;
             Ok(removed)
         });
@@ -221,16 +221,16 @@ impl<'c> Session<'c> {
 
     /// Gets the lock. Returns the time of the first request for it. If others hold the lock, first answers the replays,
     /// which need no lock. Drops the operations whose callers are gone.
-    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<Asked, Failure> {
+    fn begin(&mut self, batch: &mut Vec<Op>) -> Result<LockRequest, TransactionFailure> {
         let Core { database, .. } = &**self.core;
-        let asked = Asked { wall: self.core.wall_millis(), at: database.clock.now() };
+        let asked = LockRequest { wall: self.core.wall_millis(), at: database.clock.now() };
         let mut begun = self.try_begin();
         if self.patient && begun.as_ref().is_err_and(is_busy) {
             let now = self.core.wall_millis();
             let mut rest = Vec::with_capacity(batch.len());
             for op in batch.drain(..) {
                 match &op.ask {
-                    Ask::Reserve(request, _) => match self.table.answer(request, now) {
+                    SqliteRequest::Reserve(request, _) => match self.table.answer(request, now) {
                         Ok(Some(answer)) => op.answer(Ok(Answer::Reservation(answer))),
                         _ => rest.push(op),
                     },
@@ -238,22 +238,22 @@ impl<'c> Session<'c> {
                 }
             }
             *batch = rest;
-            let _waits = Waits::writer(self.core);
+            let _waits = LockWaitMark::writer(self.core);
             begun = database.patiently(|| self.try_begin());
             if begun.as_ref().is_err_and(is_busy) {
                 self.core.was_locked_since(self.locked_since(asked), SPARED);
             }
         }
         batch.retain(|op| !op.is_abandoned());
-        begun.map_err(|error| Failure::nothing_written(&error))?;
+        begun.map_err(|error| TransactionFailure::nothing_written(&error))?;
         // Checked under the lock: a transaction that waited may have got the lock of an index that was removed
         // meanwhile.
-        self.connected.files.check().map_err(|error| Failure::new(error, true))?;
+        self.connected.files.check().map_err(|error| TransactionFailure::new(error, true))?;
         Ok(asked)
     }
 
     /// Returns the time from which no lease could be renewed, by the state of this handle.
-    fn locked_since(&self, asked: Asked) -> i64 {
+    fn locked_since(&self, asked: LockRequest) -> i64 {
         self.core.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
 
@@ -268,16 +268,16 @@ impl<'c> Session<'c> {
         Ok(())
     }
 
-    fn commit(&self) -> Result<(), Failure> {
+    fn commit(&self) -> Result<(), TransactionFailure> {
         self.execute("COMMIT").map_err(|error| {
             let rolled_back = self.roll_back();
             let failure = not_committed(&error);
             let alone = failure.kind() == StoreErrorKind::Full;
-            Failure { alone, ..Failure::new(failure, breaks_connection(&error) || !rolled_back) }
+            TransactionFailure { alone, ..TransactionFailure::new(failure, breaks_connection(&error) || !rolled_back) }
         })?;
         // Another process that makes a new index finds all earlier commits in the log. If the files changed during the
         // transaction, it misses this commit.
-        self.connected.files.check().map_err(|error| Failure::new(unconfirmed(&error), true))
+        self.connected.files.check().map_err(|error| TransactionFailure::new(unconfirmed(&error), true))
     }
 
     /// Ends the transaction, if there is one. Returns whether none is open any more.
@@ -286,7 +286,12 @@ impl<'c> Session<'c> {
     }
 
     /// Runs as much of the batch as fits into one transaction, and keeps its answers.
-    fn transact(&mut self, batch: &mut Vec<Op>, clean_up: bool, company: Option<&Company>) -> Result<(), Failure> {
+    fn transact(
+        &mut self,
+        batch: &mut Vec<Op>,
+        clean_up: bool,
+        company: Option<&LateJoiners>,
+    ) -> Result<(), TransactionFailure> {
         let asked = self.begin(batch)?;
         let connection = self.connection();
         let clock = &self.core.database.clock;
@@ -308,11 +313,15 @@ impl<'c> Session<'c> {
             let answer = match self.perform(op, now, since) {
                 // A full disk and similar errors roll back the whole transaction.
                 Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
-                    return Err(Failure { alone: true, busy: false, ..Failure::nothing_written(&error) });
+                    return Err(TransactionFailure {
+                        alone: true,
+                        busy: false,
+                        ..TransactionFailure::nothing_written(&error)
+                    });
                 }
                 answer => answer.map_err(|trouble| failed(&trouble)),
             };
-            reservations += u32::from(matches!(op.ask, Ask::Reserve(..)));
+            reservations += u32::from(matches!(op.ask, SqliteRequest::Reserve(..)));
             bytes += answer.as_ref().map_or(0, Answer::bytes);
             self.answers.push(answer);
             let is_long = || clock.now().saturating_since(began) >= longest;
@@ -328,7 +337,11 @@ impl<'c> Session<'c> {
         {
             tracing::debug!(%error, "expired records could not be cleaned up");
             if connection.is_autocommit() {
-                return Err(Failure { alone: true, busy: false, ..Failure::nothing_written(&error) });
+                return Err(TransactionFailure {
+                    alone: true,
+                    busy: false,
+                    ..TransactionFailure::nothing_written(&error)
+                });
             }
         }
         self.commit()?;
@@ -343,22 +356,24 @@ impl<'c> Session<'c> {
     fn perform(&mut self, op: &Op, now: i64, since: i64) -> Result<Answer, Trouble> {
         let table = &mut self.table;
         Ok(match &op.ask {
-            Ask::Reserve(request, true) if now - since >= LONG_LOCK && table.is_spared(request, since, now)? => {
+            SqliteRequest::Reserve(request, true)
+                if now - since >= LONG_LOCK && table.is_spared(request, since, now)? =>
+            {
                 Answer::Spared
             }
-            Ask::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
-            Ask::Begin(lease) => Answer::Write(table.begin(lease, now)?),
-            Ask::Renew(lease) => Answer::Write(table.renew(lease, now)?),
-            Ask::Finish(_, finish) if !self.core.database.holds(finish) => {
+            SqliteRequest::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
+            SqliteRequest::Begin(lease) => Answer::Write(table.begin(lease, now)?),
+            SqliteRequest::Renew(lease) => Answer::Write(table.renew(lease, now)?),
+            SqliteRequest::Finish(_, finish) if !self.core.database.holds(finish) => {
                 return Err(Trouble::TooLarge(finish.result().stored_bytes()));
             }
-            Ask::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
-            Ask::Release(lease, release) => Answer::Write(table.release(lease, *release, now)?),
-            Ask::Decide(decision) => Answer::Decided(table.decide(decision, now)?),
-            Ask::Purge(limit) => Answer::Removed(table.clean_up(now, *limit)?),
-            Ask::Inspect(key) => Answer::Inspection(table.inspect(key, now)?),
-            Ask::List(filter) => Answer::Page(table.list(filter, now)?),
-            Ask::Ping => table.ping().map(|()| Answer::Pong)?,
+            SqliteRequest::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
+            SqliteRequest::Release(lease, release) => Answer::Write(table.release(lease, *release, now)?),
+            SqliteRequest::Decide(decision) => Answer::Decided(table.decide(decision, now)?),
+            SqliteRequest::Purge(limit) => Answer::Removed(table.clean_up(now, *limit)?),
+            SqliteRequest::Inspect(key) => Answer::Inspection(table.inspect(key, now)?),
+            SqliteRequest::List(filter) => Answer::Page(table.list(filter, now)?),
+            SqliteRequest::Ping => table.ping().map(|()| Answer::Pong)?,
         })
     }
 
@@ -373,11 +388,11 @@ impl<'c> Session<'c> {
     }
 
     /// Reads from one snapshot, for at most as long as a transaction may take: meanwhile the WAL can't start anew.
-    fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), Failure> {
+    fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), TransactionFailure> {
         let core = self.core;
         let database = &core.database;
-        self.connected.files.check().map_err(|error| Failure::new(error, true))?;
-        let failed_to_read = |error: rusqlite::Error| Failure::nothing_written(&error);
+        self.connected.files.check().map_err(|error| TransactionFailure::new(error, true))?;
+        let failed_to_read = |error: rusqlite::Error| TransactionFailure::nothing_written(&error);
         // Several reads share one snapshot; a lone read needs no explicit transaction.
         let polls = core.waiters() > 0;
         let transaction = batch.len() + usize::from(polls) > 1;
@@ -400,10 +415,12 @@ impl<'c> Session<'c> {
         for n in 0_usize.. {
             let Some(op) = batch.pop() else { break };
             let answer = database.patiently(|| match &op.ask {
-                Ask::Reserve(request, _) => {
+                SqliteRequest::Reserve(request, _) => {
                     quietly(self.table.answer(request, now).map(|it| it.map(Answer::Reservation)))
                 }
-                Ask::Inspect(_) | Ask::List(_) | Ask::Ping => quietly(self.perform(&op, now, now).map(Some)),
+                SqliteRequest::Inspect(_) | SqliteRequest::List(_) | SqliteRequest::Ping => {
+                    quietly(self.perform(&op, now, now).map(Some))
+                }
                 _ => Ok(Ok(None)),
             });
             match answer.map_err(Trouble::Sqlite).and_then(|answer| answer) {
@@ -454,13 +471,13 @@ mod tests {
     use crate::stores::sqlite::SqliteStore;
 
     /// A store without any threads, on a file in a folder that is removed on drop.
-    struct Quiet {
+    struct ThreadlessStore {
         folder: PathBuf,
         core: Arc<Core>,
-        connected: Connected,
+        connected: FileConnection,
     }
 
-    impl Quiet {
+    impl ThreadlessStore {
         fn new(name: &str) -> Self {
             let folder = std::env::temp_dir().join(format!("idem-sqlite-{name}-{}", std::process::id()));
             std::fs::create_dir_all(&folder).unwrap();
@@ -473,12 +490,16 @@ mod tests {
         }
 
         /// Does `work` on `asks`. Returns the number of operations that are left over, and the answers.
-        fn work(&self, asks: Vec<Ask>, work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>)) -> (usize, Vec<Answered>) {
+        fn work(
+            &self,
+            asks: Vec<SqliteRequest>,
+            work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>),
+        ) -> (usize, Vec<OpResult>) {
             let mut callers = Vec::new();
             let op = |ask| {
                 let (reply, caller) = oneshot::channel();
                 callers.push(caller);
-                Op { number: 0, asked_at: None, ask, reply: Reply::One(reply) }
+                Op { number: 0, asked_at: None, ask, reply: AnswerTarget::One(reply) }
             };
             let mut batch: Vec<_> = asks.into_iter().map(op).collect();
             let mut told = Vec::new();
@@ -487,7 +508,7 @@ mod tests {
         }
     }
 
-    impl Drop for Quiet {
+    impl Drop for ThreadlessStore {
         fn drop(&mut self) {
             std::fs::remove_dir_all(&self.folder).ok();
         }
@@ -508,19 +529,19 @@ mod tests {
 
     #[test]
     fn a_transaction_takes_no_more_than_some_megabytes_of_answers() {
-        let quiet = Quiet::new("answers");
+        let quiet = ThreadlessStore::new("answers");
         let requests: Vec<_> = (0..32).map(reserve).collect();
         for request in &requests {
             let lease = crate::record::Record::first(request).lease(request);
             let bytes = vec![b'x'; 1024 * 1024].into();
             let result =
                 Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<crate::codec::Json>(), bytes });
-            let asks = vec![Ask::Reserve(request.clone(), true), Ask::Finish(lease, result)];
+            let asks = vec![SqliteRequest::Reserve(request.clone(), true), SqliteRequest::Finish(lease, result)];
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
         }
         // A write and a read find every result, but not all of them in one transaction.
-        let asks = || requests.iter().cloned().map(|request| Ask::Reserve(request, true)).collect::<Vec<_>>();
+        let asks = || requests.iter().cloned().map(|request| SqliteRequest::Reserve(request, true)).collect::<Vec<_>>();
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
         let mut version = None;
@@ -530,19 +551,19 @@ mod tests {
 
     #[test]
     fn a_transaction_takes_along_those_who_come_meanwhile() {
-        let quiet = Quiet::new("company");
+        let quiet = ThreadlessStore::new("company");
         let queue = Queue::default();
-        let mut company = Company::of(&queue);
+        let mut company = LateJoiners::of(&queue);
         let mut keys = 0_u8;
         let mut asks = |count: u8| {
             keys += count;
-            (keys - count..keys).map(|n| Ask::Reserve(reserve(n), true)).collect::<Vec<_>>()
+            (keys - count..keys).map(|n| SqliteRequest::Reserve(reserve(n), true)).collect::<Vec<_>>()
         };
-        let come = |asks: Vec<Ask>| {
-            let op = |ask| Op { number: 0, asked_at: None, ask, reply: Reply::One(oneshot::channel().0) };
+        let come = |asks: Vec<SqliteRequest>| {
+            let op = |ask| Op { number: 0, asked_at: None, ask, reply: AnswerTarget::One(oneshot::channel().0) };
             queue.push(asks.into_iter().map(op).collect::<Vec<_>>().into_iter(), 100).unwrap();
         };
-        let answered = |asks, company: &Company<'_>| {
+        let answered = |asks, company: &LateJoiners<'_>| {
             quiet.work(asks, |session, batch| assert!(session.write(batch, Some(company)))).1.len()
         };
         // No caller was answered before, so none is expected.
@@ -550,7 +571,7 @@ mod tests {
         company.were_answered(4);
         let leases = (0..3).map(|n| {
             let request = reserve(100 + n);
-            Ask::Finish(
+            SqliteRequest::Finish(
                 crate::record::Record::first(&request).lease(&request),
                 Finish::Completed(StoredResult::Unencodable),
             )
@@ -561,9 +582,9 @@ mod tests {
 
     #[test]
     fn the_writer_lets_upkeep_go_first() {
-        let quiet = Quiet::new("first");
-        let waits = Waits::upkeep(&quiet.core);
-        let asks = || vec![Ask::Reserve(reserve(1), true)];
+        let quiet = ThreadlessStore::new("first");
+        let waits = LockWaitMark::upkeep(&quiet.core);
+        let asks = || vec![SqliteRequest::Reserve(reserve(1), true)];
         let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(matches!(&answers[..], [Err(error)] if error.kind() == StoreErrorKind::Unavailable), "{answers:?}");
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.keep_up(batch)));
@@ -576,25 +597,25 @@ mod tests {
     #[test]
     fn a_lease_that_lapsed_while_the_lock_was_held_is_spared_for_a_moment() {
         const LONG: Duration = Duration::from_secs(600);
-        let quiet = Quiet::new("spared");
+        let quiet = ThreadlessStore::new("spared");
         let held = ReserveRequest { lease: Duration::from_millis(1), ..reserve(1) };
         let before = quiet.core.wall_millis();
         let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
-        quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
+        quiet.work(vec![SqliteRequest::Reserve(held.clone(), true)], write);
         while quiet.core.wall_millis() <= before + LONG_LOCK {
             std::thread::yield_now();
         }
         let duplicate = ReserveRequest { owner: OwnerToken::from_bytes([9; 16]), ..held.clone() };
-        let ask = |spares| vec![Ask::Reserve(duplicate.clone(), spares)];
+        let ask = |spares| vec![SqliteRequest::Reserve(duplicate.clone(), spares)];
         // Another connection held the lock from before the lapse until now.
         quiet.core.was_locked_since(before, LONG);
         let (_, answers) = quiet.work(ask(true), write);
         assert!(matches!(answers[..], [Ok(Answer::Spared)]), "{answers:?}");
         // The owner gets its own reservation.
-        let (_, answers) = quiet.work(vec![Ask::Reserve(held.clone(), true)], write);
+        let (_, answers) = quiet.work(vec![SqliteRequest::Reserve(held.clone(), true)], write);
         assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Granted { takeover: false, .. }))]));
         // The pause is over: the lease is taken over.
-        let taken_over = |answers: &[Answered]| {
+        let taken_over = |answers: &[OpResult]| {
             matches!(answers, [Ok(Answer::Reservation(Reservation::Granted { takeover: true, .. }))])
         };
         let (_, answers) = quiet.work(ask(false), write);
@@ -611,19 +632,19 @@ mod tests {
         pass(LONG_LOCK);
         quiet.core.was_locked_since(since, LONG);
         let third = ReserveRequest { owner: OwnerToken::from_bytes([7; 16]), ..held };
-        let (_, answers) = quiet.work(vec![Ask::Reserve(third, true)], write);
+        let (_, answers) = quiet.work(vec![SqliteRequest::Reserve(third, true)], write);
         assert!(taken_over(&answers), "{answers:?}");
     }
 
     #[test]
     fn a_lock_that_can_not_be_got_is_noted_from_its_first_try_on() {
-        let quiet = Quiet::new("noted");
+        let quiet = ThreadlessStore::new("noted");
         let core = &quiet.core;
         let at = core.database.clock.now();
         let holder = core.database.reconnect().unwrap();
         holder.connection.execute_batch("BEGIN IMMEDIATE").unwrap();
         let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
-        let (before, asks) = (quiet.core.wall_millis(), || vec![Ask::Reserve(reserve(1), true)]);
+        let (before, asks) = (quiet.core.wall_millis(), || vec![SqliteRequest::Reserve(reserve(1), true)]);
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         let since = core.locked_since(at).expect("noted");
         assert!((before..=quiet.core.wall_millis()).contains(&since));
@@ -635,10 +656,14 @@ mod tests {
 
     #[test]
     fn only_renewals_do_not_wait_for_the_disk() {
-        let quiet = Quiet::new("disk");
+        let quiet = ThreadlessStore::new("disk");
         let request = reserve(1);
         let lease = crate::record::Record::first(&request).lease(&request);
-        let asks = vec![Ask::Renew(lease.clone()), Ask::Reserve(request, true), Ask::Renew(lease.clone())];
+        let asks = vec![
+            SqliteRequest::Renew(lease.clone()),
+            SqliteRequest::Reserve(request, true),
+            SqliteRequest::Renew(lease.clone()),
+        ];
         let (_, answers) = quiet.work(asks, |session, batch| {
             assert!(session.keep_up(batch));
             assert_eq!(session.connected.synchronous(), 2, "FULL again, for what has to last");
@@ -646,7 +671,7 @@ mod tests {
         let kinds: Vec<_> =
             answers.iter().map(|answer| matches!(answer, Ok(Answer::Write(Verdict::Refused)))).collect();
         assert_eq!(kinds, [true, true, false], "renewals come first: {answers:?}");
-        quiet.work(vec![Ask::Renew(lease)], |session, batch| {
+        quiet.work(vec![SqliteRequest::Renew(lease)], |session, batch| {
             assert!(session.keep_up(batch));
             assert_eq!(session.connected.synchronous(), 1, "NORMAL");
         });
