@@ -3,7 +3,6 @@
 #![allow(clippy::disallowed_methods)]
 
 mod conformance;
-mod cost;
 mod doctor;
 mod generate;
 mod key;
@@ -34,7 +33,6 @@ struct CommandLine {
 #[derive(Subcommand)]
 enum Command {
     Doctor(doctor::DoctorArguments),
-    Cost(cost::CostArguments),
     List(list::List),
     Stats(list::StatsOf),
     Watch(watch::WatchArguments),
@@ -67,7 +65,6 @@ impl Command {
     fn json(&self) -> bool {
         match self {
             Self::Doctor(it) => it.json,
-            Self::Cost(it) => it.json,
             Self::List(it) => it.json,
             Self::Stats(it) => it.json,
             Self::Watch(it) => it.json,
@@ -88,7 +85,6 @@ impl Command {
     async fn run(&self) -> Result<ExitCode, Stop> {
         match self {
             Self::Doctor(it) => doctor::main(it).await,
-            Self::Cost(it) => cost::main(it).await,
             Self::List(it) => list::list(it).await,
             Self::Stats(it) => list::stats(it).await,
             Self::Watch(it) => watch::main(it).await,

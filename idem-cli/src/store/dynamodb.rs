@@ -24,8 +24,6 @@ use tokio::net::TcpStream;
 use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::{Place, PlaceFuture, parameters};
-use crate::cost::dynamodb::Tally;
-use crate::cost::{self, Meter};
 use crate::doctor::{self, Findings};
 use crate::report::{Stop, chain};
 use crate::tls;
@@ -66,11 +64,6 @@ impl Table {
 
     /// Returns a client, and the last `Date` of its answers.
     pub(crate) fn client(&self) -> Result<(Client, Date), Stop> {
-        self.counting(None)
-    }
-
-    /// Returns such a client, and counts its answers.
-    fn counting(&self, tally: Option<Tally>) -> Result<(Client, Date), Stop> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let (Some(id), Some(secret)) = (variable("AWS_ACCESS_KEY_ID"), variable("AWS_SECRET_ACCESS_KEY")) else {
             return Err(Stop::Usage(
@@ -80,7 +73,7 @@ impl Table {
             ));
         };
         let date = Date::default();
-        let plain = Plain { date: date.clone(), tally };
+        let plain = Plain { date: date.clone() };
         let mut config = Config::builder()
             .behavior_version(BehaviorVersion::v2026_01_12())
             .credentials_provider(Credentials::new(id, secret, variable("AWS_SESSION_TOKEN"), None, "environment"))
@@ -132,17 +125,6 @@ impl Place for Table {
         })
     }
 
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
-        Box::pin(async move {
-            let tally = Tally::default();
-            let namespace = namespace.unwrap_or_default();
-            let options = DynamoStore::options().response_timeout(timeout).namespace(namespace.clone());
-            let store = options.build(self.counting(Some(tally.clone()))?.0, &self.name);
-            let (client, table) = (self.client()?.0, self.name.clone());
-            Ok(Box::new(cost::dynamodb::Capacity { store: Arc::new(store), client, table, namespace, tally }) as _)
-        })
-    }
-
     fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
         Box::pin(doctor::dynamodb::examine(self, timeout, findings))
     }
@@ -191,7 +173,6 @@ impl Date {
 #[derive(Clone, Debug)]
 struct Plain {
     date: Date,
-    tally: Option<Tally>,
 }
 
 impl HttpClient for Plain {
@@ -234,12 +215,6 @@ impl Plain {
         };
         let (response, date) = read(answer)?;
         *self.date.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = date;
-        if let Some(tally) = &self.tally {
-            tally.add(
-                request.headers().get("x-amz-target").unwrap_or_default(),
-                response.body().bytes().unwrap_or_default(),
-            );
-        }
         Ok(response)
     }
 }

@@ -15,7 +15,6 @@ use std::time::Duration;
 
 use idem_runtime::Store;
 
-use crate::cost::Meter;
 use crate::doctor::Findings;
 use crate::report::{Stop, hidden};
 
@@ -107,9 +106,6 @@ pub(crate) trait Place {
     /// Lists the differences between the schema and the required one, in PostgreSQL with this number of partitions;
     /// `None` if the schema does not exist.
     fn differences(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, Option<Vec<String>>>;
-
-    /// Returns a meter for the cost of calls.
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>>;
 
     /// Adds findings about the server.
     fn examine<'a>(

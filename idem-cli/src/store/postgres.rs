@@ -9,7 +9,6 @@ use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, NoTls, Row};
 
 use super::{Place, PlaceFuture, compare, parameters};
-use crate::cost::{self, Meter};
 use crate::doctor::{self, Findings};
 use crate::report::{Stop, chain};
 use crate::tls;
@@ -116,13 +115,6 @@ impl Place for Database {
                 Ok(found.map(|found| found.into_iter().chain(other).collect()))
             };
             differences.await.map_err(|error| refused(&error))
-        })
-    }
-
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
-        Box::pin(async move {
-            let (store, client) = (self.open(namespace, timeout).await?, self.connect(timeout).await?);
-            Ok(Box::new(cost::postgres::Log { store, client, schema: self.schema.clone() }) as _)
         })
     }
 

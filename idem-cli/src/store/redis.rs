@@ -9,7 +9,6 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
 
 use super::{Place, PlaceFuture, parameters};
-use crate::cost::{self, Meter};
 use crate::doctor::{self, Findings};
 use crate::report::Stop;
 use crate::tls;
@@ -151,16 +150,6 @@ impl Place for Servers {
 
     fn differences(&self, _: Option<u16>, _: Duration) -> PlaceFuture<'_, Option<Vec<String>>> {
         Box::pin(std::future::ready(Err(no_schema())))
-    }
-
-    fn meter(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
-        let namespace = namespace.unwrap_or_else(|| NAMESPACE.to_owned());
-        let options = RedisStore::options().response_timeout(timeout).namespace(&namespace);
-        let open = async move |url: String| Ok(Arc::new(options.connect(&url).await?) as Arc<dyn Store>);
-        Box::pin(async move {
-            let raw = self.connect(timeout).await?;
-            Ok(Box::new(cost::redis::Counted::at(&self.url, namespace, raw, open).await?) as _)
-        })
     }
 
     fn examine<'a>(

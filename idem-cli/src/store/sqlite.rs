@@ -8,7 +8,6 @@ use idem_runtime::{SqliteStore, Store};
 use rusqlite::{Connection, OpenFlags};
 
 use super::{Place, PlaceFuture, compare};
-use crate::cost::Meter;
 use crate::doctor::{self, Findings};
 use crate::report::Stop;
 
@@ -105,11 +104,6 @@ impl Place for File {
             Ok((!found.is_empty()).then(|| compare(&SqliteStore::schema_sql(&self.table), &found)))
         };
         Box::pin(std::future::ready(compared()))
-    }
-
-    fn meter(&self, _: Option<String>, _: Duration) -> PlaceFuture<'_, Box<dyn Meter>> {
-        let nothing = "calls to a file cost nothing but its disk; `idem stats` counts the records";
-        Box::pin(std::future::ready(Err(Stop::Usage(nothing.to_owned()))))
     }
 
     fn examine<'a>(&'a self, _: Option<&'a str>, _: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
