@@ -121,7 +121,7 @@ pub use faulty::{Fault, FaultyStore, StoreCall};
 #[cfg(feature = "testing")]
 pub use report::{Finding, Problem, Report};
 #[cfg(feature = "testing")]
-pub use simulation::{Random, Simulation, SimulationStuck, Task, TaskKilled};
+pub use simulation::{KilledTask, Random, Simulation, SimulationStuck, Task};
 #[cfg(feature = "testing")]
 pub use time::SimulatedClock;
 #[cfg(feature = "testing")]

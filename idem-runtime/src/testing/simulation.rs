@@ -252,7 +252,7 @@ impl Simulation {
             waker: Arc::clone(&waker),
             polls: Rc::new(Cell::new(0)),
             kill_at: Cell::new(awaits),
-            killed: Rc::new(move || ended.end(Err(TaskKilled(())))),
+            killed: Rc::new(move || ended.end(Err(KilledTask(())))),
         };
         let polls = Rc::clone(&slot.polls);
         self.tasks.slots.borrow_mut().insert(waker.id, slot);
@@ -316,15 +316,15 @@ impl std::error::Error for SimulationStuck {}
 
 /// A task was killed before it was ready.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct TaskKilled(());
+pub struct KilledTask(());
 
-impl fmt::Display for TaskKilled {
+impl fmt::Display for KilledTask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the task was killed")
     }
 }
 
-impl std::error::Error for TaskKilled {}
+impl std::error::Error for KilledTask {}
 
 /// A task of a [`Simulation`]. Awaiting it gives the output of its future. A dropped handle does not end the task.
 pub struct Task<T> {
@@ -354,7 +354,7 @@ impl<T> Task<T> {
 }
 
 impl<T> Future for Task<T> {
-    type Output = Result<T, TaskKilled>;
+    type Output = Result<T, KilledTask>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let Some(output) = self.state.output.take() {
@@ -372,12 +372,12 @@ impl<T> fmt::Debug for Task<T> {
 }
 
 struct TaskState<T> {
-    output: Cell<Option<Result<T, TaskKilled>>>,
+    output: Cell<Option<Result<T, KilledTask>>>,
     waiter: Cell<Option<Waker>>,
 }
 
 impl<T> TaskState<T> {
-    fn end(&self, output: Result<T, TaskKilled>) {
+    fn end(&self, output: Result<T, KilledTask>) {
         self.output.set(Some(output));
         if let Some(waiter) = self.waiter.take() {
             waiter.wake();

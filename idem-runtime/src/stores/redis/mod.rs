@@ -13,9 +13,9 @@
 mod batch;
 mod cluster;
 mod connection;
+mod connections;
 mod failure;
 mod limits;
-mod line;
 mod options;
 pub mod rights;
 mod route;
@@ -37,9 +37,9 @@ use self::batch::{
     BatchTerms, Name, OpAnswer, OpFuture, PendingCompletion, PendingReservation, RedisCommand, Replicas,
 };
 use self::cluster::slot_of;
+use self::connections::{ConnectPlan, Connections};
 use self::failure::{ExchangeFailure, corrupt, damaged, failed, unexpected};
 use self::limits::{Limits, SURE};
-use self::line::{ConnectPlan, Connections};
 pub use self::options::RedisOptions;
 use self::route::Op;
 use self::scripts::{Script, Scripts};

@@ -13,9 +13,9 @@ use super::cluster::{Cluster, NodeNames, first};
 #[cfg(feature = "with-redis-1")]
 use super::connection::UserConnection;
 use super::connection::{Connection, ServerPlace};
+use super::connections::{ConnectPlan, Connections, ServerLocation};
 use super::failure::{ExchangeFailure, failed, misconfigured, not_connected};
 use super::limits::Limits;
-use super::line::{ConnectPlan, Connections, ServerLocation};
 use super::rights::{Purpose, RIGHTS, Right};
 use super::scripts::{Script, Scripts};
 use super::{Core, RedisInner, RedisStore};

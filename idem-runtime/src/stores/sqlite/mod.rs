@@ -6,9 +6,9 @@
 mod batch;
 mod failure;
 mod file;
-mod link;
+mod fork_guard;
+mod inline_read;
 mod options;
-mod spare;
 mod sql;
 #[cfg(feature = "with-rusqlite-0_40")]
 mod within;

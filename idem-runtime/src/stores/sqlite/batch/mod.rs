@@ -1,5 +1,5 @@
 //! The threads of a store handle, which work on the file. No task of the runtime waits for a disk, except for the lone
-//! replays in [`spare`](super::spare). Each thread starts at first use, and has its own connection.
+//! replays in [`inline_read`](super::inline_read). Each thread starts at first use, and has its own connection.
 //!
 //! - The *writer* puts all waiting operations into one transaction: one lock, one commit, one wait for the disk. Before
 //!   a commit that waits for the disk, the transaction also takes the next steps of the callers that it has just
@@ -32,8 +32,8 @@ use self::session::Session;
 use super::Synchronous;
 use super::failure::{busy, not_written, unavailable};
 use super::file::{Database, FileConnection};
-use super::link::Link;
-use super::spare::InlineReader;
+use super::fork_guard::Link;
+use super::inline_read::InlineReader;
 use crate::clock::{Instant, wall_millis};
 use crate::combine::race;
 use crate::kit::replays::Replays;
@@ -96,7 +96,7 @@ pub(super) struct Core {
     reservations: AtomicU32,
     /// Share of replays among recent reservations. Every answer that changes nothing counts as a replay.
     replays: Replays,
-    spare: InlineReader,
+    inline: InlineReader,
 }
 
 /// Opens the file. Creates the file and its table if they are missing.
@@ -172,7 +172,7 @@ impl Core {
             numbers: AtomicU64::new(0),
             reservations: AtomicU32::new(0),
             replays: Replays::new(),
-            spare: InlineReader::new(),
+            inline: InlineReader::new(),
         }
     }
 
@@ -227,13 +227,13 @@ impl Core {
     pub(super) async fn reserve(self: &Arc<Self>, lane: ThreadChoice, request: &ReserveRequest) -> OpResult {
         // While most reservations are replays, the reader, or a lone caller itself, can answer most of them.
         let reads = lane == ThreadChoice::Calls && self.replays.are_expected();
-        if reads && let Some(answer) = self.spare.replay(&self.database, request) {
+        if reads && let Some(answer) = self.inline.replay(&self.database, request) {
             self.replays.note(1, 1);
             // A task that only replays must yield now and then.
             tokio::task::coop::consume_budget().await;
             return Ok(Answer::Reservation(answer));
         }
-        let _counted = reads.then(|| self.spare.count_other());
+        let _counted = reads.then(|| self.inline.count_other());
         let queue = match lane {
             ThreadChoice::Upkeep => &self.upkeep,
             ThreadChoice::Calls if reads => &self.reads,
@@ -395,7 +395,7 @@ impl Core {
         while self.reads.take(&mut batch, self.poll()) {
             if batch.len() == 1 && self.replays.are_expected() {
                 // Opened before the answer: a caller that has its answer may fork.
-                self.spare.open(&self.database);
+                self.inline.open(&self.database);
             }
             loop {
                 let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.read(batch, &mut version);
@@ -409,7 +409,7 @@ impl Core {
                 }
             }
         }
-        self.spare.close();
+        self.inline.close();
         link.close();
     }
 

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use super::failure::breaks_connection;
 use super::file::{Database, FileConnection};
-use super::link::Link;
+use super::fork_guard::Link;
 use super::sql::{Table, Trouble};
 use crate::clock::{Instant, wall_millis};
 use crate::record::{Reservation, ReserveRequest};
