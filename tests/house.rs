@@ -307,6 +307,74 @@ fn comments_are_at_most_120_columns_wide() {
     assert!(wrong.is_empty(), "comments of more than 120 columns: {wrong:#?}");
 }
 
+/// Types that a crate's own code defines, each with its file. Associated types and names in macros are left out.
+fn types(sources: &Path) -> Vec<(String, PathBuf)> {
+    let mut found = Vec::new();
+    for path in files(sources, "rs") {
+        for line in read(&path).lines() {
+            let line =
+                line.trim_start_matches("pub ").trim_start_matches("pub(crate) ").trim_start_matches("pub(super) ");
+            let mut words = line.split(|c: char| !c.is_alphanumeric() && c != '_');
+            if let (Some("struct" | "enum" | "trait" | "type" | "union"), Some(name)) = (words.next(), words.next()) {
+                found.push((name.to_owned(), path.clone()));
+            }
+        }
+    }
+    found
+}
+
+/// A name that occurs many times says nothing: the reader has to open the file to learn which thing is meant.
+#[test]
+fn a_type_name_occurs_twice_at_most_in_a_crate() {
+    for package in ["idem-runtime", "idem-macros", "idem-cli"] {
+        let mut places = std::collections::BTreeMap::<_, HashSet<_>>::new();
+        for (name, path) in types(&root().join(package).join("src")) {
+            places.entry(name).or_default().insert(path);
+        }
+        assert!(places.len() > 10, "{package}: the check reads nothing");
+        places.retain(|_, files| files.len() > 2);
+        assert!(places.is_empty(), "{package}: names of more than two types: {places:#?}");
+    }
+}
+
+#[test]
+fn types_are_named_by_nouns() {
+    /// Participles that no ending shows.
+    const IRREGULAR: [&str; 24] = [
+        "Begun", "Broken", "Done", "Found", "Given", "Gone", "Held", "Hidden", "Kept", "Known", "Left", "Lost", "Made",
+        "Met", "Read", "Said", "Seen", "Sent", "Shown", "Taken", "Told", "Undone", "Woken", "Written",
+    ];
+    /// Nouns that look like participles, and errors that state a condition.
+    const NOUNS: [&str; 9] = [
+        "CallIsUnnamed",
+        "Finding",
+        "LeaseStanding",
+        "NotRecorded",
+        "OnBeatLost",
+        "Recording",
+        "Ruling",
+        "Setting",
+        "Standing",
+    ];
+    /// The wrappers, which the field names by participles (`Buffered`, `Limited`), and the usual name of a private
+    /// trait.
+    const USUAL: [&str; 5] = ["Cached", "Compressed", "Metered", "Offloaded", "Sealed"];
+    let mut wrong = Vec::new();
+    for package in ["idem-runtime", "idem-macros", "idem-cli"] {
+        for (name, path) in types(&root().join(package).join("src")) {
+            let start = name.rfind(char::is_uppercase).unwrap_or_default();
+            let last = &name[start..];
+            // The traits of `private` are the text of a compiler's message, for example `ResultWanted`.
+            let is_text = path.ends_with("private.rs");
+            let is_participle = last.ends_with("ed") || last.ends_with("ing") || IRREGULAR.contains(&last);
+            if is_participle && !is_text && !NOUNS.contains(&&*name) && !USUAL.contains(&&*name) {
+                wrong.push(format!("{name} in {}", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "types that are named by a participle: {wrong:#?}");
+}
+
 #[test]
 fn the_first_pages_are_short() {
     for (page, most) in [("README.md", 1400), ("ARCHITECTURE.md", 3000)] {
