@@ -119,7 +119,7 @@ fn over_redis_each_call_is_encoded_once_and_decoded_in_place() {
 }
 
 #[test]
-fn a_delivery_that_is_ready_at_once_pays_nothing_for_its_beats() {
+fn a_delivery_that_is_ready_immediately_pays_nothing_for_its_beats() {
     // A record that makes its table grow allocates more: the minimum of several calls is the cost of a call.
     let least = |call: &dyn Fn(u64)| (0..50).map(|id| measure(|| call(id)).count_total).min();
     let (store, acker) = (MemoryStore::new(), std::sync::Arc::new(7));

@@ -277,7 +277,7 @@ fn calls_of(port: u16, command: &str) -> u32 {
 
 /// Nodes of different versions, as during the upgrade of a cluster.
 #[tokio::test]
-async fn each_node_is_asked_as_it_knows_it() {
+async fn each_node_is_asked_by_its_own_address() {
     for kinds in [[Kind::Valkey; 3], [Kind::Valkey, Kind::Redis, Kind::Valkey]] {
         let cluster = Cluster::start_of(&kinds, 3, 20_000);
         let store = connected(&cluster).await;
@@ -369,7 +369,7 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
 }
 
 #[tokio::test]
-async fn what_a_replaced_primary_of_a_cluster_still_answers_is_not_believed() {
+async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
     let cluster = Cluster::start(NODE_TIMEOUT);
     // A long time-out, so that the store still awaits the answer of the stopped node when that answer arrives.
     let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
@@ -608,7 +608,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
 }
 
 #[tokio::test]
-async fn what_a_replaced_primary_still_answers_is_not_believed() {
+async fn answers_of_a_replaced_primary_are_not_trusted() {
     let watched = Watched::start(DOWN_AFTER);
     let store = RedisStore::options().response_timeout(LEASE).connect(&watched.url()).await.unwrap();
     let (old, new) = (&watched.servers[0], watched.servers[1].port());
@@ -746,7 +746,7 @@ impl Pair {
 }
 
 #[test]
-fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
+fn an_unreplicated_result_is_lost_with_the_primary_and_runs_again() {
     side_by_side(BOTH, async |topology| {
         let mut pair = Pair::start(topology);
         let store = options().connect(&pair.url()).await.unwrap();
@@ -772,7 +772,7 @@ fn what_no_replica_has_is_lost_with_the_primary_and_runs_again() {
 }
 
 #[test]
-fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
+fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
     side_by_side(BOTH, async |topology| {
         let mut pair = Pair::start(topology);
         let store = replicated().connect(&pair.url()).await.unwrap();
@@ -846,7 +846,7 @@ fn with_min_replicas_what_no_replica_has_was_never_acknowledged() {
 /// `WAIT` covers only the writes of its own connection: after an operation that wrote nothing it would immediately
 /// confirm a record that no replica has.
 #[tokio::test]
-async fn what_is_found_is_not_taken_for_confirmed() {
+async fn a_found_record_does_not_count_as_replicated() {
     for kind in [Kind::Redis, Kind::Valkey] {
         let (primary, replica) = pair(kind);
         let connect = async || replicated().connect(&primary.url()).await.unwrap();
@@ -917,7 +917,7 @@ async fn refusal(options: RedisOptions, url: &str) -> StoreError {
 }
 
 #[tokio::test]
-async fn each_topology_is_told_from_the_others() {
+async fn each_topology_is_distinguished() {
     let cluster = Cluster::start_with(1, 0, 20_000);
     let single = RedisServer::start(Kind::Redis);
     let watched = Watched::start(20_000);

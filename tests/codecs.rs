@@ -136,7 +136,7 @@ macro_rules! for_each_codec {
 }
 
 #[test]
-fn every_codec_returns_what_it_was_given() {
+fn every_codec_returns_its_input() {
     for_each_codec!(C => {
         // Empty, zero and extreme values of every kind, and long ones.
         round_trip::<C, _>(&order());
@@ -402,7 +402,7 @@ fn postcard_says_why_it_reads_no_value() {
 }
 
 #[test]
-fn postcard_does_not_write_what_it_would_misread() {
+fn postcard_writes_nothing_that_it_would_misread() {
     #[derive(Serialize, Deserialize, Clone)]
     struct Sparse {
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -774,7 +774,7 @@ async fn written_and_read<W: Codec, R: Codec>() {
 }
 
 #[tokio::test]
-async fn every_codec_reads_what_every_other_one_wrote() {
+async fn every_codec_reads_the_results_of_every_other() {
     for_each_codec!(W => {
         for_each_codec!(R => { written_and_read::<W, R>().await });
         written_and_read::<W, Successor>().await;
@@ -858,7 +858,7 @@ async fn bytes_alone_are_recorded_as_they_are() {
 }
 
 #[tokio::test]
-async fn what_is_more_or_less_than_bytes_is_json() {
+async fn only_plain_bytes_are_not_json() {
     async fn is_json<T: Serialize + DeserializeOwned + PartialEq + Debug + Clone>(value: T) {
         let expected = ("json".to_owned(), serde_json::to_vec(&value).unwrap());
         assert_eq!(recorded::<Json, T>(value).await, expected);
@@ -1044,7 +1044,7 @@ async fn old_results_are_migrated_at_each_replay() {
 }
 
 #[tokio::test]
-async fn what_an_unknown_codec_wrote_is_migrated_too() {
+async fn results_of_an_unknown_codec_are_migrated() {
     fn from_own(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         assert_eq!(recorded.codec(), "own");
         assert!(recorded.decode::<u32>().unwrap_err().to_string().contains("codec `own` wrote it"));
@@ -1139,7 +1139,7 @@ async fn recorded_errors_are_migrated_as_errors() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_can_not_be_migrated() {
+async fn a_missing_result_is_not_migrated() {
     struct Mute;
     impl Codec for Mute {
         const NAME: &'static str = "mute";
@@ -1189,7 +1189,7 @@ async fn waiting_duplicates_migrate_as_well() {
 }
 
 #[test]
-fn what_is_migrated_is_not_shown() {
+fn a_migrated_result_is_not_shown() {
     let recorded = Undecodable::error("json", br#"{"card":"4111 1111"}"#);
     assert_eq!(format!("{recorded:?}"), r#"Undecodable { codec: "json", bytes: 20 bytes, is_error: true }"#);
     let recorded = Undecodable::value("json", b"7");

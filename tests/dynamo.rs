@@ -476,7 +476,7 @@ async fn clocks_within_the_skew_never_forget_early() {
 }
 
 #[tokio::test]
-async fn what_happens_between_a_look_and_a_takeover_counts() {
+async fn a_change_between_a_look_and_a_takeover_counts() {
     let lapsed = i64::try_from(LEASE.as_millis()).unwrap() + 1;
     for end in ["renewed", "released", "finished", "taken over"] {
         for operator in [false, true] {
@@ -773,7 +773,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
 }
 
 #[tokio::test]
-async fn no_answer_whatever_leads_to_a_second_run() {
+async fn no_answer_leads_to_a_second_run() {
     // Each answer is given to the first requests of each step in turn.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
@@ -1063,7 +1063,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
 }
 
 #[tokio::test]
-async fn nobody_there_has_written_nothing() {
+async fn an_unreachable_server_has_written_nothing() {
     let store = DynamoStore::new(client(&Wire::to("http://127.0.0.1:1")), TABLE);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");

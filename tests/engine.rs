@@ -350,7 +350,7 @@ async fn under_fail_a_crash_needs_an_operator() {
 }
 
 #[tokio::test]
-async fn cancellation_frees_the_key_at_once() {
+async fn cancellation_frees_the_key_immediately() {
     let world = World::new();
     drop(world.hang(POLICY).await);
     assert_eq!(world.state().await, State::Released);
@@ -368,7 +368,7 @@ async fn under_fail_cancellation_counts_as_interrupted() {
 }
 
 #[tokio::test]
-async fn a_panic_frees_the_key_at_once() {
+async fn a_panic_frees_the_key_immediately() {
     let world = std::sync::Arc::new(World::new());
     for (policy, state) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
         let shared = std::sync::Arc::clone(&world);
@@ -771,7 +771,7 @@ async fn a_release_that_fails_does_not_hide_the_bodys_own_error() {
 }
 
 #[tokio::test]
-async fn results_that_can_not_be_stored_end_the_operation_all_the_same() {
+async fn results_that_can_not_be_stored_still_end_the_operation() {
     struct Mute;
     impl Codec for Mute {
         const NAME: &'static str = "mute";
@@ -1096,7 +1096,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_result_whose_encoding_panics_ends_the_operation_all_the_same() {
+async fn a_result_whose_encoding_panics_still_ends_the_operation() {
     #[derive(Deserialize)]
     struct Bomb;
     impl Serialize for Bomb {
@@ -1116,7 +1116,7 @@ async fn a_result_whose_encoding_panics_ends_the_operation_all_the_same() {
 }
 
 #[tokio::test]
-async fn a_result_that_the_store_can_not_hold_is_left_out_and_the_operation_ends_all_the_same() {
+async fn a_result_too_large_for_the_store_still_ends_the_operation() {
     let world = World::new();
     world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let (result, outcome) = world.call(POLICY).await;
@@ -1283,7 +1283,7 @@ fn heartbeats_move_to_a_living_runtime() {
 }
 
 #[tokio::test]
-async fn errors_name_key_store_and_what_happened() {
+async fn errors_name_key_store_and_effect() {
     let world = World::new();
     let running = world.hang(POLICY).await;
     let error = world.call(POLICY).await.0.unwrap_err();

@@ -453,7 +453,7 @@ proptest! {
 
     /// A consumer that reads the text and a consumer that gets the value have the same fingerprint.
     #[test]
-    fn data_is_what_its_json_is(data in data()) {
+    fn data_and_its_json_have_one_fingerprint(data in data()) {
         let fingerprint = of(&data);
         if let Ok(text) = serde_json::to_string(&data) {
             let read: Value = serde_json::from_str(&text).expect("serde_json reads what it wrote");
@@ -563,7 +563,7 @@ fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
 }
 
 #[test]
-fn what_is_too_short_for_a_digest_is_no_fingerprint() {
+fn a_short_digest_is_no_fingerprint() {
     for len in 0..PayloadDigest::MIN_BYTES {
         let error = Fingerprint::of(&("upload", PayloadDigest::new(vec![7; len]))).unwrap_err();
         assert_eq!(error.to_string(), format!("a digest of {len} bytes, and not of at least 16"));
@@ -573,7 +573,7 @@ fn what_is_too_short_for_a_digest_is_no_fingerprint() {
 
 /// Checks that the generators produce both equal and unequal data.
 #[test]
-fn equal_and_unequal_data_is_met() {
+fn equal_and_unequal_data_occur() {
     let mut runner = TestRunner::deterministic();
     let mut texts = BTreeMap::<String, (usize, Vec<String>)>::new();
     for _ in 0..2000 {

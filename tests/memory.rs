@@ -203,7 +203,7 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
 #[tokio::test]
 async fn the_order_of_the_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
-    let entries = || format!("{:?}", world.store).matches("Listed(").count();
+    let entries = || format!("{:?}", world.store).matches("ListEntry(").count();
     for _ in 0..100 {
         // Each write makes the record expire sooner than the write before.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {

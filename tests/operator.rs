@@ -55,7 +55,7 @@ async fn a_resolution_is_replayed_by_the_handler() {
 }
 
 #[tokio::test]
-async fn the_later_of_two_people_is_refused_and_told_why() {
+async fn the_later_of_two_operators_gets_a_reasoned_refusal() {
     let (_clock, store, key) = interrupted().await;
     let [alice, bob] = ["alice", "bob"].map(|name| store.operator().by(name));
     let looked = bob.inspect(&key).await.unwrap().unwrap();
@@ -95,7 +95,7 @@ async fn a_resolution_without_a_result_never_runs_the_body_again() {
 }
 
 #[tokio::test]
-async fn a_refusal_says_why_and_what_to_do() {
+async fn a_refusal_names_its_reason_and_a_remedy() {
     let (clock, store, key) = interrupted().await;
     let operator = store.operator();
     let look = async || operator.inspect(&key).await.unwrap().unwrap().revision();
@@ -157,7 +157,7 @@ async fn a_key_is_understood_wherever_it_was_copied_from() {
 }
 
 #[tokio::test]
-async fn a_record_tells_who_holds_it_since_when_and_what_an_operator_said() {
+async fn a_record_shows_holder_time_and_decision() {
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).holder("worker-7").build();
     let operator = store.operator().by("alice").reason("INC-7");

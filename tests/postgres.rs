@@ -89,7 +89,7 @@ async fn the_file_makes_the_same_table() {
 }
 
 #[tokio::test]
-async fn many_may_make_the_table_at_once() {
+async fn many_processes_create_the_table_concurrently() {
     let url = shared_schema().0;
     for round in 0..4 {
         let options = options().schema(format!("made at once {round}")).partitions(round % 2 * 4);
@@ -148,7 +148,7 @@ async fn partitions_are_an_option_of_the_creation_alone() {
 }
 
 #[tokio::test]
-async fn records_move_to_partitions_as_the_documents_say() {
+async fn records_move_to_partitions_by_the_documented_steps() {
     let document = include_str!("../docs/operations.md").split_once("### From a plain table to partitions").unwrap().1;
     let recipe = document.split_once("```sql\n").unwrap().1.split_once("```").unwrap().0;
     let (before, after) = recipe.split_once("-- Here goes").unwrap();
@@ -222,7 +222,7 @@ async fn results_are_compressed_by_lz4_where_the_server_has_it() {
 
 /// The test replaces the view of the server's settings by the view of a server without lz4.
 #[tokio::test]
-async fn a_server_without_lz4_is_left_with_what_it_has() {
+async fn a_server_without_lz4_keeps_its_compression() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let raw = server.raw().await;
     let settings = "pg_settings AS SELECT name, ARRAY['pglz'] AS enumvals FROM pg_catalog.pg_settings";
@@ -652,13 +652,13 @@ async fn completions_change_no_index() {
 }
 
 #[tokio::test]
-async fn a_purge_deletes_what_has_expired_and_nothing_else() {
+async fn a_purge_deletes_only_expired_records() {
     for partitions in [0, 4] {
-        purges_what_has_expired(partitions).await;
+        purges_expired_records(partitions).await;
     }
 }
 
-async fn purges_what_has_expired(partitions: u16) {
+async fn purges_expired_records(partitions: u16) {
     let (store, raw, table) = open_with(partitions).await;
     let short = Duration::from_millis(1);
     for n in 0..10 {
@@ -685,7 +685,7 @@ async fn purges_what_has_expired(partitions: u16) {
 }
 
 #[tokio::test]
-async fn a_purge_waits_for_nobody() {
+async fn a_purge_waits_for_no_lock() {
     for partitions in [0, 4] {
         purges_without_waiting(partitions).await;
     }
@@ -705,7 +705,7 @@ async fn purges_without_waiting(partitions: u16) {
 }
 
 #[tokio::test]
-async fn a_purge_reads_nothing_twice_of_what_it_has_removed() {
+async fn a_purge_reads_no_removed_row_twice() {
     let server = PostgresServer::start_with(&["fsync=off", "autovacuum=off"]);
     for (schema, partitions) in [("plain", 0), ("parts", 4)] {
         let options = options().schema(schema).partitions(partitions);
@@ -1149,7 +1149,7 @@ async fn renews_all_but_the_locked(partitions: u16) {
 }
 
 #[tokio::test]
-async fn rows_at_the_same_place_of_two_partitions_are_told_apart() {
+async fn rows_at_the_same_place_of_two_partitions_are_distinguished() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let url = server.url();
     let store = options().partitions(8).connect(&url).await.unwrap();
@@ -1235,7 +1235,7 @@ async fn a_locked_record_holds_up_no_other_write() {
 }
 
 #[tokio::test]
-async fn who_waits_for_a_locked_record_is_bounded() {
+async fn waits_for_a_locked_record_are_bounded() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let store = connect(&server.url()).await;
     let lease = reserved(&store, "k").await;
@@ -1261,7 +1261,7 @@ async fn make_row(url: &str, table: &str, name: &str) -> Client {
 }
 
 #[tokio::test]
-async fn what_nobody_waits_for_any_more_is_not_sent() {
+async fn an_abandoned_operation_is_not_sent() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).pool_size(1).connect(&url).await.unwrap();
     let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
@@ -1317,7 +1317,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
 }
 
 #[tokio::test]
-async fn what_nobody_waits_for_any_more_is_not_sent_in_a_second_exchange() {
+async fn an_abandoned_operation_is_not_sent_in_a_second_exchange() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let proxy = Proxy::to(server.port()).await;
     connect(&server.url()).await;
@@ -1680,7 +1680,7 @@ async fn a_waiter_hears_of_the_end_although_its_connection_broke() {
 }
 
 #[tokio::test]
-async fn an_end_that_nobody_waits_for_notifies_nobody() {
+async fn an_end_without_waiters_sends_no_notification() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let (client, mut connection) = tokio_postgres::connect(&url, NoTls).await.unwrap();
@@ -1792,7 +1792,7 @@ async fn lists_page_by_page(partitions: u16) {
 }
 
 #[tokio::test]
-async fn who_holds_a_key_is_in_columns_that_can_be_read() {
+async fn the_holder_of_a_key_is_in_readable_columns() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).holder("worker-7").connect(&url).await.unwrap();
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();

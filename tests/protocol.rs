@@ -214,7 +214,7 @@ fn every_mistake_is_noticed_by_its_property() {
 
 /// The page lists every configuration and every mistake. `IDEM_UPDATE=1` writes the lists anew.
 #[test]
-fn the_page_lists_what_is_checked() {
+fn the_page_lists_every_check() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/protocol/README.md");
     let page = std::fs::read_to_string(path).expect("tests/protocol/README.md");
     let mut written = String::new();

@@ -544,7 +544,7 @@ async fn a_connection_that_stopped_answering_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_cancelled_caller_takes_nobody_with_it() {
+async fn a_cancelled_caller_fails_no_other() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let runs = Arc::new(AtomicU32::new(0));

@@ -219,7 +219,7 @@ async fn expired_records_are_cleaned_up() {
 }
 
 #[tokio::test]
-async fn the_table_lies_beside_the_applications_own() {
+async fn the_table_shares_a_file_with_the_applications_tables() {
     let folder = Folder::new();
     let application = raw(&folder.file());
     application.execute_batch("PRAGMA user_version = 7; CREATE TABLE orders (id INTEGER PRIMARY KEY);").unwrap();
@@ -334,7 +334,7 @@ async fn rows_of_others_are_left_alone() {
 }
 
 #[tokio::test]
-async fn results_beyond_what_sqlite_holds_are_refused_before_they_are_written() {
+async fn results_too_large_for_sqlite_are_refused_before_the_write() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let lease = reserved(&store, "k").await;
@@ -366,7 +366,7 @@ fn open_as_ordinary_process(path: &Path) -> String {
 }
 
 #[tokio::test]
-async fn what_is_read_only_is_refused() {
+async fn a_read_only_file_is_refused() {
     use std::os::unix::fs::PermissionsExt;
     let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
     let folder = Folder::new();
@@ -508,7 +508,7 @@ async fn filled(folder: &Folder) -> (SqliteStore, Vec<Lease>) {
 }
 
 #[tokio::test]
-async fn what_has_begun_can_be_ended_in_a_full_file() {
+async fn a_begun_attempt_ends_in_a_full_file() {
     let folder = Folder::new();
     let (store, leases) = filled(&folder).await;
     assert!(leases.len() > 100, "{}", leases.len());
@@ -552,7 +552,7 @@ async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
 }
 
 #[tokio::test]
-async fn what_has_expired_makes_room_in_a_full_file() {
+async fn expired_records_make_room_in_a_full_file() {
     let folder = Folder::new();
     let (store, leases) = filled(&folder).await;
     assert_eq!(kind(&store.reserve(&request(&store, "new")).await), StoreErrorKind::Full);
@@ -704,7 +704,7 @@ where
 }
 
 #[tokio::test]
-async fn what_nobody_waits_for_is_not_begun_unless_it_ends_an_attempt() {
+async fn an_abandoned_operation_is_not_begun_unless_it_ends_an_attempt() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
@@ -814,7 +814,7 @@ async fn upkeep_waits_for_no_queue() {
 }
 
 #[tokio::test]
-async fn a_renewal_never_cuts_short_what_was_confirmed() {
+async fn a_renewal_never_shortens_a_confirmed_lease() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let lease = reserved(&store, "k").await;
@@ -1066,7 +1066,7 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
 
 /// Several concurrent callers are served better by the reader.
 #[tokio::test]
-async fn callers_who_are_not_alone_ask_the_reader() {
+async fn concurrent_callers_use_the_reader() {
     let folder = Folder::new();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
     let is_held = Arc::new(AtomicBool::new(false));
@@ -1100,7 +1100,7 @@ async fn callers_who_are_not_alone_ask_the_reader() {
 
 /// A caller that reads blocks no other caller.
 #[test]
-fn a_caller_who_reads_is_in_nobodys_way() {
+fn a_reading_caller_delays_no_other() {
     let folder = Folder::new();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
@@ -1252,7 +1252,7 @@ async fn a_child_that_was_forked_in_the_middle_of_a_write_leaves_the_file_alone(
 }
 
 #[tokio::test]
-async fn a_cancelled_caller_takes_nobody_with_it() {
+async fn a_cancelled_caller_fails_no_other() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let runs = Arc::new(AtomicU32::new(0));
@@ -1277,7 +1277,7 @@ async fn a_cancelled_caller_takes_nobody_with_it() {
 }
 
 #[test]
-fn what_is_left_to_write_when_the_runtime_ends_is_written() {
+fn pending_writes_survive_the_end_of_the_runtime() {
     let folder = Folder::new();
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (first, second) = (runtime(), runtime());
@@ -1417,7 +1417,7 @@ fn recorded_before_a_kill(path: &Path, keys: usize, kill_after: usize) -> usize 
 }
 
 #[tokio::test]
-async fn what_a_killed_process_was_told_is_recorded() {
+async fn a_confirmed_result_of_a_killed_process_is_recorded() {
     const KEYS: usize = 400;
     let folder = Folder::new();
     let mut killed = 0;
@@ -1486,7 +1486,7 @@ async fn a_list_goes_on_behind_the_rows_that_it_has_looked_at() {
 }
 
 #[tokio::test]
-async fn who_holds_a_key_is_in_columns_that_can_be_read() {
+async fn the_holder_of_a_key_is_in_readable_columns() {
     let folder = Folder::new();
     let store = SqliteStore::options().holder("worker-7").open(folder.file()).await.unwrap();
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();
@@ -1503,7 +1503,7 @@ async fn who_holds_a_key_is_in_columns_that_can_be_read() {
 
 /// SQLite's threads live in real time: a lease could not be renewed, and every answer would seem to take too long.
 #[tokio::test(start_paused = true)]
-async fn a_test_that_pauses_time_is_told_at_once_what_to_use() {
+async fn a_test_with_paused_time_gets_an_immediate_hint() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let runs = AtomicU32::new(0);

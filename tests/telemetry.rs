@@ -155,7 +155,7 @@ async fn a_replay_names_the_trace_of_the_run_that_made_the_result() {
 }
 
 #[tokio::test]
-async fn replays_near_the_end_of_ttl_are_told_from_others() {
+async fn replays_near_the_end_of_ttl_are_counted_apart() {
     let world = World::new();
     let within = |share: &str| {
         let text = world.metrics().prometheus_text();
@@ -284,7 +284,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
 }
 
 #[tokio::test]
-async fn a_result_that_is_written_late_names_its_key_and_what_happened_to_its_call() {
+async fn the_log_of_a_late_result_names_its_key_and_call() {
     let (world, capture) = (World::new(), Capture::start());
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let mut call = Box::pin(world.call(POLICY));
@@ -332,7 +332,7 @@ async fn every_handle_of_a_store_has_the_same_numbers() {
 }
 
 #[tokio::test]
-async fn a_broker_that_can_not_be_told_is_counted() {
+async fn an_unreachable_broker_is_counted() {
     let world = World::new();
     let capture = Capture::start();
     let mut answers = [Ok(()), Err("away"), Err("away"), Ok(())].into_iter();
@@ -349,7 +349,7 @@ async fn a_broker_that_can_not_be_told_is_counted() {
 }
 
 #[tokio::test]
-async fn health_names_what_is_wrong() {
+async fn health_names_the_problem() {
     let axes =
         |health: &idem_runtime::store::Health| -> Vec<_> { health.problems.iter().map(HealthProblem::axis).collect() };
     let world = World::new();

@@ -69,7 +69,7 @@ mod simulation {
     }
 
     #[test]
-    fn time_passes_while_nobody_can_go_on() {
+    fn time_passes_while_no_task_can_run() {
         let simulation = Simulation::new(1);
         let clock = simulation.clock();
         let passed = simulation.run(async {
@@ -105,7 +105,7 @@ mod simulation {
     }
 
     #[test]
-    fn who_waits_for_nothing_is_found_out() {
+    fn a_task_that_waits_for_nothing_is_found() {
         let simulation = Simulation::new(9);
         let stuck = simulation.try_run(std::future::pending::<()>()).unwrap_err();
         assert!(!stuck.is_spinning());
@@ -200,7 +200,7 @@ mod simulation {
     }
 
     #[test]
-    fn what_is_left_is_dropped_with_the_run() {
+    fn remaining_tasks_are_dropped_with_the_run() {
         let simulation = Simulation::new(1);
         let drops = Rc::new(Cell::new(0));
         let guard = NotesDrop(Rc::clone(&drops));
@@ -574,7 +574,7 @@ mod explorer {
     }
 
     #[test]
-    fn an_effect_that_nobody_waits_for_is_found() {
+    fn an_effect_that_is_never_awaited_is_found() {
         let found =
             found!(is_missing, |worker| async move { charge_and_forget(&Arc::new(App::new(worker)), 42).await });
         assert!(found.contains("crash@ack") && found.contains("crash@return"), "{found:?}");

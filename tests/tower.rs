@@ -210,7 +210,7 @@ async fn a_duplicate_that_waits_holds_no_permit_of_a_limit_that_counts_bodies() 
 }
 
 #[tokio::test]
-async fn duplicates_at_once_through_a_buffer_run_once() {
+async fn concurrent_duplicates_through_a_buffer_run_once() {
     let store = MemoryStore::new();
     let inner = Strict::default();
     let layer = OperationLayer::new(&store, WAITING, |order: &Order| Key::new("tower", order.id));

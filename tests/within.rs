@@ -462,7 +462,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
 }
 
 #[tokio::test]
-async fn a_duplicate_is_told_to_come_back_soon() {
+async fn a_duplicate_gets_a_short_pause() {
     let bank = Bank::open().await;
     let (mut first, mut second) = (bank.client().await, bank.client().await);
     let (tx, other) = (first.transaction().await.unwrap(), second.transaction().await.unwrap());
@@ -500,7 +500,7 @@ async fn the_pauses_of_duplicates_of_an_open_transaction_grow() {
 }
 
 #[tokio::test]
-async fn a_record_that_somebody_has_locked_is_not_waited_for() {
+async fn a_call_waits_for_no_locked_record() {
     for bank in Bank::of_each_kind().await {
         bank.pay_and_commit("a").await.0.unwrap();
         assert_eq!(bank.store.reopen(&key("a"), 1).await.unwrap(), idem_runtime::store::Verdict::Applied);
@@ -555,7 +555,7 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
 }
 
 #[tokio::test]
-async fn a_record_made_in_a_transaction_tells_who_made_it() {
+async fn a_record_made_in_a_transaction_names_its_holder() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = client.transaction().await.unwrap();
@@ -609,7 +609,7 @@ async fn child_keys_are_those_of_the_store_with_that_namespace() {
 }
 
 #[tokio::test]
-async fn a_duplicate_that_runs_at_the_same_time_is_rejected_at_once() {
+async fn a_concurrent_duplicate_is_rejected_immediately() {
     for bank in Bank::of_each_kind().await {
         let (mut first, mut second) = (bank.client().await, bank.client().await);
         let tx = first.transaction().await.unwrap();
@@ -698,7 +698,7 @@ async fn two_replays_at_the_same_time_need_not_wait_for_each_other() {
 }
 
 #[tokio::test]
-async fn what_the_store_has_recorded_is_replayed_in_a_transaction_and_the_other_way_round() {
+async fn results_of_the_store_and_of_transactions_replay_each_other() {
     for bank in Bank::of_each_kind().await {
         let operation = || idem_runtime::Operation::new(&bank.store, Ok(key("a")), POLICY);
         let result = operation().run(async { Ok::<u32, Error>(7) }).await;
@@ -1094,7 +1094,7 @@ async fn an_error_that_a_handler_recorded_is_recorded_although_all_else_is_rolle
 }
 
 #[tokio::test]
-async fn a_transaction_that_met_another_one_is_tried_again() {
+async fn a_transaction_that_conflicts_with_another_is_retried() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     client.batch_execute("SET default_transaction_isolation = 'repeatable read'").await.unwrap();
@@ -1524,7 +1524,7 @@ async fn in_sqlite_the_store_and_transactions_share_records() {
 }
 
 #[tokio::test]
-async fn in_sqlite_a_record_made_in_a_transaction_tells_who_made_it() {
+async fn in_sqlite_a_record_made_in_a_transaction_names_its_holder() {
     let shop = Till::new();
     let mut connection = shop.connection();
     let tx = begin(&mut connection);
@@ -1539,7 +1539,7 @@ async fn in_sqlite_a_record_made_in_a_transaction_tells_who_made_it() {
 }
 
 #[tokio::test]
-async fn in_sqlite_a_table_of_somebody_else_is_left_alone() {
+async fn in_sqlite_a_foreign_table_is_left_alone() {
     let till = Till::new();
     let mut connection = till.connection();
     connection.execute_batch("CREATE TABLE idem_records (key TEXT, mine TEXT)").unwrap();
@@ -1744,7 +1744,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
 }
 
 #[tokio::test]
-async fn an_observation_around_a_transaction_counts_on_what_was_committed() {
+async fn an_observation_around_a_transaction_counts_committed_calls() {
     let till = Till::new();
     let mut connection = till.connection();
     let name = "a";
@@ -2116,7 +2116,7 @@ async fn duplicates_of_open_transactions_on_their_last_delivery_leave_room_for_o
 }
 
 #[tokio::test]
-async fn a_replay_of_what_is_rolled_back_is_not_recorded() {
+async fn a_replay_of_a_rolled_back_result_is_not_recorded() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {

@@ -413,7 +413,7 @@ async fn wrappers_of_stores_without_lines_are_their_own_upkeep() {
 
 /// A reservation that lands after its own release holds nothing, and no wrapper remembers it.
 #[tokio::test]
-async fn what_has_been_released_passes_unchanged() {
+async fn released_results_pass_unchanged() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();

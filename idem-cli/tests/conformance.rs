@@ -167,7 +167,7 @@ fn no_case_is_idle() {
 }
 
 #[tokio::test]
-async fn the_table_names_each_case_and_what_is_wrong_with_it() {
+async fn the_table_names_each_case_and_its_fault() {
     let url = format!("http://{}/", serve("ietf", Mistake::CookieReplayed).await);
     let (status, output, errors) =
         run([&*url, "--case", "replay_sets_no_cookie", "--case", "duplicate_is_replayed"]).await;
@@ -194,7 +194,7 @@ async fn routes_and_callers_are_given_by_arguments() {
 }
 
 #[tokio::test]
-async fn wrong_use_is_told() {
+async fn wrong_use_is_an_error() {
     let url = format!("http://{}", serve("ietf", Mistake::None).await);
     for (arguments, text) in [
         (&["127.0.0.1:8080"][..], "not a URL to check"),
@@ -297,7 +297,7 @@ async fn scripted(answer: &'static str, mut times: usize, goes: bool) -> String 
 const COUNT: &str = "HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n7";
 
 #[tokio::test]
-async fn a_server_that_is_away_or_no_server_is_told() {
+async fn an_unreachable_server_is_an_error() {
     let away = {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         format!("http://{}", listener.local_addr().unwrap())

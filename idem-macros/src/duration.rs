@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slip_is_answered_with_what_to_write() {
+    fn a_slip_gets_a_correction() {
         let cases = [
             ("7 days", "write `7d`"),
             ("1 hour, 30 minutes", "write `1h 30m`"),
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_read_back() {
+    fn a_shown_duration_is_read_back() {
         for millis in [0, 1, 999, 10_000, 5_400_000, 86_400_001, MAX_MILLIS] {
             let duration = Duration::from_millis(millis);
             assert_eq!(parse(&show(duration)), Ok(duration));

@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_may_be_meant_is_offered() {
+    fn only_close_names_are_offered() {
         let options = ["key", "ttl", "store", "fingerprint"];
         assert_eq!(nearest("tll", &options), Some("ttl"));
         assert_eq!(nearest("KEY", &options), Some("key"));

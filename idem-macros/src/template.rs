@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_say_what_to_write() {
+    fn mistakes_get_a_correction() {
         let cases = [
             ("", "every call would have the same key"),
             ("orders", "every call would have the same key"),

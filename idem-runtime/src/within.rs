@@ -295,7 +295,7 @@ pub trait Transaction: sealed::Sealed + Clone {
 
     /// Does the same as [`undo`](Transaction::undo) in a drop, where no future can be awaited.
     #[doc(hidden)]
-    fn undo_at_once(&self);
+    fn undo_immediately(&self);
 
     #[doc(hidden)]
     fn reserve(&self, request: &ReserveRequest) -> impl Future<Output = Result<Reservation, StoreError>>;
@@ -593,7 +593,7 @@ impl<C: Transaction> Drop for Undo<C> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         while state.saved > 0 {
-            self.0.transaction.undo_at_once();
+            self.0.transaction.undo_immediately();
             state.saved -= 1;
         }
         state.turn = None;

@@ -28,7 +28,7 @@ async fn items_of_one_key_run_once_and_the_others_replay() {
 }
 
 #[tokio::test]
-async fn what_fails_in_a_batch_is_listed_and_nothing_else() {
+async fn only_failed_items_of_a_batch_are_listed() {
     let world = World::new();
     // Another process runs one of them.
     let mut elsewhere = pin!(world.lasting("busy", POLICY, LEASE));
@@ -153,7 +153,7 @@ async fn a_batch_without_protection_runs_every_item() {
 }
 
 #[tokio::test]
-async fn each_item_keeps_what_its_delivery_was_told() {
+async fn each_item_keeps_the_attributes_of_its_delivery() {
     let world = World::new();
     let beats = Arc::new(Mutex::new(Vec::new()));
     let calls = ["a", "b"].map(|id| {
@@ -231,7 +231,7 @@ fn counted<I, T>(batch: &Batch<I, T, Error>) -> (usize, usize, usize) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_its_deadline_a_batch_answers_for_what_is_done() {
+async fn after_its_deadline_a_batch_returns_the_finished_items() {
     let store = MemoryStore::new();
     let runs = Cell::new(0);
     let call = |id: u64| {

@@ -56,7 +56,7 @@ async fn a_handler_that_takes_long_beats_until_it_ends() {
 }
 
 #[tokio::test]
-async fn a_handler_that_is_ready_at_once_has_no_beat() {
+async fn a_handler_that_is_ready_immediately_has_no_beat() {
     let world = World::new();
     let told = CallbackCalls::default();
     let (_, outcome) =
@@ -217,7 +217,7 @@ async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
 }
 
 #[tokio::test]
-async fn a_callback_that_panics_harms_nobody_and_is_called_again() {
+async fn a_callback_that_panics_harms_no_other_and_is_called_again() {
     let world = World::new();
     let told = CallbackCalls::default();
     let note = told.clone();
@@ -267,7 +267,7 @@ async fn a_store_that_is_away_stops_no_beats() {
 }
 
 #[tokio::test]
-async fn many_deliveries_beat_beside_one_another() {
+async fn many_deliveries_beat_concurrently() {
     let world = World::new();
     let told = CallbackCalls::default();
     let calls = (0..200_u32).map(|number| {

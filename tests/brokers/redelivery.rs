@@ -35,7 +35,7 @@ fn a_record_outlives_its_message_or_the_program_does_not_start() {
 }
 
 #[test]
-fn the_error_names_both_times_and_says_what_to_do() {
+fn the_error_names_both_times_and_a_remedy() {
     let text = |ttl, redelivery| POLICY.ttl(ttl).check_redelivery(&redelivery).unwrap_err().to_string();
     assert_eq!(
         text(DAY * 7, Redelivery::sqs(DAY * 14)),

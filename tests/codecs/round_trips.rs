@@ -181,7 +181,7 @@ async fn a_result_that_is_never_read_back_is_refused_unless_it_is_migrated() {
 }
 
 #[tokio::test]
-async fn what_can_not_be_compared_is_left_alone() {
+async fn incomparable_values_are_left_alone() {
     /// Serializes as another text each time.
     #[derive(Clone, PartialEq, Debug, Deserialize)]
     struct Restless(String);

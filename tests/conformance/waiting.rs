@@ -110,12 +110,12 @@ macro_rules! waiting {
             }
 
             #[test]
-            fn a_duplicate_asks_once_and_is_told() {
+            fn a_duplicate_asks_once_and_is_answered() {
                 run(async { super::one_waits($subject).await });
             }
 
             #[test]
-            fn thousands_of_duplicates_are_told_by_one_call() {
+            fn one_call_answers_thousands_of_duplicates() {
                 run(async { super::many_wait($subject, $many).await });
             }
         }

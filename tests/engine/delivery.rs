@@ -217,7 +217,7 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
 }
 
 #[tokio::test]
-async fn what_can_not_be_recorded_is_never_tried_again_at_once() {
+async fn an_unrecordable_result_is_never_retried_immediately() {
     let world = World::new();
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
@@ -260,7 +260,7 @@ fn noted(key: &str) -> Vec<(u32, Doubt)> {
 }
 
 #[tokio::test]
-async fn whatever_is_in_doubt_is_told_once() {
+async fn each_doubt_is_reported_once() {
     let world = World::new();
     let policy = POLICY.on_uncertain(note);
     let operation = |policy| Operation::new(&world.store, Ok(World::key("doubted")), policy);

@@ -254,7 +254,7 @@ async fn an_attempt_that_has_ended_holds_no_lease() {
 }
 
 #[test]
-fn a_lease_that_a_store_can_not_keep_is_told_at_the_start() {
+fn a_lease_that_a_store_can_not_keep_fails_at_the_start() {
     #[derive(Clone, Debug)]
     struct Slow(Arc<MemoryStore>);
     let policy = POLICY.lease(Duration::from_secs(1));

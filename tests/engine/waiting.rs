@@ -106,7 +106,7 @@ async fn result_of(call: Call_<'_>) -> u32 {
 
 /// A duplicate that waits alone costs two calls: a reservation and a wait.
 #[tokio::test]
-async fn a_waiting_duplicate_asks_once_and_is_told() {
+async fn a_waiting_duplicate_asks_once_and_is_answered() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let call = hall.waits().await;
@@ -142,7 +142,7 @@ async fn many_wait_as_one() {
 
 /// A duplicate must not use a record that was read before its own reservation: it may be of an earlier life of the key.
 #[tokio::test]
-async fn nobody_is_told_what_was_read_before_it_asked() {
+async fn no_duplicate_gets_an_answer_older_than_its_request() {
     let hall = Hall::new();
     let key = World::key("k");
     let lease = hall.held().await;
@@ -171,7 +171,7 @@ async fn nobody_is_told_what_was_read_before_it_asked() {
 
 /// A duplicate that comes while the answer for the others is on its way needs an answer of its own.
 #[tokio::test]
-async fn who_comes_too_late_for_an_answer_asks() {
+async fn a_duplicate_too_late_for_an_answer_asks_again() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let mut calls = vec![hall.waits().await, hall.waits().await];
@@ -222,7 +222,7 @@ async fn each_compares_its_fingerprint() {
 
 /// The first duplicate has no special role: it may be dropped or stand still.
 #[tokio::test]
-async fn nobody_depends_on_the_first_one() {
+async fn no_waiter_depends_on_the_first() {
     for dropped in [true, false] {
         let hall = Hall::new();
         let lease = hall.held().await;

@@ -221,7 +221,7 @@ impl<R: Rig> Scene<R> {
             self.rig.break_down(Fault::record_locked).await;
             let since = race::now();
             tokio::time::sleep(locked).await;
-            if self.rig.goes_on_beside_a_lock() {
+            if self.rig.works_next_to_a_lock() {
                 assert!(!self.told(holder, since).is_empty(), "the process that is locked out serves other keys");
             }
             self.rig.heal(Fault::record_locked).await;

@@ -79,7 +79,7 @@ pub trait Rig {
     }
 
     /// True if the store serves other keys while one is locked.
-    fn goes_on_beside_a_lock(&self) -> bool {
+    fn works_next_to_a_lock(&self) -> bool {
         true
     }
 
@@ -175,7 +175,7 @@ impl Rig for Sqlite {
         (3, lease / 2)
     }
 
-    fn goes_on_beside_a_lock(&self) -> bool {
+    fn works_next_to_a_lock(&self) -> bool {
         false
     }
 

@@ -238,7 +238,7 @@ async fn drain_waits_for_handlers_whose_clients_are_gone() {
 tokio::task_local! { static TENANT: &'static str; }
 
 #[tokio::test]
-async fn a_handler_has_its_attempt_its_span_and_what_is_carried() {
+async fn a_handler_has_its_attempt_its_span_and_its_carried_values() {
     let seen = async || {
         let attempt = current().expect("an attempt");
         // The span of the call, inside the span of the request.

@@ -154,7 +154,7 @@ async fn a_status_that_passes_is_not_recorded() {
 }
 
 #[tokio::test]
-async fn problems_are_told_as_a_status_of_grpc() {
+async fn problems_become_a_status_of_grpc() {
     let stage = Stage::closed();
     let address = serve_grpc(layer(), &stage).await;
     let code = async |key, text| call(address, key, text).await.unwrap_err().code();

@@ -41,7 +41,7 @@ async fn a_quoted_and_a_bare_key_are_one() {
 }
 
 #[tokio::test]
-async fn what_is_no_key_is_refused() {
+async fn an_invalid_key_is_refused() {
     let (address, stage) = serve_counter(layer()).await;
     let without = request(Method::POST, "/pay").body("".into()).unwrap();
     assert_eq!(send(address, without).await.problem(), (400, "missing-key".to_owned()));
@@ -60,7 +60,7 @@ async fn what_is_no_key_is_refused() {
 }
 
 #[tokio::test]
-async fn the_policy_and_the_route_say_whether_a_key_is_needed() {
+async fn policy_and_route_decide_whether_a_key_is_needed() {
     let without = |path: &str| request(Method::POST, path).body("".into()).unwrap();
     let optional = POLICY.missing_key(MissingKey::Run);
     let (address, _) = serve_counter(IdempotencyLayer::new(&MemoryStore::new(), optional, Caller::single())).await;
@@ -228,7 +228,7 @@ async fn equal_payloads_under_two_keys_are_two_operations() {
 }
 
 #[tokio::test]
-async fn another_request_is_told_so_while_the_first_runs() {
+async fn a_different_request_is_a_mismatch_while_the_first_runs() {
     let stage = Stage::closed();
     let address = serve_stage(layer(), &stage).await;
     let first = tokio::spawn(send(address, post("k", "amount=1")));

@@ -30,7 +30,7 @@ fn json(reply: &Reply) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn stripe_replays_what_began() {
+async fn stripe_replays_begun_requests() {
     let address = serve_statuses(with(Profile::stripe())).await;
     for (status, is_recorded) in [(200, true), (402, true), (500, true), (503, true), (401, false), (429, false)] {
         let (path, key) = (format!("/{status}"), format!("k{status}"));
@@ -45,7 +45,7 @@ async fn stripe_replays_what_began() {
 }
 
 #[tokio::test]
-async fn acp_compares_what_bodies_say() {
+async fn acp_compares_the_content_of_bodies() {
     let layer = with(Profile::acp());
     let address = serve_statuses(layer.clone()).await;
     let ask = async |key: &str, body: &'static str| send(address, post_to("/200", key, body)).await;

@@ -33,7 +33,7 @@ async fn serve_responses(
 }
 
 #[tokio::test]
-async fn what_depends_on_the_request_is_recorded_and_nothing_else() {
+async fn only_responses_that_depend_on_the_request_are_recorded() {
     let (address, _) = serve_responses(layer(), |run, request| {
         let status = request.uri().path()[1..].parse().unwrap();
         let body = if status == 204 || status == 304 { String::new() } else { format!("run {run}") };
@@ -148,7 +148,7 @@ async fn a_header_that_is_no_text_is_replayed_as_it_is() {
 }
 
 #[tokio::test]
-async fn what_belongs_to_one_exchange_is_not_replayed() {
+async fn headers_of_one_exchange_are_not_replayed() {
     const NEVER: &[(&str, &str)] = &[
         ("set-cookie", "session=1; Path=/"),
         ("set-cookie", "b=2, c=3"),

@@ -101,7 +101,7 @@ async fn play(statuses: &'static [(u16, Option<&'static str>)]) -> (u16, usize, 
 }
 
 #[tokio::test]
-async fn what_may_pass_is_tried_again_with_the_same_key() {
+async fn a_transient_failure_is_retried_with_the_same_key() {
     let secs = |all: &[u64]| all.iter().copied().map(Duration::from_secs).collect::<Vec<_>>();
     assert_eq!(play(&[]).await, (200, 1, secs(&[])));
     assert_eq!(play(&[(409, Some("3")), (503, Some("2"))]).await, (200, 3, secs(&[3, 2])));
@@ -120,7 +120,7 @@ async fn what_may_pass_is_tried_again_with_the_same_key() {
 }
 
 #[tokio::test]
-async fn what_does_not_pass_is_final() {
+async fn a_permanent_failure_is_final() {
     for answer in [
         &[(400, None)][..],
         &[(402, None)],

@@ -27,7 +27,7 @@ fn nested(stage: &Stage, layer: Option<&IdempotencyLayer>) -> Router {
 }
 
 #[tokio::test]
-async fn nested_routers_are_told_apart() {
+async fn nested_routers_are_distinguished() {
     let store = MemoryStore::new();
     for inside in [true, false] {
         let stage = Stage::open();

@@ -20,7 +20,7 @@ fn with(policy: Policy) -> IdempotencyLayer {
 }
 
 #[tokio::test]
-async fn a_duplicate_of_a_running_request_is_told_when_to_come_again() {
+async fn a_duplicate_of_a_running_request_gets_a_retry_after() {
     for version in BOTH {
         let stage = Stage::closed();
         let address = serve_stage(layer(), &stage).await;
@@ -344,7 +344,7 @@ async fn a_shadow_refuses_nothing() {
 }
 
 #[tokio::test]
-async fn the_description_fits_what_the_layer_does() {
+async fn the_description_fits_the_layer() {
     let layer = with(POLICY.ttl(Duration::from_secs(3 * 86_400)).max_attempts(3))
         .fingerprint_headers([HeaderName::from_static("x-account")])
         .problem_base("https://api.example.com/problems/");

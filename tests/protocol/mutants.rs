@@ -297,7 +297,7 @@ impl Mutant {
         match self {
             Self::FinishAnybodys => with_result && met.is_pending(),
             Self::ReleaseAnybodys => !with_result && met.is_pending(),
-            _ => self.ends_what_has_ended(met, with_result),
+            _ => self.ends_an_ended_attempt(met, with_result),
         }
     }
 
@@ -307,7 +307,7 @@ impl Mutant {
     }
 
     /// True if an attempt may end although the record has ended.
-    pub(crate) fn ends_what_has_ended(self, met: &Slot, with_result: bool) -> bool {
+    pub(crate) fn ends_an_ended_attempt(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishOverFinished => with_result && met.result().is_some(),
             Self::ReleaseOverFinished => !with_result && met.result().is_some(),

@@ -287,7 +287,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
         return Done::Refused;
     }
     // An ended record: the runtime decides whether this write is a repetition.
-    if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_what_has_ended(met, with_result)) {
+    if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_an_ended_attempt(met, with_result)) {
         if mutant == Some(Mutant::RefundRepeated) {
             met.starts = met.starts.saturating_sub(refund);
         }

@@ -56,7 +56,7 @@ fn a_store_outlives_the_runtime_that_connected_it() {
 }
 
 #[test]
-fn a_runtime_that_stands_still_holds_up_nobody_else() {
+fn a_stalled_runtime_blocks_no_other() {
     let server = RedisServer::start(Kind::Redis);
     let runtime = lone_runtime();
     let store = runtime.block_on(connect(&server));

@@ -114,7 +114,7 @@ async fn a_limit_that_may_not_be_asked_for_is_learned() {
 
 /// Such a value gets its own connection.
 #[tokio::test]
-async fn a_value_over_the_limit_takes_nobody_with_it() {
+async fn a_value_over_the_limit_fails_alone() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
     let store = unknowing(&server).await;
     let names: Vec<_> = (0..200).map(|n| format!("k{n}")).collect();

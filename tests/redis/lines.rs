@@ -78,7 +78,7 @@ async fn a_connection_that_dribbles_is_given_up() {
 
 /// Of many concurrent requests, only a few answers are under way at a time.
 #[tokio::test]
-async fn exchanges_are_bounded_by_what_comes_back() {
+async fn exchanges_are_bounded_by_the_size_of_their_answers() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = large_results(&server).await;
     // With these replays the store measures the size of the records.
@@ -112,7 +112,7 @@ fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
 }
 
 #[tokio::test]
-async fn what_nobody_waits_for_any_more_is_not_sent() {
+async fn an_abandoned_operation_is_not_sent() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;
@@ -132,7 +132,7 @@ async fn what_nobody_waits_for_any_more_is_not_sent() {
 }
 
 #[tokio::test]
-async fn what_ends_an_attempt_was_handed_over() {
+async fn the_end_of_an_attempt_is_sent_without_its_caller() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     for count in [1, 300] {
@@ -162,7 +162,7 @@ async fn what_ends_an_attempt_was_handed_over() {
 
 /// Reservations that look first are dropped while the look is under way.
 #[tokio::test]
-async fn nobody_reserves_for_a_caller_that_left_between_two_exchanges() {
+async fn a_caller_that_left_between_two_exchanges_reserves_nothing() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = (connect(&server).await, Proxy::to(server.port()).await);
     let finished: Vec<_> = (0..500).map(|n| format!("finished{n}")).collect();

@@ -122,7 +122,7 @@ impl Scene {
 }
 
 #[tokio::test]
-async fn what_a_login_may_not_do_is_never_an_answer() {
+async fn a_missing_right_is_never_an_answer() {
     for kind in [Kind::Redis, Kind::Valkey] {
         let server = RedisServer::start(kind);
         let url = worker(&server).await;
@@ -461,7 +461,7 @@ async fn a_handler_whose_record_lost_its_expiry_ends_and_no_other_begins() {
 
 /// The record is kept for longer than requested, which is harmless.
 #[tokio::test]
-async fn other_records_without_an_expiry_are_what_they_are() {
+async fn other_records_without_an_expiry_are_shown_unchanged() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;

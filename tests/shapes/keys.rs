@@ -101,7 +101,7 @@ fn double(n: u32) -> u32 {
 
 // Some of the arguments are not `Send`.
 #[tokio::test]
-async fn keys_are_what_they_look_like() {
+async fn keys_show_their_parts() {
     let app = &App::default();
     let order = order();
     let cases = [

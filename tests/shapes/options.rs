@@ -387,7 +387,7 @@ fn a_digest_stands_for_a_payload_and_not_for_its_own_bytes() {
 }
 
 #[test]
-fn misuse_and_missing_keys_are_told() {
+fn misuse_and_missing_keys_are_errors() {
     spawned(async {
         let app = &App::default();
         let call = |text: &str| fingerprinted(app, 7, text.to_owned());

@@ -335,7 +335,7 @@ mod by_hand {
     }
 
     #[test]
-    fn what_is_not_answered_happens_at_some_time_or_never() {
+    fn an_unanswered_operation_lands_at_any_time_or_never() {
         for landed in [true, false] {
             assert!(holds(&script(|it| {
                 it.ask(reserve(1));
@@ -367,7 +367,7 @@ mod by_hand {
     }
 
     #[test]
-    fn a_late_finish_counts_until_somebody_has_taken_over() {
+    fn a_late_finish_counts_until_a_takeover() {
         let finish = || OperationArgs::Finish(by(1), 1, result(7));
         assert!(holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));

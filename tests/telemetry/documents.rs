@@ -146,7 +146,7 @@ fn the_dashboard_is_up_to_date() {
 }
 
 #[test]
-fn every_alert_says_what_it_means_what_to_look_at_and_what_to_do() {
+fn every_alert_names_its_meaning_and_the_next_steps() {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/operations.md")).unwrap();
     let entries: Vec<_> = page.split("\n### ").skip(1).filter(|entry| entry.starts_with("Idem")).collect();
     let named: Vec<_> = entries.iter().map(|entry| entry.lines().next().unwrap_or_default()).collect();

@@ -44,7 +44,7 @@ async fn costs(world: &World, store: &Cached, name: &str, expected: &Record) -> 
 }
 
 #[tokio::test]
-async fn a_replay_of_what_ran_here_costs_no_call() {
+async fn a_replay_of_a_local_run_costs_no_call() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.call(&store, POLICY, "first").await.0.unwrap();
@@ -71,7 +71,7 @@ async fn a_replay_of_what_ran_here_costs_no_call() {
 }
 
 #[tokio::test]
-async fn what_ran_elsewhere_costs_one_call_for_each_of_two_replays() {
+async fn a_result_of_another_process_costs_one_call_for_each_of_two_replays() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = Cached::new(world.store.clone());
@@ -257,7 +257,7 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
 }
 
 #[tokio::test]
-async fn a_reopen_takes_effect_at_once() {
+async fn a_reopen_takes_effect_immediately() {
     let world = World::new();
     let store = ageless(&world);
     let peer = store.peer(world.memory.peer());
@@ -568,7 +568,7 @@ async fn a_result_that_can_not_be_read_is_asked_for_again() {
 }
 
 #[tokio::test]
-async fn what_was_asked_for_lately_stays() {
+async fn recently_used_entries_stay() {
     let world = World::new();
     let store = Cached::options().max_entries(8).max_age(AGELESS).wrap(world.store.clone());
     let hot = world.finished(&store, "hot", b"hot").await;
@@ -746,7 +746,7 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
 }
 
 #[tokio::test]
-async fn whoever_joins_is_told_of_another_payload() {
+async fn each_joined_caller_learns_of_another_payload() {
     let world = World::new();
     let [right, wrong] = [1, 2].map(|payload| Some(Fingerprint::of(&payload).unwrap()));
     let first = world.request("k").fingerprint(right);
@@ -767,7 +767,7 @@ async fn whoever_joins_is_told_of_another_payload() {
 /// Only a finished record is shared. A reservation belongs to one caller, and "in progress" answers each caller's own
 /// token.
 #[tokio::test]
-async fn what_is_no_finished_record_is_not_shared() {
+async fn an_unfinished_record_is_not_shared() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.store.next(StoreCall::Reserve, Fault::Slow(3));
@@ -819,7 +819,7 @@ async fn many_that_wait_for_a_running_attempt_ask_once_each() {
 
 /// The call that reads for all callers may be dropped, or not be polled again.
 #[tokio::test]
-async fn nobody_is_kept_by_another_ones_call() {
+async fn a_slow_call_delays_no_other_key() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = ageless(&world);
@@ -846,7 +846,7 @@ async fn nobody_is_kept_by_another_ones_call() {
 
 /// A request made after a `reopen` must not get an answer from before it.
 #[tokio::test]
-async fn nobody_joins_what_a_reopen_has_outdated() {
+async fn no_caller_joins_an_outdated_read() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = ageless(&world);

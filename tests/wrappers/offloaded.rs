@@ -271,7 +271,7 @@ async fn results_above_the_threshold_become_objects() {
 }
 
 #[tokio::test]
-async fn names_tell_neither_key_nor_token() {
+async fn object_names_contain_neither_key_nor_token() {
     let world = World::new();
     let objects = Objects::default();
     let store =

@@ -203,13 +203,13 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_screen_tells_of_leases() {
+    fn a_wide_screen_shows_leases() {
         let lines = drawn(&mut view(), 120, 12);
         assert!(lines[5].contains("shop::payments/order:3") && lines[5].contains("lapses in 12.0 s"), "{lines:#?}");
     }
 
     #[test]
-    fn a_store_that_is_away_is_told_above_what_was_seen_last() {
+    fn an_unreachable_store_is_shown_above_the_last_findings() {
         let mut view = view();
         view.failure = Some("the server can't be reached".to_owned());
         let lines = drawn(&mut view, 40, 12);

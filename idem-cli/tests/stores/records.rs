@@ -133,7 +133,7 @@ async fn the_later_of_two_people_is_refused() {
 }
 
 #[tokio::test]
-async fn each_end_can_be_told() {
+async fn each_end_can_be_recorded() {
     let records = Records::new().await;
     let file = records.file(b"\"declined\"");
     let file = file.to_str().unwrap();
@@ -315,7 +315,7 @@ async fn a_live_lease_is_only_broken_on_purpose() {
 }
 
 #[tokio::test]
-async fn nothing_is_done_about_what_has_moved_on() {
+async fn a_changed_record_is_left_alone() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let seen = records.revision("pay/42");
@@ -332,7 +332,7 @@ async fn nothing_is_done_about_what_has_moved_on() {
 }
 
 #[tokio::test]
-async fn nobody_is_asked_without_a_terminal() {
+async fn no_question_is_asked_without_a_terminal() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     for verb in [&["reopen"][..], &["forget"], &["resolve", "--without-result"], &["release", "--break-lease"]] {
@@ -354,7 +354,7 @@ fn on_terminal(line: &str, typed: &str) -> (i32, String) {
 }
 
 #[tokio::test]
-async fn on_a_terminal_somebody_is_asked() {
+async fn on_a_terminal_a_question_is_asked() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let line = format!("{} reopen pay/42 --store {}", env!("CARGO_BIN_EXE_idem"), records.url());
@@ -387,7 +387,7 @@ async fn on_a_terminal_somebody_is_asked() {
 }
 
 #[tokio::test]
-async fn purge_removes_what_has_expired_and_nothing_else() {
+async fn purge_removes_only_expired_records() {
     let records = Records::new().await;
     // The expired records come last: each reservation removes up to two earlier ones, and some must remain for `purge`.
     interrupted(&records.store, "kept").await;
@@ -425,7 +425,7 @@ async fn a_purge_that_fails_says_how_far_it_came_and_is_finished_by_another() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_not_made() {
+async fn a_missing_store_is_not_created() {
     let folder = Folder::new();
     let missing = folder.path().join("missing.db");
     idem_at(&format!("sqlite:{}", missing.display()), &["show", "pay/42"]).ends(3).complains("No such file");
@@ -526,7 +526,7 @@ async fn stores_of_a_later_version_are_left_alone() {
 }
 
 #[tokio::test]
-async fn wrong_use_is_told_without_passwords() {
+async fn errors_of_wrong_use_show_no_passwords() {
     let records = Records::new().await;
     let verb = ["show", "pay/42"];
     for (url, text) in [
@@ -617,7 +617,7 @@ async fn a_pipe_that_is_closed_in_the_middle_ends_it_quietly() {
 }
 
 #[tokio::test]
-async fn a_terminal_of_forty_columns_shows_what_is_stuck() {
+async fn a_terminal_of_forty_columns_shows_stuck_records() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let idem = format!("{} --store {}", env!("CARGO_BIN_EXE_idem"), records.url()).replacen(
@@ -724,7 +724,7 @@ fn keys(run: &Run) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn what_is_stuck_is_listed_page_by_page() {
+async fn stuck_records_are_listed_page_by_page() {
     let records = Records::new().await;
     for at in 0..5 {
         interrupted(&records.store, &format!("stuck:{at}")).await;
@@ -808,7 +808,7 @@ async fn all_keys_with_a_prefix_are_forgotten_after_a_look_at_them() {
 }
 
 #[tokio::test]
-async fn a_watch_shows_what_waits_for_somebody_first() {
+async fn a_watch_lists_records_for_an_operator_first() {
     let records = Records::new().await;
     pending(&records.store, "a").await;
     interrupted(&records.store, "b").await;
@@ -865,7 +865,7 @@ async fn the_document_names_every_verb_and_field() {
 }
 
 #[tokio::test]
-async fn a_handler_replays_what_was_resolved() {
+async fn a_handler_replays_a_resolution() {
     use idem_runtime::{Compressed, Error, Store, StoreExt, idempotent};
     use tokio::sync::Semaphore;
 

@@ -195,7 +195,7 @@ async fn redis_behind_sentinels() {
 }
 
 #[tokio::test]
-async fn the_doctor_of_redis_finds_what_loses_records() {
+async fn the_doctor_of_redis_finds_settings_that_lose_records() {
     let server = RedisServer::start_with(
         Kind::Redis,
         &["--appendonly", "no", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"],
@@ -323,7 +323,7 @@ async fn the_doctor_of_postgres_finds_a_failover_that_forgets() {
 }
 
 #[tokio::test]
-async fn a_store_that_goes_away_in_the_middle_of_a_purge_is_told_and_another_one_finishes() {
+async fn an_interrupted_purge_is_an_error_and_another_finishes() {
     let mut server = PostgresServer::start();
     let url = server.url();
     idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
@@ -440,7 +440,7 @@ async fn warns(url: &str, check: &str, found: &str, bad: &str, mended: &str) {
 }
 
 #[tokio::test]
-async fn the_doctor_of_postgres_finds_what_costs_at_size() {
+async fn the_doctor_of_postgres_finds_settings_that_are_slow_at_size() {
     let server = PostgresServer::start();
     let url = server.url();
     idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);

@@ -43,7 +43,7 @@ mod tests {
     use crate::codec::ResultProblem;
 
     #[test]
-    fn what_is_not_compiled_in_is_told() {
+    fn a_codec_that_is_not_compiled_in_is_named() {
         for (name, is_there) in [("msgpack", cfg!(feature = "msgpack")), ("postcard", cfg!(feature = "postcard"))] {
             let codec = CodecName::new(name.as_bytes()).unwrap();
             assert_eq!(decode::<u8>(codec, &[7]).is_some(), is_there);

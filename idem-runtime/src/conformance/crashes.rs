@@ -15,17 +15,17 @@ pub(super) async fn crashed_under_fail(case: &Case) {
     case.lapse().await;
     for _ in 0..2 {
         let interrupted = Reservation::Interrupted { attempt: 1 };
-        case.is_told(&case.request(&key), interrupted.clone(), "lapsed under `fail`, met under `retry`").await;
-        case.is_told(&fail(case.request(&key)), interrupted, "lapsed under `fail`, met under `fail`").await;
+        case.is_answered(&case.request(&key), interrupted.clone(), "lapsed under `fail`, met under `retry`").await;
+        case.is_answered(&fail(case.request(&key)), interrupted, "lapsed under `fail`, met under `fail`").await;
     }
 }
 
-pub(super) async fn crash_met_under_fail(case: &Case) {
+pub(super) async fn crash_found_under_fail(case: &Case) {
     let key = case.key("");
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
     let interrupted = Reservation::Interrupted { attempt: 1 };
-    case.is_told(&fail(case.request(&key)), interrupted, "lapsed under `retry`, met under `fail`").await;
+    case.is_answered(&fail(case.request(&key)), interrupted, "lapsed under `retry`, met under `fail`").await;
     case.takes_over(&case.request(&key), 2, "lapsed under `retry`, met under `retry`").await;
 }
 
@@ -36,8 +36,8 @@ pub(super) async fn marked_interrupted(case: &Case) {
     assert_eq!(case.recorded(&key).await.record, Record::after(&lease, State::Interrupted), "the record of it");
     for _ in 0..2 {
         let interrupted = Reservation::Interrupted { attempt: 1 };
-        case.is_told(&case.request(&key), interrupted.clone(), "interrupted, met under `retry`").await;
-        case.is_told(&fail(case.request(&key)), interrupted, "interrupted, met under `fail`").await;
+        case.is_answered(&case.request(&key), interrupted.clone(), "interrupted, met under `retry`").await;
+        case.is_answered(&fail(case.request(&key)), interrupted, "interrupted, met under `fail`").await;
     }
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied, "a repeated mark is recognised");
     case.changes_nothing(
@@ -64,10 +64,10 @@ pub(super) async fn late_finish_under_fail(case: &Case) {
     let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
     case.begins(&lease).await;
     case.lapse().await;
-    case.is_told(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
+    case.is_answered(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the lapsed lease was not taken over");
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "finished after all").await;
+    case.is_answered(&case.request(&key), finished, "finished after all").await;
 }
 
 pub(super) async fn unmarked_lapse_under_fail(case: &Case) {
@@ -93,7 +93,7 @@ pub(super) async fn unmarked_lapse_does_not_count(case: &Case) {
     case.begins(&lease).await;
     case.lapse().await;
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_told(&limited(case.request(&key), 1), exhausted, "one of one bodies has begun").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted, "one of one bodies has begun").await;
 }
 
 pub(super) async fn begin_is_recorded(case: &Case) {

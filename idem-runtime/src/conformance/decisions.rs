@@ -66,7 +66,7 @@ impl Case {
     }
 }
 
-pub(super) async fn refusals_say_why(case: &Case) {
+pub(super) async fn refusals_name_their_reason(case: &Case) {
     // Every decision about an absent record is refused, and creates none.
     let absent = case.key("absent");
     for action in actions() {
@@ -110,7 +110,7 @@ pub(super) async fn refusals_say_why(case: &Case) {
         }
     }
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "a record that refused every decision").await;
+    case.is_answered(&case.request(&key), finished, "a record that refused every decision").await;
 }
 
 pub(super) async fn resolve_ends_it(case: &Case) {
@@ -128,10 +128,10 @@ pub(super) async fn resolve_ends_it(case: &Case) {
             assert_eq!(case.recorded(&key).await.record, record, "{why}, and again: the record afterwards");
             let fail = ReserveRequest { on_crash: OnCrash::Fail, ..limited(case.request(&key), 1) };
             for request in [&case.request(&key), &fail] {
-                case.is_told(request, Reservation::finished(record.clone()), &why).await;
+                case.is_answered(request, Reservation::finished(record.clone()), &why).await;
             }
             let other = marked(case.request(&key), 2);
-            case.is_told(&other, Reservation::FingerprintMismatch { attempt: 1 }, &why).await;
+            case.is_answered(&other, Reservation::FingerprintMismatch { attempt: 1 }, &why).await;
             drop(lease);
             assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied, "for the next round");
         }
@@ -152,7 +152,7 @@ pub(super) async fn resolve_spares_results(case: &Case) {
         assert_eq!(case.resolve(&key, 1, &finish).await, DecisionAnswer::Applied, "the same result");
         let record = case.recorded(&key).await.record;
         assert_eq!(Record { owner: lease.owner, ..record.clone() }, Record::after(&lease, finish.state()), "{name}");
-        case.is_told(&case.request(&key), Reservation::finished(record), name).await;
+        case.is_answered(&case.request(&key), Reservation::finished(record), name).await;
     }
 }
 
@@ -168,7 +168,7 @@ pub(super) async fn resolve_supplies_a_missing_result(case: &Case) {
         }
         let record = case.recorded(&key).await.record;
         assert_eq!(record.state, completed("1").state(), "{name}");
-        case.is_told(&case.request(&key), Reservation::finished(record), name).await;
+        case.is_answered(&case.request(&key), Reservation::finished(record), name).await;
         assert_eq!(case.resolve(&key, 1, &completed("2")).await, DecisionAnswer::Finished, "{name}: another one");
     }
 }
@@ -219,7 +219,7 @@ pub(super) async fn replace_corrects(case: &Case) {
             assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}");
             let after = case.recorded(&key).await.record;
             assert_eq!(after, Record { state: finish.state(), owner: after.owner, ..before.clone() }, "{why}");
-            case.is_told(&case.request(&key), Reservation::finished(after), &why).await;
+            case.is_answered(&case.request(&key), Reservation::finished(after), &why).await;
         }
         case.changes_nothing(&key, case.finish(&lease, &completed("1")), "the first result, presented again").await;
     }
@@ -238,7 +238,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
         key
     };
-    let is_told = |told: &DecisionAnswer, name: &str, why: &str| match told {
+    let is_answered = |told: &DecisionAnswer, name: &str, why: &str| match told {
         DecisionAnswer::Changed { decided_by, .. } => assert_eq!(decided_by.as_deref(), Some(name), "{why}"),
         DecisionAnswer::NoRecord => assert_eq!(name, "forgetful", "{why}"),
         other => panic!("{why}: should be refused as changed, was answered {other:?}"),
@@ -255,7 +255,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
             let why = format!("`{}`, after `{}` of the same record", second.name(), first.name());
             assert_eq!(case.decide(&earlier).await, DecisionAnswer::Applied, "{why}");
             let between = case.inspect(&key).await.map(|found| found.record);
-            is_told(&case.decide(&later).await, by, &why);
+            is_answered(&case.decide(&later).await, by, &why);
             assert_eq!(
                 case.inspect(&key).await.map(|found| found.record),
                 between,
@@ -270,7 +270,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         let earlier = case.decision(&key, 1, first.clone()).await.by(by);
         let later = case.decision(&key, 1, Action::Replace(completed("2"))).await.by("bob");
         assert_eq!(case.decide(&earlier).await, DecisionAnswer::Applied);
-        is_told(&case.decide(&later).await, by, first.name());
+        is_answered(&case.decide(&later).await, by, first.name());
     }
     // At the same time: the store applies either one of the two decisions.
     for round in 0..20 {
@@ -300,7 +300,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
     }
 }
 
-pub(super) async fn decisions_name_what_was_seen(case: &Case) {
+pub(super) async fn decisions_name_the_seen_record(case: &Case) {
     let changed = async |seen: Decision, standing: Standing, why: &str| {
         assert_eq!(case.decide(&seen).await, DecisionAnswer::changed(standing), "{why}");
         case.changes_nothing(&seen.key, case.decide(&seen), why).await;
@@ -407,7 +407,7 @@ pub(super) async fn break_lease_frees(case: &Case) {
     let lease = case.first(&key, OnCrash::Retry).await;
     breaks(case, &key, &lease, State::Released).await;
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_told(&limited(case.request(&key), 1), exhausted, "an attempt whose lease was broken counts").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted, "an attempt whose lease was broken counts").await;
     let second = case.reserved(&case.request(&key), 2, "a key whose lease was broken").await;
     let told = case.decides(&key, 1, Action::BreakLease).await;
     assert_eq!(told, DecisionAnswer::OtherAttempt { latest: 2 }, "repeated, once the next attempt runs");
@@ -415,7 +415,7 @@ pub(super) async fn break_lease_frees(case: &Case) {
     let told = case.decides(&key, 2, Action::BreakLease).await;
     assert_eq!(told, DecisionAnswer::Finished, "an attempt that has finished holds no lease");
     let finished = Reservation::finished(Record::after(&second, completed("2").state()));
-    case.is_told(&case.request(&key), finished, "the successor's result").await;
+    case.is_answered(&case.request(&key), finished, "the successor's result").await;
 }
 
 pub(super) async fn break_lease_under_fail(case: &Case) {
@@ -425,7 +425,8 @@ pub(super) async fn break_lease_under_fail(case: &Case) {
     breaks(case, &key, &lease, State::Interrupted).await;
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let request = ReserveRequest { on_crash, ..case.request(&key) };
-        case.is_told(&request, Reservation::Interrupted { attempt: 1 }, "a lease under `fail` that was broken").await;
+        case.is_answered(&request, Reservation::Interrupted { attempt: 1 }, "a lease under `fail` that was broken")
+            .await;
     }
     assert_eq!(
         case.resolve(&key, 1, &completed("1")).await,

@@ -9,9 +9,9 @@ use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest,
 async fn mismatches(case: &Case, key: &Key, attempt: u32, why: &str) {
     let before = case.recorded(key).await.record;
     let mismatch = Reservation::FingerprintMismatch { attempt };
-    case.is_told(&marked(case.request(key), 2), mismatch.clone(), why).await;
+    case.is_answered(&marked(case.request(key), 2), mismatch.clone(), why).await;
     let fail = ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) };
-    case.is_told(&marked(limited(fail, 1), 3), mismatch, why).await;
+    case.is_answered(&marked(limited(fail, 1), 3), mismatch, why).await;
     assert_eq!(case.recorded(key).await.record, before, "{why}: a mismatch changes nothing");
 }
 
@@ -53,7 +53,7 @@ pub(super) async fn mismatch_on_replay(case: &Case) {
         for _ in 0..2 {
             mismatches(case, &key, 1, &format!("another payload once the operation has {name}")).await;
             let finished = Reservation::finished(Record::after(&lease, finish.state()));
-            case.is_told(&marked(case.request(&key), 1), finished, "the same payload").await;
+            case.is_answered(&marked(case.request(&key), 1), finished, "the same payload").await;
         }
     }
 }
@@ -64,7 +64,7 @@ pub(super) async fn mismatch_once_interrupted(case: &Case) {
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     mismatches(case, &key, 1, "another payload on an interrupted key").await;
     let interrupted = Reservation::Interrupted { attempt: 1 };
-    case.is_told(&marked(case.request(&key), 1), interrupted, "the same payload").await;
+    case.is_answered(&marked(case.request(&key), 1), interrupted, "the same payload").await;
 
     let key = case.key("lapsed");
     first(case, ReserveRequest { on_crash: OnCrash::Fail, ..case.short(&key) }).await;
@@ -78,7 +78,7 @@ pub(super) async fn mismatch_once_exhausted(case: &Case) {
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     mismatches(case, &key, 1, "another payload on an exhausted key").await;
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_told(&marked(limited(case.request(&key), 1), 1), exhausted, "the same payload").await;
+    case.is_answered(&marked(limited(case.request(&key), 1), 1), exhausted, "the same payload").await;
 }
 
 pub(super) async fn missing_fingerprint_matches(case: &Case) {
@@ -88,7 +88,7 @@ pub(super) async fn missing_fingerprint_matches(case: &Case) {
     case.waits_for(&case.request(&key), 1, "no fingerprint is presented").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "no fingerprint is presented").await;
+    case.is_answered(&case.request(&key), finished, "no fingerprint is presented").await;
 
     // The request has a fingerprint, the record has none: the next attempt writes its own into the record.
     let key = case.key("presented");

@@ -146,7 +146,7 @@ pub(super) async fn list_filters(case: &Case) {
     assert_eq!(case.shown(&ancient, "older than any").await, Some(HashSet::new()), "older than any");
 }
 
-pub(super) async fn list_shows_what_inspect_does(case: &Case) {
+pub(super) async fn list_and_inspect_agree(case: &Case) {
     let [_, scope] = case.scopes();
     let running = key(&scope, "running");
     let request = marked(ReserveRequest { on_crash: OnCrash::Fail, ..case.request(&running) }, 1);

@@ -50,7 +50,7 @@ mod reserving;
 mod results;
 mod retention;
 mod robustness;
-mod telling;
+mod showing;
 mod waiting;
 mod writing;
 
@@ -145,7 +145,7 @@ macro_rules! __conformance_clauses {
         begin_is_the_owners: "Only the attempt itself can mark its record, by owner token and number.",
         begin_after_a_lapse: "A `begin` that arrives after the lease, or after a takeover, is refused; a renewed lease can be marked.",
         begin_after_the_end: "A `begin` that arrives after the end of the attempt is refused.",
-        crash_met_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for requests under `fail`, and taken over by others.",
+        crash_found_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for requests under `fail`, and taken over by others.",
         marked_interrupted: "After `release(Interrupted)` every request is refused, whatever its `on_crash`.",
         live_lease_under_fail: "A live lease under `on_crash = fail` is pending, not interrupted.",
         late_finish_under_fail: "An attempt under `on_crash = fail` may complete after its lease has lapsed.",
@@ -223,8 +223,8 @@ macro_rules! __conformance_clauses {
         reopen_released: "`reopen` of a released record sets its count of attempts to zero.",
         reopen_keeps_retention: "`reopen` leaves the retention as it was.",
         decisions_about_one_record: "Of two contrary decisions about the same record one is applied, and the other is refused as changed, one after the other or at the same time.",
-        decisions_name_what_was_seen: "A decision is refused if an attempt or a decision has changed the record since it was seen, even back to the same state.",
-        refusals_say_why: "A decision that is refused says why: no record, another attempt and its number, or a live lease and when it lapses.",
+        decisions_name_the_seen_record: "A decision is refused if an attempt or a decision has changed the record since it was seen, even back to the same state.",
+        refusals_name_their_reason: "A decision that is refused says why: no record, another attempt and its number, or a live lease and when it lapses.",
         resolve_ends_it: "`resolve` gives an interrupted, released or lapsed attempt the end that it names, as often as it is repeated.",
         resolve_spares_results: "`resolve` replaces no result that was recorded.",
         resolve_supplies_a_missing_result: "`resolve` supplies the result of an operation that completed without one, once.",
@@ -236,12 +236,12 @@ macro_rules! __conformance_clauses {
         holder_survives: "A record tells who holds it, whatever becomes of the attempt, up to the longest name.",
         holder_is_the_latest: "A record tells who made its latest attempt, and nobody if that does not say.",
         traceparent_survives: "A record tells the trace of its latest attempt, and a replay that of the run that made its result.",
-        times_are_told: "A record tells when its key was first seen and when its latest attempt began, whatever is written meanwhile.",
-        replays_tell_their_age: "A replay tells how old its record is: no less than the time since its attempt ended, and no more than since it began.",
+        times_are_shown: "A record tells when its key was first seen and when its latest attempt began, whatever is written meanwhile.",
+        replays_show_their_age: "A replay tells how old its record is: no less than the time since its attempt ended, and no more than since it began.",
         decision_is_named: "A record tells who decided about it last, and why, until the next decision.",
         list_shows_each_once: "`list` shows each record of a scope once, whatever the length of its pages, and none of another scope.",
         list_filters: "`list` shows the records that stand as asked for and are old enough, and none that has expired.",
-        list_shows_what_inspect_does: "`list` shows what `inspect` shows, without results.",
+        list_and_inspect_agree: "`list` shows what `inspect` shows, without results.",
         ping_is_answered: "`ping` is answered if the store can be reached; if it can't, `ping` and `list` fail (needs `Subject::unreachable`).",
         purge_spares_the_kept: "`purge` removes no record before the end of its retention, and returns how many it removed.",
         // Robustness.
@@ -276,12 +276,12 @@ macro_rules! list {
 
 use crashes::{
     begin_after_a_lapse, begin_after_the_end, begin_is_recorded, begin_is_the_owners, begin_repeated,
-    crash_met_under_fail, crashed_under_fail, late_finish_under_fail, live_lease_under_fail, marked_interrupted,
+    crash_found_under_fail, crashed_under_fail, late_finish_under_fail, live_lease_under_fail, marked_interrupted,
     unmarked_lapse_does_not_count, unmarked_lapse_under_fail,
 };
 use decisions::{
     break_lease_frees, break_lease_under_fail, decisions_about_one_record, decisions_keep_retention,
-    decisions_name_what_was_seen, discard_finished, dropped_decisions, forget_erases, refusals_say_why,
+    decisions_name_the_seen_record, discard_finished, dropped_decisions, forget_erases, refusals_name_their_reason,
     reopen_spares_results, replace_corrects, resolve_ends_it, resolve_fences, resolve_spares_results,
     resolve_supplies_a_missing_result,
 };
@@ -290,7 +290,7 @@ use fingerprints::{
     mismatch_once_released, mismatch_while_pending, missing_fingerprint_matches,
 };
 use keys::{long_keys_are_distinct, similar_keys_are_distinct};
-use listing::{list_filters, list_shows_each_once, list_shows_what_inspect_does, ping_is_answered};
+use listing::{list_and_inspect_agree, list_filters, list_shows_each_once, ping_is_answered};
 use operators::{
     inspection, purge_spares_the_kept, reopen_interrupted, reopen_keeps_retention, reopen_lapsed, reopen_refused,
     reopen_released,
@@ -314,8 +314,8 @@ use robustness::{
     dropped_reopen, dropped_reserve, dropped_reserve_stays_away, foreign_value, handles_share, owners_are_unique,
     unreachable_store,
 };
-use telling::{
-    decision_is_named, holder_is_the_latest, holder_survives, replays_tell_their_age, times_are_told,
+use showing::{
+    decision_is_named, holder_is_the_latest, holder_survives, replays_show_their_age, times_are_shown,
     traceparent_survives,
 };
 use waiting::{
@@ -643,7 +643,7 @@ impl Case {
     }
 
     /// Checks that the answer to `request` is `expected`.
-    async fn is_told(&self, request: &ReserveRequest, expected: Reservation, why: &str) {
+    async fn is_answered(&self, request: &ReserveRequest, expected: Reservation, why: &str) {
         assert_eq!(self.reserve(request).await.aged(None), expected, "{why}");
     }
 

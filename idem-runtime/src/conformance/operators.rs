@@ -63,7 +63,7 @@ pub(super) async fn reopen_refused(case: &Case) {
         case.changes_nothing(&key, case.reopen(&key, attempt), "`reopen` of another attempt than the latest").await;
     }
     let finished = Reservation::finished(Record::after(&second, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "a result that `reopen` left alone").await;
+    case.is_answered(&case.request(&key), finished, "a result that `reopen` left alone").await;
 }
 
 /// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened, and that the next attempt runs.
@@ -82,7 +82,7 @@ async fn runs_again(case: &Case, key: &Key, why: &str) {
     case.changes_nothing(key, case.reopen(key, 2), "`reopen` of a live lease").await;
     assert_eq!(case.finish(&lease, &completed("2")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("2").state()));
-    case.is_told(&case.request(key), finished, "the successor's result").await;
+    case.is_answered(&case.request(key), finished, "the successor's result").await;
 }
 
 pub(super) async fn reopen_interrupted(case: &Case) {
@@ -96,7 +96,7 @@ pub(super) async fn reopen_interrupted(case: &Case) {
     let lease = case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
     case.begins(&lease).await;
     case.lapse().await;
-    case.is_told(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
+    case.is_answered(&case.request(&key), Reservation::Interrupted { attempt: 1 }, "lapsed under `fail`").await;
     runs_again(case, &key, "an attempt that lapsed under `fail`").await;
 }
 
@@ -114,7 +114,7 @@ pub(super) async fn reopen_released(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&limited(marked(case.request(&key), 1), 1), 1, "a key that was never used").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
-    case.is_told(
+    case.is_answered(
         &limited(case.request(&key), 1),
         Reservation::AttemptsExhausted { attempts: 1 },
         "one of one attempts",

@@ -184,7 +184,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         case.sleep(PAUSE).await;
         for _ in 0..2 {
             let released = Reservation::Released { attempt: 1 };
-            case.is_told(&request, released, "a reservation that arrives after its own release").await;
+            case.is_answered(&request, released, "a reservation that arrives after its own release").await;
         }
         let after = case.recorded(&key).await;
         assert_eq!(after.record, before.record, "a late reservation changes nothing");
@@ -199,9 +199,10 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
     let lease = case.reserved(&request, 1, "a key that was never used").await;
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     let interrupted = Reservation::Interrupted { attempt: 1 };
-    case.is_told(&request, interrupted, "a reservation that arrives after its attempt was marked").await;
+    case.is_answered(&request, interrupted, "a reservation that arrives after its attempt was marked").await;
     assert_eq!(case.reopen(&key, 1).await, Verdict::Applied);
-    case.is_told(&request, Reservation::Released { attempt: 1 }, "a reservation that arrives after a `reopen`").await;
+    case.is_answered(&request, Reservation::Released { attempt: 1 }, "a reservation that arrives after a `reopen`")
+        .await;
     case.reserved(&case.request(&key), 2, "the key is free for another owner").await;
 }
 
@@ -230,7 +231,7 @@ pub(super) async fn max_attempts_counts_releases(case: &Case) {
     }
     for _ in 0..2 {
         let exhausted = Reservation::AttemptsExhausted { attempts: 3 };
-        case.is_told(&limited(case.request(&key), 3), exhausted, "three of three attempts were released").await;
+        case.is_answered(&limited(case.request(&key), 3), exhausted, "three of three attempts were released").await;
     }
     assert_eq!(case.recorded(&key).await.record.attempt, 3, "a refused attempt gets no number");
 }
@@ -245,7 +246,7 @@ pub(super) async fn max_attempts_counts_lapses(case: &Case) {
     case.lapse().await;
     for _ in 0..2 {
         let exhausted = Reservation::AttemptsExhausted { attempts: 2 };
-        case.is_told(&limited(case.request(&key), 2), exhausted, "two of two attempts lapsed").await;
+        case.is_answered(&limited(case.request(&key), 2), exhausted, "two of two attempts lapsed").await;
     }
     assert_eq!(case.finish(&second, &completed("1")).await, Verdict::Applied, "the last attempt was not taken over");
 }
@@ -261,7 +262,7 @@ pub(super) async fn not_started_does_not_count(case: &Case) {
     let lease = case.reserved(&limited(case.request(&key), 1), 5, "no body has started").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_told(&limited(case.request(&key), 1), exhausted, "one of one attempts has started").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted, "one of one attempts has started").await;
 }
 
 pub(super) async fn exhaustion_is_not_final(case: &Case) {
@@ -269,10 +270,10 @@ pub(super) async fn exhaustion_is_not_final(case: &Case) {
     let lease = case.reserved(&limited(case.request(&key), 1), 1, "within the limit").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_told(&limited(case.request(&key), 1), exhausted.clone(), "one of one attempts has started").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted.clone(), "one of one attempts has started").await;
     let lease = case.reserved(&limited(case.request(&key), 2), 2, "another attempt is allowed now").await;
     case.waits_for(&limited(case.request(&key), 1), 2, "a live lease, whatever the limit").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&limited(case.request(&key), 1), finished, "a result is replayed whatever the limit").await;
+    case.is_answered(&limited(case.request(&key), 1), finished, "a result is replayed whatever the limit").await;
 }

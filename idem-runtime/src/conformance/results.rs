@@ -46,9 +46,9 @@ pub(super) async fn completed_is_replayed(case: &Case) {
     let lease = case.reserved(&case.request(&key), 3, "a released key").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished.clone(), "the third attempt's result").await;
+    case.is_answered(&case.request(&key), finished.clone(), "the third attempt's result").await;
     // A repeated reservation of the owner gets the result too.
-    case.is_told(
+    case.is_answered(
         &ReserveRequest { owner: lease.owner, ..case.request(&key) },
         finished,
         "reserved again by its own owner",

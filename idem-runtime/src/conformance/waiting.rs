@@ -133,7 +133,7 @@ pub(super) async fn wait_is_bounded(case: &Case) {
 
 pub(super) async fn wait_tells_the_present(case: &Case) {
     // Both handles, so that none answers from its own memory.
-    let tells = async |key: &Key, attempt: u32, why: &str| {
+    let shows = async |key: &Key, attempt: u32, why: &str| {
         for _ in 0..2 {
             let told = case.ask(case.store().wait(key, attempt, LONG), &format!("wait: {why}")).await;
             if let Some(told) = told {
@@ -148,13 +148,13 @@ pub(super) async fn wait_tells_the_present(case: &Case) {
         let key = case.key(finish.state().name());
         let lease = first(case, marked(case.request(&key), 1)).await;
         assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
-        tells(&key, 1, "a finished record").await;
+        shows(&key, 1, "a finished record").await;
         assert_eq!(case.reopen(&key, 1).await, Verdict::Applied);
-        tells(&key, 1, "a reopened record").await;
+        shows(&key, 1, "a reopened record").await;
         case.reserved(&marked(case.request(&key), 1), 2, "a reopened key").await;
-        tells(&key, 1, "the attempt after it").await;
+        shows(&key, 1, "the attempt after it").await;
         assert_eq!(case.decides(&key, 2, Action::BreakLease).await, DecisionAnswer::Applied);
-        tells(&key, 2, "a lease that was broken").await;
+        shows(&key, 2, "a lease that was broken").await;
         assert_eq!(case.decides(&key, 2, Action::Forget).await, DecisionAnswer::Applied);
         let told = case.ask(case.store().wait(&key, 2, LONG), "wait").await;
         assert_eq!(told, None, "the record was removed");

@@ -262,7 +262,7 @@ pub(super) async fn finish_is_final(case: &Case) {
         let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
         assert!(!put_off, "a repeated finish put the retention off: {before:?}, then {after:?}");
     }
-    case.is_told(&case.request(&key), Reservation::finished(record), "the result that was recorded first").await;
+    case.is_answered(&case.request(&key), Reservation::finished(record), "the result that was recorded first").await;
 }
 
 pub(super) async fn landed_finish_is_recognised(case: &Case) {
@@ -293,7 +293,7 @@ pub(super) async fn finish_after_lapse(case: &Case) {
     case.lapse().await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the lapsed lease was not taken over");
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "completed after the lapse").await;
+    case.is_answered(&case.request(&key), finished, "completed after the lapse").await;
 }
 
 pub(super) async fn finish_after_takeover(case: &Case) {
@@ -307,7 +307,7 @@ pub(super) async fn finish_after_takeover(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the successor can finish");
     case.changes_nothing(&key, case.finish(&late, &completed("late")), "a completion after the successor's").await;
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "the successor's result").await;
+    case.is_answered(&case.request(&key), finished, "the successor's result").await;
 }
 
 pub(super) async fn finish_after_release(case: &Case) {
@@ -349,7 +349,7 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("3")).await, Verdict::Applied, "the latest attempt can finish");
     case.changes_nothing(&key, case.finish(&old, &completed("1")), "a finish after that of the latest attempt").await;
     let finished = Reservation::finished(Record::after(&lease, completed("3").state()));
-    case.is_told(&case.request(&key), finished, "the result of the latest attempt").await;
+    case.is_answered(&case.request(&key), finished, "the result of the latest attempt").await;
 }
 
 pub(super) async fn finish_of_nothing(case: &Case) {
@@ -410,7 +410,7 @@ pub(super) async fn release_after_finish(case: &Case) {
         case.changes_nothing(&key, case.release(&lease, release), "a release after the finish").await;
     }
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_told(&case.request(&key), finished, "a result that was not undone").await;
+    case.is_answered(&case.request(&key), finished, "a result that was not undone").await;
 }
 
 pub(super) async fn release_of_nothing(case: &Case) {

@@ -28,7 +28,7 @@ use super::attempt::Attempt;
 use super::batch::Turn;
 use super::begin::{BeginResult, Start, begin};
 use super::end::{AttemptEnd, RecordContent, end};
-use super::held::{EndingAttempt, HeldAttempt, note_refusal, poll_as, tell};
+use super::held::{EndingAttempt, HeldAttempt, note_refusal, poll_as, report_uncertain};
 use super::outcome::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal, Seat, report, report_again};
 use super::recorder::{Recorder, encoded};
 use super::telemetry::{Facts, Telemetry};
@@ -481,7 +481,7 @@ fn refuse(seen: &mut ObservedCall, work: Pin<&mut dyn Work>, error: Error, on_un
         None => Progress::Unrecorded { error: facts },
     };
     if let Some(uncertain) = error.uncertain() {
-        tell(on_uncertain, uncertain);
+        report_uncertain(on_uncertain, uncertain);
     }
     work.refuse(error);
 }

@@ -329,12 +329,12 @@ pub(crate) fn write_late(
         let tries = Tries::new(&*store, &lease, confirmed_at).late(under_way, ends_late);
         let written = write(&*store, &lease, &ending).await;
         let written = write_again(tries, &mut ending, written).await;
-        tell_late(store.name(), &lease, &ending, late.what_happened(), &written);
+        log_late(store.name(), &lease, &ending, late.what_happened(), &written);
     }));
 }
 
 /// Logs the result of a late write. The span of the call is gone, so the event stands alone and names the key.
-fn tell_late(
+fn log_late(
     store: &'static str,
     lease: &Lease,
     ending: &AttemptEnd,

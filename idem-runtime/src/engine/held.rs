@@ -247,7 +247,7 @@ impl HeldAttempt {
 }
 
 /// Calls the user's hook for an operation in doubt.
-pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
+pub(super) fn report_uncertain(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
     let Some(hook) = hook else { return };
     if std::panic::catch_unwind(|| hook(uncertain)).is_err() {
         tracing::error!(key = %uncertain.key, "the hook `on_uncertain` panicked");
@@ -256,7 +256,7 @@ pub(super) fn tell(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
 
 /// Logs that a call was dropped while its body ran. The span of the call is not the current one, so the event names the
 /// key.
-fn tell_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
+fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     let Lease { key, attempt, on_crash, .. } = lease;
     match (late, on_crash) {
         (LateEndState::Panicked | LateEndState::Cancelled, OnCrash::Fail) => tracing::error!(
@@ -336,8 +336,8 @@ impl HeldAttempt {
         if begun && matches!(ending, Some(AttemptEnd::Release(_))) {
             let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
             let (key, attempt) = (&lease.key, lease.attempt);
-            tell(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
-            tell_dropped(late, store.name(), &lease);
+            report_uncertain(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
+            log_dropped(late, store.name(), &lease);
         }
         // A body that has not begun is not interrupted, whatever the policy says of a crash.
         let ending = if begun { ending } else { Some(AttemptEnd::Release(Release::NotStarted)) };

@@ -636,7 +636,7 @@ impl Observer {
     /// Reports the progress of the calls to the enclosing observation, which is the current one again. The enclosing
     /// observation gets each call as soon as that call has begun, so that no call is lost if this observation is
     /// dropped.
-    fn tell_outside(&mut self) {
+    fn report_to_outer(&mut self) {
         if !std::mem::take(&mut self.changed) {
             return;
         }
@@ -719,7 +719,7 @@ impl Drop for Observation<'_> {
     fn drop(&mut self) {
         swap(self.observer);
         if let Some(observer) = self.observer {
-            observer.tell_outside();
+            observer.report_to_outer();
         }
     }
 }

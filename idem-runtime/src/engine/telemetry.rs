@@ -189,7 +189,7 @@ impl Facts {
         {
             fails(span, outcome);
         }
-        tell(error);
+        log_error(error);
     }
 
     /// Notes that the call has returned.
@@ -271,7 +271,7 @@ fn outcome_of(error: &Error) -> CallOutcome {
 
 /// Logs an error, at a level that matches the need for an operator. An error of the store is logged once for the whole
 /// outage, and a lost lease or a time limit is logged where it is noticed.
-fn tell(error: &Error) {
+fn log_error(error: &Error) {
     match error {
         Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(
             %key, store, attempt, error = %source,

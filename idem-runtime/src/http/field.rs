@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_told_apart() {
+    fn invalid_keys_are_distinguished() {
         use KeyFieldProblem::{Empty, Malformed, Missing, Repeated, TooLong};
         assert_eq!(of(&[]), Err(Missing));
         assert_eq!(of(&[b"a", b"a"]), Err(Repeated));

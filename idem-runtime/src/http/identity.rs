@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_compared_by_what_it_says() {
+    fn json_is_compared_by_its_content() {
         let groups = [
             &[r#"{"a":1,"b":[1,2]}"#, " {\n\"b\" : [1.0 , 2e0], \"a\":10e-1 } ", r#"{"\u0061":1,"b":[1,2]}"#][..],
             &[r#"{"a":1,"b":[2,1]}"#],

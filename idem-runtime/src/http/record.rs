@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_belongs_to_one_exchange_is_not_recorded() {
+    fn headers_of_one_exchange_are_not_recorded() {
         let fields = [
             ("connection", "close, X-Hop"),
             ("x-hop", "1"),

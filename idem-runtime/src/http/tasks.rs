@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_usual_time_follows_what_handlers_take() {
+    fn the_usual_time_follows_the_handlers() {
         let (tasks, seconds) = (HandlerTasks::new(1), Duration::from_secs);
         assert_eq!(tasks.usual(), Duration::ZERO);
         tasks.took(seconds(8));

@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_hidden_is_never_taken_for_a_key() {
+    fn a_hidden_key_is_never_taken_for_a_key() {
         let key = Key::new("s", "a%b").unwrap();
         assert_eq!(key.text(), "a%25b");
         let shown = |display| key.clone().shown_as(display).to_string();

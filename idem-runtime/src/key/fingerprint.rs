@@ -1149,7 +1149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_serde_json_hands_on_privately_is_read() {
+    fn private_structs_of_serde_json_are_read() {
         #[derive(Serialize)]
         #[serde(rename = "$serde_json::private::Number")]
         struct Number {

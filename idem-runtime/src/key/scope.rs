@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scope_is_shared_by_those_who_say_so() {
+    fn a_scope_is_shared_only_by_declaration() {
         static FIRST: Scope = Scope::of_handler("test::shared", true);
         static SECOND: Scope = Scope::of_handler("test::shared", true);
         for scope in [&FIRST, &SECOND, &Scope::shared("test::shared")] {

@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_word_of_its_own_gives_up_what_is_recorded() {
+    fn only_an_explicit_action_gives_up_a_result() {
         each(|record, decision, _, ruling| {
             let gives_up = matches!(decision.action, Action::Discard | Action::Replace(_) | Action::Forget);
             if let (Some(recorded), Ruling::Replace(with)) = (record.state.result(), &ruling)

@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trail_says_what_was_put_in() {
+    fn a_trail_holds_its_input() {
         let nothing = Trail::default();
         assert!(
             nothing.is_empty() && nothing == Trail::held(Holder::new("")) && nothing.with_decision("", "").is_empty()

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_now_and_then_is_told_less_and_less_often() {
+    fn rare_failures_are_logged_less_and_less_often() {
         let outage = Outage::default();
         let mut lines = 0;
         for second in (0..3600).step_by(10) {

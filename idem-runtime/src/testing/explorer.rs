@@ -94,7 +94,7 @@ impl sealed::DeliveryOutput for Disposition {
 }
 
 impl DeliveryAnswer {
-    fn tell(&self) -> String {
+    fn narrate(&self) -> String {
         let outcome = &self.outcome;
         let attempt = outcome.attempt().map_or_else(String::new, |number| format!(" attempt {number}"));
         let mut told = match (outcome.replayed(), outcome.executed(), outcome.refusal()) {
@@ -322,7 +322,7 @@ impl Explorer {
         let stuck = simulation.try_run(scene.play(late)).err();
         if let Some(stuck) = stuck {
             let what = if stuck.is_spinning() { "a task is polled endlessly" } else { "a task never ends" };
-            scene.world.tell(what);
+            scene.world.narrate(what);
             scene.known.borrow_mut().problems.push(Problem::Stuck);
         }
         let mut known = scene.known.take();
@@ -474,7 +474,7 @@ impl Scene {
         let mut left = DELIVERIES;
         while left > 0 {
             let number = world.delivery();
-            world.tell(&format!("delivery {number}: {what} to worker {}", worker.number()));
+            world.narrate(&format!("delivery {number}: {what} to worker {}", worker.number()));
             let ended = self.deliver_once(number, &worker, watched).await;
             let mut again_after = None;
             left -= u32::from(!ended.is_in_progress());
@@ -485,7 +485,7 @@ impl Scene {
                     self.duplicate_after();
                 }
                 DeliveryEnd::Answered(answer) => {
-                    world.tell(&format!("delivery {number} {}", answer.tell()));
+                    world.narrate(&format!("delivery {number} {}", answer.narrate()));
                     if answer.outcome.recorded() {
                         self.known.borrow_mut().values.extend(answer.value);
                     }
@@ -521,7 +521,7 @@ impl Scene {
     }
 
     fn kill(&self, worker: &Worker, place: &str) {
-        self.world.tell(&format!("worker {} is killed {place}", worker.number()));
+        self.world.narrate(&format!("worker {} is killed {place}", worker.number()));
         worker.die();
     }
 
@@ -594,14 +594,14 @@ impl Scene {
     async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<DeliveryEnd> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {
-            self.world.tell(&format!("delivery {number} is {place}"));
+            self.world.narrate(&format!("delivery {number} is {place}"));
             self.duplicate();
             // Time passes only while no task can go on, so the duplicates run first.
             clock.sleep(SLOWER).await;
         }
         match cut {
             Cut::Cancel => {
-                self.world.tell(&format!("delivery {number} is cancelled {place}"));
+                self.world.narrate(&format!("delivery {number} is cancelled {place}"));
                 self.duplicate_after();
                 Some(DeliveryEnd::Unanswered)
             }
@@ -611,7 +611,7 @@ impl Scene {
                 Some(DeliveryEnd::Died)
             }
             Cut::Stop | Cut::Pause | Cut::Overtake => {
-                self.world.tell(&format!("worker {} stands still {place}", worker.number()));
+                self.world.narrate(&format!("worker {} stands still {place}", worker.number()));
                 worker.stop();
                 self.stand_in(worker.clone());
                 worker.running().await;
@@ -648,7 +648,7 @@ impl Scene {
             if other.is_dead() {
                 copy.kill();
             }
-            world.tell(&format!("worker {} goes on", stopped.number()));
+            world.narrate(&format!("worker {} goes on", stopped.number()));
             stopped.resume();
             if !copy.is_finished() {
                 let _ = copy.await;
@@ -663,7 +663,7 @@ impl Scene {
             .map(|message| (*message).to_owned())
             .or_else(|| panic.downcast_ref::<String>().cloned())
             .unwrap_or_default();
-        self.world.tell(&format!("delivery {number} panics: {message}"));
+        self.world.narrate(&format!("delivery {number} panics: {message}"));
         self.known.borrow_mut().problems.push(Problem::Panicked { message });
         DeliveryEnd::Unanswered
     }

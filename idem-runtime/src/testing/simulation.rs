@@ -192,7 +192,7 @@ impl Simulation {
             poll_fn(|cx| {
                 // Wakers and clock must know the scheduler before any task is polled.
                 tasks.polled_by(cx.waker());
-                clock.tells(Some(cx.waker()));
+                clock.wakes(Some(cx.waker()));
                 clock.wake_sleepers();
                 tasks.adopt(clock);
                 if clock.now() >= limit || tasks.is_exhausted() {
@@ -557,7 +557,7 @@ impl Tasks {
     }
 
     fn clear(&self, clock: &SimulatedClock) {
-        clock.tells(None);
+        clock.wakes(None);
         loop {
             // A dropped task may spawn a last write.
             self.adopt(clock);

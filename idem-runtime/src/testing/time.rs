@@ -126,7 +126,7 @@ impl SimulatedClock {
     }
 
     /// Sets the waker to wake when a task falls asleep or is spawned.
-    pub(super) fn tells(&self, simulation: Option<&Waker>) {
+    pub(super) fn wakes(&self, simulation: Option<&Waker>) {
         let earlier = std::mem::replace(&mut lock(&self.0.state).simulation, simulation.cloned());
         drop(earlier);
     }
@@ -136,7 +136,7 @@ impl SimulatedClock {
         self.0.origin + at.since_origin()
     }
 
-    fn tell(&self) {
+    fn wake_simulation(&self) {
         let simulation = lock(&self.0.state).simulation.clone();
         if let Some(simulation) = simulation {
             simulation.wake();
@@ -171,7 +171,7 @@ impl Clock for SimulatedClock {
 
     fn spawn(&self, task: Task) {
         lock(&self.0.state).spawned.push(task);
-        self.tell();
+        self.wake_simulation();
     }
 }
 
@@ -200,7 +200,7 @@ impl Future for Sleeper {
         };
         // Dropped outside of the lock: dropping the last waker of a task drops the task.
         if earlier.is_none() {
-            this.clock.tell();
+            this.clock.wake_simulation();
         }
         Poll::Pending
     }

@@ -97,7 +97,7 @@ impl Worker {
         self.travel(|| format!("after the question {question}")).await;
         match cut {
             Some(Cut::RequestLost | Cut::AnswerLost) => {
-                world.tell(&format!("the question {question} gets no answer"));
+                world.narrate(&format!("the question {question} gets no answer"));
                 Err(NoAnswer(()))
             }
             _ => Ok(happened),
@@ -122,7 +122,7 @@ impl Worker {
 
     /// Adds a line to the story of the scenario.
     pub fn note(&self, line: impl AsRef<str>) {
-        self.0.world.tell(line.as_ref());
+        self.0.world.narrate(line.as_ref());
     }
 
     /// Kills the worker: its running work stops, and it releases nothing.
@@ -249,7 +249,7 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
     }
     worker.travel(|| format!("before effect `{name}`")).await;
     if matches!(cut, Some(Cut::RequestLost)) {
-        world.tell(&format!("the request for effect `{name}` gets lost"));
+        world.narrate(&format!("the request for effect `{name}` gets lost"));
         return Err(NoAnswer(()));
     }
     if tokio::task::try_id().is_some() {
@@ -260,12 +260,12 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
     }
     let now = world.happen(&worker, &name, key, attempt);
     if matches!(cut, Some(Cut::Crash)) {
-        world.tell(&format!("worker {} is killed right after effect `{name}`", worker.number()));
+        world.narrate(&format!("worker {} is killed right after effect `{name}`", worker.number()));
         worker.die();
     }
     worker.travel(|| format!("after effect `{name}`")).await;
     if matches!(cut, Some(Cut::AnswerLost)) {
-        world.tell(&format!("the answer of effect `{name}` gets lost"));
+        world.narrate(&format!("the answer of effect `{name}` gets lost"));
         return Err(NoAnswer(()));
     }
     Ok(now)
@@ -325,7 +325,7 @@ impl WorkerInner {
                 worker.number() == 1 && lock(&world.state).down_until.is_some_and(|until| world.clock.now() < until);
             if down || matches!(cut, Some(Cut::RequestLost)) {
                 if cut.is_some() {
-                    world.tell(&format!("the store can't be reached for `{what}`"));
+                    world.narrate(&format!("the store can't be reached for `{what}`"));
                 }
                 return Err(StoreError::new(StoreErrorKind::Unavailable, "the store can't be reached"));
             }
@@ -335,7 +335,7 @@ impl WorkerInner {
             let answer = answer(memory).await;
             worker.travel(|| format!("after `{what}`, before the store's answer arrives")).await;
             if matches!(cut, Some(Cut::AnswerLost)) {
-                world.tell(&format!("`{what}` is done, and the store's answer gets lost"));
+                world.narrate(&format!("`{what}` is done, and the store's answer gets lost"));
                 return Err(StoreError::new(StoreErrorKind::Unconfirmed, "the store's answer got lost"));
             }
             answer
@@ -509,7 +509,7 @@ impl World {
     }
 
     /// Adds a line to the story.
-    pub(super) fn tell(&self, line: &str) {
+    pub(super) fn narrate(&self, line: &str) {
         let at = self.clock.now().since_origin();
         lock(&self.state).story.push(format!("{:>9.3}s  {line}", at.as_secs_f64()));
     }
@@ -555,13 +555,13 @@ impl World {
             None => format!("worker {}, outside of a handler", worker.number()),
         };
         match known {
-            None => self.tell(&format!("effect `{name}` happens ({by})")),
+            None => self.narrate(&format!("effect `{name}` happens ({by})")),
             Some(first) if first == name => {
-                self.tell(&format!("effect `{name}` is asked for again; its key is known ({by})"));
+                self.narrate(&format!("effect `{name}` is asked for again; its key is known ({by})"));
                 return false;
             }
             Some(other) => {
-                self.tell(&format!("effect `{name}` does not happen: its key was used for `{other}` ({by})"));
+                self.narrate(&format!("effect `{name}` does not happen: its key was used for `{other}` ({by})"));
                 lock(&self.state).problems.push(Problem::KeyShared { effect: name.to_owned(), other });
                 return false;
             }
@@ -577,11 +577,11 @@ impl World {
         }
         if let Reservation::Granted { lease, takeover } = reservation {
             let how = if *takeover { "takes over" } else { "reserves" };
-            self.tell(&format!("worker {} {how} {} as attempt {}", worker.number(), lease.key, lease.attempt));
+            self.narrate(&format!("worker {} {how} {} as attempt {}", worker.number(), lease.key, lease.attempt));
             if *takeover {
                 lock(&self.state).takeovers += 1;
                 if self.scenario.cut == Cut::Overtake && worker.number() == 2 {
-                    self.tell("worker 2 is killed as soon as it has taken over");
+                    self.narrate("worker 2 is killed as soon as it has taken over");
                     worker.die();
                 }
                 self.taken_over.notify_waiters();

@@ -72,7 +72,7 @@ fn assert_nothing_is_left(store: &Arc<dyn Store>) {
 
 /// Each duplicate gets the result, even if another one gives up or is no longer polled.
 #[test]
-fn whoever_waits_is_told() {
+fn each_waiter_is_answered() {
     explore(|| {
         let (store, lease) = held();
         let runs = Arc::new(AtomicUsize::new(0));
@@ -101,7 +101,7 @@ fn whoever_waits_is_told() {
 
 /// A call that is polled only once does not block the others.
 #[test]
-fn who_stands_still_keeps_nobody() {
+fn a_stalled_waiter_blocks_no_other() {
     explore(|| {
         let (store, lease) = held();
         let request = request(&store, 1);
@@ -126,7 +126,7 @@ fn who_stands_still_keeps_nobody() {
 
 /// One of the waiting duplicates takes a released key, and the others get its result.
 #[test]
-fn one_takes_what_is_released() {
+fn one_waiter_takes_a_released_key() {
     explore(|| {
         let (store, lease) = held();
         let runs = Arc::new(AtomicUsize::new(0));

@@ -50,7 +50,7 @@ fn assert_nothing_is_left(store: &Cached) {
 
 /// A duplicate that has joined another reservation gets an answer, even if the other one is dropped.
 #[test]
-fn whoever_joins_is_answered() {
+fn each_joined_caller_is_answered() {
     explore(|| {
         let (_, store) = finished();
         let mut threads: Vec<_> = (0..3)
@@ -75,7 +75,7 @@ fn whoever_joins_is_answered() {
 
 /// After a `reopen` no duplicate gets the reopened result, even if its reservation began before.
 #[test]
-fn what_was_reopened_is_not_replayed() {
+fn a_reopened_result_is_not_replayed() {
     explore(|| {
         let (inner, store) = finished();
         let threads: Vec<_> = [store.clone(), store.clone(), store.peer(inner)]

@@ -69,7 +69,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
 
 /// One attempt wins at a time, and its end wakes the waiters. The clock stands still, so nothing else ends a wait.
 #[test]
-fn one_wins_and_those_who_wait_are_woken() {
+fn one_attempt_wins_and_waiters_are_woken() {
     explore(|| {
         let store = MemoryStore::options().clock(TestClock::default()).build();
         let holders = Arc::new([Count::new(0), Count::new(0)]);
@@ -136,7 +136,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
 
 /// Waiters that give up leave no entry behind, and the remaining waiters are woken.
 #[test]
-fn who_gives_up_leaves_nothing() {
+fn a_cancelled_waiter_leaves_nothing() {
     explore(|| {
         let store = MemoryStore::options().clock(TestClock::default()).build();
         let running = request(&store, 0);

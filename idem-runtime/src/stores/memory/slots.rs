@@ -632,7 +632,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slot_is_as_small_as_the_docs_say() {
+    fn a_slot_has_the_documented_size() {
         assert_eq!(size_of::<Slot>(), 88);
     }
 

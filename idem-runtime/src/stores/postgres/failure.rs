@@ -109,9 +109,8 @@ impl OpFailure {
             Some(error) => Self::refused(error),
             // Any other error is a connection that ended or sent nonsense. The server may have run the statement or
             // not.
-            None => {
-                Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", told(error))).giving_up()
-            }
+            None => Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", driver_text(error)))
+                .giving_up(),
         }
     }
 
@@ -128,7 +127,7 @@ impl OpFailure {
                 let is_wrong = refused.iter().any(|start| text.starts_with(start))
                     || (text.contains("TLS") && (untrusted || cause.is_none()));
                 let kind = if is_wrong { StoreErrorKind::Misconfigured } else { StoreErrorKind::Unavailable };
-                Self::new(kind, format!("the server can't be reached: {}", told(error)))
+                Self::new(kind, format!("the server can't be reached: {}", driver_text(error)))
             }
         };
         failure.of(Effect::Reads)
@@ -177,7 +176,7 @@ impl From<OpFailure> for StoreError {
 
 /// Returns the text of an error of the driver, not of the server, and its cause. The text holds neither values nor
 /// passwords.
-pub(super) fn told(error: &Error) -> String {
+pub(super) fn driver_text(error: &Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
         None => error.to_string(),

@@ -118,7 +118,7 @@ impl TransactionSession for InSqlx<'_, '_> {
         Ok(())
     }
 
-    fn undo_at_once(&self) {
+    fn undo_immediately(&self) {
         // The body is gone. If the lock is taken, the user is using the transaction next to the call.
         if let Ok(mut connection) = self.0.try_lock() {
             Manager::start_rollback(&mut connection);

@@ -7,7 +7,7 @@ use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client, Transaction};
 
 use super::PostgresStore;
-use super::failure::told;
+use super::failure::driver_text;
 use super::sql::Statement;
 use super::within::{InPostgres, StatementError, TransactionSession, is_conflict};
 use crate::engine::{Observe, observe};
@@ -74,11 +74,11 @@ impl TransactionSession for &Transaction<'_> {
     }
 
     async fn undo(&self) -> Result<(), StatementError> {
-        self.undo_at_once();
+        self.undo_immediately();
         Ok(())
     }
 
-    fn undo_at_once(&self) {
+    fn undo_immediately(&self) {
         send(self, "ROLLBACK TO SAVEPOINT idem; RELEASE SAVEPOINT idem");
     }
 }
@@ -95,7 +95,7 @@ impl From<tokio_postgres::Error> for StatementError {
     fn from(error: tokio_postgres::Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self { code: Some(error.code().code().to_owned()), message: error.message().to_owned() },
-            None => Self { code: None, message: told(&error) },
+            None => Self { code: None, message: driver_text(&error) },
         }
     }
 }

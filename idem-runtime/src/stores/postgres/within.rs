@@ -133,7 +133,7 @@ pub trait TransactionSession: within::sealed::Sealed + Clone {
     fn undo(&self) -> impl Future<Output = Result<(), StatementError>>;
 
     #[doc(hidden)]
-    fn undo_at_once(&self);
+    fn undo_immediately(&self);
 }
 
 /// An error of the server or the driver for a statement.
@@ -309,8 +309,8 @@ impl<S: TransactionSession> within::Transaction for InPostgres<S> {
         Ok(self.session.undo().await?)
     }
 
-    fn undo_at_once(&self) {
-        self.session.undo_at_once();
+    fn undo_immediately(&self) {
+        self.session.undo_immediately();
     }
 
     async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {

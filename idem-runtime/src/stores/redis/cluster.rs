@@ -168,7 +168,7 @@ impl Cluster {
                 let limits = Arc::clone(&limits);
                 Box::pin(async move {
                     let (_, of_one) = prepare(primary.connection(), true, prefix, self.replicas.is_some()).await?;
-                    limits.tell_all_of(&of_one);
+                    limits.configure_from(&of_one);
                     Ok(())
                 })
             })

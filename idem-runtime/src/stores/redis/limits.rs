@@ -50,13 +50,13 @@ impl Default for Limits {
 
 impl Limits {
     /// Notes that a server takes values up to `most` bytes.
-    pub(super) fn tell(&self, most: usize) {
+    pub(super) fn configure(&self, most: usize) {
         self.told.fetch_min(most, Ordering::Relaxed);
     }
 
     /// Also notes the limit reported to `other`.
-    pub(super) fn tell_all_of(&self, other: &Self) {
-        self.tell(other.told.load(Ordering::Relaxed));
+    pub(super) fn configure_from(&self, other: &Self) {
+        self.configure(other.told.load(Ordering::Relaxed));
     }
 
     /// Refuses a value that some server would not take.
@@ -131,16 +131,16 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_counts() {
+    fn a_configured_limit_wins() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
-        limits.tell(3 * MIB);
-        limits.tell(2 * MIB);
+        limits.configure(3 * MIB);
+        limits.configure(2 * MIB);
         assert!(limits.check(2 * MIB, &clock).is_ok());
         assert_eq!(kind(limits.check(2 * MIB + 1, &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(Limits::default().check(DEFAULT + 1, &clock)), StoreErrorKind::TooLarge);
         // A server can be configured to take more than the default.
         let limits = Limits::default();
-        limits.tell(2 * DEFAULT);
+        limits.configure(2 * DEFAULT);
         assert!(limits.check(DEFAULT + 1, &clock).is_ok());
     }
 

@@ -468,7 +468,7 @@ pub(super) async fn prepare(
         return Err(misconfigured(format!("the login may not send `{commands}`: {first}")).with_source(first));
     }
     let limits = Limits::default();
-    value.into_iter().chain(request).for_each(|most| limits.tell(most));
+    value.into_iter().chain(request).for_each(|most| limits.configure(most));
     Ok((CheckedServer { scripts: Scripts::new(scripts), compares }, limits))
 }
 

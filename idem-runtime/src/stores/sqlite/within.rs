@@ -192,7 +192,7 @@ impl within::Transaction for InSqlite<'_> {
         self.savepoint("ROLLBACK TO idem; RELEASE idem")
     }
 
-    fn undo_at_once(&self) {
+    fn undo_immediately(&self) {
         if let Err(error) = self.savepoint("ROLLBACK TO idem; RELEASE idem") {
             tracing::debug!(%error, "the writes of a call could not be undone: its transaction has ended");
         }

@@ -290,7 +290,7 @@ fn sent_for_nobody<const OUTLIVES: bool>(kind: &'static str) -> usize {
 
 /// An operation that waits for a lane is not sent once its caller is gone, unless it must be done anyway.
 #[test]
-fn what_nobody_waits_for_is_not_sent() {
+fn an_operation_without_a_caller_is_not_sent() {
     explore(|| {
         for kind in ["", "large-"] {
             assert_eq!(sent_for_nobody::<false>(kind), 0);
@@ -301,7 +301,7 @@ fn what_nobody_waits_for_is_not_sent() {
 
 /// An operation that outlives its caller is done even if the caller goes away at any of its polls.
 #[test]
-fn what_outlives_its_caller_is_done() {
+fn an_operation_that_outlives_its_caller_is_done() {
     explore(|| {
         for kind in ["", "large-"] {
             let (lanes, server) = open::<true>(None);
@@ -336,7 +336,7 @@ fn what_outlives_its_caller_is_done() {
 
 /// When the runtime of the lanes shuts down, no caller waits for an answer that can't come.
 #[test]
-fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
+fn a_runtime_that_shuts_down_leaves_no_caller_waiting() {
     explore(|| {
         let (lanes, server) = open::<false>(None);
         server.open();

@@ -210,7 +210,7 @@ fn each_operation_gets_its_own_answer() {
 
 /// An operation that waits for a lane is not sent once its caller is gone, unless it ends an attempt.
 #[test]
-fn what_nobody_waits_for_is_not_sent() {
+fn an_operation_without_a_caller_is_not_sent() {
     explore(|| {
         let (dispatch, server) = open();
         // One operation that its caller drives, and one for each lane. The server blocks them all.
@@ -260,7 +260,7 @@ fn what_nobody_waits_for_is_not_sent() {
 
 /// A completion that its caller drives is done even if the caller goes away at any of its polls.
 #[test]
-fn what_ends_an_attempt_is_done_although_its_caller_goes() {
+fn an_end_is_written_although_its_caller_goes() {
     explore(|| {
         let (dispatch, server) = open();
         let leaving: Vec<_> = (0..3)
@@ -294,7 +294,7 @@ fn what_ends_an_attempt_is_done_although_its_caller_goes() {
 
 /// When the runtime of the lanes shuts down, no caller waits for an answer that can't come.
 #[test]
-fn a_runtime_that_shuts_down_leaves_nobody_waiting() {
+fn a_runtime_that_shuts_down_leaves_no_caller_waiting() {
     explore(|| {
         let (dispatch, server) = open();
         server.open();

@@ -783,7 +783,9 @@ impl DispatchInner {
             (Some(Value::Int(have)), Some(Value::Int(1))) if usize::try_from(have).is_ok_and(|have| have >= count) => {
                 Ok(())
             }
-            (Some(Value::ServerError(error)), _) | (_, Some(Value::ServerError(error))) => Err(Some(said(&error))),
+            (Some(Value::ServerError(error)), _) | (_, Some(Value::ServerError(error))) => {
+                Err(Some(error_text(&error)))
+            }
             _ => Err(None),
         };
         Ok(values.into_iter().map(|value| answer(value, &replicated)).collect())
@@ -1203,7 +1205,7 @@ fn is_redirect(error: &ServerError) -> bool {
 }
 
 /// Returns the text of an error of the server.
-fn said(error: &ServerError) -> Arc<str> {
+fn error_text(error: &ServerError) -> Arc<str> {
     format!("{} {}", error.code(), error.details().unwrap_or_default()).into()
 }
 

@@ -377,7 +377,7 @@ impl Core {
                             return true;
                         }
                         // Other operations are under way, so the connection is not at rest in any case.
-                        session.tell_now();
+                        session.send_answers();
                     }
                     false
                 });
@@ -489,7 +489,7 @@ impl Core {
             link.close();
         }
         for (reply, answer) in told {
-            reply.say(answer);
+            reply.send(answer);
         }
         healthy
     }

@@ -105,7 +105,7 @@ pub(super) struct Op {
 }
 
 impl AnswerTarget {
-    pub(super) fn say(self, answer: OpResult) {
+    pub(super) fn send(self, answer: OpResult) {
         // A caller that is gone needs no answer.
         match self {
             Self::One(reply) => drop(reply.send(answer)),
@@ -116,7 +116,7 @@ impl AnswerTarget {
 
 impl Op {
     pub(super) fn answer(self, answer: OpResult) {
-        self.reply.say(answer);
+        self.reply.send(answer);
     }
 
     /// Returns whether the operation can be skipped: its caller is gone, and the operation ends no attempt.

@@ -138,7 +138,7 @@ impl<'c> Session<'c> {
         self.answers.clear();
         self.answers.reserve(batch.len());
         match self.transact(batch, true, company) {
-            Ok(()) => self.tell(batch),
+            Ok(()) => self.queue_answers(batch),
             Err(TransactionFailure { busy: true, .. }) if !self.patient => {}
             // An operation that fails must not fail the others. Neither must a failed clean-up.
             Err(TransactionFailure { alone: true, broken: false, .. }) => {
@@ -159,7 +159,7 @@ impl<'c> Session<'c> {
     }
 
     /// Queues the answers of the operations that were done, and wakes the waiters of their keys.
-    fn tell(&mut self, batch: &mut Vec<Op>) {
+    fn queue_answers(&mut self, batch: &mut Vec<Op>) {
         if self.core.waiters() > 0 {
             let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
             ended.for_each(|key| self.core.waiting.wake(key.as_str()));
@@ -174,9 +174,9 @@ impl<'c> Session<'c> {
     }
 
     /// Sends the answers, although the connection is not at rest.
-    pub(super) fn tell_now(&mut self) {
+    pub(super) fn send_answers(&mut self) {
         for (reply, answer) in self.told.drain(..) {
-            reply.say(answer);
+            reply.send(answer);
         }
     }
 
@@ -186,7 +186,7 @@ impl<'c> Session<'c> {
         for rounds in (0..ROUNDS_FOR_ROOM).rev() {
             self.answers.clear();
             match self.transact(&mut batch, false, None) {
-                Ok(()) => self.tell(&mut batch),
+                Ok(()) => self.queue_answers(&mut batch),
                 Err(TransactionFailure { error, broken: false, .. })
                     if rounds > 0 && error.kind() == StoreErrorKind::Full && self.make_room() => {}
                 Err(TransactionFailure { error, broken, .. }) => {
@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transaction_takes_along_those_who_come_meanwhile() {
+    fn a_transaction_includes_later_arrivals() {
         let quiet = ThreadlessStore::new("company");
         let queue = Queue::default();
         let mut company = LateJoiners::of(&queue);

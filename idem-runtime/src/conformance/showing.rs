@@ -18,7 +18,7 @@ fn traceparent(digit: char) -> Traceparent {
 }
 
 impl Case {
-    async fn tells(&self, key: &Key, trail: &Trail, when: &str) {
+    async fn shows(&self, key: &Key, trail: &Trail, when: &str) {
         assert_eq!(self.recorded(key).await.record.trail, *trail, "{when}");
     }
 
@@ -34,9 +34,9 @@ pub(super) async fn holder_survives(case: &Case) {
         let request = case.request(&key).holder(FIRST);
         let lease = case.reserved(&request, 1, "a key that was never used").await;
         assert_eq!(lease.trail, request.trail, "the lease tells who holds it");
-        case.tells(&key, &request.trail, "reserved").await;
+        case.shows(&key, &request.trail, "reserved").await;
         assert_eq!(case.renew(&lease).await, Verdict::Applied);
-        case.tells(&key, &request.trail, "renewed").await;
+        case.shows(&key, &request.trail, "renewed").await;
         let ended = match end {
             "finished" => case.finish(&lease, &completed("1")).await,
             "failed" => case.finish(&lease, &Finish::Failed(stored("1"))).await,
@@ -44,7 +44,7 @@ pub(super) async fn holder_survives(case: &Case) {
             _ => case.release(&lease, Release::Interrupted).await,
         };
         assert_eq!(ended, Verdict::Applied);
-        case.tells(&key, &request.trail, end).await;
+        case.shows(&key, &request.trail, end).await;
     }
     let key = case.key("longest");
     let longest = "é".repeat(Holder::MAX_BYTES / 2);
@@ -59,21 +59,21 @@ pub(super) async fn holder_is_the_latest(case: &Case) {
     case.lapse().await;
     let second = case.request(&key).holder(SECOND);
     case.takes_over(&second, 2, "a lapsed lease").await;
-    case.tells(&key, &second.trail, "taken over").await;
+    case.shows(&key, &second.trail, "taken over").await;
 
     let key = case.key("released");
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let nobody = case.request(&key);
     case.reserved(&nobody, 2, "a released key").await;
-    case.tells(&key, &Trail::default(), "the next attempt, of nobody in particular").await;
+    case.shows(&key, &Trail::default(), "the next attempt, of nobody in particular").await;
 }
 
 pub(super) async fn traceparent_survives(case: &Case) {
     let key = case.key("");
     let traced = case.short(&key).holder(FIRST).traceparent(traceparent('a'));
     case.reserved(&traced, 1, "a key that was never used").await;
-    case.tells(&key, &traced.trail, "reserved").await;
+    case.shows(&key, &traced.trail, "reserved").await;
     case.lapse().await;
     let second = case.request(&key).holder(SECOND).traceparent(traceparent('b'));
     let lease = case.takes_over(&second, 2, "a lapsed lease").await;
@@ -91,12 +91,12 @@ pub(super) async fn traceparent_survives(case: &Case) {
     let lease = case.reserved(&case.request(&key).traceparent(traceparent('a')), 1, "a key that was never used").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     case.reserved(&case.request(&key), 2, "a released key").await;
-    case.tells(&key, &Trail::default(), "the next attempt, without a trace").await;
+    case.shows(&key, &Trail::default(), "the next attempt, without a trace").await;
 }
 
 impl Case {
     /// Checks that the record of `key` was first seen, and that its latest attempt began, within the given intervals.
-    async fn told_since(&self, key: &Key, [seen, began]: [(Instant, Instant); 2], when: &str) -> Inspection {
+    async fn shown_since(&self, key: &Key, [seen, began]: [(Instant, Instant); 2], when: &str) -> Inspection {
         let asked = self.now();
         let found = self.recorded(key).await;
         for (told, (earliest, latest), what) in
@@ -111,29 +111,29 @@ impl Case {
     }
 }
 
-pub(super) async fn times_are_told(case: &Case) {
+pub(super) async fn times_are_shown(case: &Case) {
     // The times stay the same over renewals and the release of the first attempt.
     let key = case.key("");
     let before = case.now();
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     let first_at = (before, case.now());
     case.sleep(PAUSE).await;
-    case.told_since(&key, [first_at, first_at], "reserved").await;
+    case.shown_since(&key, [first_at, first_at], "reserved").await;
     for _ in 0..2 {
         assert_eq!(case.renew(&first).await, Verdict::Applied);
         case.sleep(PAUSE).await;
-        case.told_since(&key, [first_at, first_at], "renewed").await;
+        case.shown_since(&key, [first_at, first_at], "renewed").await;
     }
     assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
     case.sleep(PAUSE).await;
-    case.told_since(&key, [first_at, first_at], "released").await;
+    case.shown_since(&key, [first_at, first_at], "released").await;
 
     // A second attempt, by a reservation, changes only the time when the latest attempt began.
     let before = case.now();
     case.reserved(&case.short(&key), 2, "a released key").await;
     let second_at = (before, case.now());
     case.lapse().await;
-    case.told_since(&key, [first_at, second_at], "the second attempt").await;
+    case.shown_since(&key, [first_at, second_at], "the second attempt").await;
     case.sleep(PAUSE).await;
 
     // So does a third one, by a takeover. Neither its end nor decisions change a time.
@@ -141,19 +141,19 @@ pub(super) async fn times_are_told(case: &Case) {
     let third = case.takes_over(&case.request(&key), 3, "a lapsed lease").await;
     let third_at = (before, case.now());
     case.sleep(PAUSE).await;
-    case.told_since(&key, [first_at, third_at], "taken over").await;
+    case.shown_since(&key, [first_at, third_at], "taken over").await;
     assert_eq!(case.finish(&third, &completed("1")).await, Verdict::Applied);
     case.sleep(PAUSE).await;
-    case.told_since(&key, [first_at, third_at], "finished").await;
+    case.shown_since(&key, [first_at, third_at], "finished").await;
     assert_eq!(case.reopen(&key, 3).await, Verdict::Applied);
-    case.told_since(&key, [first_at, third_at], "reopened").await;
+    case.shown_since(&key, [first_at, third_at], "reopened").await;
     let before = case.now();
     let fourth = case.reserved(&case.request(&key), 4, "a reopened key").await;
     let fourth_at = (before, case.now());
     case.sleep(PAUSE).await;
     assert_eq!(case.decides(&key, 4, Action::BreakLease).await, DecisionAnswer::Applied);
     case.sleep(PAUSE).await;
-    case.told_since(&key, [first_at, fourth_at], "its lease was broken").await;
+    case.shown_since(&key, [first_at, fourth_at], "its lease was broken").await;
     drop(fourth);
 
     // A record that was finished without any write in between.
@@ -164,7 +164,7 @@ pub(super) async fn times_are_told(case: &Case) {
     case.sleep(PAUSE).await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     case.sleep(PAUSE).await;
-    case.told_since(&key, [at, at], "finished").await;
+    case.shown_since(&key, [at, at], "finished").await;
 
     // A record that was forgotten takes its times with it.
     let key = case.key("forgotten");
@@ -176,10 +176,10 @@ pub(super) async fn times_are_told(case: &Case) {
     let before = case.now();
     case.reserved(&case.request(&key), 1, "a forgotten key").await;
     let at = (before, case.now());
-    case.told_since(&key, [at, at], "forgotten, and seen again").await;
+    case.shown_since(&key, [at, at], "forgotten, and seen again").await;
 }
 
-pub(super) async fn replays_tell_their_age(case: &Case) {
+pub(super) async fn replays_show_their_age(case: &Case) {
     let replayed = async |key: &Key, [began, ended]: [Instant; 2], when: &str| {
         for _ in 0..3 {
             let asked = case.now();
@@ -231,17 +231,17 @@ pub(super) async fn decision_is_named(case: &Case) {
         if name != "break_lease" {
             assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
         }
-        case.tells(&key, &request.trail, "nobody has decided").await;
+        case.shows(&key, &request.trail, "nobody has decided").await;
         let decision = case.decision(&key, 1, action.clone()).await.by(&*by).reason(&*reason);
         for _ in 0..2 {
             assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied);
-            case.tells(&key, &request.trail.with_decision(&by, &reason), name).await;
+            case.shows(&key, &request.trail.with_decision(&by, &reason), name).await;
         }
         let again = case.decision(&key, 1, action.clone()).await.by("bob");
         assert_eq!(case.decide(&again).await, DecisionAnswer::Applied);
-        case.tells(&key, &request.trail.with_decision("bob", ""), "the last decision").await;
+        case.shows(&key, &request.trail.with_decision("bob", ""), "the last decision").await;
         assert_eq!(case.decides(&key, 1, action).await, DecisionAnswer::Applied);
-        case.tells(&key, &request.trail, "a decision of nobody in particular").await;
+        case.shows(&key, &request.trail, "a decision of nobody in particular").await;
     }
 
     // A refused decision leaves no name. An applied one stays named in the records of later attempts.
@@ -256,7 +256,7 @@ pub(super) async fn decision_is_named(case: &Case) {
     let lease = case.reserved(&request, 2, "a reopened key").await;
     let trail = request.trail.with_decision("alice", "INC-7");
     assert_eq!(lease.trail, trail, "the next attempt keeps what the operator said");
-    case.tells(&key, &trail, "the next attempt keeps what the operator said").await;
+    case.shows(&key, &trail, "the next attempt keeps what the operator said").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-    case.tells(&key, &trail, "the result of the next attempt").await;
+    case.shows(&key, &trail, "the result of the next attempt").await;
 }
