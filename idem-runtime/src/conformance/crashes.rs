@@ -1,6 +1,6 @@
 //! At most one run under `on_crash = fail`.
 
-use super::{Case, PAUSE, TOLERANCE, completed, forged, limited};
+use super::case::{Case, PAUSE, TOLERANCE, completed, forged, limited};
 use crate::policy::OnCrash;
 use crate::record::{Lease, Record, Release, Reservation, ReserveRequest, State, Verdict};
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Case, LONG, PAUSE, TOLERANCE, abandon, completed, limited, marked, stored};
+use super::case::{Case, LONG, PAUSE, TOLERANCE, abandon, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::request::Standing;

@@ -1,6 +1,6 @@
 //! A key with another payload is a misuse, in every state of the record.
 
-use super::{Case, completed, fingerprint, limited, marked, stored};
+use super::case::{Case, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, Verdict};

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::{Case, completed};
+use super::case::{Case, completed};
 use crate::key::Key;
 use crate::record::Verdict;
 

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Case, LONG, PAUSE, TOLERANCE, completed, marked, stored};
+use super::case::{Case, LONG, PAUSE, TOLERANCE, completed, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Holder, Inspection, Release, ReserveRequest, State, StoredResult, Verdict};
@@ -41,7 +41,7 @@ impl Case {
                     filter = filter.scan();
                     continue;
                 }
-                Err(error) => panic!("{why}: {}", super::chain(&error)),
+                Err(error) => panic!("{why}: {}", super::case::chain(&error)),
             };
             listed.pages += 1;
             assert!(scans || records.len() <= filter.limit as usize, "{why}: a page has more records than its limit");
@@ -109,7 +109,7 @@ pub(super) async fn list_filters(case: &Case) {
         expected.insert(standing, key);
     }
     // An expired record, and a young one.
-    let brief = ReserveRequest { ttl: super::SHORT, ..case.request(&key(&scope, "gone")) };
+    let brief = ReserveRequest { ttl: super::case::SHORT, ..case.request(&key(&scope, "gone")) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let old_since = case.now();

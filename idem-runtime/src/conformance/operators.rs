@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, limited, marked, stored};
+use super::case::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Action, DecisionAnswer, Finish, Record, Release, Reservation, ReserveRequest, State, Verdict};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::{Case, LONG, PAUSE, TOLERANCE, chain, completed, limited};
+use super::case::{Case, LONG, PAUSE, TOLERANCE, chain, completed, limited};
 use crate::record::{Lease, Record, Release, Reservation, ReserveRequest, Verdict};
 
 pub(super) async fn first_reservation(case: &Case) {

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use super::{Case, completed, stored};
+use super::case::{Case, completed, stored};
 use crate::codec::CodecName;
 use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Case, LONG, PAUSE, SHORT, completed, fingerprint, limited, marked, stored};
+use super::case::{Case, LONG, PAUSE, SHORT, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::Policy;
 use crate::record::{Finish, Release, ReserveRequest, Verdict};

@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 
+use super::case::{Case, LONG, PAUSE, abandon, completed, stored};
 use super::decisions::{actions, corrections};
 use super::listing::{self, ListPages};
-use super::{Case, LONG, PAUSE, StoreFuture, abandon, completed, renew_all, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::request::Standing;
@@ -12,7 +12,7 @@ use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Inspection, Record, Release, Reservation, ReserveRequest, Revision,
     State, Trail, Verdict,
 };
-use crate::store::{Filter, Store, StoreError, StoreErrorKind};
+use crate::store::{Filter, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
 /// Numbers of polls after which a call is dropped.
 const POLLS: std::ops::Range<usize> = 0..6;
@@ -221,7 +221,7 @@ pub(super) async fn unreachable_store(case: &Case) {
         let answer = case.soon(store.inspect(&key), "inspect").await;
         assert!(answer.is_err(), "an unreachable store answered an inspection: {answer:?}");
         for action in actions() {
-            let decision = Decision::new(&key, super::unseen(Standing::Interrupted).with_attempt(1), action);
+            let decision = Decision::new(&key, super::case::unseen(Standing::Interrupted).with_attempt(1), action);
             let answer = case.soon(store.decide(&decision), decision.action.name()).await;
             assert!(answer.is_err(), "an unreachable store answered `{}`: {answer:?}", decision.action.name());
         }

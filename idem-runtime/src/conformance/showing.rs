@@ -1,6 +1,6 @@
 //! Information in a record for people: its holder, its times, and the operator's decision.
 
-use super::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
+use super::case::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
 use crate::clock::Instant;
 use crate::key::Key;
 use crate::policy::OnCrash;
@@ -168,7 +168,7 @@ pub(super) async fn times_are_shown(case: &Case) {
 
     // A record that was forgotten takes its times with it.
     let key = case.key("forgotten");
-    let brief = ReserveRequest { ttl: super::SHORT, ..case.request(&key) };
+    let brief = ReserveRequest { ttl: super::case::SHORT, ..case.request(&key) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     case.lapse().await;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Case, LONG, SHORT, abandon, chain, completed, marked, stored};
+use super::case::{Case, LONG, SHORT, abandon, chain, completed, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Action, DecisionAnswer, Finish, Lease, Release, ReserveRequest, State, Verdict};

@@ -5,9 +5,10 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 
-use super::{Case, LONG, PAUSE, SHORT, StoreFuture, TOLERANCE, completed, forged, limited, renew_all, stored};
+use super::case::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, forged, limited, stored};
 use crate::combine::all;
 use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
+use crate::store::{StoreFuture, renew_all};
 use crate::sync::lock;
 
 pub(super) async fn renewal_extends(case: &Case) {
