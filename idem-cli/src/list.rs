@@ -1,13 +1,13 @@
 //! `idem list` and `idem stats`.
 
+use crate::scan::{ListEnd, check_scan, each};
 use std::io::Write;
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
 
-use idem_runtime::operator::Operator;
-use idem_runtime::store::{Counts, Cursor, Filter, Inspection, Standing};
-use idem_runtime::{Key, Store, StoreExt};
+use idem_runtime::store::{Counts, Cursor, Filter, Standing};
+use idem_runtime::{Store, StoreExt};
 use serde_json::{Map, Value, json};
 
 use crate::records::object;
@@ -117,56 +117,6 @@ impl Which {
         filter.older_than = self.older_than.map(|age| age.0);
         filter.scan = self.scan;
         filter
-    }
-}
-
-/// Refuses a scan that costs more than its user may expect, unless the user asked for it.
-pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
-    let cost = match kind {
-        _ if scan => return Ok(()),
-        "redis" => {
-            "Redis has no order of keys: `SCAN` walks through everything it holds, may miss records and repeat others"
-        }
-        "dynamodb" => "DynamoDB reads the whole table and bills it: half a read unit for each 4 KB, results included",
-        _ => return Ok(()),
-    };
-    Err(Stop::Refused(format!("{cost}; add --scan if that is meant")))
-}
-
-/// End of a listing.
-#[derive(Default)]
-pub(crate) struct ListEnd {
-    next: Option<Cursor>,
-    /// Number of entries that are not records: another program stores them there.
-    unreadable: u64,
-}
-
-impl ListEnd {
-    /// Returns whether there may be more records.
-    pub(crate) fn goes_on(&self) -> bool {
-        self.next.is_some()
-    }
-}
-
-/// Passes each record of `filter` to `take`, until there are no more or `take` returns false.
-pub(crate) async fn each<S: Store + ?Sized>(
-    operator: &Operator<'_, S>,
-    mut filter: Filter,
-    mut take: impl FnMut(&Key, &Inspection) -> Result<bool, Stop>,
-) -> Result<ListEnd, Stop> {
-    let mut end = ListEnd::default();
-    loop {
-        let page = operator.list(&filter).await?;
-        end.unreadable += page.unreadable;
-        let mut wants_more = true;
-        for (key, found) in &page.records {
-            wants_more = take(key, found)?;
-        }
-        end.next = page.next;
-        match &end.next {
-            Some(next) if wants_more => filter = filter.after(next.clone()),
-            _ => return Ok(end),
-        }
     }
 }
 

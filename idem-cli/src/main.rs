@@ -10,6 +10,7 @@ mod list;
 mod records;
 mod report;
 mod response;
+mod scan;
 mod schema;
 mod store;
 mod tls;

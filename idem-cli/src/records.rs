@@ -16,9 +16,9 @@ use idem_runtime::{Key, OnCrash, Store, StoreExt};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
-use crate::list;
 use crate::report::{Output, STATUSES, Stop, confirm, human, millis, printable};
 use crate::response;
+use crate::scan;
 use crate::store::StoreArguments;
 
 /// Largest result that is read from a file: larger than any policy allows by default.
@@ -551,14 +551,14 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
         return Err(Stop::Usage(format!("`{prefix}` is no prefix: write `<scope>/` or `<scope>/<text>`")));
     };
     let place = change.store.place()?;
-    list::check_scan(place.kind(), *scan)?;
+    scan::check_scan(place.kind(), *scan)?;
     let store = change.store.open().await?;
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let mut filter = Filter::new().scope(scope).limit(Filter::MAX_LIMIT);
     filter.scan = *scan;
     // Collect first, so that each decision names the revision that was listed.
     let mut found = Vec::new();
-    list::each(&operator, filter, |key, inspection| {
+    scan::each(&operator, filter, |key, inspection| {
         if key.to_string().starts_with(prefix) {
             found.push((key.clone(), inspection.revision()));
         }

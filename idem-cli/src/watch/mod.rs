@@ -11,9 +11,10 @@ use idem_runtime::store::{Filter, Inspection, Standing, Stats};
 use idem_runtime::{Key, Store, StoreExt};
 use serde_json::{Value, json};
 
-use crate::list::{Age, check_scan, counted, each, summed};
+use crate::list::{Age, counted, summed};
 use crate::records::object;
 use crate::report::{Output, STATUSES, Stop, human, millis, printable};
+use crate::scan::{check_scan, each};
 use crate::store::StoreArguments;
 
 /// Watches running and stuck records: leases, their holders, and keys that wait for an operator.
