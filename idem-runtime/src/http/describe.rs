@@ -5,9 +5,9 @@ use std::fmt::{self, Write as _};
 use serde_json::{Value, json};
 
 use super::field::MAX_KEY_BYTES;
-use super::layer::Settings;
 use super::problem::ProblemKind;
 use super::profile::Equality;
+use super::settings::Settings;
 use crate::policy::{InProgress, MissingKey};
 
 /// The facts that clients of a layer need; see [`IdempotencyLayer::describe`](super::IdempotencyLayer::describe).

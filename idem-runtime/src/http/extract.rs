@@ -7,8 +7,8 @@ use http::header::HeaderName;
 use http::request::Parts;
 
 use super::field::{self, KeyFieldProblem};
-use super::layer::IdempotencyKey;
 use super::problem::{Problem, ProblemKind};
+use super::settings::IdempotencyKey;
 
 /// The template of the route.
 pub(super) fn template(head: &Parts) -> Option<&str> {

@@ -52,6 +52,7 @@ mod problem;
 mod profile;
 mod protect;
 mod record;
+mod settings;
 mod tasks;
 
 pub use self::body::{RequestBody, ResponseBody};
@@ -59,8 +60,9 @@ pub use self::describe::Description;
 #[cfg(feature = "axum")]
 pub use self::extract::KeyRejection;
 pub use self::identity::request_key;
-pub use self::layer::{Caller, Idempotency, IdempotencyKey, IdempotencyLayer};
+pub use self::layer::{Idempotency, IdempotencyLayer};
 pub use self::problem::{Problem, ProblemKind};
 pub use self::profile::{Equality, Profile, Recording};
 pub use self::record::{recorded_response, response_of};
+pub use self::settings::{Caller, IdempotencyKey};
 pub use self::tasks::HandlerTask;

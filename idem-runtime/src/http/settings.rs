@@ -1,0 +1,109 @@
+//! Settings of a layer, the caller of a request, and its key.
+
+use super::problem::Problem;
+use super::profile::{Profile, Recording};
+use super::tasks::{Carry, HandlerTasks};
+use crate::policy::{MissingKey, Policy};
+use crate::store::Store;
+use bytes::Bytes;
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Response};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The sender of a request. Two callers never share a key.
+///
+/// Name the *principal*, such as a customer or an account, not the token: a caller that refreshes its token between two
+/// tries must stay the same caller.
+#[derive(Clone)]
+pub struct Caller(pub(super) Option<Principal>);
+
+pub(super) type PrincipalOf = Arc<dyn Fn(&Parts) -> Option<String> + Send + Sync>;
+
+#[derive(Clone)]
+pub(super) struct Principal {
+    pub(super) of: PrincipalOf,
+    pub(super) challenge: HeaderValue,
+}
+
+impl Caller {
+    /// Finds the caller with `principal`, for example in an extension that authentication has inserted.
+    ///
+    /// If `principal` returns `None` or a blank text, the request gets 401, or 403 if it carries credentials. Nothing
+    /// is stored for it.
+    pub fn by<T: Into<String>>(principal: impl Fn(&Parts) -> Option<T> + Send + Sync + 'static) -> Self {
+        let of = Arc::new(move |head: &Parts| principal(head).map(Into::into));
+        Self(Some(Principal { of, challenge: HeaderValue::from_static("Bearer") }))
+    }
+
+    /// Treats all requests as sent by one caller: each client may see the response to another client's request with the
+    /// same key.
+    pub const fn single() -> Self {
+        Self(None)
+    }
+
+    /// Sets the value of `WWW-Authenticate` in a 401 (default: `Bearer`).
+    ///
+    /// # Panics
+    /// If `challenge` can't be a header.
+    #[must_use]
+    pub fn challenge(self, challenge: &str) -> Self {
+        let challenge = HeaderValue::from_str(challenge).expect("a challenge is printable");
+        Self(self.0.map(|principal| Principal { challenge, ..principal }))
+    }
+}
+
+impl fmt::Debug for Caller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Caller::by(…)" } else { "Caller::single()" })
+    }
+}
+
+/// The key of a request, without its quotes. Handlers behind the layer find it in the request's extensions.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct IdempotencyKey(pub String);
+
+pub(super) type HeadRule = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
+
+pub(super) type ResponseRule = Arc<dyn Fn(&http::response::Parts, &HeaderMap) -> Recording + Send + Sync>;
+
+pub(super) type HeaderRule = Arc<dyn Fn(&HeaderName) -> bool + Send + Sync>;
+
+pub(super) type ProblemHook = Arc<dyn Fn(&Problem, &mut Response<Bytes>) + Send + Sync>;
+
+/// All settings of a layer.
+#[derive(Clone)]
+pub(super) struct Settings {
+    pub(super) store: Arc<dyn Store>,
+    pub(super) policy: Policy,
+    pub(super) caller: Caller,
+    pub(super) profile: Profile,
+    pub(super) scope: Option<String>,
+    pub(super) header: HeaderName,
+    pub(super) marker: HeaderName,
+    pub(super) methods: Vec<Method>,
+    pub(super) covers: Option<HeadRule>,
+    pub(super) required: Option<HeadRule>,
+    pub(super) fingerprint_headers: Vec<HeaderName>,
+    pub(super) max_body_bytes: usize,
+    pub(super) body_deadline: Duration,
+    pub(super) stream_digested: bool,
+    pub(super) recording: Option<ResponseRule>,
+    pub(super) replay_headers: Option<HeaderRule>,
+    pub(super) on_problem: Option<ProblemHook>,
+    pub(super) problem_base: String,
+    pub(super) carry: Option<Carry>,
+    pub(super) tasks: Arc<HandlerTasks>,
+}
+
+impl Settings {
+    /// Returns whether a request without a key is refused.
+    pub(super) fn requires(&self, head: &Parts) -> bool {
+        match &self.required {
+            Some(required) => required(head),
+            None => self.profile.requires_key || self.policy.missing_key == MissingKey::Reject,
+        }
+    }
+}
