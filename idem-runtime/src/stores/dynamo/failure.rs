@@ -6,7 +6,7 @@ use std::io;
 use aws_sdk_dynamodb::config::http::HttpResponse;
 use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
 
-use super::answer::Tries;
+use super::tries::Tries;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// Returns the error of the store for `error`.

@@ -10,6 +10,7 @@ mod failure;
 mod item;
 mod options;
 mod table;
+mod tries;
 
 use std::fmt;
 use std::future::poll_fn;
@@ -24,13 +25,14 @@ use aws_sdk_dynamodb::config::IdentityCache;
 use aws_sdk_dynamodb::operation::delete_item::builders::DeleteItemFluentBuilder;
 use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValuesOnConditionCheckFailure};
 
-use self::answer::{Tries, WriteOutcome};
+use self::answer::WriteOutcome;
 use self::item::{
     ATTEMPT, ATTEMPTS_USED, Attributes, BEGAN_AT, BEGUN, CODEC, EXPIRES_AT, FIRST_SEEN_AT, FORMAT, FoundItem, KEY,
     LAPSES_AT, LEASE_MS, ON_CRASH_FAIL, OWNER, PURGE_AT, RESULT, RESULT_BYTES, STATE, TTL_MS, Times, binary, integer,
     number, text,
 };
 pub use self::options::DynamoOptions;
+use self::tries::Tries;
 use crate::clock::{Instant, Sleep, wall_millis};
 use crate::combine::race;
 use crate::key::Key;

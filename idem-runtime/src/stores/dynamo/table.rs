@@ -9,7 +9,7 @@ use aws_sdk_dynamodb::types::{
     TimeToLiveSpecification, TimeToLiveStatus,
 };
 
-use super::answer::Tries;
+use super::tries::Tries;
 use super::{DynamoInner, failure, item};
 use crate::combine::race;
 use crate::store::{StoreError, StoreErrorKind};

@@ -1,62 +1,18 @@
 //! One exchange with the server.
 
+use super::param::Effect;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::BytesMut;
 use tokio::sync::{Semaphore, SemaphorePermit};
-use tokio_postgres::types::{IsNull, ToSql, Type};
+use tokio_postgres::types::ToSql;
 use tokio_postgres::{Error, Row};
 
 use super::failure::OpFailure;
 use super::sessions::{LONGEST, Sessions, TakenSession, unless_stuck};
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
-use crate::kit::metered::SENT_IN_TIME;
-
-/// Effect of a statement if the server runs it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Effect {
-    Reads,
-    Writes,
-    /// Writes a result of this many bytes.
-    Records(usize),
-}
-
-impl Effect {
-    /// Returns the longest silence of an exchange, if `limit` is for a short one.
-    fn limit(self, limit: Duration) -> Duration {
-        match self {
-            Self::Records(bytes) => {
-                let times = u32::try_from(1 + bytes / SENT_IN_TIME).unwrap_or(u32::MAX);
-                limit.saturating_mul(times)
-            }
-            _ => limit,
-        }
-    }
-}
-
-/// A parameter of a statement. The driver logs parameters, so this type hides its value.
-pub(super) struct HiddenParam<T>(pub(super) T);
-
-impl<T> fmt::Debug for HiddenParam<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("…")
-    }
-}
-
-impl<T: ToSql> ToSql for HiddenParam<T> {
-    fn to_sql(&self, ty: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn std::error::Error + Sync + Send>> {
-        self.0.to_sql(ty, out)
-    }
-
-    fn accepts(ty: &Type) -> bool {
-        T::accepts(ty)
-    }
-
-    tokio_postgres::types::to_sql_checked!();
-}
 
 /// The connections of one runtime, with their time limits.
 pub(super) struct Database {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio_postgres::Error;
 use tokio_postgres::error::{DbError, SqlState};
 
-use super::client::Effect;
+use super::param::Effect;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// Advice about an unexpected pooler.

@@ -8,6 +8,7 @@ mod batch;
 mod client;
 mod failure;
 mod options;
+mod param;
 mod sessions;
 mod sql;
 mod wake;
@@ -28,9 +29,10 @@ use tokio_postgres::types::ToSql;
 
 use self::batch::Lanes;
 use self::batch::operations::{BeginMarks, EndRow, EndWrites, Reservations, by_key};
-use self::client::{Database, Effect, HiddenParam};
+use self::client::Database;
 use self::failure::OpFailure;
 pub use self::options::PostgresOptions;
+use self::param::{Effect, HiddenParam};
 use self::sessions::{ConnectionSource, Sessions};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;

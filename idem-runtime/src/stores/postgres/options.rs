@@ -9,8 +9,8 @@ use deadpool_postgres::Pool;
 use tokio_postgres::Config;
 use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 
-use super::client::Effect;
 use super::failure::misconfigured;
+use super::param::Effect;
 use super::sessions::{ConnectionSource, LONGEST, Tls};
 use super::sql::{self, Executor as _, Statements};
 use super::wake::Listener;

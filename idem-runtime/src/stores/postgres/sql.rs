@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
-use super::client::{Effect, HiddenParam};
+use super::param::{Effect, HiddenParam};
 use crate::record::format::FormatError;
 use crate::record::{
     Admission, Decision, DecisionAnswer, Inspection, Parts, ReadExtent, Record, Reservation, ReserveRequest, Ruling,

@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 
-use super::client::{Effect, HiddenParam};
 use super::failure::meaning;
+use super::param::{Effect, HiddenParam};
 use super::sql::{self, AdmissionOutcome, Cells, Executor, FoundRow, LookupResult, Statement, Statements, corrupt};
 use super::{LOOKS, MEETINGS, PostgresStore, held_by_another, looked_in_vain, pause};
 use crate::clock::SystemClock;

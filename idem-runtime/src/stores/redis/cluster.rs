@@ -19,11 +19,12 @@ use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value}
 use tokio::sync::{Notify, watch};
 
 use super::batch::{BatchTerms, Name, OpAnswer, Replicas};
-use super::connection::{Connection, OwnedTask, ServerPlace, elsewhere};
+use super::connection::{Connection, ServerPlace, elsewhere};
 use super::failure::{ErrorReply, ExchangeFailure};
 use super::limits::Limits;
 use super::options::prepare;
 use super::route::{Node, Op};
+use super::task::OwnedTask;
 use crate::combine::{all, race};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};

@@ -1,5 +1,6 @@
 //! One multiplexed connection, reopened when it breaks.
 
+use super::task::OwnedTask;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -8,7 +9,6 @@ use std::time::Duration;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, ServerError, Value};
 use tokio::sync::watch;
-use tokio::task::AbortHandle;
 
 use super::failure::ExchangeFailure;
 use super::sentinel::Sentinels;
@@ -89,15 +89,6 @@ impl ServerPlace {
             Self::At(_) => 0,
             Self::Primary(sentinels) => sentinels.version(),
         }
-    }
-}
-
-/// A task that ends with its owner.
-pub(super) struct OwnedTask(pub(super) AbortHandle);
-
-impl Drop for OwnedTask {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 

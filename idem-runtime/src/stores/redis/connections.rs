@@ -7,9 +7,10 @@ use redis::{Client, ConnectionInfo};
 
 use super::batch::{BatchTerms, Replicas};
 use super::cluster::{Cluster, NodeNames};
-use super::connection::{Connection, OwnedTask, ServerPlace, UserConnection};
+use super::connection::{Connection, ServerPlace, UserConnection};
 use super::route::{Node, Route};
 use super::sentinel::Sentinels;
+use super::task::OwnedTask;
 use super::wake::{PublicationSource, Wakeups};
 use crate::clock::Clock;
 

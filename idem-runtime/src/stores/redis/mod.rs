@@ -22,6 +22,7 @@ mod route;
 mod scripts;
 mod sentinel;
 mod stream;
+mod task;
 mod wake;
 
 use std::collections::HashMap;

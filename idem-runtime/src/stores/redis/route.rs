@@ -9,9 +9,10 @@ use super::batch::{
     BatchTerms, Dispatch, Name, OpFuture, PendingCompletion, PendingReservation, RedisCommand, Replicas,
 };
 use super::cluster::Cluster;
-use super::connection::{Connection, OwnedTask};
+use super::connection::Connection;
 use super::failure::ExchangeFailure;
 use super::limits::SURE;
+use super::task::OwnedTask;
 use crate::combine::all;
 
 /// One server, and a store's connections to it.

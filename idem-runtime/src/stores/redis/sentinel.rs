@@ -15,8 +15,9 @@ use futures_util::stream::Stream;
 use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, Value, from_redis_value};
 use tokio::sync::{Notify, watch};
 
-use super::connection::{Connection, OwnedTask, ServerPlace, elsewhere};
+use super::connection::{Connection, ServerPlace, elsewhere};
 use super::failure::ExchangeFailure;
+use super::task::OwnedTask;
 use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::sync::lock;

@@ -11,7 +11,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Error
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
-use super::connection::OwnedTask;
+use super::task::OwnedTask;
 use crate::clock::{Clock, Instant};
 use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment, SENT_IN_TIME};

@@ -13,7 +13,8 @@ use redis::{Client, RedisError};
 use tokio::sync::watch;
 
 use super::cluster::Cluster;
-use super::connection::{OwnedTask, ServerPlace};
+use super::connection::ServerPlace;
+use super::task::OwnedTask;
 use crate::clock::{Clock, Sleep, SystemClock};
 use crate::combine::race;
 use crate::kit::waiting::WaiterTable;

@@ -1,0 +1,50 @@
+//! Parameters that no log shows, and the effect of a statement.
+
+use crate::kit::metered::SENT_IN_TIME;
+use bytes::BytesMut;
+use std::fmt;
+use std::time::Duration;
+use tokio_postgres::types::{IsNull, ToSql, Type};
+
+/// Effect of a statement if the server runs it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Effect {
+    Reads,
+    Writes,
+    /// Writes a result of this many bytes.
+    Records(usize),
+}
+
+impl Effect {
+    /// Returns the longest silence of an exchange, if `limit` is for a short one.
+    pub(super) fn limit(self, limit: Duration) -> Duration {
+        match self {
+            Self::Records(bytes) => {
+                let times = u32::try_from(1 + bytes / SENT_IN_TIME).unwrap_or(u32::MAX);
+                limit.saturating_mul(times)
+            }
+            _ => limit,
+        }
+    }
+}
+
+/// A parameter of a statement. The driver logs parameters, so this type hides its value.
+pub(super) struct HiddenParam<T>(pub(super) T);
+
+impl<T> fmt::Debug for HiddenParam<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("…")
+    }
+}
+
+impl<T: ToSql> ToSql for HiddenParam<T> {
+    fn to_sql(&self, ty: &Type, out: &mut BytesMut) -> Result<IsNull, Box<dyn std::error::Error + Sync + Send>> {
+        self.0.to_sql(ty, out)
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        T::accepts(ty)
+    }
+
+    tokio_postgres::types::to_sql_checked!();
+}
