@@ -1,8 +1,8 @@
 //! Test suite that every store passes, for authors of stores (feature `conformance`).
 //!
-//! The suite states the contract of [`Store`] as named [`Clause`]s. Each clause is a test of its own; the message of a
-//! failed test says how the store broke the clause. To run the clauses, depend on this crate with the feature
-//! `conformance` under `[dev-dependencies]` and write, in a test binary:
+//! The suite states the contract of [`Store`](crate::Store) as named [`Clause`]s. Each clause is a test of its own; the
+//! message of a failed test says how the store broke the clause. To run the clauses, depend on this crate with the
+//! feature `conformance` under `[dev-dependencies]` and write, in a test binary:
 //!
 //! ```
 //! use idem_runtime::{MemoryStore, store_conformance};

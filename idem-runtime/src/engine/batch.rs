@@ -1,5 +1,6 @@
 //! Concurrent handling of many deliveries, each with its own outcome.
 
+use super::turns::Turns;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::future::Future;
@@ -9,17 +10,13 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use serde::Serialize;
-use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
 
 use super::beat::Beats;
-use super::begin;
-use super::held::note_refusal;
-use super::outcome::{CatchPanics, Observe, Outcome};
+use super::observe::{CatchPanics, Observe};
+use super::outcome::Outcome;
+use super::refusal::note_refusal;
 use crate::clock::{Clock, Sleep, SystemClock};
-use crate::combine::race;
 use crate::error::{Disposition, Error};
-use crate::key::Key;
-use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 
 /// Runs the deliveries of a batch concurrently, and returns the outcome of each.
@@ -398,69 +395,6 @@ impl Wake for ItemWaker {
         if let Some(batch) = batch {
             batch.wake();
         }
-    }
-}
-
-/// The keys on which items of a batch work: items with one key take turns, in the order of their arrival.
-///
-/// A turn only spares the later item a refusal, because the store lets one body run for a key in any case. So a call
-/// that stops waiting and asks the store loses nothing.
-#[derive(Clone, Default)]
-pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
-
-/// The turns on one key.
-struct KeyTurns {
-    /// Item whose call has the turn, or [`NO_ITEM`].
-    holder: AtomicUsize,
-    queue: Arc<AsyncMutex<()>>,
-}
-
-const NO_ITEM: usize = usize::MAX;
-
-impl Default for KeyTurns {
-    fn default() -> Self {
-        Self { holder: AtomicUsize::new(NO_ITEM), queue: Arc::default() }
-    }
-}
-
-/// The turn of a call on its key, until this value is dropped.
-pub(super) struct Turn {
-    key: Arc<KeyTurns>,
-    _first: OwnedMutexGuard<()>,
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        self.key.holder.store(NO_ITEM, Ordering::Relaxed);
-    }
-}
-
-impl Turns {
-    /// Waits until no other item's call works on `key`, or until `limit` is over. Returns the turn, and whether the
-    /// call waited.
-    pub(super) async fn enter(
-        &self,
-        key: &Key,
-        item: usize,
-        limit: impl FnOnce() -> Sleep,
-    ) -> (Option<Arc<Turn>>, bool) {
-        let key = Arc::clone(lock(&self.0).entry(key.clone()).or_default());
-        // Two calls of one item must not wait for each other: the handler may poll only the second call.
-        if key.holder.load(Ordering::Relaxed) == item {
-            return (None, false);
-        }
-        let (first, waited) = match Arc::clone(&key.queue).try_lock_owned() {
-            Ok(first) => (Some(first), false),
-            Err(_) => {
-                begin::waits();
-                (race(Arc::clone(&key.queue).lock_owned(), limit()).await, true)
-            }
-        };
-        let turn = first.map(|first| {
-            key.holder.store(item, Ordering::Relaxed);
-            Arc::new(Turn { key, _first: first })
-        });
-        (turn, waited)
     }
 }
 

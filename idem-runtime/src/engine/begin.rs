@@ -1,27 +1,25 @@
 //! The beginning of a call: reserves its key, or returns why its body must not run.
 
-use std::cell::Cell;
+use super::refusal::waits;
+use super::replay::Replay;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Subject;
 use super::attempt::{self, Attempt};
-use super::batch::Turn;
-use super::end;
 use super::held::HeldAttempt;
-use super::outcome::{self, Refusal};
+use super::late;
+use super::observed_call::Refusal;
+use super::observer;
+use super::turns::Turn;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::error::{Error, Mismatch};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::metrics::StoreOp;
-use crate::policy::{
-    Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Policy, PolicyProblem,
-};
-use crate::record::{
-    Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, State, Trail, Verdict,
-};
+use crate::policy::{Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, Policy, PolicyProblem};
+use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, Verdict};
 use crate::store::flight::{WaitOutcome, WaitTicket, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
@@ -35,23 +33,6 @@ const END_PAUSE: Duration = Duration::from_secs(1);
 /// Number of owner tokens that a call may draw. It needs another one if a clean-up overtook its own late request, and
 /// if its lease had lapsed before the record could say that the body begins.
 const TOKENS: u8 = 3;
-
-thread_local! {
-    /// True if a call has begun to wait on this thread since the last look.
-    static WAITS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Notes that a call begins to wait for another attempt, for another item of its batch, or for a store that does not
-/// answer.
-pub(super) fn waits() {
-    WAITS.set(true);
-}
-
-/// Returns whether a call that was polled on this thread since the last look [waits], and clears that note.
-#[cfg(feature = "tower")]
-pub(crate) fn has_begun_to_wait() -> bool {
-    WAITS.replace(false)
-}
 
 /// Beginning of a call.
 pub(super) struct BeginResult {
@@ -82,34 +63,6 @@ pub(super) enum Start {
     Refused(Error),
 }
 
-/// A record whose result is returned.
-pub(super) struct Replay {
-    pub(super) key: Key,
-    pub(super) store: &'static str,
-    /// State of the record, which holds the result. Only the parts that a replay needs are kept, because each call
-    /// carries their size along.
-    pub(super) state: State,
-    /// Number of the attempt that ended.
-    pub(super) attempt: u32,
-    /// Seed for the pauses of that attempt.
-    seed: u64,
-    pub(super) trail: Trail,
-    /// Age of the record, if the store reports it.
-    pub(super) age: Option<Duration>,
-    /// Time for which the policy of the call keeps a result.
-    pub(super) ttl: Duration,
-    pub(super) backoff: Backoff,
-    pub(super) on_undecodable: OnUndecodable,
-}
-
-impl Replay {
-    /// Returns the pause before a message is delivered again if its delivery fails after this replay. The pause is as
-    /// long as the record is old, so that it doubles each time.
-    pub(super) fn pause(&self) -> Duration {
-        self.backoff.during(self.age.unwrap_or_default(), self.seed)
-    }
-}
-
 /// Reserves the key of `subject`, or returns the reason why its body must not run.
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
@@ -119,7 +72,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
         let Subject { store, policy, key, .. } = &subject;
         let mode = policy.current_mode();
         // The delivery has to see each of its calls, in every mode.
-        let turns = outcome::begins(&**store, key.as_ref().ok());
+        let turns = observer::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
             return BeginResult { start, waited: None, at_once: false, turn: None };
@@ -193,7 +146,7 @@ fn unprotected(subject: &Subject, mode: Mode, key: Option<&Key>, bypassed: Optio
 fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> Option<Duration> {
     let Error::Store { source, retry_after, .. } = error else { return None };
     let Policy { timeout, lease, on_store_error, .. } = subject.policy;
-    if !source.is_transient() || on_store_error == OnStoreError::Run || !outcome::budget().is_scarce() {
+    if !source.is_transient() || on_store_error == OnStoreError::Run || !observer::budget().is_scarce() {
         return None;
     }
     let now = subject.store.heartbeats().clock().now();
@@ -300,7 +253,7 @@ impl<'a> Request<'a> {
             return refuse(Error::InvalidPolicy { key, problem: reason });
         }
         // After the end of the retention a redelivery would run the body again.
-        if let Some(longest) = outcome::redelivered_for()
+        if let Some(longest) = observer::redelivered_for()
             && policy.ttl < longest
         {
             let redelivery = (longest < Duration::MAX).then_some(longest);
@@ -343,7 +296,7 @@ impl<'a> Request<'a> {
             max_attempts: policy.max_attempts,
             trail: store.heartbeats().trail(),
         };
-        let reserve = match outcome::traceparent() {
+        let reserve = match observer::traceparent() {
             Some(traceparent) => reserve.traceparent(traceparent),
             None => reserve,
         };
@@ -545,7 +498,7 @@ impl<'a> Request<'a> {
     /// Takes the right to wait for another attempt, regardless of `in_progress`, if the message has few deliveries left
     /// and not too many other calls have that right.
     fn may_wait_at_last(&mut self) {
-        if self.last_wait.is_none() && self.mode == Mode::Enforce && outcome::budget().is_scarce() {
+        if self.last_wait.is_none() && self.mode == Mode::Enforce && observer::budget().is_scarce() {
             self.last_wait = self.store().heartbeats().last_wait();
         }
     }
@@ -600,7 +553,7 @@ impl<'a> Request<'a> {
         let RunningAttempt { attempt, lapses_in } = running;
         let key = self.reserve.key.clone();
         let Policy { backoff, lease, .. } = self.subject.policy;
-        let retry_after = match outcome::budget().number() {
+        let retry_after = match observer::budget().number() {
             Some(number) => {
                 // Only deliveries that found this same attempt count: others show nothing about its duration.
                 let met = self.store().heartbeats().meets(&key, attempt).min(number);
@@ -812,7 +765,7 @@ where
         let since = clock.now();
         let answer = ask().await;
         if clock.now() >= since.saturating_add(lease.duration) || answer.is_err() {
-            ends_late.get_or_insert_with(|| end::ends_late(store, lease));
+            ends_late.get_or_insert_with(|| late::ends_late(store, lease));
         }
         match answer {
             Ok(Verdict::Refused) => {
@@ -843,7 +796,7 @@ async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreErro
     let (store, clock) = (request.store(), request.clock());
     let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
     let mut failed = 0;
-    while let Err(error) = end::free(&**store, lease).await {
+    while let Err(error) = late::free(&**store, lease).await {
         match request.pause(&error, failed, &[]) {
             Some(pause) => clock.sleep(pause).await,
             None => return Err(error),
@@ -871,7 +824,7 @@ struct ReservationGuard<'a> {
 impl Drop for ReservationGuard<'_> {
     fn drop(&mut self) {
         if self.may_have_landed {
-            end::clean_up_late(self.store, self.request, self.may_be_marked);
+            late::clean_up_late(self.store, self.request, self.may_be_marked);
         }
     }
 }

@@ -15,6 +15,7 @@
 //! Written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every level of nested
 //! calls.
 
+use super::work::Work;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -25,13 +26,16 @@ use tracing::Span;
 
 use super::Subject;
 use super::attempt::Attempt;
-use super::batch::Turn;
 use super::begin::{BeginResult, Start, begin};
-use super::end::{AttemptEnd, RecordContent, end};
-use super::held::{EndingAttempt, HeldAttempt, note_refusal, poll_as, report_uncertain};
-use super::outcome::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal, Seat, report, report_again};
+use super::end::end;
+use super::ending::{AttemptEnd, RecordContent};
+use super::held::{EndingAttempt, HeldAttempt, poll_as, report_uncertain};
+use super::observed_call::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal};
+use super::observer::{Seat, report, report_again};
 use super::recorder::{Recorder, encoded};
+use super::refusal::note_refusal;
 use super::telemetry::{Facts, Telemetry};
+use super::turns::Turn;
 use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Policy, Uncertain};
@@ -47,24 +51,6 @@ where
     let migrates = matches!(subject.policy.on_undecodable, OnUndecodable::Migrate(_));
     let slot = ResultSlot { recorder, result: None, is_recorded: false, migrates };
     Run { handler: Handler { body: Some(body), slot }, protocol: protocol(subject) }
-}
-
-/// A body and its result, type-erased so that the call loop is compiled once.
-pub(super) trait Work {
-    /// Polls the body, keeps its result, and returns whether the result is `Ok`.
-    fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
-
-    /// Returns the ending of an attempt whose body has returned: with its result encoded, or without a result.
-    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> AttemptEnd;
-
-    /// Drops the body.
-    fn drop_body(self: Pin<&mut Self>);
-
-    /// Keeps the result of a finished record, and returns whether it is `Ok`.
-    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem>;
-
-    /// Keeps `error` as the result.
-    fn refuse(self: Pin<&mut Self>, error: Error);
 }
 
 pin_project! {

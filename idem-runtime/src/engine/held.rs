@@ -1,14 +1,16 @@
 //! An attempt that holds its key while the body runs.
 
-use std::cell::Cell;
+use super::refusal::Refusals;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use super::attempt::{Attempt, CurrentGuard};
-use super::call::Work;
-use super::end::{self, AttemptEnd, LateEndState};
-use super::outcome::Observation;
+use super::ending::AttemptEnd;
+use super::late;
+use super::late::LateEndState;
+use super::observer::Observation;
+use super::work::Work;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
@@ -44,7 +46,7 @@ impl EndingAttempt {
     /// Writes the end of the attempt, once.
     pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
         let Attempt { store, lease, .. } = self.held.attempt();
-        self.ending.as_ref().map(|ending| end::write(&**store, lease, ending))
+        self.ending.as_ref().map(|ending| late::write(&**store, lease, ending))
     }
 }
 
@@ -274,36 +276,6 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     }
 }
 
-thread_local! {
-    /// True if the library has temporarily refused a call in the body that is being polled on this thread.
-    static REFUSED: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Notes that the library temporarily refuses a call: the body that made the call, if any, may fail only because of
-/// that.
-pub(super) fn note_refusal() {
-    REFUSED.set(true);
-}
-
-/// Collects the refusals of one body, until the guard is dropped.
-struct Refusals<'a> {
-    inside: &'a mut bool,
-    outside: bool,
-}
-
-impl<'a> Refusals<'a> {
-    fn enter(inside: &'a mut bool) -> Self {
-        let outside = REFUSED.replace(*inside);
-        Self { inside, outside }
-    }
-}
-
-impl Drop for Refusals<'_> {
-    fn drop(&mut self) {
-        *self.inside = REFUSED.replace(self.outside);
-    }
-}
-
 /// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes. `refused_inside` becomes
 /// true if the library temporarily refuses one of them.
 pub(super) fn poll_as(
@@ -341,13 +313,13 @@ impl HeldAttempt {
         }
         // A body that has not begun is not interrupted, whatever the policy says of a crash.
         let ending = if begun { ending } else { Some(AttemptEnd::Release(Release::NotStarted)) };
-        let ends_late = ending.as_ref().and_then(|_| end::ends_late(&store, &lease));
+        let ends_late = ending.as_ref().and_then(|_| late::ends_late(&store, &lease));
         let confirmed_at = match begun {
             true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
             false => reserved_at,
         };
         if let Some(ending) = ending {
-            end::write_late(store, lease, confirmed_at, ending, late, ends_late);
+            late::write_late(store, lease, confirmed_at, ending, late, ends_late);
         }
     }
 }

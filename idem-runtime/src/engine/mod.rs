@@ -8,13 +8,23 @@ mod attempt;
 mod batch;
 mod beat;
 mod begin;
+mod budget;
 mod call;
 mod disposition;
 mod end;
+mod ending;
 mod held;
+mod late;
+mod observe;
+mod observed_call;
+mod observer;
 mod outcome;
 pub(crate) mod recorder;
+mod refusal;
+mod replay;
 mod telemetry;
+mod turns;
+mod work;
 
 use std::fmt;
 use std::future::Future;
@@ -27,18 +37,24 @@ pub(crate) use self::attempt::CurrentGuard;
 pub use self::attempt::{Attempt, current};
 pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, ObserveAll, observe_all};
 pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
-#[cfg(feature = "tower")]
-pub(crate) use self::begin::has_begun_to_wait;
-#[cfg(feature = "http")]
-pub(crate) use self::end::AttemptEnd;
-#[cfg(feature = "testing")]
-pub(crate) use self::outcome::Observation;
-pub use self::outcome::{CatchPanics, Observe, Outcome, Refusal, observe};
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-pub(crate) use self::outcome::{TransactionEnd, settle, unreached, unsettled};
+pub(crate) use self::budget::unreached;
+#[cfg(feature = "http")]
+pub(crate) use self::ending::AttemptEnd;
+pub use self::observe::{CatchPanics, Observe, observe};
+pub use self::observed_call::Refusal;
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) use self::observed_call::TransactionEnd;
+#[cfg(feature = "testing")]
+pub(crate) use self::observer::Observation;
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) use self::observer::{settle, unsettled};
+pub use self::outcome::Outcome;
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
+#[cfg(feature = "tower")]
+pub(crate) use self::refusal::has_begun_to_wait;
 use crate::codec::{Codec, Json};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError};

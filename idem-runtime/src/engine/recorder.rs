@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::end::AttemptEnd;
+use super::ending::AttemptEnd;
 use crate::codec::{self, Codec, CodecError, CodecName, ResultProblem, RoundTripError, Undecodable};
 use crate::policy::{OnError, OnUndecodable};
 use crate::record::{Finish, Release, State, StoredResult};

@@ -8,9 +8,10 @@ use tracing::Span;
 use tracing::field::Empty;
 
 use super::Subject;
-use super::begin::Replay;
-use super::end::RecordContent;
-use super::outcome::{self, ObservedCall, Refusal};
+use super::ending::RecordContent;
+use super::observed_call::{ObservedCall, Refusal};
+use super::observer;
+use super::replay::Replay;
 use crate::clock::Instant;
 use crate::error::{Disposition, Error};
 use crate::metrics::{CallOutcome, DispositionLabel, DoubtLabel, ScopeCells};
@@ -80,7 +81,7 @@ impl Telemetry {
         );
         let span = (!span.is_disabled()).then(|| Box::new(span));
         if let Some(span) = &span {
-            outcome::describe_message(span);
+            observer::describe_message(span);
         }
         // Shadow mode compares the keys of equal payloads, to find keys that are too fine.
         if let (Some(key), Some(Ok(fingerprint)), Mode::Shadow) = (key, fingerprint, policy.current_mode()) {

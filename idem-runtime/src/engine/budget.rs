@@ -1,0 +1,90 @@
+//! The delivery limit of a message, and the pauses between its deliveries.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock::SystemClock;
+use crate::error::Disposition;
+use crate::key::Key;
+use crate::policy::Backoff;
+use crate::store::Heartbeats;
+use crate::sync::SharedOnce;
+
+/// Delivery count and delivery limit of a message.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Budget {
+    pub(super) number: Option<u32>,
+    pub(super) limit: Option<u32>,
+}
+
+impl Budget {
+    /// Number of final deliveries on which a duplicate waits instead of returning an error.
+    pub(super) const LAST: u32 = 2;
+
+    /// Fills the parts that are not known here from `outer`.
+    pub(super) fn or(self, outer: Self) -> Self {
+        Self { number: self.number.or(outer.number), limit: self.limit.or(outer.limit) }
+    }
+
+    /// Returns the number of this delivery, if known.
+    pub(super) fn number(self) -> Option<u32> {
+        self.number
+    }
+
+    /// Returns whether this is the last delivery of the message.
+    pub(super) fn is_last(self) -> bool {
+        matches!((self.number, self.limit), (Some(number), Some(limit)) if number >= limit)
+    }
+
+    /// Returns whether the broker is known to deliver the message once more if this delivery fails.
+    pub(super) fn has_more(self) -> bool {
+        matches!((self.number, self.limit), (Some(number), Some(limit)) if number < limit)
+    }
+
+    /// Returns whether the broker may soon set the message aside.
+    pub(super) fn is_scarce(self) -> bool {
+        // If only the limit is known, each delivery may be the last.
+        self.limit.is_some_and(|limit| self.number.unwrap_or(limit).saturating_add(Self::LAST) > limit)
+    }
+}
+
+impl Budget {
+    /// Returns the disposition of a message that is to be delivered again. After its last delivery the message is set
+    /// aside, because some brokers then delete it. Before that, it is delivered again after `after`, if known.
+    /// Otherwise the time grows with the number of deliveries, if they are counted, and is at least `again`.
+    pub(super) fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
+        match self.is_last() {
+            true => Disposition::DeadLetter,
+            false => Disposition::Retry { after: after.unwrap_or_else(|| self.pause(again, key)) },
+        }
+    }
+
+    /// Returns the pause before a message is delivered again if only `again` is known.
+    pub(super) fn pause(self, again: Option<Duration>, key: Option<&Key>) -> Duration {
+        let (seed, again) = match key {
+            Some(key) => (key.spread(), again),
+            // A run in simulated time repeats to the byte.
+            None if unreached_calls().clock().is_moved() => (0, again),
+            None => {
+                let seed = unreached_calls().new_owner().seed();
+                (seed, again.or_else(|| Some(Backoff::DEFAULT.during(unreached_calls().store_failed(), seed))))
+            }
+        };
+        match (self.number(), again) {
+            (None, Some(again)) => again,
+            (number, again) => Backoff::DEFAULT.after(number.unwrap_or(1), seed).max(again.unwrap_or_default()),
+        }
+    }
+}
+
+/// Holds since when no delivery of this process has reached a call: no connection was available, mostly.
+pub(super) fn unreached_calls() -> &'static Heartbeats {
+    static UNREACHED: SharedOnce<Heartbeats> = SharedOnce::new();
+    UNREACHED.get_or_init(|| Heartbeats::none(Arc::new(SystemClock::default())))
+}
+
+/// The pause of a delivery that reached no call. It grows for as long as no other delivery reaches one.
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) fn unreached() -> Duration {
+    Backoff::DEFAULT.during(unreached_calls().store_failed(), unreached_calls().new_owner().seed())
+}

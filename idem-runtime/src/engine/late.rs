@@ -1,0 +1,321 @@
+//! Writes at the end of an attempt, repeated while they can matter, and late writes of dropped calls.
+
+use super::ending::AttemptEnd;
+use crate::clock::Instant;
+use crate::metrics::StoreOp;
+use crate::policy::{Backoff, OnCrash};
+use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::store::{FlushGuard, LateEndGuard, Store, StoreError, StoreErrorKind, StoreFuture};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// First pause between two tries of a write. The pause doubles up to [`LONGEST_PAUSE`].
+pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(10);
+
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Writes `ending` once.
+pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a AttemptEnd) -> StoreFuture<'a, Verdict> {
+    match ending {
+        AttemptEnd::Finish(finish) => store.finish(lease, finish).watched(store, StoreOp::Finish),
+        AttemptEnd::Release(release) => store.release(lease, *release).watched(store, StoreOp::Release),
+    }
+}
+
+/// Returns whether the same write may succeed later: a failure of the store may pass, a problem of the record does not.
+pub(super) fn may_pass(error: &StoreError) -> bool {
+    match error.kind() {
+        StoreErrorKind::Unavailable
+        | StoreErrorKind::Unconfirmed
+        | StoreErrorKind::Full
+        | StoreErrorKind::Misconfigured => true,
+        StoreErrorKind::Corrupt | StoreErrorKind::TooLarge | StoreErrorKind::Unsupported | StoreErrorKind::Aborted => {
+            false
+        }
+    }
+}
+
+/// Marks the key of `lease` as one whose end is still to be written, if that write outlasts the lease.
+pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<LateEndGuard> {
+    outlasts_lease(lease).then(|| store.heartbeats().ends_late(&lease.key))
+}
+
+/// The pauses between tries, for one lease at most and while that may be held; or for the retention of the record.
+pub(super) struct Tries<'a> {
+    store: &'a dyn Store,
+    lease: &'a Lease,
+    confirmed_at: Instant,
+    began: Instant,
+    pause: Duration,
+    /// Set for a write that goes on after the lease, for as long as the process lives and the record is retained.
+    outlasts: Option<LateEndGuard>,
+    /// Keeps `flush` waiting during the lease, and no longer.
+    under_way: Option<FlushGuard>,
+}
+
+impl<'a> Tries<'a> {
+    pub(super) fn new(store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
+        let began = store.heartbeats().clock().now();
+        Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
+    }
+
+    /// The tries of a write that no call waits for.
+    pub(super) fn late(self, under_way: FlushGuard, outlasts: Option<LateEndGuard>) -> Self {
+        Self { outlasts, under_way: Some(under_way), ..self }
+    }
+
+    pub(super) fn elapsed(&self) -> Duration {
+        self.store.heartbeats().clock().now().saturating_since(self.began)
+    }
+
+    /// Returns whether a renewal that was requested after the first try is confirmed.
+    pub(super) fn renewed(&self) -> bool {
+        self.store.heartbeats().confirmed_at(self.lease.owner).is_some_and(|confirmed_at| confirmed_at > self.began)
+    }
+
+    /// Waits for the next try; returns false if there is none. An attempt is ended within one lease, or not at all:
+    /// otherwise a store that renews leases but takes no results would keep the call forever.
+    pub(super) async fn again(&mut self) -> bool {
+        let heartbeats = self.store.heartbeats();
+        let held = heartbeats.may_be_held_for(self.lease, self.confirmed_at);
+        let left = held.min(self.lease.duration.saturating_sub(self.elapsed()));
+        let pause = match left.is_zero() {
+            false => self.pause.min(left),
+            true if self.outlasts.is_some() && heartbeats.writes_late() && self.elapsed() < self.lease.ttl => {
+                self.under_way = None;
+                // Drawn, so that the ends of all attempts of an outage do not reach the store together.
+                Backoff::new(self.pause, self.pause).after(1, self.lease.owner.seed())
+            }
+            true => return false,
+        };
+        heartbeats.clock().sleep(pause).await;
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        true
+    }
+}
+
+/// Repeats `ending`, whose first write returned `written`, for one lease at most and while the lease can be held. Every
+/// write is safe to repeat with its owner token. If the store can't hold the result, or renews the lease but has not
+/// taken the result for half a lease, `ending` becomes an ending without the result.
+pub(super) async fn write_again(
+    mut tries: Tries<'_>,
+    ending: &mut AttemptEnd,
+    mut written: Result<Verdict, StoreError>,
+) -> Result<Verdict, StoreError> {
+    let Tries { store, lease, .. } = tries;
+    // True if, when the last write was sent, the store had confirmed a renewal that was requested after the first try.
+    let mut renews = false;
+    loop {
+        let Err(error) = written else { return written };
+        let too_large = error.kind() == StoreErrorKind::TooLarge;
+        // Only if the store renews: a store that takes no writes at all may take the result when it is back.
+        let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
+        written = Err(error);
+        if (too_large || too_long)
+            && let Some(without_result) = ending.without_result()
+        {
+            let shortened = write(store, lease, &without_result).await;
+            // A refused release may have found the result itself, whose answer was lost: repeat the finish.
+            let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, AttemptEnd::Finish(_));
+            if too_large || (shortened.is_ok() && settled) {
+                *ending = without_result;
+                written = shortened;
+                continue;
+            }
+        }
+        if !matches!(&written, Err(error) if may_pass(error)) || !tries.again().await {
+            return written;
+        }
+        renews = tries.renewed();
+        written = write(store, lease, ending).await;
+    }
+}
+
+/// State of a call whose end is written late, for the log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum LateEndState {
+    /// The call was dropped before its body started.
+    NotStarted,
+    /// The call was dropped while its body ran.
+    Cancelled,
+    /// The body panicked.
+    Panicked,
+    /// The body was cancelled for its time limit, and the caller has that error.
+    TimedOut,
+    /// The body was cancelled because its lease could not be renewed, and the caller has that error.
+    Unrenewed,
+    /// The body returned an error, which the caller has, and the key could not be freed then.
+    Returned,
+    /// The body returned, and the call was dropped while the result was being recorded.
+    Recording,
+}
+
+impl LateEndState {
+    pub(super) fn what_happened(self) -> &'static str {
+        match self {
+            Self::NotStarted => "the call was dropped before its body ran",
+            Self::Cancelled => "the call was dropped while its body ran",
+            Self::Panicked => "the body panicked",
+            Self::TimedOut => "the body ran for longer than its `timeout` and was cancelled",
+            Self::Unrenewed => "the lease of the body could not be renewed, and the body was cancelled",
+            Self::Returned => "the body returned an error, and its caller has it",
+            Self::Recording => "the body returned, and the call was dropped while that was being recorded",
+        }
+    }
+}
+
+/// Writes `ending` after its caller is gone: immediately if the store can, otherwise by
+/// [`Clock::spawn`](crate::clock::Clock::spawn).
+///
+/// `ends_late`: from [`ends_late`], made before the lease was deregistered, so that no duplicate finds neither of them.
+pub(crate) fn write_late(
+    store: Arc<dyn Store>,
+    lease: Lease,
+    confirmed_at: Instant,
+    mut ending: AttemptEnd,
+    late: LateEndState,
+    ends_late: Option<LateEndGuard>,
+) {
+    // In an open transaction nothing is written late: its commit or rollback decides.
+    if !store.heartbeats().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
+        return;
+    }
+    let under_way = store.heartbeats().under_way();
+    let clock = Arc::clone(&store);
+    clock.heartbeats().clock().spawn(Box::pin(async move {
+        let store = store.upkeep();
+        let tries = Tries::new(&*store, &lease, confirmed_at).late(under_way, ends_late);
+        let written = write(&*store, &lease, &ending).await;
+        let written = write_again(tries, &mut ending, written).await;
+        log_late(store.name(), &lease, &ending, late.what_happened(), &written);
+    }));
+}
+
+/// Logs the result of a late write. The span of the call is gone, so the event stands alone and names the key.
+pub(super) fn log_late(
+    store: &'static str,
+    lease: &Lease,
+    ending: &AttemptEnd,
+    call: &'static str,
+    written: &Result<Verdict, StoreError>,
+) {
+    let Lease { key, attempt, .. } = lease;
+    match (written, ending) {
+        (Ok(Verdict::Applied), AttemptEnd::Finish(_)) => {
+            tracing::debug!(parent: None, %key, store, attempt, call, "the result is recorded, late");
+        }
+        (Ok(Verdict::Applied), AttemptEnd::Release(Release::Interrupted)) => tracing::debug!(
+            parent: None, %key, store, attempt, call, "the operation is marked as interrupted, late"
+        ),
+        (Ok(Verdict::Applied), AttemptEnd::Release(_)) => {
+            tracing::debug!(parent: None, %key, store, attempt, call, "the key is free, late");
+        }
+        (Ok(Verdict::Refused), AttemptEnd::Finish(_)) => tracing::error!(
+            parent: None, %key, store, attempt, call,
+            "the result is not recorded: another attempt has taken over, or the record was removed; the operation may happen twice"
+        ),
+        (Ok(Verdict::Refused), AttemptEnd::Release(_)) => tracing::warn!(
+            parent: None, %key, store, attempt, call, "nothing is written: another attempt has taken over, or the record was removed"
+        ),
+        (Err(error), AttemptEnd::Finish(_)) => tracing::error!(
+            parent: None, %key, store, attempt, call, %error,
+            "the result could not be recorded; once the lease has lapsed, another attempt may run"
+        ),
+        (Err(error), AttemptEnd::Release(Release::Interrupted)) => tracing::error!(
+            parent: None, %key, store, attempt, call, %error,
+            "the operation could not be marked as interrupted; once the lease has lapsed, it counts as that"
+        ),
+        // Only a debug event: the harm is a delay, and an outage may cause many such events.
+        (Err(error), AttemptEnd::Release(_)) => tracing::debug!(
+            parent: None, %key, store, attempt, call, %error, "the key could not be freed; it is held until its lease lapses"
+        ),
+    }
+}
+
+/// Frees a key that the request of a dropped call may have reserved, or may still reserve.
+///
+/// A release alone could arrive before the reservation, which would then hold the key without a body. So the key is
+/// reserved once more with the same owner token, and then released. The result is a record that the late request has
+/// not seen: that request can neither insert its own record nor replace this one.
+///
+/// A reservation that lands after the clean-up has been given up lapses without a body: it holds the key for one lease,
+/// is not counted and interrupts nothing. A mark that lands (`may_be_marked`) is counted and interrupts the key, so the
+/// clean-up goes on for as long as that takes.
+pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, may_be_marked: bool) {
+    if !store.heartbeats().writes_late() {
+        return;
+    }
+    if let Some(reservation) = store.reserve(request).watched(store, StoreOp::Reserve).at_once() {
+        if let Reservation::Granted { lease, .. } = reservation {
+            let (ending, now) = (AttemptEnd::Release(Release::NotStarted), store.heartbeats().clock().now());
+            let ends_late = ends_late(store, &lease);
+            write_late(Arc::clone(store), lease, now, ending, LateEndState::NotStarted, ends_late);
+        }
+        return;
+    }
+    let request = request.clone();
+    let under_way = store.heartbeats().under_way();
+    let ends_late = may_be_marked.then(|| store.heartbeats().ends_late(&request.key));
+    let upkeep = Arc::clone(store);
+    store.heartbeats().clock().spawn(Box::pin(async move {
+        let store = upkeep.upkeep();
+        let (key, name) = (&request.key, store.name());
+        let asked_at = store.heartbeats().clock().now();
+        let unanswered = request.unanswered();
+        let tries = Tries::new(&*store, &unanswered, asked_at).late(under_way, ends_late);
+        match clean_up(tries, &request).await {
+            Ok(()) => tracing::debug!(
+                parent: None, %key, store = name, "the reservation of a call that was dropped before its body is cleaned up"
+            ),
+            // Only a debug event: the harm is a delay, and an outage may cause many such events.
+            Err(error) => tracing::debug!(
+                parent: None, %key, store = name, %error,
+                "a call was dropped while reserving its key, and the store does not say whether the key is reserved; \
+                 the body did not run; if the key is reserved, its lease lapses"
+            ),
+        }
+    }));
+}
+
+pub(super) fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
+    store.release(lease, Release::NotStarted).watched(store, StoreOp::Release)
+}
+
+pub(super) async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), StoreError> {
+    let Tries { store, lease: unanswered, .. } = tries;
+    loop {
+        let freed = match store.reserve(request).watched(store, StoreOp::Reserve).await {
+            Ok(Reservation::Granted { lease, .. }) => match free(store, &lease).await {
+                Ok(Verdict::Applied) => Ok(()),
+                // Another attempt took over in between.
+                Ok(Verdict::Refused) => {
+                    Err(StoreError::new(StoreErrorKind::Unavailable, "taken over before its release"))
+                }
+                Err(error) => Err(error),
+            },
+            // Our reservation is released already, or the record is another attempt's: the late request has not seen
+            // that record and can't replace it.
+            Ok(_) => Ok(()),
+            // The reservation may still have taken effect: release it.
+            Err(error) if error.may_have_landed() => match free(store, unanswered).await {
+                Ok(Verdict::Applied) => Ok(()),
+                _ => Err(error),
+            },
+            Err(error) => Err(error),
+        };
+        match freed {
+            Err(error) if may_pass(&error) => {
+                if !tries.again().await {
+                    return Err(error);
+                }
+            }
+            freed => return freed,
+        }
+    }
+}
+
+/// Returns whether the end of this attempt is still wanted after its lease. Under `on_crash = fail` a body that has
+/// begun blocks all other attempts until its end is written, or an operator decides.
+pub(super) fn outlasts_lease(lease: &Lease) -> bool {
+    lease.on_crash == OnCrash::Fail
+}

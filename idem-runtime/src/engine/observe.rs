@@ -1,0 +1,494 @@
+//! Observed deliveries: their settings, and the polls of their handlers.
+
+use super::beat::TimerSlot;
+use super::beat::{Beats, NoBeat, OnBeat, OnBeatLost};
+use super::disposition::DeliveryResult;
+use super::observer::{Message, Observation, Observer, with_observer};
+use super::outcome::Outcome;
+use super::refusal::note_refusal;
+use crate::error::Error;
+use crate::key::Key;
+use crate::record::Traceparent;
+use crate::store::{Beat, Callback};
+use pin_project_lite::pin_project;
+use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+/// Runs `future`, which handles one delivery, and returns its result and its [`Outcome`].
+///
+/// The [`Outcome`] describes the last idempotent call of the delivery. The [disposition](Outcome::disposition) depends
+/// on the set of all calls that began, not on their order:
+///
+/// - A delivery that returns an error is never acknowledged, even if all of its calls succeeded: an error after a
+///   successful call, such as a refused commit, means that the message has to come again.
+/// - A delivery that returns `Ok` is acknowledged if nothing is left to do for any of its calls. If the delivery
+///   swallowed the error of a call, the message is delivered again. If no delivery can change that error, the message
+///   is set aside, although the delivery returned `Ok`. A recorded error that was swallowed leaves nothing to do.
+/// - If the delivery returns a recorded error, the message is set aside. The delivery counts as returning that error if
+///   the delivery ends in the same poll as the call. An error of a later poll is a different error, and its message is
+///   delivered again.
+/// - If a call was dropped before it returned, for example by a time-out around it, the message is delivered again. The
+///   same applies to a call in a nested `observe`, `observe_all` or `transact`.
+/// - If no idempotent function was reached, the message is delivered again, and the library logs a warning. A call in a
+///   spawned task is observed there: `tokio::spawn(observe(…))`.
+///
+/// Calls inside the body of an idempotent function are not reported: the function itself is.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use idem_runtime::{Disposition, Error, MemoryStore, idempotent, observe};
+/// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+/// async fn ship(store: &MemoryStore, id: u32) -> Result<String, Error> {
+///     Ok(format!("parcel for {id}"))
+/// }
+///
+/// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+/// let store = MemoryStore::new();
+/// let (first, outcome) = observe(ship(&store, 42)).await;
+/// assert!(outcome.executed());
+/// let (duplicate, outcome) = observe(ship(&store, 42)).await;
+/// assert!(outcome.replayed());
+/// assert_eq!(outcome.disposition(), Disposition::Ack);
+/// assert_eq!(first.unwrap(), duplicate.unwrap());
+/// # });
+/// ```
+///
+/// # Cancel safety
+/// As cancel safe as `future`.
+pub fn observe<F, T, E>(future: F) -> Observe<F>
+where
+    F: Future<Output = Result<T, E>>,
+{
+    Observe::new(future, Result::is_err)
+}
+
+pin_project! {
+    /// The future of [`observe`].
+    #[must_use = "futures do nothing unless polled"]
+    pub struct Observe<F: Future, B = NoBeat> {
+        #[pin]
+        future: Option<F>,
+        observer: Option<Observer>,
+        failed: fn(&F::Output) -> bool,
+        beat: B,
+    }
+}
+
+impl<F: Future, B: fmt::Debug> fmt::Debug for Observe<F, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let calls = self.observer.as_ref().map(|observer| &observer.calls);
+        f.debug_struct("Observe").field("calls", &calls).field("beat", &self.beat).finish_non_exhaustive()
+    }
+}
+
+impl<F: Future> Observe<F> {
+    pub(crate) fn new(future: F, failed: fn(&F::Output) -> bool) -> Self {
+        Self { future: Some(future), observer: Some(Observer::default()), failed, beat: NoBeat }
+    }
+
+    pub(super) fn with_beat<B>(self, beat: B) -> Observe<F, B> {
+        let Self { future, observer, failed, beat: NoBeat } = self;
+        Observe { future, observer, failed, beat }
+    }
+}
+
+impl<F: Future, B> Observe<F, B> {
+    /// Names the message in the spans of its calls: the broker in the terms of OpenTelemetry (`kafka`, `rabbitmq`,
+    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. They become the attributes
+    /// `messaging.system`, `messaging.destination.name` and `messaging.message.id`.
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// # async fn deliver(store: &MemoryStore, id: u64, message_id: &str) {
+    /// let (result, outcome) = observe(ship(store, id)).message("aws_sqs", "orders", message_id).await;
+    /// # let _ = (result, outcome.disposition());
+    /// # }
+    /// ```
+    pub fn message(self, system: &'static str, destination: impl Into<String>, id: impl Into<String>) -> Self {
+        let called = (system, destination.into(), id.into());
+        self.map_message(|message| message.called = Some(called))
+    }
+
+    /// Sets the trace that the message is a part of, from its header `traceparent`. The record keeps the trace, so that
+    /// the span of a replay names the trace of the run that made the result (`idem.original_trace`). The HTTP layer
+    /// sets the trace automatically.
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// # async fn deliver(store: &MemoryStore, id: u64, header: &str) {
+    /// let (result, outcome) = observe(ship(store, id)).traceparent(header.parse().ok()).await;
+    /// # let _ = (result, outcome.disposition());
+    /// # }
+    /// ```
+    pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
+        match traceparent.into() {
+            Some(traceparent) => self.map_message(|message| message.traceparent = Some(traceparent)),
+            None => self,
+        }
+    }
+
+    /// Sets the group in which the broker wants the message handled in order: the `MessageGroupId` of a FIFO queue of
+    /// SQS, the partition of Kafka, the partition key of Kinesis. Within [`observe_all`](crate::observe_all) the
+    /// deliveries of one group run one after the other, in their order. A delivery after one that is not acknowledged
+    /// does not begin: it ends with [`Error::HeldBack`]. Outside of `observe_all` the group has no effect.
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     if id == 0 { Err(Error::NoAttempt) } else { Ok(format!("parcel for {id}")) }
+    /// # }
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// # let store = MemoryStore::new();
+    /// let messages = [("a", "customer 1", 0), ("b", "customer 1", 41), ("c", "customer 2", 42)];
+    /// let calls = messages.map(|(id, group, order)| (id, observe(ship(&store, order)).group(group)));
+    /// let batch = observe_all(calls).await;
+    /// let failures = serde_json::to_string(&batch.item_failures()).unwrap();
+    /// // "a" fails, so "b" does not begin.
+    /// assert_eq!(failures, r#"{"batchItemFailures":[{"itemIdentifier":"a"},{"itemIdentifier":"b"}]}"#);
+    /// # });
+    /// ```
+    pub fn group(self, group: impl Into<String>) -> Self {
+        self.map_observer(|observer| observer.group = Some(group.into().into_boxed_str()))
+    }
+
+    /// Sets the time for which the broker may deliver the message again; `None` means forever.
+    pub(crate) fn redelivered_for(self, longest: Option<Duration>) -> Self {
+        self.map_observer(|observer| observer.redelivered_for = Some(longest.unwrap_or(Duration::MAX)))
+    }
+
+    /// Takes the group out of the delivery.
+    pub(super) fn take_group(&mut self) -> Option<Box<str>> {
+        self.observer.as_mut().and_then(|observer| observer.group.take())
+    }
+
+    fn map_message(self, change: impl FnOnce(&mut Message)) -> Self {
+        self.map_observer(|observer| change(Arc::make_mut(observer.message.get_or_insert_default())))
+    }
+
+    pub(super) fn map_beat(self, change: impl FnOnce(B) -> B) -> Self {
+        Self { beat: change(self.beat), ..self }
+    }
+
+    pub(super) fn map_observer(mut self, change: impl FnOnce(&mut Observer)) -> Self {
+        change(self.observer.get_or_insert_default());
+        self
+    }
+}
+
+impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
+    fn poll_observed(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        let mut this = self.project();
+        if let Some(observer) = this.observer {
+            observer.final_error = false;
+        }
+        let observer = this.observer.as_ref();
+        let lost = || {
+            let (key, attempt, retry_after) = Observer::last(observer);
+            Error::MessageLost { key, attempt, retry_after }
+        };
+        if let Some(output) = this.beat.lost(&lost, cx) {
+            note_refusal();
+            this.future.set(None);
+            return Poll::Ready(output);
+        }
+        let wanted_outside =
+            this.observer.as_mut().is_some_and(|observer| observer.is_inside_of_another(B::WANTS_TIMER));
+        let polled = {
+            let _observation = Observation::enter(this.observer);
+            this.future.as_mut().as_pin_mut().expect("polled after it was ready").poll(cx)
+        };
+        if polled.is_pending()
+            && let Some(Observer { timer: timer @ TimerSlot::Known(..), .. }) = this.observer
+        {
+            this.beat.start(timer, cx);
+            if wanted_outside {
+                with_observer(|outer| outer.timer = timer.clone());
+            }
+        }
+        polled
+    }
+
+    /// Ends the delivery, and returns its `output` with its outcome.
+    fn conclude(self: Pin<&mut Self>, output: F::Output) -> (F::Output, Outcome, Observer) {
+        let this = self.project();
+        this.beat.stop();
+        let mut observer = this.observer.take().unwrap_or_default();
+        let returned = match (this.failed)(&output) {
+            true => DeliveryResult::Err { with_a_call: observer.final_error },
+            false => DeliveryResult::Ok,
+        };
+        let outcome = Outcome::of_delivery(std::mem::take(&mut observer.calls), returned, observer.budget);
+        (output, outcome, observer)
+    }
+}
+
+impl<F, T, E, B> Observe<F, B>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+{
+    /// Turns a panic of the delivery into [`Error::Panicked`], so that the panic ends this delivery and not the
+    /// consumer. The delivery is dropped first: its keys are freed, or count as interrupted under `on_crash = fail`.
+    ///
+    /// ```
+    /// # use idem_runtime::{Disposition, Error, MemoryStore, idempotent, observe};
+    /// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// async fn ship(store: &MemoryStore, id: u32) -> Result<String, Error> {
+    ///     panic!("order {id} has no address")
+    /// }
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// let store = MemoryStore::new();
+    /// let (result, outcome) = observe(ship(&store, 42)).catch_panics().await;
+    /// assert!(matches!(result, Err(Error::Panicked { .. })));
+    /// assert!(outcome.executed() && outcome.uncertain());
+    /// assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
+    /// # });
+    /// ```
+    pub fn catch_panics(self) -> CatchPanics<F, B> {
+        CatchPanics { observe: self }
+    }
+}
+
+pin_project! {
+    /// The future of [`Observe::catch_panics`].
+    #[must_use = "futures do nothing unless polled"]
+    #[derive(Debug)]
+    pub struct CatchPanics<F: Future, B = NoBeat> {
+        #[pin]
+        observe: Observe<F, B>,
+    }
+}
+
+impl<F, T, E, B> Future for CatchPanics<F, B>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+    B: Beats<Result<T, E>>,
+{
+    type Output = (Result<T, E>, Outcome);
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut observe = self.project().observe;
+        // After a panic the future is dropped below, and never polled again.
+        match std::panic::catch_unwind(AssertUnwindSafe(|| observe.as_mut().poll_observed(cx))) {
+            Ok(polled) => {
+                let (result, outcome, _) = observe.conclude(ready!(polled));
+                Poll::Ready((result, outcome))
+            }
+            Err(_) => {
+                Poll::Ready(observe.cut_off(|key, attempt, retry_after| Error::Panicked { key, attempt, retry_after }))
+            }
+        }
+    }
+}
+
+impl<F, T, E, B> Observe<F, B>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+    B: Beats<Result<T, E>>,
+{
+    /// Drops the delivery. It ends with an error that is made of the key of its last call, the attempt, and the time
+    /// until the next delivery.
+    fn cut_off(
+        mut self: Pin<&mut Self>,
+        error: impl FnOnce(Option<Key>, Option<u32>, Duration) -> Error,
+    ) -> (Result<T, E>, Outcome) {
+        let mut this = self.as_mut().project();
+        this.future.set(None);
+        if let Some(observer) = this.observer {
+            // The delivery ends for this reason, and not by the error of a call.
+            observer.final_error = false;
+        }
+        let (key, attempt, retry_after) = Observer::last(this.observer.as_ref());
+        let (result, outcome, _) = self.conclude(Err(E::from(error(key, attempt, retry_after))));
+        (result, outcome)
+    }
+}
+
+impl<F, T, E, B> CatchPanics<F, B>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+    B: Beats<Result<T, E>>,
+{
+    /// Drops the delivery because the deadline of its batch has passed.
+    pub(super) fn passed_deadline(self: Pin<&mut Self>) -> (Result<T, E>, Outcome) {
+        note_refusal();
+        self.project().observe.cut_off(|key, attempt, retry_after| Error::DeadlinePassed { key, attempt, retry_after })
+    }
+}
+
+impl<F: Future, B: Beats<F::Output>> Future for Observe<F, B> {
+    type Output = (F::Output, Outcome);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let output = ready!(self.as_mut().poll_observed(cx));
+        let (output, outcome, _) = self.conclude(output);
+        Poll::Ready((output, outcome))
+    }
+}
+
+impl<F, T, E> Observe<F>
+where
+    F: Future<Output = Result<T, E>>,
+    E: From<Error>,
+{
+    /// Calls `callback` every `every` while the delivery runs, so that the broker does not take the message for lost:
+    /// the callback extends a visibility time-out, or reports progress. A good `every` is a third of the broker's
+    /// time-out.
+    ///
+    /// The timer is the same that renews leases. In every mode it starts when the first call of the delivery first
+    /// waits, also when the call waits for another attempt. So a handler that is ready immediately costs nothing, and
+    /// the part of the delivery before its first call is not covered. The timer goes on between calls, and ends with
+    /// the delivery: a running callback is dropped then, so that it extends no message that has been settled. A beat
+    /// may come up to an eighth of `every` early.
+    ///
+    /// The callback is a separate task on the runtime that polls the delivery, which is the runtime of the broker's
+    /// client as well. Each delivery has one callback at a time, for at most `every`, or 1 s if that is longer. A
+    /// callback that hangs, fails or panics is called again after a quarter of `every`, and affects neither a lease nor
+    /// another delivery. A handler that blocks the only thread of its runtime keeps its lease, but has no beats
+    /// meanwhile.
+    ///
+    /// Where the broker has a limit of its own (SQS: 12 h from the first receive), the callback calls [`Beat::lost`] at
+    /// that limit. [`on_beat_lost`](Observe::on_beat_lost) sets the reaction.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[derive(Clone)]
+    /// # struct Acker;
+    /// # impl Acker {
+    /// #     async fn progress(&self) -> Result<(), std::io::Error> { Ok(()) }
+    /// # }
+    /// #[idempotent(key = "film:{id}", ttl = "7d", store = store)]
+    /// async fn encode(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    ///     Ok(format!("film {id}")) // Takes minutes.
+    /// }
+    ///
+    /// async fn deliver(store: &MemoryStore, id: u64, acker: &Acker) {
+    ///     let ack = acker.clone();
+    ///     let (_, outcome) = observe(encode(store, id))
+    ///         .on_beat(Duration::from_secs(10), move |_| {
+    ///             let ack = ack.clone();
+    ///             async move { ack.progress().await }
+    ///         })
+    ///         .await;
+    /// #   assert!(outcome.executed());
+    /// }
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// #     deliver(&MemoryStore::new(), 42, &Acker).await;
+    /// # });
+    /// ```
+    pub fn on_beat<C, R, A, D>(self, every: Duration, callback: C) -> Observe<F, OnBeat<C>>
+    where
+        C: FnMut(Beat) -> R + Send + 'static,
+        R: Future<Output = Result<A, D>> + Send + 'static,
+        D: fmt::Display,
+    {
+        let boxed = |mut callback: C| -> Callback {
+            Box::new(move |beat| {
+                let told = callback(beat);
+                Box::pin(async move { told.await.map(drop).map_err(|error| error.to_string()) })
+            })
+        };
+        let beat = OnBeat { every, on_lost: OnBeatLost::Continue, callback: Some(callback), boxed, beating: None };
+        self.with_beat(beat)
+    }
+}
+
+impl<F: Future, C> Observe<F, OnBeat<C>> {
+    /// Sets the reaction to a broker that no longer extends the message (default: [`OnBeatLost::Continue`]). A body
+    /// that blocks its thread is cancelled at its next `await`.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # use idem_runtime::brokers::OnBeatLost;
+    /// const AT_MOST: Duration = Duration::from_secs(11 * 3600);
+    ///
+    /// #[idempotent(key = "film:{id}", ttl = "7d", store = store)]
+    /// async fn encode(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    ///     Ok(format!("film {id}"))
+    /// }
+    ///
+    /// async fn extend() -> Result<(), std::io::Error> {
+    ///     Ok(())
+    /// }
+    ///
+    /// # async fn deliver(store: &MemoryStore, id: u64) {
+    /// let (_, outcome) = observe(encode(store, id))
+    ///     .on_beat(Duration::from_secs(10), |beat| async move {
+    ///         if beat.elapsed() > AT_MOST {
+    ///             beat.lost();
+    ///             return Ok(());
+    ///         }
+    ///         extend().await
+    ///     })
+    ///     .on_beat_lost(OnBeatLost::Cancel)
+    ///     .await;
+    /// # let _ = outcome;
+    /// # }
+    /// ```
+    pub fn on_beat_lost(self, on_lost: OnBeatLost) -> Self {
+        self.map_beat(|beat| OnBeat { on_lost, ..beat })
+    }
+}
+
+impl<F: Future, B> Observe<F, B> {
+    /// Sets the number of times that the broker has delivered this message, this time included:
+    /// `ApproximateReceiveCount`, `x-delivery-count` plus one, `delivered`. With this number the time in `Retry` grows
+    /// with the deliveries, even where no attempt counts them. The duplicate of a handler that runs for long is
+    /// delivered again after more leases each time that it finds the same attempt, up to the longest pause of the
+    /// policy's [`Backoff`](crate::policy::Backoff).
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
+    /// # #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// # async fn ship(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// #     Ok(format!("parcel for {id}"))
+    /// # }
+    /// # async fn deliver(store: &MemoryStore, id: u64, received: u32) {
+    /// let (result, outcome) = observe(ship(store, id)).delivery(received).delivery_limit(5).await;
+    /// # let _ = (result, outcome.disposition());
+    /// # }
+    /// ```
+    pub fn delivery(self, number: u32) -> Self {
+        self.map_observer(|observer| observer.budget.number = Some(number))
+    }
+
+    /// Sets the number of times that the broker delivers a message before it sets the message aside: `maxReceiveCount`,
+    /// `x-delivery-limit` plus one, `max_deliver`. Together with [`delivery`](Observe::delivery) this gives the number
+    /// of deliveries that are left. On the last two deliveries a duplicate of a running attempt waits for that attempt
+    /// instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout`, and a
+    /// lease). So the message is not set aside while its work is in progress. At most four duplicates of a store handle
+    /// wait this way at a time, because each takes a place of its consumer; any other duplicate gets its answer. A call
+    /// whose store does not answer waits for the store for the same time. Combine the limit with
+    /// [`on_beat`](Observe::on_beat) where the broker has a time-out.
+    ///
+    /// On the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
+    /// [`DeadLetter`](crate::Disposition::DeadLetter): no other delivery comes, and some brokers then delete the
+    /// message. Before the last delivery, a [fingerprint mismatch](Error::FingerprintMismatch) is delivered again,
+    /// because the type of the payload may have changed with a deployment.
+    ///
+    /// A broker that can only redeliver immediately soon has no deliveries left: give a limit of 1 without
+    /// [`delivery`](Observe::delivery), and duplicates always wait.
+    pub fn delivery_limit(self, limit: u32) -> Self {
+        self.map_observer(|observer| observer.budget.limit = Some(limit))
+    }
+}

@@ -1,0 +1,288 @@
+//! One call of an observed delivery, and the reason why it did not run its body.
+
+use super::budget::Budget;
+use super::disposition::Standing;
+use crate::error::{Disposition, Error, deployment_pause};
+use crate::key::Key;
+use crate::policy::Backoff;
+use std::time::Duration;
+
+/// Reason why a call did not run its body, or would not have run it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The operation had finished: its result would have been replayed (shadow mode).
+    Replay,
+    /// Another attempt was running.
+    InProgress,
+    /// The key was used with another payload.
+    FingerprintMismatch,
+    /// An earlier run had been interrupted.
+    Interrupted,
+    /// As many attempts as `max_attempts` allows had started.
+    AttemptsExhausted,
+    /// The key was missing.
+    MissingKey,
+    /// The key was not valid.
+    InvalidKey,
+    /// The payload could not be hashed.
+    InvalidFingerprint,
+    /// The policy could not be honoured.
+    InvalidPolicy,
+    /// The operation had finished, and its result can't be replayed.
+    ResultUnavailable,
+    /// The store did not answer.
+    Store,
+}
+
+impl Refusal {
+    /// Returns the refusal that `error` reports; `None` if the body had started.
+    pub(crate) fn of(error: &Error) -> Option<Self> {
+        match error {
+            Error::InProgress { .. } => Some(Self::InProgress),
+            Error::FingerprintMismatch { .. } => Some(Self::FingerprintMismatch),
+            Error::Interrupted { .. } => Some(Self::Interrupted),
+            Error::AttemptsExhausted { .. } => Some(Self::AttemptsExhausted),
+            Error::ResultUnavailable { .. } => Some(Self::ResultUnavailable),
+            Error::Store { started: false, .. } => Some(Self::Store),
+            Error::NoAttempt
+            | Error::LeaseLost { .. }
+            | Error::Unrecorded { .. }
+            | Error::TimedOut { .. }
+            | Error::Panicked { .. }
+            | Error::MessageLost { .. }
+            | Error::DeadlinePassed { .. }
+            | Error::HeldBack { .. }
+            | Error::Store { started: true, .. } => None,
+            Error::MissingKey { .. } => Some(Self::MissingKey),
+            Error::InvalidKey { .. } => Some(Self::InvalidKey),
+            Error::InvalidFingerprint { .. } => Some(Self::InvalidFingerprint),
+            Error::InvalidPolicy { .. } => Some(Self::InvalidPolicy),
+        }
+    }
+}
+
+/// Progress of a call up to its end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Progress {
+    /// No call was made.
+    None,
+    /// The key is being reserved.
+    Reserving,
+    /// The body is running.
+    Running,
+    /// The result of the body is being recorded.
+    Recording,
+    /// The body returned.
+    Returned { is_ok: bool, kept: RecordedPart },
+    /// The recorded result was returned. The body did not run.
+    Replayed { is_ok: bool },
+    /// The body did not run.
+    Refused { refusal: Refusal, error: ErrorFacts },
+    /// The body started, and the record does not hold its end: the lease was lost, the time was out, or the store did
+    /// not answer.
+    Unrecorded { error: ErrorFacts },
+}
+
+/// The part of a returned result that the record holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum RecordedPart {
+    /// Nothing: the key is free, or the body ran unprotected.
+    Nothing,
+    /// The completion, without the result.
+    Completion,
+    /// The result.
+    Result,
+}
+
+/// Consequences of an [`Error`] for its call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ErrorFacts {
+    pub(crate) disposition: Disposition,
+    pub(crate) misconfigured: bool,
+}
+
+/// State of the transaction on which the record of a call depends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Commit {
+    /// The record took effect when it was written, or its transaction is committed.
+    Done,
+    /// The transaction is open.
+    Pending,
+    /// The transaction was not committed: the writes of the call are undone.
+    RolledBack,
+}
+
+/// One call of a delivery.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct ObservedCall {
+    pub(crate) key: Option<Key>,
+    pub(crate) progress: Progress,
+    pub(crate) waited: bool,
+    pub(crate) takeover: bool,
+    pub(crate) commit: Commit,
+    pub(crate) attempt: Option<u32>,
+    pub(crate) bypassed: Option<Refusal>,
+    /// Time until a failed delivery that made this call is likely to get further, if known.
+    pub(crate) again: Option<Duration>,
+}
+
+/// Pause before a message is delivered again if no better pause is known.
+pub(super) const NOTHING_KNOWN: Duration = Duration::from_secs(1);
+
+impl ObservedCall {
+    /// A call that has not begun.
+    pub(crate) const NEW: Self = Self {
+        key: None,
+        progress: Progress::None,
+        waited: false,
+        takeover: false,
+        commit: Commit::Done,
+        attempt: None,
+        bypassed: None,
+        again: None,
+    };
+
+    /// Returns the standing of the call, given that its transaction will be committed unless it was rolled back
+    /// already.
+    pub(super) fn standing(&self, budget: Budget) -> Standing {
+        match (self.commit, self.standing_once_committed()) {
+            (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
+            // Fingerprints do not distinguish a payload of another type, which is a mistake of the deployment, from
+            // another payload.
+            (_, Standing::RefusedForGood) if self.is_mismatch() && budget.has_more() => {
+                Standing::MayPass(Some(deployment_pause(self.key.as_ref())))
+            }
+            (_, standing) => standing,
+        }
+    }
+
+    pub(super) fn is_mismatch(&self) -> bool {
+        matches!(self.progress, Progress::Refused { refusal: Refusal::FingerprintMismatch, .. })
+    }
+
+    pub(super) fn standing_once_committed(&self) -> Standing {
+        match self.progress {
+            Progress::Returned { is_ok: true, .. } | Progress::Replayed { is_ok: true } => Standing::Finished(None),
+            Progress::Returned { is_ok: false, kept: RecordedPart::Completion | RecordedPart::Result }
+            | Progress::Replayed { is_ok: false } => Standing::Finished(Some(Disposition::DeadLetter)),
+            // The operation has finished; the error is about its result.
+            Progress::Refused { refusal: Refusal::ResultUnavailable, error } => {
+                Standing::Finished(Some(error.disposition))
+            }
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } => match error.disposition {
+                Disposition::Retry { after } => Standing::MayPass(Some(after)),
+                Disposition::DeadLetter | Disposition::Ack => Standing::RefusedForGood,
+            },
+            Progress::Returned { is_ok: false, kept: RecordedPart::Nothing }
+            | Progress::None
+            | Progress::Reserving
+            | Progress::Running
+            | Progress::Recording => Standing::MayPass(self.again),
+        }
+    }
+
+    /// Returns the disposition of a message whose delivery made only this call, and returned the result of the call.
+    pub(super) fn disposition(&self) -> Disposition {
+        match self.standing_once_committed() {
+            Standing::Finished(error) => error.unwrap_or(Disposition::Ack),
+            Standing::RefusedForGood => Disposition::DeadLetter,
+            Standing::MayPass(after) => Disposition::Retry { after: after.unwrap_or(NOTHING_KNOWN) },
+        }
+    }
+
+    /// Returns whether the call finished with an error, so that its delivery may return that error.
+    pub(super) fn ends_with_final_error(&self) -> bool {
+        matches!(self.standing_once_committed(), Standing::Finished(Some(_)))
+    }
+
+    pub(super) fn executed(&self) -> bool {
+        match self.progress {
+            Progress::Running | Progress::Recording | Progress::Returned { .. } | Progress::Unrecorded { .. } => true,
+            Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
+        }
+    }
+
+    pub(super) fn cancelled(&self) -> bool {
+        matches!(self.progress, Progress::Reserving | Progress::Running | Progress::Recording)
+    }
+
+    /// Returns whether the effect may have happened although the record does not show it, given that the call goes no
+    /// further.
+    pub(super) fn uncertain(&self) -> bool {
+        match self.progress {
+            Progress::Running
+            | Progress::Recording
+            | Progress::Unrecorded { .. }
+            | Progress::Refused { refusal: Refusal::Interrupted, .. } => true,
+            Progress::None
+            | Progress::Reserving
+            | Progress::Returned { .. }
+            | Progress::Replayed { .. }
+            | Progress::Refused { .. } => false,
+        }
+    }
+
+    pub(super) fn misconfigured(&self) -> bool {
+        match self.progress {
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } => error.misconfigured,
+            _ => false,
+        }
+    }
+
+    pub(super) fn recorded(&self) -> bool {
+        let recorded = match self.progress {
+            Progress::Returned { kept, .. } => kept != RecordedPart::Nothing,
+            Progress::Replayed { .. } | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
+            _ => false,
+        };
+        recorded && self.commit != Commit::RolledBack
+    }
+
+    pub(super) fn result_stored(&self) -> bool {
+        let stored =
+            matches!(self.progress, Progress::Returned { kept: RecordedPart::Result, .. } | Progress::Replayed { .. });
+        stored && self.commit != Commit::RolledBack
+    }
+
+    /// Returns whether the record takes effect only when a transaction of the user is committed. A replayed result is
+    /// committed, or the call of this transaction that recorded it is pending.
+    pub(super) fn is_pending(&self) -> bool {
+        self.commit == Commit::Pending && self.executed()
+    }
+
+    /// Applies the end of a transaction to the call. `of_transaction`: the record was written in that transaction.
+    pub(super) fn settle(&mut self, settled: TransactionEnd, of_transaction: bool) {
+        if self.commit != Commit::Pending {
+            return;
+        }
+        let failed = self.recorded() && self.ends_with_final_error();
+        self.commit = match settled {
+            TransactionEnd::RolledBack { failures_recorded } if of_transaction && !(failed && failures_recorded) => {
+                let attempt = self.attempt.unwrap_or(1);
+                let pause = Backoff::DEFAULT.after(attempt, self.key.as_ref().map_or(0, Key::seed));
+                self.again = self.again.max(Some(pause));
+                Commit::RolledBack
+            }
+            _ => Commit::Done,
+        };
+    }
+}
+
+/// End of a transaction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[cfg_attr(
+    not(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
+    expect(dead_code, reason = "no transactions")
+)]
+pub(crate) enum TransactionEnd {
+    Committed,
+    /// `failures_recorded`: the errors that its calls had recorded were recorded again, in another transaction.
+    RolledBack {
+        failures_recorded: bool,
+    },
+    /// The transaction could not begin, and may begin after this time.
+    NotBegun {
+        again: Duration,
+    },
+}

@@ -1,0 +1,262 @@
+//! The observed delivery of this thread, to which its calls report.
+
+use super::beat::TimerSlot;
+use super::budget::Budget;
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+use super::observed_call::TransactionEnd;
+use super::observed_call::{ObservedCall, Progress};
+use super::turns::Turns;
+use crate::key::Key;
+use crate::record::Traceparent;
+use crate::store::Store;
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::Span;
+
+/// The place of an observed call among the calls of its delivery.
+pub(crate) type Seat = Option<usize>;
+
+/// State of an observed delivery, including the parts that its calls may read.
+#[derive(Default)]
+pub(crate) struct Observer {
+    pub(super) calls: Vec<ObservedCall>,
+    /// Seats of these calls in the enclosing observation.
+    pub(super) outside: Vec<Seat>,
+    /// True if a call has changed since the enclosing observation got the calls.
+    pub(super) changed: bool,
+    /// True if a call has finished with an error in the current poll, or in the last poll.
+    pub(super) final_error: bool,
+    pub(super) budget: Budget,
+    pub(super) timer: TimerSlot,
+    /// Batch of the delivery, and the position in that batch.
+    pub(super) turns: Option<(Turns, usize)>,
+    /// Time for which the broker may deliver the message again, if known; `Duration::MAX` means forever.
+    pub(super) redelivered_for: Option<Duration>,
+    /// Group of messages that the broker wants handled in order.
+    pub(super) group: Option<Box<str>>,
+    /// Names of the message, for spans and records.
+    pub(super) message: Option<Arc<Message>>,
+}
+
+/// Attributes of a message in the terms of OpenTelemetry.
+#[derive(Clone, Default)]
+pub(super) struct Message {
+    /// System, destination and id of the message.
+    pub(super) called: Option<(&'static str, String, String)>,
+    /// Trace that the message is a part of.
+    pub(super) traceparent: Option<Traceparent>,
+}
+
+impl Observer {
+    /// Notes the progress of a call.
+    pub(super) fn note(&mut self, seat: &mut Seat, call: ObservedCall) {
+        self.changed = true;
+        self.final_error |= call.ends_with_final_error();
+        match seat.and_then(|seat| self.calls.get_mut(seat)) {
+            Some(known) => *known = call,
+            None => {
+                *seat = Some(self.calls.len());
+                // Most deliveries make one call; a vector that grows on its own reserves room for four.
+                if self.calls.is_empty() {
+                    self.calls.reserve_exact(1);
+                }
+                self.calls.push(call);
+            }
+        }
+    }
+
+    /// Reports the progress of the calls to the enclosing observation, which is the current one again. The enclosing
+    /// observation gets each call as soon as that call has begun, so that no call is lost if this observation is
+    /// dropped.
+    pub(super) fn report_to_outer(&mut self) {
+        if !std::mem::take(&mut self.changed) {
+            return;
+        }
+        with_observer(|outer| {
+            if self.outside.len() < self.calls.len() {
+                self.outside.resize(self.calls.len(), None);
+            }
+            for (call, seat) in self.calls.iter().zip(&mut self.outside) {
+                if seat.and_then(|seat| outer.calls.get(seat)) != Some(call) {
+                    outer.note(seat, call.clone());
+                }
+            }
+        });
+    }
+
+    /// Returns the key of the last call, its attempt, and the time until the next delivery, for a delivery that gets no
+    /// further.
+    pub(super) fn last(observer: Option<&Self>) -> (Option<Key>, Option<u32>, Duration) {
+        let Some(Self { calls, budget, .. }) = observer else {
+            return (None, None, Budget::default().pause(None, None));
+        };
+        let last = calls.last();
+        let (key, again) = (last.and_then(|call| call.key.clone()), last.and_then(|call| call.again));
+        let pause = budget.pause(again, key.as_ref());
+        (key, last.and_then(|call| call.attempt), pause)
+    }
+
+    /// Takes over the settings of the message from the enclosing observation. Returns whether that observation waits
+    /// for a timer.
+    pub(super) fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
+        let wanted_outside = with_observer(|outer| {
+            self.budget = self.budget.or(outer.budget);
+            self.redelivered_for = self.redelivered_for.or(outer.redelivered_for);
+            if self.turns.is_none() {
+                self.turns.clone_from(&outer.turns);
+            }
+            if self.message.is_none() {
+                self.message.clone_from(&outer.message);
+            }
+            matches!(outer.timer, TimerSlot::Wanted)
+        })
+        .unwrap_or_default();
+        if matches!(self.timer, TimerSlot::Unwanted) && (wants_timer || wanted_outside) {
+            self.timer = TimerSlot::Wanted;
+        }
+        wanted_outside
+    }
+}
+
+thread_local! {
+    /// The observer of the delivery whose [`observe`] is being polled on this thread.
+    static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
+    /// True while [`OBSERVER`] has an observer. Each call looks several times, and most calls are not observed. This
+    /// value needs no drop, so a look is one load.
+    static IS_OBSERVED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls `look` with the observer of the delivery whose [`observe`] is being polled on this thread, if there is one.
+pub(super) fn with_observer<R>(look: impl FnOnce(&mut Observer) -> R) -> Option<R> {
+    if !IS_OBSERVED.get() {
+        return None;
+    }
+    OBSERVER.with_borrow_mut(|observer| observer.as_mut().map(look))
+}
+
+/// Collects the outcomes of calls on this thread, until the guard is dropped.
+pub(crate) struct Observation<'a> {
+    pub(super) observer: &'a mut Option<Observer>,
+}
+
+impl<'a> Observation<'a> {
+    /// `None`: the calls are not observed.
+    pub(crate) fn enter(observer: &'a mut Option<Observer>) -> Self {
+        swap(observer);
+        Self { observer }
+    }
+}
+
+impl Drop for Observation<'_> {
+    fn drop(&mut self) {
+        swap(self.observer);
+        if let Some(observer) = self.observer {
+            observer.report_to_outer();
+        }
+    }
+}
+
+pub(super) fn swap(other: &mut Option<Observer>) {
+    // Most calls are not observed.
+    if IS_OBSERVED.get() || other.is_some() {
+        OBSERVER.with_borrow_mut(|observer| {
+            std::mem::swap(observer, other);
+            IS_OBSERVED.set(observer.is_some());
+        });
+    }
+}
+
+/// Reports the progress of a call, or its end, to the enclosing `observe`.
+pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
+    with_observer(|observer| observer.note(seat, call()));
+}
+
+/// Notes the time until the next delivery, for a delivery that ends without another report of its call.
+pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
+    with_observer(|observer| {
+        if let Some(call) = seat.and_then(|seat| observer.calls.get_mut(seat)) {
+            call.again = again;
+        }
+    });
+}
+
+/// Notes that the transaction of this delivery begins, for the first time or again. Until the transaction is settled,
+/// the delivery counts as cut off, and the calls of an earlier try are forgotten.
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) fn unsettled() {
+    with_observer(|observer| {
+        observer.calls.fill(ObservedCall::NEW);
+        observer.note(&mut Some(0), ObservedCall { progress: Progress::Reserving, ..ObservedCall::NEW });
+    });
+}
+
+/// Notes that the transaction of this delivery is over, or could not begin.
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) fn settle(settled: TransactionEnd) {
+    with_observer(|Observer { calls, changed, final_error, .. }| {
+        *changed = true;
+        // The first call stands for the transaction.
+        let mut transaction = ObservedCall::NEW;
+        if let TransactionEnd::NotBegun { again } = settled {
+            // The calls of an earlier try are undone.
+            calls.fill(ObservedCall::NEW);
+            transaction.again = Some(again);
+        }
+        match calls.first_mut() {
+            Some(first) => *first = transaction,
+            None => calls.push(transaction),
+        }
+        let written: Vec<Key> = calls.iter().filter(|call| call.is_pending()).filter_map(|it| it.key.clone()).collect();
+        for call in calls {
+            let of_transaction = call.key.as_ref().is_some_and(|key| written.contains(key));
+            call.settle(settled, of_transaction);
+            *final_error |= call.ends_with_final_error();
+        }
+    });
+}
+
+/// Notes that a call on `store` begins, whose timer the delivery may need. Returns the delivery's batch and its index
+/// there, if it is one of a batch.
+pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
+    with_observer(|observer| {
+        // Entered just before this, at the end. Until its end is reported, the key distinguishes its pause from others.
+        if let Some(call @ ObservedCall { progress: Progress::Reserving, key: None, .. }) = observer.calls.last_mut() {
+            call.key = key.cloned();
+        }
+        if matches!(observer.timer, TimerSlot::Wanted) {
+            observer.timer = TimerSlot::Known(store.heartbeats().timer(), key.cloned());
+        }
+        observer.turns.clone()
+    })
+    .flatten()
+}
+
+/// Returns the delivery count and the delivery limit of the current call's message.
+pub(super) fn budget() -> Budget {
+    with_observer(|observer| observer.budget).unwrap_or_default()
+}
+
+/// Returns the time for which the broker may deliver the current call's message again, if known; `Duration::MAX` means
+/// forever.
+pub(super) fn redelivered_for() -> Option<Duration> {
+    with_observer(|observer| observer.redelivered_for).flatten()
+}
+
+/// Writes the names of the current call's message into the span of the call, if known.
+pub(super) fn describe_message(span: &Span) {
+    // Shared: a subscriber that is told the fields may look at the observer.
+    OBSERVER.with_borrow(|observer| {
+        let message = observer.as_ref().and_then(|observer| observer.message.as_ref());
+        let Some((system, destination, id)) = message.and_then(|message| message.called.as_ref()) else { return };
+        span.record("messaging.operation.type", "process");
+        span.record("messaging.system", *system);
+        span.record("messaging.destination.name", &**destination);
+        span.record("messaging.message.id", &**id);
+    });
+}
+
+/// Returns the trace that the current call's message is a part of, if known.
+pub(super) fn traceparent() -> Option<Traceparent> {
+    with_observer(|observer| observer.message.as_ref()?.traceparent).flatten()
+}

@@ -1,0 +1,74 @@
+//! Items of a batch with one key take turns.
+
+use super::refusal::waits;
+use crate::clock::Sleep;
+use crate::combine::race;
+use crate::key::Key;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Mutex, lock};
+use std::collections::HashMap;
+use std::sync::Arc;
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
+
+/// The keys on which items of a batch work: items with one key take turns, in the order of their arrival.
+///
+/// A turn only spares the later item a refusal, because the store lets one body run for a key in any case. So a call
+/// that stops waiting and asks the store loses nothing.
+#[derive(Clone, Default)]
+pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
+
+/// The turns on one key.
+pub(super) struct KeyTurns {
+    /// Item whose call has the turn, or [`NO_ITEM`].
+    holder: AtomicUsize,
+    queue: Arc<AsyncMutex<()>>,
+}
+
+pub(super) const NO_ITEM: usize = usize::MAX;
+
+impl Default for KeyTurns {
+    fn default() -> Self {
+        Self { holder: AtomicUsize::new(NO_ITEM), queue: Arc::default() }
+    }
+}
+
+/// The turn of a call on its key, until this value is dropped.
+pub(super) struct Turn {
+    key: Arc<KeyTurns>,
+    _first: OwnedMutexGuard<()>,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.key.holder.store(NO_ITEM, Ordering::Relaxed);
+    }
+}
+
+impl Turns {
+    /// Waits until no other item's call works on `key`, or until `limit` is over. Returns the turn, and whether the
+    /// call waited.
+    pub(super) async fn enter(
+        &self,
+        key: &Key,
+        item: usize,
+        limit: impl FnOnce() -> Sleep,
+    ) -> (Option<Arc<Turn>>, bool) {
+        let key = Arc::clone(lock(&self.0).entry(key.clone()).or_default());
+        // Two calls of one item must not wait for each other: the handler may poll only the second call.
+        if key.holder.load(Ordering::Relaxed) == item {
+            return (None, false);
+        }
+        let (first, waited) = match Arc::clone(&key.queue).try_lock_owned() {
+            Ok(first) => (Some(first), false),
+            Err(_) => {
+                waits();
+                (race(Arc::clone(&key.queue).lock_owned(), limit()).await, true)
+            }
+        };
+        let turn = first.map(|first| {
+            key.holder.store(item, Ordering::Relaxed);
+            Arc::new(Turn { key, _first: first })
+        });
+        (turn, waited)
+    }
+}
