@@ -1,5 +1,6 @@
 //! Runs a handler repeatedly, each time with another fault.
 
+use super::run::Run;
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::future::{Future, poll_fn};
@@ -12,7 +13,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::report::{Finding, Problem, Report};
+use super::problem::Problem;
+use super::report::Report;
 use super::scenario::{Cut, Duplicate, Point, Scenario};
 use super::simulation::{Simulation, Task};
 use super::worker::{SLOWER, Worker, World};
@@ -341,26 +343,6 @@ impl Explorer {
             story: std::mem::take(&mut state.story),
             lease: state.lease,
         }
-    }
-}
-
-/// Trace of one scenario that was run.
-pub(super) struct Run {
-    pub(super) scenario: String,
-    pub(super) awaits: Vec<String>,
-    pub(super) store_calls: Vec<String>,
-    pub(super) effect_calls: Vec<String>,
-    pub(super) effects: std::collections::BTreeMap<String, usize>,
-    pub(super) values: Vec<String>,
-    pub(super) set_aside: bool,
-    pub(super) problems: Vec<Problem>,
-    pub(super) story: Vec<String>,
-    lease: Duration,
-}
-
-impl Run {
-    pub(super) fn finding(&self, problem: Problem) -> Finding {
-        Finding { scenario: self.scenario.clone(), problem, story: self.story.clone() }
     }
 }
 

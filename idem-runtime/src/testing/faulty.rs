@@ -62,7 +62,7 @@ pub enum StoreCall {
 ///
 /// # Examples
 /// ```
-/// use idem_runtime::testing::{Call, Fault, FaultyStore};
+/// use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
 /// use idem_runtime::{Disposition, Error, MemoryStore, StoreErrorKind, idempotent, observe};
 ///
 /// #[idempotent(key = "order:{order}", ttl = "7d", store = store)]
@@ -72,7 +72,7 @@ pub enum StoreCall {
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
 /// let store = FaultyStore::new(&MemoryStore::new());
-/// store.next(Call::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+/// store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
 /// let (result, outcome) = observe(ship(&store, 42)).await;
 /// assert!(matches!(result, Err(Error::Store { .. })));
 /// assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));

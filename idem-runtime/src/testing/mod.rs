@@ -105,11 +105,19 @@
 mod explorer;
 mod faulty;
 #[cfg(feature = "testing")]
+mod problem;
+#[cfg(feature = "testing")]
+mod random;
+#[cfg(feature = "testing")]
 mod report;
+#[cfg(feature = "testing")]
+mod run;
 #[cfg(feature = "testing")]
 mod scenario;
 #[cfg(feature = "testing")]
 mod simulation;
+#[cfg(feature = "testing")]
+mod tasks;
 #[cfg(feature = "testing")]
 mod time;
 #[cfg(feature = "testing")]
@@ -119,9 +127,13 @@ mod worker;
 pub use explorer::{DeliveryOutput, Explorer, explore};
 pub use faulty::{Fault, FaultyStore, StoreCall};
 #[cfg(feature = "testing")]
-pub use report::{Finding, Problem, Report};
+pub use problem::{Finding, Problem};
 #[cfg(feature = "testing")]
-pub use simulation::{KilledTask, Random, Simulation, SimulationStuck, Task};
+pub use random::Random;
+#[cfg(feature = "testing")]
+pub use report::Report;
+#[cfg(feature = "testing")]
+pub use simulation::{KilledTask, Simulation, SimulationStuck, Task};
 #[cfg(feature = "testing")]
 pub use time::SimulatedClock;
 #[cfg(feature = "testing")]

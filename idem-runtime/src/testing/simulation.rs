@@ -1,13 +1,14 @@
 //! Runs many tasks on one thread, in an order that a seed decides, on simulated time.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
+use super::random::Random;
+use super::tasks::{Slot, Tasks};
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
@@ -15,42 +16,11 @@ use tokio::runtime::Runtime;
 
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant, SplitMix};
-use crate::sync::lock;
 
 /// Simulated time that a run may take (default: 1 d).
 const TIME_LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// Number of polls that a run may make (default: 10 000 000).
 const POLL_LIMIT: u64 = 10_000_000;
-
-/// A pseudo-random number generator: the same seed gives the same numbers.
-///
-/// ```
-/// use idem_runtime::testing::Random;
-///
-/// let mut dice = Random::seeded(7);
-/// let thrown: Vec<u64> = (0..5).map(|_| 1 + dice.below(6)).collect();
-/// assert!(thrown.iter().all(|it| (1..=6).contains(it)));
-/// ```
-#[derive(Clone, Debug)]
-pub struct Random(SplitMix);
-
-impl Random {
-    /// Creates the generator of `seed`.
-    pub const fn seeded(seed: u64) -> Self {
-        Self(SplitMix(seed))
-    }
-
-    /// Returns the next number below `limit`, or zero if `limit` is zero.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        // The high half of the product: as uniform as 64 bits allow.
-        u64::try_from((u128::from(self.0.next()) * u128::from(limit)) >> 64).unwrap_or_default()
-    }
-
-    /// Returns the next toss of a coin: true with probability one half.
-    pub fn coin(&mut self) -> bool {
-        self.below(2) == 0
-    }
-}
 
 /// Many tasks on one thread, in an order that a seed decides, on simulated time.
 ///
@@ -382,190 +352,5 @@ impl<T> TaskState<T> {
         if let Some(waiter) = self.waiter.take() {
             waiter.wake();
         }
-    }
-}
-
-struct Slot {
-    /// `None` during a poll.
-    future: Option<Pin<Box<dyn Future<Output = ()>>>>,
-    waker: Arc<TaskWaker>,
-    polls: Rc<Cell<u64>>,
-    kill_at: Cell<u64>,
-    killed: Rc<dyn Fn()>,
-}
-
-pub(super) struct Tasks {
-    random: RefCell<Random>,
-    slots: RefCell<BTreeMap<u64, Slot>>,
-    next: Cell<u64>,
-    /// Number of polls left.
-    left: Cell<u64>,
-    woken: Arc<Mutex<WakeQueue>>,
-}
-
-/// The tasks that can go on. Behind a lock, because a waker may be called from any thread.
-#[derive(Default)]
-struct WakeQueue {
-    tasks: BTreeSet<u64>,
-    scheduler: Option<Waker>,
-}
-
-struct TaskWaker {
-    id: u64,
-    woken: Arc<Mutex<WakeQueue>>,
-}
-
-impl Wake for TaskWaker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        let scheduler = {
-            let mut woken = lock(&self.woken);
-            woken.tasks.insert(self.id);
-            woken.scheduler.clone()
-        };
-        if let Some(scheduler) = scheduler {
-            scheduler.wake();
-        }
-    }
-}
-
-impl Tasks {
-    fn new_waker(&self) -> Arc<TaskWaker> {
-        let id = self.next.replace(self.next.get() + 1);
-        Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
-    }
-
-    /// Returns whether the limit of polls is reached.
-    pub(super) fn is_exhausted(&self) -> bool {
-        self.left.get() == 0
-    }
-
-    /// Adds the tasks that the clock was asked to spawn.
-    fn adopt(&self, clock: &SimulatedClock) {
-        for task in clock.take_spawned() {
-            let waker = self.new_waker();
-            let slot = Slot {
-                future: Some(task),
-                waker: Arc::clone(&waker),
-                polls: Rc::default(),
-                kill_at: Cell::new(u64::MAX),
-                killed: Rc::new(|| {}),
-            };
-            self.slots.borrow_mut().insert(waker.id, slot);
-            waker.wake_by_ref();
-        }
-    }
-
-    /// Polls a task that can go on while another one blocks; false if no task can.
-    pub(super) fn poll_another(&self, clock: &SimulatedClock) -> bool {
-        self.adopt(clock);
-        let id = {
-            let (mut woken, slots) = (lock(&self.woken), self.slots.borrow());
-            let idle = |id: &&u64| slots.get(*id).is_some_and(|slot| slot.future.is_some());
-            let idle: Vec<u64> = woken.tasks.iter().filter(idle).copied().collect();
-            let count = u64::try_from(idle.len()).unwrap_or(u64::MAX);
-            let at = usize::try_from(self.random.borrow_mut().below(count)).unwrap_or_default();
-            let Some(id) = idle.get(at).copied().filter(|_| !self.is_exhausted()) else { return false };
-            woken.tasks.remove(&id);
-            id
-        };
-        self.left.set(self.left.get() - 1);
-        self.poll(id, true);
-        true
-    }
-
-    fn polled_by(&self, scheduler: &Waker) {
-        lock(&self.woken).scheduler = Some(scheduler.clone());
-    }
-
-    /// Draws a task that can go on. Sometimes returns `None` although there is one, so that a task of the runtime runs
-    /// first.
-    fn draw(&self) -> Option<u64> {
-        let mut woken = lock(&self.woken);
-        if woken.tasks.is_empty() || self.random.borrow_mut().coin() {
-            return None;
-        }
-        let count = u64::try_from(woken.tasks.len()).unwrap_or(u64::MAX);
-        let at = usize::try_from(self.random.borrow_mut().below(count)).unwrap_or_default();
-        let id = woken.tasks.iter().nth(at).copied()?;
-        woken.tasks.remove(&id);
-        Some(id)
-    }
-
-    /// Schedules the next call of the scheduler if a task can go on.
-    fn go_on(&self, scheduler: &Waker) {
-        if !lock(&self.woken).tasks.is_empty() {
-            scheduler.wake_by_ref();
-        }
-    }
-
-    /// Polls a task. With `inside` (during the poll of another task), the poll does not use up the other task's
-    /// cooperative budget of tokio.
-    fn poll(&self, id: u64, inside: bool) {
-        let Some((mut future, waker)) = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
-            let future = slot.future.take()?;
-            Some((future, Waker::from(Arc::clone(&slot.waker))))
-        }) else {
-            return;
-        };
-        // The slots must not be borrowed during a poll or a drop: both may spawn and kill.
-        let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
-        let mut cx = Context::from_waker(&waker);
-        let poll = |future: Pin<&mut dyn Future<Output = ()>>, cx: &mut Context<'_>| match inside {
-            true => pin!(tokio::task::unconstrained(future)).poll(cx).is_ready(),
-            false => future.poll(cx).is_ready(),
-        };
-        let ready = !kill_before && poll(future.as_mut(), &mut cx);
-        let killed = self.with(id, |slot| {
-            if !kill_before {
-                slot.polls.set(slot.polls.get() + 1);
-            }
-            slot.kill_at.get() <= slot.polls.get()
-        });
-        if ready || killed {
-            self.remove(id, future, !ready);
-        } else if let Some(slot) = self.slots.borrow_mut().get_mut(&id) {
-            slot.future = Some(future);
-        }
-    }
-
-    fn with(&self, id: u64, f: impl FnOnce(&Slot) -> bool) -> bool {
-        self.slots.borrow().get(&id).is_some_and(f)
-    }
-
-    fn kill(&self, id: u64) {
-        let future = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
-            // A future that is being polled is not in its slot; `kill_at = 0` ends it when the poll returns.
-            slot.kill_at.set(0);
-            slot.future.take()
-        });
-        if let Some(future) = future {
-            self.remove(id, future, true);
-        }
-    }
-
-    fn remove(&self, id: u64, future: Pin<Box<dyn Future<Output = ()>>>, killed: bool) {
-        let slot = self.slots.borrow_mut().remove(&id);
-        drop(future);
-        lock(&self.woken).tasks.remove(&id);
-        if let Some(slot) = slot.filter(|_| killed) {
-            (slot.killed)();
-        }
-    }
-
-    fn clear(&self, clock: &SimulatedClock) {
-        clock.wakes(None);
-        loop {
-            // A dropped task may spawn a last write.
-            self.adopt(clock);
-            let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
-            drop(slot);
-        }
-        let mut woken = lock(&self.woken);
-        woken.tasks.clear();
-        woken.scheduler = None;
     }
 }

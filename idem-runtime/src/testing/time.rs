@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use super::simulation::Tasks;
+use super::tasks::Tasks;
 use crate::clock::{Clock, Instant, Sleep, SplitMix, Task};
 use crate::engine::{CurrentGuard, Observation};
 use crate::sync::lock;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot};
 
-use super::report::Problem;
+use super::problem::Problem;
 use super::scenario::{Cut, Point, Scenario};
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};

@@ -1,0 +1,24 @@
+//! The trace of one scenario that was run.
+
+use super::problem::{Finding, Problem};
+use std::time::Duration;
+
+/// Trace of one scenario that was run.
+pub(super) struct Run {
+    pub(super) scenario: String,
+    pub(super) awaits: Vec<String>,
+    pub(super) store_calls: Vec<String>,
+    pub(super) effect_calls: Vec<String>,
+    pub(super) effects: std::collections::BTreeMap<String, usize>,
+    pub(super) values: Vec<String>,
+    pub(super) set_aside: bool,
+    pub(super) problems: Vec<Problem>,
+    pub(super) story: Vec<String>,
+    pub(super) lease: Duration,
+}
+
+impl Run {
+    pub(super) fn finding(&self, problem: Problem) -> Finding {
+        Finding { scenario: self.scenario.clone(), problem, story: self.story.clone() }
+    }
+}
