@@ -17,7 +17,7 @@ use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::request::Standing;
+use crate::record::standing::Standing;
 use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Revision,
     StoredResult, Trail, Verdict,

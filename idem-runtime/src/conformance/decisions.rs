@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::case::{Case, LONG, PAUSE, TOLERANCE, abandon, completed, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::request::Standing;
+use crate::record::standing::Standing;
 use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Lease, Record, Release, Reservation, ReserveRequest, Revision, State,
     StoredResult, Verdict,

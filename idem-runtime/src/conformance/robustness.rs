@@ -7,7 +7,7 @@ use super::decisions::{actions, corrections};
 use super::listing::{self, ListPages};
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::request::Standing;
+use crate::record::standing::Standing;
 use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Inspection, Record, Release, Reservation, ReserveRequest, Revision,
     State, Trail, Verdict,

@@ -261,7 +261,7 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
         let store = upkeep.upkeep();
         let (key, name) = (&request.key, store.name());
         let asked_at = store.heartbeats().clock().now();
-        let unanswered = request.unanswered();
+        let unanswered = Lease::unanswered(&request);
         let tries = Tries::new(&*store, &unanswered, asked_at).late(under_way, ends_late);
         match clean_up(tries, &request).await {
             Ok(()) => tracing::debug!(

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::request::Standing;
+use super::standing::Standing;
 use super::{Finish, Inspection, Record, Revision, State, StoredResult, Trail, Verdict};
 use crate::key::Key;
 use crate::policy::OnCrash;

@@ -5,9 +5,13 @@ mod admission;
 mod columns;
 pub(crate) mod decision;
 pub mod format;
+pub(crate) mod inspection;
 pub(crate) mod lease;
+pub(crate) mod owner;
 pub(crate) mod request;
+pub(crate) mod reservation;
 pub(crate) mod revision;
+pub(crate) mod standing;
 pub(crate) mod trail;
 
 use std::fmt;
@@ -22,10 +26,13 @@ pub(crate) use self::columns::{Parts, ReadExtent, signed_millis};
 pub use self::decision::Ruling;
 #[allow(unused_imports, reason = "without a store nobody decides")]
 pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
-pub(crate) use self::lease::{Lease, OwnerToken};
-pub(crate) use self::lease::{Owners, ReservedAt};
-#[allow(unused_imports, reason = "without a store nobody inspects")]
-pub(crate) use self::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Verdict};
+#[allow(unused_imports, reason = "without a store no code inspects")]
+pub(crate) use self::inspection::Inspection;
+pub(crate) use self::lease::{Lease, ReservedAt};
+pub(crate) use self::owner::{OwnerToken, Owners};
+#[allow(unused_imports, reason = "without a store no code inspects")]
+pub(crate) use self::request::{Finish, Release, ReserveRequest, Verdict};
+pub(crate) use self::reservation::Reservation;
 pub(crate) use self::revision::Revision;
 pub(crate) use self::trail::Holder;
 pub use self::trail::{Traceparent, TraceparentError, Trail};

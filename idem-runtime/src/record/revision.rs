@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::str::FromStr;
 
-use super::request::{Inspection, Standing};
+use super::standing::Standing;
 
 /// A record in the version that a person looked at. A [`Decision`](crate::store::Decision) names a revision, and is
 /// refused once the record has changed.
@@ -44,12 +44,6 @@ impl Revision {
     #[must_use]
     pub const fn with_attempt(self, attempt: u32) -> Self {
         Self { attempt, ..self }
-    }
-}
-
-impl From<&Inspection> for Revision {
-    fn from(found: &Inspection) -> Self {
-        found.revision()
     }
 }
 

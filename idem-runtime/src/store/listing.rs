@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::{Inspection, StoreError, StoreErrorKind};
 use crate::key::Key;
-use crate::record::request::Standing;
+use crate::record::standing::Standing;
 
 /// Selects the records that [`Store::list`](crate::Store::list) returns.
 ///

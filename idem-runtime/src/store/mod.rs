@@ -1,6 +1,7 @@
 //! The contract between the engine and a store.
 
 mod error;
+mod ext;
 pub(crate) mod flight;
 mod forward;
 mod future;
@@ -12,8 +13,8 @@ mod outage;
 mod repeats;
 mod watch;
 
+pub use self::ext::StoreExt;
 use std::fmt;
-use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -29,16 +30,19 @@ pub(crate) use self::heartbeat::{
     Beat, BeatGuard, Callback, FlushGuard, LastWait, LateEndGuard, LeaseStanding, Limits, Timer,
 };
 pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
-use self::operator::Operator;
 #[cfg(feature = "postgres")]
 pub(crate) use self::repeats::TagCounts;
 use crate::key::Key;
-use crate::metrics::{Snapshot, StoreOp};
+use crate::metrics::StoreOp;
 use crate::policy::{Policy, PolicyProblem};
 pub use crate::record::decision::{Action, Decision, DecisionAnswer};
-pub use crate::record::lease::{Lease, OwnerToken};
-pub use crate::record::request::{Finish, Inspection, Release, Reservation, ReserveRequest, Standing, Verdict};
+pub use crate::record::inspection::Inspection;
+pub use crate::record::lease::Lease;
+pub use crate::record::owner::OwnerToken;
+pub use crate::record::request::{Finish, Release, ReserveRequest, Verdict};
+pub use crate::record::reservation::Reservation;
 pub use crate::record::revision::{Revision, RevisionError};
+pub use crate::record::standing::Standing;
 pub use crate::record::trail::Holder;
 use crate::sync::lock;
 
@@ -210,43 +214,6 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] holds the reason why the store can't be reached.
     fn ping(&self) -> StoreFuture<'_, ()>;
 }
-
-/// Further methods of every store; for `Arc<dyn Store>` too.
-pub trait StoreExt: Store {
-    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`]. For the end of a program.
-    fn flush(&self) -> impl Future<Output = ()> + Send + '_ {
-        self.heartbeats().flush()
-    }
-
-    /// Returns the metrics of this handle and its clones; see [`crate::metrics`].
-    fn metrics(&self) -> Snapshot {
-        self.heartbeats().snapshot(self.name())
-    }
-
-    /// Checks whether the store can serve calls, for a readiness probe. Pings the store once.
-    ///
-    /// ```
-    /// # use idem_runtime::{MemoryStore, StoreExt};
-    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
-    /// let store = MemoryStore::new();
-    /// let health = store.health().await;
-    /// assert!(health.is_ready(), "{health}");
-    /// # });
-    /// ```
-    ///
-    /// # Cancel safety
-    /// Cancel safe: the check writes nothing.
-    fn health(&self) -> impl Future<Output = Health> + Send + '_ {
-        health::check(self)
-    }
-
-    /// Returns the [`Operator`] of the store, by which a person decides about records.
-    fn operator(&self) -> Operator<'_, Self> {
-        Operator::new(self)
-    }
-}
-
-impl<S: Store + ?Sized> StoreExt for S {}
 
 /// Receives the store's answer about one lease of [`Store::renew`]: the index of the lease, and the answer.
 pub type Answers<'a> = dyn Fn(usize, Verdict) + Send + Sync + 'a;

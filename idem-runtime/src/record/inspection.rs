@@ -1,0 +1,118 @@
+//! A record as an operator sees it.
+
+use super::standing::Standing;
+use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
+use sha2::{Digest, Sha256};
+use std::fmt;
+use std::time::Duration;
+
+/// A record as an operator sees it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Inspection {
+    /// The record. A record that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a trail.
+    pub record: Record,
+    /// Reason why the record can't be read; `None` if it can. Never contains bytes of the record.
+    pub damage: Option<Box<str>>,
+    /// Time until the record is forgotten, unless it is written again; [`Duration::MAX`] for never, and if that time
+    /// can't be read.
+    pub expires_in: Duration,
+    /// Time until the lease lapses; zero if it has lapsed, `None` unless the record is pending.
+    pub lapses_in: Option<Duration>,
+    /// Time since the key was first seen, by the store's clock; `None` if the store does not report it. A record that
+    /// is forgotten takes this time with it.
+    pub first_seen: Option<Duration>,
+    /// Time since the latest attempt began, by the store's clock; `None` if the store does not report it.
+    pub began: Option<Duration>,
+}
+
+impl Inspection {
+    /// Makes an inspection of a record, with the time until it is forgotten, and the time until its lease lapses.
+    pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
+        Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None }
+    }
+
+    /// Makes an inspection of a record that can't be read, with the reason. `stored`: all stored parts of the record,
+    /// in a fixed order. A digest of the parts takes the place of the owner token in the [revision](Self::revision).
+    pub fn damaged(why: impl Into<Box<str>>, stored: impl IntoIterator<Item: AsRef<[u8]>>) -> Self {
+        let mut digest = Sha256::new();
+        for part in stored {
+            let part = part.as_ref();
+            digest.update((part.len() as u64).to_be_bytes());
+            digest.update(part);
+        }
+        let mut owner = [0; OwnerToken::BYTES];
+        owner.copy_from_slice(&digest.finalize()[..OwnerToken::BYTES]);
+        let record = Record { attempts_used: 0, ..Record::new(OwnerToken::from_bytes(owner), 0, State::Interrupted) };
+        Self { damage: Some(why.into()), ..Self::new(record, Duration::MAX, None) }
+    }
+
+    /// Makes an inspection of a damaged record in a list, which reads no results. Its revision would be a digest of all
+    /// stored bytes, so a store must read the record again before a decision.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn unexamined(why: &impl fmt::Display) -> Self {
+        Self::damaged(why.to_string(), [""; 0])
+    }
+
+    /// Returns this inspection, if the record can be read.
+    ///
+    /// # Errors
+    /// The reason why the record can't be read.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn readable(self) -> Result<Self, Box<str>> {
+        match self.damage {
+            Some(why) => Err(why),
+            None => Ok(self),
+        }
+    }
+
+    /// Sets the time since the key was first seen, and the time since the latest attempt began.
+    #[must_use]
+    pub fn since(self, first_seen: Option<Duration>, began: Option<Duration>) -> Self {
+        Self { first_seen, began, ..self }
+    }
+
+    /// Number of the latest attempt.
+    pub const fn attempt(&self) -> u32 {
+        self.record.attempt
+    }
+
+    /// Returns the standing of the operation, which includes the state of its lease.
+    pub fn standing(&self) -> Standing {
+        if self.damage.is_some() {
+            return Standing::Damaged;
+        }
+        self.record.standing(self.lapses_in.unwrap_or(Duration::MAX))
+    }
+
+    /// Returns the revision of this record, for decisions: a decision is refused once the record has changed.
+    pub fn revision(&self) -> Revision {
+        Revision { owner: self.record.owner.tag(), attempt: self.record.attempt, standing: self.standing() }
+    }
+
+    /// Returns the latest holder of the key: the store handle that made the latest attempt.
+    pub fn holder(&self) -> Option<Holder<'_>> {
+        self.record.trail.holder()
+    }
+
+    /// Returns the trace of the latest attempt: if there is a result, the trace of the run that made it.
+    pub fn traceparent(&self) -> Option<Traceparent> {
+        self.record.trail.traceparent()
+    }
+
+    /// Returns the operator who decided about the record last.
+    pub fn decided_by(&self) -> Option<&str> {
+        self.record.trail.decided_by()
+    }
+
+    /// Returns the reason of that decision.
+    pub fn decided_reason(&self) -> Option<&str> {
+        self.record.trail.decided_reason()
+    }
+}
+
+impl From<&Inspection> for Revision {
+    fn from(found: &Inspection) -> Self {
+        found.revision()
+    }
+}

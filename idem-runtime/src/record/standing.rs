@@ -1,0 +1,64 @@
+//! The standing of an operation.
+
+use std::fmt;
+
+/// Standing of an operation: the state of its record, and for a pending record whether its lease is live.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Standing {
+    /// An attempt is running: its lease is live.
+    Running,
+    /// An attempt crashed without an answer, or can't reach the store: its lease has lapsed, and no other attempt has
+    /// taken over.
+    Lapsed,
+    /// The latest attempt ended without a result, and the next attempt may run.
+    Released,
+    /// A body started and did not return. No attempt may run until an operator decides.
+    Interrupted,
+    /// The body succeeded.
+    Completed,
+    /// The body returned an error that is replayed.
+    Failed,
+    /// The record can't be read, so every delivery fails until an operator forgets the record.
+    Damaged,
+}
+
+impl Standing {
+    /// All standings.
+    pub const ALL: [Self; 7] =
+        [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed, Self::Damaged];
+
+    /// Returns the name in commands and lists: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or
+    /// `damaged`. `running` and `lapsed` are one state, `pending`, which only the time separates.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Lapsed => "lapsed",
+            Self::Released => "released",
+            Self::Interrupted => "interrupted",
+            Self::Completed => "completed",
+            Self::Failed => "failed",
+            Self::Damaged => "damaged",
+        }
+    }
+
+    /// Returns the [name](State::name) of the state.
+    #[cfg(feature = "postgres")]
+    pub(crate) const fn state(self) -> &'static str {
+        match self {
+            Self::Running | Self::Lapsed => "pending",
+            other => other.name(),
+        }
+    }
+
+    /// Returns whether the effect may have happened without a trace in the record.
+    pub const fn is_uncertain(self) -> bool {
+        matches!(self, Self::Lapsed | Self::Interrupted | Self::Damaged)
+    }
+}
+
+impl fmt::Display for Standing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

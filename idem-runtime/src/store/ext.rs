@@ -1,0 +1,45 @@
+//! Further methods of every store.
+
+use std::future::Future;
+
+use super::operator::Operator;
+use super::{Health, Store, health};
+use crate::metrics::Snapshot;
+
+/// Further methods of every store; for `Arc<dyn Store>` too.
+pub trait StoreExt: Store {
+    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`](super::Heartbeats::flush). For the end
+    /// of a program.
+    fn flush(&self) -> impl Future<Output = ()> + Send + '_ {
+        self.heartbeats().flush()
+    }
+
+    /// Returns the metrics of this handle and its clones; see [`crate::metrics`].
+    fn metrics(&self) -> Snapshot {
+        self.heartbeats().snapshot(self.name())
+    }
+
+    /// Checks whether the store can serve calls, for a readiness probe. Pings the store once.
+    ///
+    /// ```
+    /// # use idem_runtime::{MemoryStore, StoreExt};
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// let store = MemoryStore::new();
+    /// let health = store.health().await;
+    /// assert!(health.is_ready(), "{health}");
+    /// # });
+    /// ```
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the check writes nothing.
+    fn health(&self) -> impl Future<Output = Health> + Send + '_ {
+        health::check(self)
+    }
+
+    /// Returns the [`Operator`] of the store, by which a person decides about records.
+    fn operator(&self) -> Operator<'_, Self> {
+        Operator::new(self)
+    }
+}
+
+impl<S: Store + ?Sized> StoreExt for S {}
