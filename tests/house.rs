@@ -1,6 +1,6 @@
 //! Statements of the documents about the sources: the floors, the files of the stores, and the tests that they name.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -327,7 +327,7 @@ fn types(sources: &Path) -> Vec<(String, PathBuf)> {
 #[test]
 fn a_type_name_occurs_twice_at_most_in_a_crate() {
     for package in ["idem-runtime", "idem-macros", "idem-cli"] {
-        let mut places = std::collections::BTreeMap::<_, HashSet<_>>::new();
+        let mut places = BTreeMap::<_, HashSet<_>>::new();
         for (name, path) in types(&root().join(package).join("src")) {
             places.entry(name).or_default().insert(path);
         }
@@ -373,6 +373,167 @@ fn types_are_named_by_nouns() {
         }
     }
     assert!(wrong.is_empty(), "types that are named by a participle: {wrong:#?}");
+}
+
+/// Modules of a crate by their paths below its root, with the paths that each imports, and whether it hands them on.
+struct Imports(BTreeMap<Vec<String>, Vec<(Vec<String>, bool)>>);
+
+impl Imports {
+    fn of(sources: &Path) -> Self {
+        let mut modules = BTreeMap::new();
+        for path in files(sources, "rs") {
+            let relative = path.strip_prefix(sources).expect("below it").with_extension("");
+            let mut module: Vec<_> = relative.iter().map(|part| part.to_str().expect("ASCII").to_owned()).collect();
+            let name = module.last().expect("a file").clone();
+            // Modules that run under the tests' scheduler are no part of the library.
+            if ["interleavings", "shuttle"].contains(&&*name) {
+                continue;
+            }
+            if name == "mod" || (module.len() == 1 && (name == "lib" || name == "main")) {
+                module.pop();
+            }
+            let (mut imports, code) = (Vec::new(), code(&path));
+            for statement in code.split(';') {
+                let lines = statement.lines().rev().collect::<Vec<_>>();
+                // Statements of inline modules are indented.
+                let Some(first) = lines.iter().position(|line| line.starts_with("use ") || line.starts_with("pub"))
+                else {
+                    continue;
+                };
+                let statement = lines[..=first].iter().rev().copied().collect::<String>();
+                let Some((before, tree)) = statement.split_once("use ") else { continue };
+                let mut paths = Vec::new();
+                leaves(tree, &[], &mut paths);
+                // A module that hands on the items of its children is no user of them.
+                let hands_on = !before.is_empty();
+                imports.extend(paths.into_iter().map(|path| (path, hands_on)));
+            }
+            modules.insert(module, imports);
+        }
+        Self(modules)
+    }
+
+    /// Returns the module that defines the item at `path`, as seen from `module`; `None` if it is of another crate.
+    fn target(&self, module: &[String], path: &[String], depth: usize) -> Option<Vec<String>> {
+        let mut base = if path[0] == "crate" { Vec::new() } else { module.to_vec() };
+        let mut rest = path;
+        while let [first, others @ ..] = rest {
+            match first.as_str() {
+                "crate" | "self" => {}
+                "super" => drop(base.pop()),
+                _ => break,
+            }
+            rest = others;
+        }
+        if rest.len() == path.len() && !self.0.contains_key(&[module, &path[..1]].concat()) {
+            return None;
+        }
+        while let [first, others @ ..] = rest {
+            let inner = [&base[..], std::slice::from_ref(first)].concat();
+            if !self.0.contains_key(&inner) {
+                break;
+            }
+            (base, rest) = (inner, others);
+        }
+        // An item that the module takes from another one is imported from there.
+        let taken = |(path, _): &&(Vec<String>, bool)| rest.len() == 1 && path.last() == rest.first();
+        match self.0[&base].iter().find(taken) {
+            Some((further, _)) if depth < 9 => self.target(&base, further, depth + 1).or(Some(base)),
+            _ => Some(base),
+        }
+    }
+
+    /// Returns the modules that import each other, directly or through others.
+    fn in_rings(&self) -> Vec<String> {
+        let mut reached: BTreeMap<&Vec<String>, BTreeSet<Vec<String>>> = BTreeMap::new();
+        for (module, paths) in &self.0 {
+            let used = paths.iter().filter(|(_, hands_on)| !hands_on);
+            let targets = used.filter_map(|(path, _)| self.target(module, path, 0));
+            // The root has all modules.
+            reached.insert(module, targets.filter(|it| it != module && !it.is_empty()).collect());
+        }
+        loop {
+            let before: usize = reached.values().map(BTreeSet::len).sum();
+            for module in self.0.keys() {
+                let further: Vec<_> = reached[module].iter().flat_map(|it| reached[it].clone()).collect();
+                reached.get_mut(module).expect("each has an entry").extend(further);
+            }
+            if reached.values().map(BTreeSet::len).sum::<usize>() == before {
+                break;
+            }
+        }
+        let in_a_ring = self.0.keys().filter(|module| reached[module].contains(*module));
+        in_a_ring.map(|module| module.join("/")).collect()
+    }
+}
+
+/// Takes the tree of a `use` statement apart.
+fn leaves(tree: &str, before: &[String], found: &mut Vec<Vec<String>>) {
+    let tree = tree.trim();
+    let Some((head, inner)) = tree.split_once('{') else {
+        let name = tree.split(" as ").next().unwrap_or_default();
+        let path: Vec<_> = name.split("::").map(|part| part.trim().to_owned()).collect();
+        let path = [before, &path].concat();
+        found.extend((!tree.is_empty()).then_some(path));
+        return;
+    };
+    let head: Vec<_> = head.split("::").map(str::trim).filter(|part| !part.is_empty()).map(str::to_owned).collect();
+    let before = [before, &head].concat();
+    let inner = inner.rsplit_once('}').map_or(inner, |(inner, _)| inner);
+    let (mut depth, mut start) = (0, 0);
+    for (at, sign) in inner.char_indices() {
+        match sign {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 0 => {
+                leaves(&inner[start..at], &before, found);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    leaves(&inner[start..], &before, found);
+}
+
+/// Files that import each other can only be read together. `LEFT` holds those that still do; the list only shrinks.
+#[test]
+fn no_file_joins_a_ring() {
+    const LEFT: [(&str, &[&str]); 3] = [
+        (
+            "idem-runtime",
+            &[
+                "key",
+                "key/display",
+                "key/scope",
+                "stores/postgres",
+                "stores/postgres/batch/operations",
+                "stores/redis",
+                "stores/redis/cluster",
+                "stores/redis/connection",
+                "stores/redis/connections",
+                "stores/redis/options",
+                "stores/redis/route",
+                "stores/redis/sentinel",
+                "stores/redis/wake",
+                "stores/sqlite",
+                "stores/sqlite/batch",
+                "stores/sqlite/batch/session",
+                "stores/sqlite/file",
+                "stores/sqlite/fork_guard",
+                "stores/sqlite/inline_read",
+                "stores/sqlite/options",
+                "testing/tasks",
+                "testing/time",
+            ],
+        ),
+        ("idem-cli", &["doctor", "store"]),
+        ("idem-macros", &[]),
+    ];
+    for (package, left) in LEFT {
+        let imports = Imports::of(&root().join(package).join("src"));
+        assert!(imports.0.values().map(Vec::len).sum::<usize>() > 40, "{package}: the check reads nothing");
+        assert_eq!(imports.in_rings(), left, "{package}: files that import each other");
+    }
 }
 
 #[test]
