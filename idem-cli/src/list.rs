@@ -1,6 +1,5 @@
 //! `idem list` and `idem stats`.
 
-use crate::scan::{ListEnd, check_scan, each};
 use std::io::Write;
 use std::process::ExitCode;
 use std::str::FromStr;
@@ -12,6 +11,7 @@ use serde_json::{Map, Value, json};
 
 use crate::records::object;
 use crate::report::{Output, STATUSES, Stop, human, printable};
+use crate::scan::{ListEnd, check_scan, each};
 use crate::store::StoreArguments;
 
 /// Selection of records.

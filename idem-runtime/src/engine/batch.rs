@@ -1,6 +1,5 @@
 //! Concurrent handling of many deliveries, each with its own outcome.
 
-use super::turns::Turns;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::future::Future;
@@ -15,6 +14,7 @@ use super::beat::Beats;
 use super::observe::{CatchPanics, Observe};
 use super::outcome::Outcome;
 use super::refusal::note_refusal;
+use super::turns::Turns;
 use crate::clock::{Clock, Sleep, SystemClock};
 use crate::error::{Disposition, Error};
 use crate::sync::{Mutex, lock};

@@ -1,7 +1,5 @@
 //! The beginning of a call: reserves its key, or returns why its body must not run.
 
-use super::refusal::waits;
-use super::replay::Replay;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,6 +10,8 @@ use super::held::HeldAttempt;
 use super::late;
 use super::observed_call::Refusal;
 use super::observer;
+use super::refusal::waits;
+use super::replay::Replay;
 use super::turns::Turn;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;

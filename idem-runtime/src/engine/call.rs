@@ -15,7 +15,6 @@
 //! Written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every level of nested
 //! calls.
 
-use super::work::Work;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -36,6 +35,7 @@ use super::recorder::{Recorder, encoded};
 use super::refusal::note_refusal;
 use super::telemetry::{Facts, Telemetry};
 use super::turns::Turn;
+use super::work::Work;
 use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Policy, Uncertain};

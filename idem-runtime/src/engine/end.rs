@@ -1,11 +1,11 @@
 //! The end of an attempt: the last write to its record, in its call, or late if the call is gone.
 
-use super::ending::{AttemptEnd, RecordContent};
-use super::late::{Tries, may_pass, outlasts_lease, write_again};
 use std::future::Future;
 
 use super::attempt::Attempt;
+use super::ending::{AttemptEnd, RecordContent};
 use super::held::{EndingAttempt, HeldAttempt};
+use super::late::{Tries, may_pass, outlasts_lease, write_again};
 use crate::error::Error;
 use crate::key::Key;
 use crate::metrics::Dropped;

@@ -1,6 +1,5 @@
 //! An attempt that holds its key while the body runs.
 
-use super::refusal::Refusals;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -10,6 +9,7 @@ use super::ending::AttemptEnd;
 use super::late;
 use super::late::LateEndState;
 use super::observer::Observation;
+use super::refusal::Refusals;
 use super::work::Work;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};

@@ -1,13 +1,14 @@
 //! Writes at the end of an attempt, repeated while they can matter, and late writes of dropped calls.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use super::ending::AttemptEnd;
 use crate::clock::Instant;
 use crate::metrics::StoreOp;
 use crate::policy::{Backoff, OnCrash};
 use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{FlushGuard, LateEndGuard, Store, StoreError, StoreErrorKind, StoreFuture};
-use std::sync::Arc;
-use std::time::Duration;
 
 /// First pause between two tries of a write. The pause doubles up to [`LONGEST_PAUSE`].
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(10);

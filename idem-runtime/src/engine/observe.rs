@@ -1,5 +1,15 @@
 //! Observed deliveries: their settings, and the polls of their handlers.
 
+use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use pin_project_lite::pin_project;
+
 use super::beat::TimerSlot;
 use super::beat::{Beats, NoBeat, OnBeat, OnBeatLost};
 use super::disposition::DeliveryResult;
@@ -10,14 +20,6 @@ use crate::error::Error;
 use crate::key::Key;
 use crate::record::Traceparent;
 use crate::store::{Beat, Callback};
-use pin_project_lite::pin_project;
-use std::fmt;
-use std::future::Future;
-use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 /// Runs `future`, which handles one delivery, and returns its result and its [`Outcome`].
 ///

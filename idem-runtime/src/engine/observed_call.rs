@@ -1,11 +1,12 @@
 //! One call of an observed delivery, and the reason why it did not run its body.
 
+use std::time::Duration;
+
 use super::budget::Budget;
 use super::disposition::Standing;
 use crate::error::{Disposition, Error, deployment_pause};
 use crate::key::Key;
 use crate::policy::Backoff;
-use std::time::Duration;
 
 /// Reason why a call did not run its body, or would not have run it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,5 +1,11 @@
 //! The observed delivery of this thread, to which its calls report.
 
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::Span;
+
 use super::beat::TimerSlot;
 use super::budget::Budget;
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
@@ -9,10 +15,6 @@ use super::turns::Turns;
 use crate::key::Key;
 use crate::record::Traceparent;
 use crate::store::Store;
-use std::cell::{Cell, RefCell};
-use std::sync::Arc;
-use std::time::Duration;
-use tracing::Span;
 
 /// The place of an observed call among the calls of its delivery.
 pub(crate) type Seat = Option<usize>;

@@ -1,11 +1,11 @@
 //! Outcomes of deliveries, without a change to the signature of a handler.
 
-use super::budget::{Budget, unreached_calls};
-use super::observed_call::{Commit, NOTHING_KNOWN, ObservedCall, Progress, Refusal, TransactionEnd};
-use super::observer::budget;
 use std::time::Duration;
 
+use super::budget::{Budget, unreached_calls};
 use super::disposition::{DeliveryResult, Verdict, judge};
+use super::observed_call::{Commit, NOTHING_KNOWN, ObservedCall, Progress, Refusal, TransactionEnd};
+use super::observer::budget;
 use crate::error::Disposition;
 use crate::key::Key;
 use crate::policy::Backoff;

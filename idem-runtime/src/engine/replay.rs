@@ -1,9 +1,10 @@
 //! A record whose result is returned.
 
+use std::time::Duration;
+
 use crate::key::Key;
 use crate::policy::{Backoff, OnUndecodable};
 use crate::record::{State, Trail};
-use std::time::Duration;
 
 /// A record whose result is returned.
 pub(super) struct Replay {

@@ -1,14 +1,16 @@
 //! Items of a batch with one key take turns.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
+
 use super::refusal::waits;
 use crate::clock::Sleep;
 use crate::combine::race;
 use crate::key::Key;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
-use std::collections::HashMap;
-use std::sync::Arc;
-use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
 
 /// The keys on which items of a batch work: items with one key take turns, in the order of their arrival.
 ///

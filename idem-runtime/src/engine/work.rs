@@ -1,13 +1,13 @@
 //! A body and its result, without their types.
 
-use super::ending::AttemptEnd;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
+use super::ending::AttemptEnd;
 use crate::codec::ResultProblem;
 use crate::error::Error;
 use crate::policy::OnUndecodable;
 use crate::record::State;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
 /// A body and its result, type-erased so that the call loop is compiled once.
 pub(super) trait Work {

@@ -1,6 +1,5 @@
 //! The layer, its settings, and its tower service.
 
-use super::settings::{Caller, Settings};
 use std::fmt;
 use std::future::Future;
 use std::mem;
@@ -22,6 +21,7 @@ use super::describe::Description;
 use super::problem::Problem;
 use super::profile::{Profile, Recording};
 use super::protect::{Classification, PreparedRequest};
+use super::settings::{Caller, Settings};
 use super::tasks::{Gate, HandlerTask, HandlerTasks, detach};
 use crate::key::is_scope;
 use crate::policy::{OnStoreError, Policy};

@@ -1,17 +1,19 @@
 //! Settings of a layer, the caller of a request, and its key.
 
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Response};
+
 use super::problem::Problem;
 use super::profile::{Profile, Recording};
 use super::tasks::{Carry, HandlerTasks};
 use crate::policy::{MissingKey, Policy};
 use crate::store::Store;
-use bytes::Bytes;
-use http::header::{HeaderMap, HeaderName, HeaderValue};
-use http::request::Parts;
-use http::{Method, Response};
-use std::fmt;
-use std::sync::Arc;
-use std::time::Duration;
 
 /// The sender of a request. Two callers never share a key.
 ///

@@ -1,10 +1,12 @@
 //! A record as an operator sees it.
 
-use super::standing::Standing;
-use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
-use sha2::{Digest, Sha256};
 use std::fmt;
 use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use super::standing::Standing;
+use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
 
 /// A record as an operator sees it.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -1,8 +1,8 @@
 //! The owner of a key, and its lease.
 
-use super::owner::OwnerToken;
 use std::time::Duration;
 
+use super::owner::OwnerToken;
 use super::{Record, ReserveRequest, Trail};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;

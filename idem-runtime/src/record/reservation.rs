@@ -1,7 +1,8 @@
 //! The answer to a reservation.
 
-use super::{Lease, Record};
 use std::time::Duration;
+
+use super::{Lease, Record};
 
 /// Answer to a [`ReserveRequest`](super::request::ReserveRequest).
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -13,12 +13,12 @@ mod outage;
 mod repeats;
 mod watch;
 
-pub use self::ext::StoreExt;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 pub use self::error::{StoreError, StoreErrorKind};
+pub use self::ext::StoreExt;
 #[doc(inline)]
 pub use self::forward::forward;
 #[allow(unused_imports, reason = "without a store of the library nobody else forwards")]

@@ -1,6 +1,5 @@
 //! Runs a handler repeatedly, each time with another fault.
 
-use super::run::Run;
 use std::cell::RefCell;
 use std::fmt::Debug;
 use std::future::{Future, poll_fn};
@@ -15,6 +14,7 @@ use serde::Serialize;
 
 use super::problem::Problem;
 use super::report::Report;
+use super::run::Run;
 use super::scenario::{Cut, Duplicate, Point, Scenario};
 use super::simulation::{Simulation, Task};
 use super::worker::{SLOWER, Worker, World};

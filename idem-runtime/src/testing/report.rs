@@ -1,9 +1,9 @@
 //! The findings of an exploration.
 
-use super::problem::{Finding, Problem};
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::problem::{Finding, Problem};
 use super::run::Run;
 
 /// The findings of [`explore`](super::explore). `Display` writes them for people; the same handler gives the same text.

@@ -1,7 +1,8 @@
 //! The trace of one scenario that was run.
 
-use super::problem::{Finding, Problem};
 use std::time::Duration;
+
+use super::problem::{Finding, Problem};
 
 /// Trace of one scenario that was run.
 pub(super) struct Run {

@@ -1,8 +1,6 @@
 //! Runs many tasks on one thread, in an order that a seed decides, on simulated time.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
-use super::random::Random;
-use super::tasks::{Slot, Tasks};
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -14,6 +12,8 @@ use std::time::Duration;
 
 use tokio::runtime::Runtime;
 
+use super::random::Random;
+use super::tasks::{Slot, Tasks};
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant, SplitMix};
 

@@ -1,8 +1,5 @@
 //! The tasks of a simulation.
 
-use super::random::Random;
-use super::time::SimulatedClock;
-use crate::sync::lock;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -10,6 +7,10 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Wake, Waker};
+
+use super::random::Random;
+use super::time::SimulatedClock;
+use crate::sync::lock;
 
 pub(super) struct Slot {
     /// `None` during a poll.

@@ -1,6 +1,5 @@
 //! DynamoDB's answers: whether DynamoDB gave them, and whether an unconfirmed write may have taken effect.
 
-use super::tries::Tries;
 use std::error::Error;
 
 use aws_sdk_dynamodb::config::http::HttpResponse;
@@ -13,6 +12,7 @@ use aws_sdk_dynamodb::operation::update_item::{UpdateItemError, UpdateItemOutput
 
 use super::failure::{failed, refused};
 use super::item::Attributes;
+use super::tries::Tries;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// An answer that shows whether it comes from DynamoDB. Every request asks for the consumed capacity, which only

@@ -1,6 +1,5 @@
 //! One exchange with the server.
 
-use super::param::Effect;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +9,7 @@ use tokio_postgres::types::ToSql;
 use tokio_postgres::{Error, Row};
 
 use super::failure::OpFailure;
+use super::param::Effect;
 use super::sessions::{LONGEST, Sessions, TakenSession, unless_stuck};
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};

@@ -1,10 +1,12 @@
 //! Parameters that no log shows, and the effect of a statement.
 
-use crate::kit::metered::SENT_IN_TIME;
-use bytes::BytesMut;
 use std::fmt;
 use std::time::Duration;
+
+use bytes::BytesMut;
 use tokio_postgres::types::{IsNull, ToSql, Type};
+
+use crate::kit::metered::SENT_IN_TIME;
 
 /// Effect of a statement if the server runs it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

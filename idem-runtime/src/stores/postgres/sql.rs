@@ -9,6 +9,7 @@
 //! the user's has not committed yet: it leaves the key alone, and its answer shows this.
 
 use std::error::Error;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
@@ -22,7 +23,6 @@ use crate::record::{
     State, StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
-use std::time::Duration;
 
 /// Default schema.
 pub(super) const SCHEMA: &str = "idem";

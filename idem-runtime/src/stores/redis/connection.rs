@@ -1,6 +1,5 @@
 //! One multiplexed connection, reopened when it breaks.
 
-use super::task::OwnedTask;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,6 +12,7 @@ use tokio::sync::watch;
 use super::failure::ExchangeFailure;
 use super::sentinel::Sentinels;
 use super::stream::{self, OpenedStream, Pulse};
+use super::task::OwnedTask;
 use crate::clock::{Clock, Instant, Sleep};
 use crate::combine::race;
 use crate::kit::metered::Meter;
