@@ -505,8 +505,6 @@ fn no_file_joins_a_ring() {
                 "key",
                 "key/display",
                 "key/scope",
-                "stores/postgres",
-                "stores/postgres/batch/operations",
                 "stores/redis",
                 "stores/redis/cluster",
                 "stores/redis/connection",

@@ -11,6 +11,7 @@ mod options;
 mod param;
 mod sessions;
 mod sql;
+mod statement_pool;
 mod wake;
 #[cfg(feature = "with-sqlx-0_8")]
 mod with_sqlx;
@@ -19,6 +20,7 @@ mod with_tokio_postgres;
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 mod within;
 
+use self::statement_pool::StatementPool;
 use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -212,30 +214,6 @@ struct Local {
 impl fmt::Debug for PostgresInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresStore").field("schema", &self.common.schema).finish_non_exhaustive()
-    }
-}
-
-/// The connections, and the statements sent over them.
-#[derive(Debug)]
-struct StatementPool {
-    database: Database,
-    sql: Arc<Statements>,
-    /// Held by the batch of first runs, or of their ends, that is in flight. The two take turns, so that each batch
-    /// gathers the operations of all tasks. That halves the number of commits.
-    turn: Semaphore,
-}
-
-impl Executor for StatementPool {
-    type Row = tokio_postgres::Row;
-    type Error = OpFailure;
-
-    async fn rows(
-        &self,
-        statement: &Statement,
-        params: &[&(dyn ToSql + Sync)],
-        effect: Effect,
-    ) -> Result<Vec<tokio_postgres::Row>, OpFailure> {
-        self.database.query(statement, params, effect).await
     }
 }
 

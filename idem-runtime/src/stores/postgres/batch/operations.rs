@@ -7,11 +7,11 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio_postgres::types::ToSql;
 
-use super::super::StatementPool;
 use super::super::client::Database;
 use super::super::failure::OpFailure;
 use super::super::param::{Effect, HiddenParam};
 use super::super::sql::{self, Columns, Executor as _, FoundRow, LookupResult};
+use super::super::statement_pool::StatementPool;
 use super::{QueuedOp, Work};
 use crate::key::Key;
 use crate::kit::replays::Replays;
