@@ -42,7 +42,7 @@ pub struct Subject {
     pub(super) spoil: Option<Spoil>,
     pub(super) block: Option<Block>,
     pub(super) largest_result: usize,
-    pub(super) patience: Duration,
+    patience: Duration,
 }
 
 impl Subject {
@@ -150,7 +150,7 @@ pub(super) const PAUSE: Duration = Duration::from_millis(120);
 /// Resolution of a store's clock, plus the drift between two clocks during a test.
 pub(super) const TOLERANCE: Duration = Duration::from_millis(40);
 /// Number of tasks that race for a key.
-pub(super) const RACERS: usize = 64;
+const RACERS: usize = 64;
 
 /// One run of one clause.
 pub(super) struct Case {

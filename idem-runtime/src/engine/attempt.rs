@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::refusal::note_refusal;
+use super::poll_notes::note_refusal;
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::beat::Beats;
 use super::observe::{CatchPanics, Observe};
 use super::outcome::Outcome;
-use super::refusal::note_refusal;
+use super::poll_notes::note_refusal;
 use super::turns::Turns;
 use crate::clock::{Clock, Sleep, SystemClock};
 use crate::error::{Disposition, Error};

@@ -6,8 +6,7 @@ use std::time::Duration;
 
 use crate::error::Error;
 use crate::key::Key;
-use crate::store::Timer;
-use crate::store::{BeatGuard, Callback};
+use crate::store::{BeatGuard, Callback, Timer};
 
 /// Reaction of a delivery whose message the broker no longer extends; see [`Beat::lost`](crate::store::Beat::lost).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

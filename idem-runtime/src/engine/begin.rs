@@ -10,7 +10,7 @@ use super::held::HeldAttempt;
 use super::late;
 use super::observed_call::Refusal;
 use super::observer;
-use super::refusal::waits;
+use super::poll_notes::waits;
 use super::replay::Replay;
 use super::turns::Turn;
 use crate::clock::{Clock, Instant};

@@ -19,7 +19,7 @@ pub(crate) struct Budget {
 
 impl Budget {
     /// Number of final deliveries on which a duplicate waits instead of returning an error.
-    pub(super) const LAST: u32 = 2;
+    const LAST: u32 = 2;
 
     /// Fills the parts that are not known here from `outer`.
     pub(super) fn or(self, outer: Self) -> Self {

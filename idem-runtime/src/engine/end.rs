@@ -1,4 +1,4 @@
-//! The end of an attempt: the last write to its record, in its call, or late if the call is gone.
+//! The end of an attempt: the last write to its record, within its call.
 
 use std::future::Future;
 

@@ -9,7 +9,7 @@ use super::ending::AttemptEnd;
 use super::late;
 use super::late::LateEndState;
 use super::observer::Observation;
-use super::refusal::Refusals;
+use super::poll_notes::Refusals;
 use super::work::Work;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, Policy, Uncertain};

@@ -11,9 +11,8 @@ use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{FlushGuard, LateEndGuard, Store, StoreError, StoreErrorKind, StoreFuture};
 
 /// First pause between two tries of a write. The pause doubles up to [`LONGEST_PAUSE`].
-pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(10);
-
-pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Writes `ending` once.
 pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a AttemptEnd) -> StoreFuture<'a, Verdict> {
@@ -152,7 +151,7 @@ pub(crate) enum LateEndState {
 }
 
 impl LateEndState {
-    pub(super) fn what_happened(self) -> &'static str {
+    fn what_happened(self) -> &'static str {
         match self {
             Self::NotStarted => "the call was dropped before its body ran",
             Self::Cancelled => "the call was dropped while its body ran",
@@ -193,7 +192,7 @@ pub(crate) fn write_late(
 }
 
 /// Logs the result of a late write. The span of the call is gone, so the event stands alone and names the key.
-pub(super) fn log_late(
+fn log_late(
     store: &'static str,
     lease: &Lease,
     ending: &AttemptEnd,
@@ -282,7 +281,7 @@ pub(super) fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a
     store.release(lease, Release::NotStarted).watched(store, StoreOp::Release)
 }
 
-pub(super) async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), StoreError> {
+async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), StoreError> {
     let Tries { store, lease: unanswered, .. } = tries;
     loop {
         let freed = match store.reserve(request).watched(store, StoreOp::Reserve).await {

@@ -19,8 +19,8 @@ mod observe;
 mod observed_call;
 mod observer;
 mod outcome;
+mod poll_notes;
 pub(crate) mod recorder;
-mod refusal;
 mod replay;
 mod telemetry;
 mod turns;
@@ -50,11 +50,11 @@ pub(crate) use self::observer::Observation;
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) use self::observer::{settle, unsettled};
 pub use self::outcome::Outcome;
+#[cfg(feature = "tower")]
+pub(crate) use self::poll_notes::has_begun_to_wait;
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
-#[cfg(feature = "tower")]
-pub(crate) use self::refusal::has_begun_to_wait;
 use crate::codec::{Codec, Json};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError};

@@ -10,12 +10,11 @@ use std::time::Duration;
 
 use pin_project_lite::pin_project;
 
-use super::beat::TimerSlot;
-use super::beat::{Beats, NoBeat, OnBeat, OnBeatLost};
+use super::beat::{Beats, NoBeat, OnBeat, OnBeatLost, TimerSlot};
 use super::disposition::DeliveryResult;
 use super::observer::{Message, Observation, Observer, with_observer};
 use super::outcome::Outcome;
-use super::refusal::note_refusal;
+use super::poll_notes::note_refusal;
 use crate::error::Error;
 use crate::key::Key;
 use crate::record::Traceparent;
@@ -93,7 +92,7 @@ impl<F: Future> Observe<F> {
         Self { future: Some(future), observer: Some(Observer::default()), failed, beat: NoBeat }
     }
 
-    pub(super) fn with_beat<B>(self, beat: B) -> Observe<F, B> {
+    fn with_beat<B>(self, beat: B) -> Observe<F, B> {
         let Self { future, observer, failed, beat: NoBeat } = self;
         Observe { future, observer, failed, beat }
     }
@@ -181,7 +180,7 @@ impl<F: Future, B> Observe<F, B> {
         self.map_observer(|observer| change(Arc::make_mut(observer.message.get_or_insert_default())))
     }
 
-    pub(super) fn map_beat(self, change: impl FnOnce(B) -> B) -> Self {
+    fn map_beat(self, change: impl FnOnce(B) -> B) -> Self {
         Self { beat: change(self.beat), ..self }
     }
 

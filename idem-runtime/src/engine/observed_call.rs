@@ -162,7 +162,7 @@ impl ObservedCall {
         matches!(self.progress, Progress::Refused { refusal: Refusal::FingerprintMismatch, .. })
     }
 
-    pub(super) fn standing_once_committed(&self) -> Standing {
+    fn standing_once_committed(&self) -> Standing {
         match self.progress {
             Progress::Returned { is_ok: true, .. } | Progress::Replayed { is_ok: true } => Standing::Finished(None),
             Progress::Returned { is_ok: false, kept: RecordedPart::Completion | RecordedPart::Result }

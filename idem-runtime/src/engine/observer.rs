@@ -71,7 +71,7 @@ impl Observer {
     /// Reports the progress of the calls to the enclosing observation, which is the current one again. The enclosing
     /// observation gets each call as soon as that call has begun, so that no call is lost if this observation is
     /// dropped.
-    pub(super) fn report_to_outer(&mut self) {
+    fn report_to_outer(&mut self) {
         if !std::mem::take(&mut self.changed) {
             return;
         }

@@ -1,4 +1,4 @@
-//! Outcomes of deliveries, without a change to the signature of a handler.
+//! Outcomes of deliveries, and the log of a last delivery.
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard};
 
-use super::refusal::waits;
+use super::poll_notes::waits;
 use crate::clock::Sleep;
 use crate::combine::race;
 use crate::key::Key;
@@ -20,13 +20,13 @@ use crate::sync::{Mutex, lock};
 pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
 
 /// The turns on one key.
-pub(super) struct KeyTurns {
+struct KeyTurns {
     /// Item whose call has the turn, or [`NO_ITEM`].
     holder: AtomicUsize,
     queue: Arc<AsyncMutex<()>>,
 }
 
-pub(super) const NO_ITEM: usize = usize::MAX;
+const NO_ITEM: usize = usize::MAX;
 
 impl Default for KeyTurns {
     fn default() -> Self {

@@ -1,4 +1,4 @@
-//! The layer, its settings, and its tower service.
+//! The layer, and its tower service.
 
 use std::fmt;
 use std::future::Future;

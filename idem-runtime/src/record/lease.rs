@@ -1,4 +1,4 @@
-//! The owner of a key, and its lease.
+//! The lease of an attempt.
 
 use std::time::Duration;
 

@@ -39,8 +39,8 @@ impl OwnerToken {
         apart.wrapping_mul(Self::DECISION_INVERSE) <= u128::from(u32::MAX)
     }
 
-    pub(super) const DECISION: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
-    pub(super) const DECISION_INVERSE: u128 = 0x478a_f0a0_204e_8eda_08ca_6a7f_6727_5521;
+    const DECISION: u128 = 0x517c_c1b7_2722_0a94_fe13_abe8_fa9a_6ee1;
+    const DECISION_INVERSE: u128 = 0x478a_f0a0_204e_8eda_08ca_6a7f_6727_5521;
 
     /// First half of the token. It identifies a record, but does not permit to write it.
     pub(super) fn tag(self) -> [u8; 8] {

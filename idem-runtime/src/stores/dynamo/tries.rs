@@ -1,8 +1,7 @@
 //! The tries that the SDK makes of one call, and the refusals of DynamoDB.
 
-use std::sync::Arc;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use aws_sdk_dynamodb::config::interceptors::{
     BeforeDeserializationInterceptorContextRef, BeforeTransmitInterceptorContextRef,
@@ -17,7 +16,7 @@ use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 pub(super) struct Tries(Arc<TryCounts>);
 
 #[derive(Default, Debug)]
-pub(super) struct TryCounts {
+struct TryCounts {
     sent: AtomicUsize,
     /// Number of sent tries that DynamoDB has not refused.
     open: AtomicUsize,

@@ -1,10 +1,12 @@
-//! Temporary refusals of the library within the body that is being polled.
+//! Notes of calls for those who poll on the same thread: the library has refused a call, or a call begins to wait.
 
 use std::cell::Cell;
 
 thread_local! {
     /// True if the library has temporarily refused a call in the body that is being polled on this thread.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
+    /// True if a call has begun to wait on this thread since the last look.
+    static WAITS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Notes that the library temporarily refuses a call: the body that made the call, if any, may fail only because of
@@ -30,11 +32,6 @@ impl Drop for Refusals<'_> {
     fn drop(&mut self) {
         *self.inside = REFUSED.replace(self.outside);
     }
-}
-
-thread_local! {
-    /// True if a call has begun to wait on this thread since the last look.
-    static WAITS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Notes that a call begins to wait for another attempt, for another item of its batch, or for a store that does not
