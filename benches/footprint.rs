@@ -44,7 +44,7 @@ fn key(id: usize) -> Key {
 fn reserve(store: &MemoryStore, id: usize) -> Lease {
     let request = ReserveRequest::new(
         key(id),
-        store.heartbeats().new_owner(),
+        store.context().new_owner(),
         Duration::from_secs(30),
         Duration::from_secs(7 * 86_400),
     );

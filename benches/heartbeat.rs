@@ -33,7 +33,7 @@ async fn pending_once() {
 
 async fn by_hand(store: &MemoryStore, id: u64) -> u64 {
     let store = store.handle();
-    let request = ReserveRequest::new(key(id), store.heartbeats().new_owner(), Policy::DEFAULT_LEASE, TTL);
+    let request = ReserveRequest::new(key(id), store.context().new_owner(), Policy::DEFAULT_LEASE, TTL);
     let Ok(Reservation::Granted { lease, .. }) = store.reserve(&request).await else { panic!("not reserved") };
     let value = black_box(id);
     let bytes = Json::encode(&value).expect("a number can be encoded").into();

@@ -83,7 +83,7 @@ fn result(bytes: usize) -> Finish {
 
 async fn reserve(store: &PostgresStore, text: String) -> Reservation {
     let key = Key::new("shop::pay", text).expect("a valid key");
-    let beats = store.heartbeats();
+    let beats = store.context();
     let request = ReserveRequest::new(key, beats.new_owner(), Duration::from_secs(30), WEEK).holder(beats.holder());
     store.reserve(&request).await.expect("answers")
 }

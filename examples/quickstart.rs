@@ -19,7 +19,8 @@ use idem_examples::{
     Arguments, Charges, Count, Counts, Event, Ledger, Mishap, PaymentError, Queue, Receipt, counts, deliveries,
 };
 use idem_runtime::policy::Backoff;
-use idem_runtime::{Disposition, Key, Policy, SqliteStore, Store as _, StoreError, current, idempotent, observe};
+use idem_runtime::testing::crash;
+use idem_runtime::{Disposition, Key, Policy, SqliteStore, Store, StoreError, current, idempotent, observe};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 
@@ -171,7 +172,7 @@ fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) ->
     if died {
         lock(&world.counts).add(Count::WorkerDied, 1);
         // As after `kill -9`: no key is released, and no lease is renewed.
-        store.heartbeats().abandon();
+        crash(&store);
     }
     Ok(!died)
 }

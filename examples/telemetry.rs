@@ -115,8 +115,8 @@ async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
             }
             let policy = POLICY.on_crash(on_crash).lease(LEASE / 10);
             let Ok(key) = Key::new(scope, text(what)) else { continue };
-            let request = ReserveRequest::new(key, records.heartbeats().new_owner(), LEASE / 10, LEASE * 300);
-            let holder = records.heartbeats().holder();
+            let request = ReserveRequest::new(key, records.context().new_owner(), LEASE / 10, LEASE * 300);
+            let holder = records.context().holder();
             let _ = records.reserve(&request.on_crash(on_crash).holder(holder)).await;
             sleep(LEASE / 5).await;
             let _ = operation(&store, scope, text(what), policy).run(ok(1)).await;

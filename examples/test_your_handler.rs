@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use idem_runtime::clock::ManualClock;
-use idem_runtime::testing::{Worker, explore};
+use idem_runtime::testing::{Worker, crash, explore};
 use idem_runtime::{Disposition, MemoryStore, Store, current, idempotent, observe};
 use tokio::runtime::Builder;
 
@@ -75,7 +75,7 @@ fn a_dead_worker_is_followed_after_its_lease() {
         let app = App { store: dead.handle(), bank: CountingBank { hangs: true, ..Default::default() } };
         let dying = tokio::spawn(async move { charge(&app, 42).await });
         tokio::task::yield_now().await;
-        dead.heartbeats().abandon();
+        crash(&dead);
         dying.abort();
 
         let app = App { store: store.handle(), bank: CountingBank::default() };

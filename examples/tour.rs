@@ -12,6 +12,7 @@ use std::time::Duration;
 use std::{env, fmt, process, thread};
 
 use idem_runtime::StoreExt;
+use idem_runtime::testing::crash;
 use idem_runtime::{Disposition, Error, MemoryStore, Outcome, RedisStore, Store, current, idempotent, observe};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Builder;
@@ -135,7 +136,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                     let runtime = Builder::new_current_thread().enable_all().build();
                     let runtime = runtime.expect("a runtime can be built");
                     runtime.block_on(work(peer.handle(), order));
-                    peer.heartbeats().abandon();
+                    crash(&peer);
                 });
                 worker.join().expect("it does not panic");
             };

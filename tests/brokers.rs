@@ -69,12 +69,12 @@ impl World {
 
     async fn sleep(&self, duration: Duration) {
         if !duration.is_zero() {
-            self.store.heartbeats().clock().sleep(duration).await;
+            self.store.context().clock().sleep(duration).await;
         }
     }
 
     fn now(&self) -> Duration {
-        self.store.heartbeats().clock().now().since_origin()
+        self.store.context().clock().now().since_origin()
     }
 
     async fn record(&self, key: &str) -> Record {

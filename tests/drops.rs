@@ -29,7 +29,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use idem_runtime::OnCrash;
-use idem_runtime::store::Heartbeats;
+use idem_runtime::store::StoreContext;
 use idem_tests::proxy::Line;
 
 use rigs::Rig;
@@ -85,7 +85,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
                 let mut scene = Scene::new(store, scenes.len(), how(*line), load, (on_crash, LEASE));
                 scene.drop_calls(&rig, seed, if load == Load::Lone { calls / 5 } else { calls }).await;
                 for handle in [&rig.store, &rig.peer] {
-                    Heartbeats::flush(handle.heartbeats()).await;
+                    StoreContext::flush(handle.context()).await;
                 }
                 scene.look(&rig).await;
                 scenes.push(scene);

@@ -565,7 +565,7 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     assert_eq!(item(&raw(), "late-renewal:1/test/k").await, before);
     let forged = {
         let mut lease = held;
-        lease.owner = store.heartbeats().new_owner();
+        lease.owner = store.context().new_owner();
         lease
     };
     assert_eq!(renew_all(&store, &[forged]).await.unwrap(), [Verdict::Refused]);
@@ -610,7 +610,7 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
         let store = options.build(shared, TABLE);
         let lease = Record::first(&lease).lease(&lease);
         let handle = store.upkeep();
-        assert!(std::ptr::eq(handle.heartbeats(), store.heartbeats()));
+        assert!(std::ptr::eq(handle.context(), store.context()));
         assert!(Arc::ptr_eq(&handle, &store.upkeep()) && Arc::ptr_eq(&handle, &handle.upkeep()));
         if apart {
             for _ in 0..10 {
@@ -765,7 +765,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied, "{reply:?}");
         play();
         is("reopen", store.reopen(&lease.key, 1).await.err());
-        let second = wins(&store, &request.clone().owner(store.heartbeats().new_owner())).await;
+        let second = wins(&store, &request.clone().owner(store.context().new_owner())).await;
         play();
         is("finish", store.finish(&second, &done()).await.err());
         assert_eq!(store.finish(&second, &done()).await.unwrap(), Verdict::Applied, "{reply:?}");

@@ -119,13 +119,12 @@ impl World {
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
         dead.always(StoreCall::Renew, Fault::Hang);
-        let request =
-            idem_runtime::store::ReserveRequest::new(Self::key("k"), dead.heartbeats().new_owner(), LEASE, TTL)
-                .on_crash(if matches!(format!("{policy:?}"), text if text.contains("on_crash: Fail")) {
-                    OnCrash::Fail
-                } else {
-                    OnCrash::Retry
-                });
+        let request = idem_runtime::store::ReserveRequest::new(Self::key("k"), dead.context().new_owner(), LEASE, TTL)
+            .on_crash(if matches!(format!("{policy:?}"), text if text.contains("on_crash: Fail")) {
+                OnCrash::Fail
+            } else {
+                OnCrash::Retry
+            });
         let reserved = dead.reserve(&request).await;
         let Ok(idem_runtime::store::Reservation::Granted { lease, .. }) = reserved else { panic!("{reserved:?}") };
         assert_eq!(dead.begin(&lease).await.unwrap(), idem_runtime::store::Verdict::Applied);
@@ -670,7 +669,7 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
         } else {
             assert!(matches!(call.await, Err(Error::Store { started: false, .. })), "{fault:?}");
         }
-        world.store.heartbeats().flush().await;
+        world.store.context().flush().await;
         assert_eq!((world.state().await, world.runs()), (State::Released, 0), "{fault:?}");
         assert_eq!(world.record().await.unwrap().attempts_used, 0, "{fault:?}");
     }
@@ -705,7 +704,7 @@ async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is(
 async fn a_reservation_that_lands_while_its_caller_waits_is_released_with_it() {
     let world = World::new();
     drop(lands_late(&world).await);
-    world.store.heartbeats().flush().await;
+    world.store.context().flush().await;
     assert_eq!(world.state().await, State::Released);
     assert!(world.call(POLICY.on_crash(OnCrash::Fail)).await.1.executed());
 }
@@ -717,7 +716,7 @@ async fn a_reservation_that_is_given_up_is_released() {
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
     assert!(matches!(&result, Err(Error::Store { source, .. }) if source.may_have_landed()), "{result:?}");
     assert_eq!(world.runs(), 0);
-    world.store.heartbeats().flush().await;
+    world.store.context().flush().await;
     assert_eq!(world.state().await, State::Released, "not held for a lease by nobody");
     assert_eq!(world.record().await.unwrap().attempts_used, 0);
 }
@@ -766,7 +765,7 @@ async fn a_release_that_fails_does_not_hide_the_bodys_own_error() {
     world.store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     let (result, _) = world.call_failing(POLICY).await;
     assert_eq!(result, Err(Failure::Declined(1)));
-    driving(&world.clock, world.store.heartbeats().flush()).await;
+    driving(&world.clock, world.store.context().flush()).await;
     assert_eq!(world.state().await, State::Released, "freed late");
 }
 
@@ -862,7 +861,7 @@ async fn a_heartbeat_keeps_a_slow_handler_alive() {
     assert_eq!(result.unwrap(), 1);
     let beats = world.store.count(StoreCall::Renew);
     assert!((20..=35).contains(&beats), "250 s at a beat of 10 s: {beats}");
-    assert_eq!(world.store.heartbeats().live(), 0);
+    assert_eq!(world.store.context().live(), 0);
 }
 
 #[tokio::test]
@@ -877,13 +876,13 @@ async fn one_call_renews_all_leases() {
             call
         })
         .collect();
-    assert_eq!(world.store.heartbeats().live(), 1000);
+    assert_eq!(world.store.context().live(), 1000);
     settle().await;
     world.clock.advance(LEASE / 3);
     settle().await;
     assert_eq!(world.store.count(StoreCall::Renew), 1);
     drop(calls);
-    assert_eq!(world.store.heartbeats().live(), 0);
+    assert_eq!(world.store.context().live(), 0);
 }
 
 #[tokio::test]
@@ -893,12 +892,12 @@ async fn a_handler_is_registered_before_its_first_poll_and_until_its_end() {
     world
         .operation(POLICY)
         .run(async {
-            seen.set(world.store.heartbeats().live());
+            seen.set(world.store.context().live());
             Ok::<_, Error>(())
         })
         .await
         .unwrap();
-    assert_eq!((seen.get(), world.store.heartbeats().live()), (1, 0));
+    assert_eq!((seen.get(), world.store.context().live()), (1, 0));
 }
 
 #[tokio::test]
@@ -973,7 +972,7 @@ async fn a_dropped_caller_does_not_lose_a_result_that_is_being_recorded() {
     assert!(poll_once(call.as_mut()).await.is_pending(), "recording");
     assert_eq!(world.runs(), 1);
     drop(call);
-    world.store.heartbeats().flush().await;
+    world.store.context().flush().await;
     assert!(world.call(POLICY).await.1.replayed());
     assert_eq!(world.runs(), 1);
 }
@@ -1140,7 +1139,7 @@ async fn a_result_too_large_for_the_store_still_ends_the_operation() {
     let mut call = Box::pin(world.operation(POLICY).run(body));
     assert!(poll_once(call.as_mut()).await.is_pending());
     drop(call);
-    world.store.heartbeats().flush().await;
+    world.store.context().flush().await;
     assert_eq!(world.state().await, State::Completed(StoredResult::TooLarge { size: 1 }));
 }
 

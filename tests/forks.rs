@@ -20,7 +20,7 @@ use idem_runtime::PostgresStore;
 use idem_runtime::SqliteStore;
 use idem_runtime::clock::SystemClock;
 use idem_runtime::key::{KeyBuilder, Scope};
-use idem_runtime::store::Heartbeats;
+use idem_runtime::store::StoreContext;
 use idem_runtime::{Error, InProgress, Key, MemoryStore, Operation, Policy, Store, StoreErrorKind};
 #[cfg(feature = "postgres")]
 use idem_tests::postgres::PostgresServer;
@@ -278,7 +278,7 @@ fn a_child_never_hangs_in_the_first_call_of_a_handler() {
 fn a_child_never_hangs_in_the_first_call_of_a_store_handle() {
     if is_alone("a_child_never_hangs_in_the_first_call_of_a_store_handle") {
         let first_use = |name: &str| {
-            let handle = Heartbeats::in_process(Arc::new(SystemClock::default())).held_by(name);
+            let handle = StoreContext::in_process("memory", Arc::new(SystemClock::default())).held_by(name);
             assert!(handle.holder().name() == Some(name));
         };
         (0..1000).for_each(|number| first_use(&format!("worker {number}")));

@@ -163,7 +163,7 @@ struct History<'a> {
 
 impl<'a> History<'a> {
     fn new(store: &'a dyn Store, time: &'a Time) -> Self {
-        let run = store.heartbeats().new_owner().as_bytes().iter().fold(String::new(), |mut run, byte| {
+        let run = store.context().new_owner().as_bytes().iter().fold(String::new(), |mut run, byte| {
             write!(run, "{byte:02x}").unwrap();
             run
         });
@@ -250,7 +250,7 @@ impl<'a> History<'a> {
             Step::Reserve { key, lease, ttl, fingerprint: mark, on_crash, max_attempts } => {
                 let request = ReserveRequest::new(
                     self.keys[*key].clone(),
-                    self.store.heartbeats().new_owner(),
+                    self.store.context().new_owner(),
                     Duration::from_millis(*lease),
                     Duration::from_millis(*ttl),
                 )

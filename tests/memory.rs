@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use idem_runtime::clock::ManualClock;
 use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Finish, Heartbeats, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all};
+use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest, StoreContext, Verdict, renew_all};
 use idem_runtime::{Error, Key, MemoryStore, Operation, Outcome, Policy, Store, StoreError, StoreErrorKind, observe};
 use idem_tests::Reopen as _;
 
@@ -17,14 +17,14 @@ const TTL: Duration = Duration::from_secs(3600);
 struct World {
     clock: ManualClock,
     store: MemoryStore,
-    owners: Heartbeats,
+    owners: StoreContext,
 }
 
 impl World {
     fn new(capacity: usize) -> Self {
         let clock = ManualClock::seeded(1);
         let store = MemoryStore::options().max_records(capacity).clock(clock.clone()).build();
-        Self { owners: Heartbeats::new(Arc::new(clock.clone())), clock, store }
+        Self { owners: StoreContext::new("memory", Arc::new(clock.clone())), clock, store }
     }
 
     fn request(&self, n: usize) -> ReserveRequest {

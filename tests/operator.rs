@@ -174,7 +174,7 @@ async fn a_record_shows_holder_time_and_decision() {
         let ago = told.expect("it is told");
         assert!(ago >= Duration::from_millis(4980) && ago <= Duration::from_millis(5020), "{ago:?}");
     }
-    assert_eq!(store.peer().heartbeats().holder(), holder);
+    assert_eq!(store.peer().context().holder(), holder);
     drop(runs);
     let found = operator.inspect(&key).await.unwrap().unwrap();
     operator.resolve(&key, &found, Resolution::completed_without_result()).await.unwrap();

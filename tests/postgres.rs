@@ -1483,7 +1483,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
         }))
         .await
     });
-    assert!(std::ptr::eq(store.heartbeats(), store.upkeep().heartbeats()), "the same leases");
+    assert!(std::ptr::eq(store.context(), store.upkeep().context()), "the same leases");
     let one = one_thread();
     one.block_on(async {
         let upkeep = store.upkeep();

@@ -6,7 +6,7 @@
 //! - *The store* (`protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
 //!   runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state`
 //!   and `Release::state`, each step atomic.
-//! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/heartbeat/`. A reservation is repeated with
+//! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A reservation is repeated with
 //!   the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped by its
 //!   heartbeat; a completion is repeated while the lease can be held; the rest of a dropped call is written late. A
 //!   call has its own view of its lease, which counts from the time of the request.

@@ -562,7 +562,7 @@ async fn a_cancelled_caller_fails_no_other() {
             call.await.unwrap().unwrap();
         }
     }
-    store.heartbeats().flush().await;
+    store.context().flush().await;
     for n in 0..2000 {
         assert!(call(&store, &format!("k{n}"), &runs).await.0.is_ok(), "key {n} is free or finished");
     }

@@ -317,7 +317,7 @@ async fn rows_of_others_are_left_alone() {
         }
         let stranger = {
             let mut lease = lease;
-            lease.owner = store.heartbeats().new_owner();
+            lease.owner = store.context().new_owner();
             lease
         };
         for answer in [
@@ -762,7 +762,7 @@ async fn upkeep_goes_on_while_others_hold_the_lock() {
     let options = SqliteStore::options().busy_timeout(Duration::from_millis(50));
     let store = options.open(folder.file()).await.unwrap();
     let upkeep = store.upkeep();
-    assert!(std::ptr::eq(upkeep.heartbeats(), store.heartbeats()));
+    assert!(std::ptr::eq(upkeep.context(), store.context()));
     assert!(Arc::ptr_eq(&upkeep, &store.upkeep()) && Arc::ptr_eq(&upkeep, &upkeep.upkeep()));
     let leases = [reserved(&store, "a").await, reserved(&store, "b").await];
     let late = reserved(&store, "late").await;

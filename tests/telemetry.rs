@@ -290,7 +290,7 @@ async fn the_log_of_a_late_result_names_its_key_and_call() {
     let mut call = Box::pin(world.call(POLICY));
     assert!(poll_once(call.as_mut()).await.is_pending());
     drop(call);
-    world.driving(world.store.heartbeats().flush()).await;
+    world.driving(world.store.context().flush()).await;
     let late = capture.events(Level::ERROR).pop().expect("an event");
     assert!(late.name.starts_with("the result could not be recorded"), "{late:?}");
     assert_eq!(late.field("key"), Some("ship/order:42"));

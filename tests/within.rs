@@ -447,7 +447,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
         let mut client = bank.client().await;
         let tx = client.transaction().await.unwrap();
         let begun: SystemTime = tx.query_one("SELECT now()", &[]).await.unwrap().get(0);
-        let died = ReserveRequest::new(key("a"), bank.store.heartbeats().new_owner(), lease, Duration::from_secs(3600));
+        let died = ReserveRequest::new(key("a"), bank.store.context().new_owner(), lease, Duration::from_secs(3600));
         assert!(matches!(bank.store.reserve(&died).await, Ok(Reservation::Granted { .. })));
         tokio::time::sleep(lease + Duration::from_millis(50)).await;
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
@@ -578,7 +578,7 @@ async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
     let found = store.inspect(&key(name)).await.unwrap().unwrap();
     let told = found.holder().unwrap();
     assert_eq!((told.process(), told.name()), (Some(std::process::id()), holder));
-    assert_eq!(Some(told.host()), store.heartbeats().holder().as_str().split('/').next(), "{name}");
+    assert_eq!(Some(told.host()), store.context().holder().as_str().split('/').next(), "{name}");
     assert_eq!(found.traceparent().map(|trace| trace.to_string()).as_deref(), holder.map(|_| TRACE), "{name}");
     for ago in [found.first_seen, found.began] {
         assert!(ago.is_some_and(|ago| ago < Duration::from_secs(600)), "{name}: {ago:?}");
@@ -1505,7 +1505,7 @@ async fn in_sqlite_the_store_and_transactions_share_records() {
     let reserved = store
         .reserve(&ReserveRequest::new(
             key("a"),
-            store.heartbeats().new_owner(),
+            store.context().new_owner(),
             Duration::from_secs(60),
             Duration::from_secs(60),
         ))

@@ -53,7 +53,7 @@ impl World {
     }
 
     fn request(&self, name: &str) -> ReserveRequest {
-        ReserveRequest::new(key(name), self.memory.heartbeats().new_owner(), LEASE, TTL)
+        ReserveRequest::new(key(name), self.memory.context().new_owner(), LEASE, TTL)
     }
 
     /// Reserves a new attempt, and returns its lease.
@@ -310,8 +310,8 @@ async fn other_endings_pass_unchanged() {
             assert_eq!(kept(&world.store, name).await, *payload(&Record::after(&lease, finish.state())), "{order}");
             assert_eq!(world.replay(&*store, name).await, Record::after(&lease, finish.state()), "{order}");
         }
-        assert_eq!(store.name(), "memory", "{order}: errors name the store itself");
-        assert!(std::ptr::eq(store.heartbeats(), world.memory.heartbeats()), "{order}");
+        assert_eq!(store.context().name(), "memory", "{order}: errors name the store itself");
+        assert!(std::ptr::eq(store.context(), world.memory.context()), "{order}");
         let marked = world.request("marked").fingerprint(Fingerprint::of(&1).unwrap());
         let Reservation::Granted { lease, .. } = store.reserve(&marked).await.unwrap() else { panic!("{order}") };
         assert_eq!(store.finish(&lease, &completed(&[b'x'; 5000])).await.unwrap(), Verdict::Applied);
@@ -346,7 +346,7 @@ impl Apart {
 
 impl Store for Apart {
     forward! {
-        |store| store.line() => name, heartbeats, reserve, begin, renew, finish, release, wait, inspect, decide, purge, list, ping
+        |store| store.line() => context, reserve, begin, renew, finish, release, wait, inspect, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {
@@ -375,9 +375,12 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
         let (order, store) = compositions(&apart, &objects).swap_remove(n);
         let upkeep = store.upkeep();
-        assert!(std::ptr::eq(upkeep.heartbeats(), world.memory.heartbeats()), "{order}");
+        assert!(std::ptr::eq(upkeep.context(), world.memory.context()), "{order}");
         assert!(Arc::ptr_eq(&upkeep, &store.upkeep()), "{order}: made once");
-        assert_eq!((upkeep.name(), upkeep.namespace(), upkeep.response_timeout()), ("memory", "apart", LEASE / 10));
+        assert_eq!(
+            (upkeep.context().name(), upkeep.namespace(), upkeep.response_timeout()),
+            ("memory", "apart", LEASE / 10)
+        );
         // A beat, a late result, and the clean-up of a dropped call.
         let leases = [world.reserved(&*store, "late").await, world.reserved(&*store, "dropped").await];
         assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Verdict::Applied; 2], "{order}");

@@ -44,7 +44,7 @@ pub fn is_wanted(work: &str) -> bool {
 pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Lease {
     let request = ReserveRequest::new(
         Key::new(scope, format!("order:{order_id}")).expect("a valid key"),
-        store.heartbeats().new_owner(),
+        store.context().new_owner(),
         Duration::from_secs(3600),
         Duration::from_secs(7 * 86_400),
     );

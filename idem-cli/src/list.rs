@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
 
+use idem_runtime::StoreExt;
 use idem_runtime::store::{Counts, Cursor, Filter, Standing};
-use idem_runtime::{Store, StoreExt};
 use serde_json::{Map, Value, json};
 
 use crate::records::object;

@@ -34,7 +34,7 @@ use crate::policy::{Mode, OnCrash, Policy};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
-use crate::store::{Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture};
+use crate::store::{Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture};
 use crate::sync::{PerProcess, lock};
 
 /// Size in bytes from which a result may be too large for the server. Such a result is written with a savepoint of its
@@ -97,9 +97,8 @@ impl<C: Transaction> Within<C> {
         let (asks, asked) = mpsc::unbounded_channel();
         let mailbox: Arc<dyn Store> = Arc::new_cyclic(|this| Mailbox {
             this: Weak::clone(this),
-            name: C::NAME,
             namespace: self.0.namespace().into(),
-            heartbeats: Heartbeats::in_transaction(Arc::new(SystemClock::default()), self.0.place())
+            context: StoreContext::in_transaction(C::NAME, Arc::new(SystemClock::default()), self.0.place())
                 .held_by(self.0.holder()),
             asks,
         });
@@ -891,15 +890,14 @@ pub(crate) async fn pause_before(next: u32) {
 /// The store of one call: forwards every request to the future of the call, which has the transaction.
 struct Mailbox {
     this: Weak<Mailbox>,
-    name: &'static str,
     namespace: Box<str>,
-    heartbeats: Heartbeats,
+    context: StoreContext,
     asks: mpsc::UnboundedSender<MailboxRequest>,
 }
 
 impl fmt::Debug for Mailbox {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Mailbox({})", self.name)
+        write!(f, "Mailbox({})", self.context.name())
     }
 }
 
@@ -918,10 +916,6 @@ impl Mailbox {
 }
 
 impl Store for Mailbox {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -938,8 +932,8 @@ impl Store for Mailbox {
         Duration::ZERO
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

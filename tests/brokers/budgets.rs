@@ -1,6 +1,7 @@
 //! Delivery limits of brokers, and a duplicate of a handler that takes longer than all allowed deliveries.
 
 use idem_runtime::policy::Backoff;
+use idem_runtime::testing::crash;
 use idem_runtime::{Disposition, Mode, OnStoreError, StoreErrorKind, observe};
 use idem_tests::{Fault, StoreCall};
 
@@ -104,7 +105,7 @@ async fn the_duplicate_of_a_worker_that_died_takes_over() {
         assert!(poll_once(handler.as_mut()).await.is_pending());
         // The handler renews its lease for a while.
         dead.drive(dead.sleep(LEASE * 3)).await;
-        dead.store.heartbeats().abandon();
+        crash(&dead.store);
         drop(handler);
         let world = World { clock, store: FaultyStore::new(&memory.peer()), runs: AtomicU32::new(0) };
         let before = world.now();

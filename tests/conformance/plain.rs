@@ -15,8 +15,8 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::conformance::Subject;
 use idem_runtime::record::{Record, State, StoredResult, Trail};
 use idem_runtime::store::{
-    Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Heartbeats, Holder, Inspection, Lease,
-    OwnerToken, Page, Release, Reservation, ReserveRequest, Revision, Standing, StoreFuture, Verdict,
+    Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Inspection, Lease, OwnerToken, Page,
+    Release, Reservation, ReserveRequest, Revision, Standing, StoreContext, StoreFuture, Verdict,
 };
 use idem_runtime::{Key, OnCrash, Store, StoreError, StoreErrorKind};
 use idem_tests::clock::OddClock;
@@ -132,24 +132,24 @@ pub(crate) struct Plain {
     mistake: Mistake,
     reachable: bool,
     shared: Arc<Shared>,
-    heartbeats: Arc<Heartbeats>,
+    context: Arc<StoreContext>,
 }
 
 impl Plain {
     pub(crate) fn new(mistake: Mistake) -> Self {
-        Self { mistake, reachable: true, shared: Arc::default(), heartbeats: heartbeats(mistake) }
+        Self { mistake, reachable: true, shared: Arc::default(), context: context(mistake) }
     }
 
     /// Returns a store that measures time by `clock`.
     #[allow(dead_code, reason = "the suite runs on real time")]
     pub(crate) fn with_clock(mistake: Mistake, clock: Arc<dyn Clock>) -> Self {
-        Self { mistake, reachable: true, shared: Arc::default(), heartbeats: Arc::new(Heartbeats::new(clock)) }
+        Self { mistake, reachable: true, shared: Arc::default(), context: Arc::new(StoreContext::new("plain", clock)) }
     }
 
     /// Returns a subject with every optional part.
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);
-        let peer = Self { heartbeats: heartbeats(mistake), ..store.clone() };
+        let peer = Self { context: context(mistake), ..store.clone() };
         let unreachable = Self { reachable: false, ..store.clone() };
         let spoiled = store.clone();
         let spoil = move |key: Key| {
@@ -186,7 +186,7 @@ impl Plain {
             if for_ever {
                 std::future::pending::<()>().await;
             }
-            self.heartbeats.clock().sleep(Duration::from_millis(200)).await;
+            self.context.clock().sleep(Duration::from_millis(200)).await;
         };
         match select(std::pin::pin!(unlocked), std::pin::pin!(limit)).await {
             Either::Left(_) => Ok(()),
@@ -201,7 +201,7 @@ impl Plain {
     }
 
     fn now(&self) -> Instant {
-        self.heartbeats.clock().now()
+        self.context.clock().now()
     }
 
     fn key(&self, key: &Key) -> String {
@@ -809,11 +809,14 @@ impl Plain {
     }
 }
 
-fn heartbeats(mistake: Mistake) -> Arc<Heartbeats> {
+fn context(mistake: Mistake) -> Arc<StoreContext> {
     // Two handles compare the times in their records, so they need one clock.
     static CLOCK: std::sync::LazyLock<SystemClock> = std::sync::LazyLock::new(SystemClock::default);
     let clock = OddClock::new(*CLOCK);
-    Arc::new(Heartbeats::new(Arc::new(if mistake == M::OwnersRepeat { clock.without_chance() } else { clock })))
+    Arc::new(StoreContext::new(
+        "plain",
+        Arc::new(if mistake == M::OwnersRepeat { clock.without_chance() } else { clock }),
+    ))
 }
 
 /// Lets other tasks run, `times` times.
@@ -844,7 +847,7 @@ impl Drop for Flight<'_> {
         let Some(request) = self.1.take() else { return };
         let store = self.0.clone();
         tokio::spawn(async move {
-            store.heartbeats.clock().sleep(Duration::from_millis(30)).await;
+            store.context.clock().sleep(Duration::from_millis(30)).await;
             store.one(&request.key, true, |slot| store.admit(slot, &request)).await
         });
     }
@@ -982,10 +985,6 @@ impl Plain {
 }
 
 impl Store for Plain {
-    fn name(&self) -> &'static str {
-        "plain"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         let shared = if self.is(M::HandleIsACopy) {
             let values = self.shared.values.lock().unwrap().clone();
@@ -1008,8 +1007,8 @@ impl Store for Plain {
         Duration::ZERO
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
@@ -1091,7 +1090,7 @@ impl Store for Plain {
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
-            let mut limit = self.heartbeats.clock().sleep(at_most);
+            let mut limit = self.context.clock().sleep(at_most);
             loop {
                 let mut written = std::pin::pin!(self.shared.written.notified());
                 written.as_mut().enable();

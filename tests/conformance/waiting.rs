@@ -37,7 +37,7 @@ struct Held {
 impl Held {
     async fn by(subject: &Subject) -> Self {
         let [store, peer] = subject.handles();
-        let owner = store.heartbeats().new_owner();
+        let owner = store.context().new_owner();
         let run = owner.as_bytes().iter().fold(String::new(), |run, byte| format!("{run}{byte:02x}"));
         let request = ReserveRequest::new(Key::new("waiting", run).unwrap(), owner, LEASE, LEASE);
         match store.reserve(&request).await.unwrap() {

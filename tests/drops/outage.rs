@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
 use idem_runtime::record::{State, StoredResult};
-use idem_runtime::store::{Heartbeats, Inspection};
+use idem_runtime::store::{Inspection, StoreContext};
 use idem_runtime::{Error, OnCrash, Store};
 
 use crate::rigs::Rig;
@@ -55,7 +55,7 @@ pub async fn play(store: &'static str, rig: Rig) {
             let ways = (|| rig.cut_off(*outage, 2 * LEASE), || rig.go_on());
             scene.drop_calls_in_an_outage(&rig, seed, CALLS, ways).await;
             for handle in [&rig.store, &rig.peer] {
-                Heartbeats::flush(handle.heartbeats()).await;
+                StoreContext::flush(handle.context()).await;
             }
             scene.settle(&rig).await;
             writeln!(figures, "{scene}").expect("a text");

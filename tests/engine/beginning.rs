@@ -79,7 +79,7 @@ async fn a_mark_that_lands_in_an_outage_is_taken_back_for_as_long_as_that_takes(
     outlast(&world, 5).await;
     assert!(matches!(world.state().await, State::Pending { begun: true, .. }));
     // `flush` does not wait for the rest of the outage.
-    assert!(poll_once(std::pin::pin!(world.store.heartbeats().flush())).await.is_ready());
+    assert!(poll_once(std::pin::pin!(world.store.context().flush())).await.is_ready());
     world.store.always(StoreCall::Begin, Fault::None);
     world.store.always(StoreCall::Release, Fault::None);
     outlast(&world, 2).await;

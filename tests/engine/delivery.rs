@@ -104,7 +104,7 @@ async fn a_call_that_is_cut_off_says_how_far_it_came() {
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
     assert!(outcome.cancelled() && outcome.executed() && outcome.uncertain() && !outcome.recorded(), "{outcome:?}");
     retries(&outcome);
-    world.store.heartbeats().flush().await;
+    world.store.context().flush().await;
     assert!(world.call(POLICY).await.1.replayed());
 }
 

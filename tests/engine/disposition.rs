@@ -90,7 +90,7 @@ impl World {
         let mut interrupted = Box::pin(of("interrupted").run(std::future::pending::<Result<u32, Error>>()));
         assert!(poll_once(interrupted.as_mut()).await.is_pending());
         drop(interrupted);
-        let owner = world.store.heartbeats().new_owner();
+        let owner = world.store.context().new_owner();
         let held = idem_runtime::store::ReserveRequest::new(Self::key("held"), owner, LEASE, TTL);
         assert!(matches!(world.store.reserve(&held).await, Ok(idem_runtime::store::Reservation::Granted { .. })));
         world

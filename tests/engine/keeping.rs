@@ -60,7 +60,7 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     drop(runtime);
     drop(call);
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    runtime.block_on(store.heartbeats().flush());
+    runtime.block_on(store.context().flush());
     let found = runtime.block_on(store.inspect(&World::key("k"))).unwrap().unwrap();
     assert_eq!(found.record.state, State::Released);
     assert_eq!(store.count(StoreCall::Release), 3);

@@ -201,7 +201,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
             drop(call);
         }
         // The drop is done: the value found its key held, and the key is free now.
-        runtime.block_on(store.heartbeats().flush());
+        runtime.block_on(store.context().flush());
         assert!(matches!(found.take(), Some(State::Pending { .. })));
         assert_eq!(state_of(&memory), Some(State::Released));
     }

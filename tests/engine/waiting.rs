@@ -22,7 +22,7 @@ struct ScriptedWaits {
 }
 
 impl Store for ScriptedWaits {
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, upkeep, reserve, begin, renew, finish, release, inspect, decide, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, upkeep, reserve, begin, renew, finish, release, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().unwrap()
@@ -53,7 +53,7 @@ impl Hall {
 
     /// Reserves the key for an attempt of another process.
     async fn held(&self) -> Lease {
-        let request = ReserveRequest::new(World::key("k"), self.store.heartbeats().new_owner(), LEASE, TTL);
+        let request = ReserveRequest::new(World::key("k"), self.store.context().new_owner(), LEASE, TTL);
         match self.store.inner.reserve(&request).await.unwrap() {
             Reservation::Granted { lease, .. } => lease,
             other => panic!("{other:?}"),
@@ -199,7 +199,7 @@ async fn a_duplicate_too_late_for_an_answer_asks_again() {
 #[tokio::test]
 async fn each_compares_its_fingerprint() {
     let hall = Hall::new();
-    let request = ReserveRequest::new(World::key("k"), hall.store.heartbeats().new_owner(), LEASE, TTL);
+    let request = ReserveRequest::new(World::key("k"), hall.store.context().new_owner(), LEASE, TTL);
     let lease = match hall.store.inner.reserve(&request).await.unwrap() {
         Reservation::Granted { lease, .. } => lease,
         other => panic!("{other:?}"),
@@ -307,7 +307,7 @@ async fn the_turn_is_nobodys_to_keep() {
             assert_eq!(result_of(second).await, 100);
             drop(first);
         }
-        hall.store.heartbeats().flush().await;
+        hall.store.context().flush().await;
     }
 }
 
@@ -354,7 +354,7 @@ async fn an_outage_ends_no_wait() {
             world.store.always(StoreCall::Reserve, Fault::None);
             let (result, outcome) = driving(&world.clock, waiting).await;
             assert!(result.is_ok() && outcome.executed() && outcome.waited() && outcome.recorded(), "{outcome:?}");
-            world.store.heartbeats().flush().await;
+            world.store.context().flush().await;
             let attempt = outcome.attempt().unwrap();
             assert_eq!(world.store.reopen(&World::key("k"), attempt).await.unwrap(), Verdict::Applied);
         }

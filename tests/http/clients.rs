@@ -171,7 +171,7 @@ async fn a_client_that_hangs_up_while_its_key_is_reserved_leaves_it_free() {
     let address = serve_stage(layer.clone(), &Stage::open()).await;
     hang_up(Version::Two, address, until("it asks", || store.count(StoreCall::Reserve) == 1)).await;
     until("its place is free", || layer.in_flight() == 0).await;
-    store.heartbeats().flush().await;
+    store.context().flush().await;
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
 }
 

@@ -149,7 +149,7 @@ async fn upkeep_has_connections_of_its_own_once_it_is_used() {
     let lease = reserved(&store, "k").await;
     let upkeep = store.upkeep();
     assert_eq!(proxy.sent().len(), 1, "opened when it is first used");
-    assert!(std::ptr::eq(store.heartbeats(), upkeep.heartbeats()));
+    assert!(std::ptr::eq(store.context(), upkeep.context()));
     assert_eq!((store.namespace(), store.response_timeout()), (upkeep.namespace(), upkeep.response_timeout()));
     let before = proxy.sent()[0];
     for _ in 0..10 {
@@ -194,7 +194,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
             })
         })
         .collect();
-    until("they run", async || store.heartbeats().live() == 10).await;
+    until("they run", async || store.context().live() == 10).await;
     // Each result is requested again as soon as it has arrived, so that the line is never idle, for more than two
     // leases.
     let since = std::time::Instant::now();

@@ -414,7 +414,7 @@ async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
     }
     let other = {
         let mut lease = leases[0].clone();
-        lease.owner = store.heartbeats().new_owner();
+        lease.owner = store.context().new_owner();
         lease
     };
     assert_eq!(store.finish(&other, &done()).await.unwrap(), Verdict::Refused);

@@ -279,7 +279,7 @@ impl Stage {
             }
             S::Takeover => {
                 // A process that died in its body: the record stays pending, and its lease is not renewed.
-                let dead = ReserveRequest::new(key(), self.other.heartbeats().new_owner(), LEASE, LEASE * 100);
+                let dead = ReserveRequest::new(key(), self.other.context().new_owner(), LEASE, LEASE * 100);
                 assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Granted { .. })));
                 clock.advance(LEASE);
             }
@@ -332,8 +332,8 @@ impl Stage {
         if end == End::Crashed {
             clock.sleep(LEASE).await;
         } else {
-            self.store.heartbeats().flush().await;
-            assert_eq!(self.store.heartbeats().live(), 0, "{context}");
+            self.store.context().flush().await;
+            assert_eq!(self.store.context().live(), 0, "{context}");
         }
         // Look at the record, and make another call.
         let record = self.other.inspect(&key()).await.unwrap().map(|found| found.record);

@@ -13,8 +13,8 @@ use std::time::Duration;
 use idem_runtime::clock::Clock;
 use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{
-    Action, Answers, Decision, DecisionAnswer, Filter, Finish, Heartbeats, Inspection, Lease, Page, Release,
-    Reservation, ReserveRequest, StoreFuture, Verdict, renew_all,
+    Action, Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Lease, Page, Release, Reservation,
+    ReserveRequest, StoreContext, StoreFuture, Verdict, renew_all,
 };
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{Key, Store, StoreError, StoreErrorKind, current};
@@ -370,7 +370,7 @@ pub(crate) struct Line(Arc<Process>);
 struct Process {
     number: usize,
     inner: Arc<dyn Store>,
-    heartbeats: Heartbeats,
+    context: StoreContext,
     net: Arc<Net>,
     dead: AtomicBool,
     /// Right that the process loses.
@@ -396,8 +396,8 @@ impl Line {
             let met = Met { cause: Cause::Right, process: Some(number), keys: None, from, to: u64::MAX };
             net.met.lock().unwrap().push(met);
         }
-        let heartbeats = Heartbeats::new(clock);
-        Self(Arc::new(Process { number, inner, heartbeats, net, dead: AtomicBool::new(false), loss }))
+        let context = StoreContext::new("simulated", clock);
+        Self(Arc::new(Process { number, inner, context, net, dead: AtomicBool::new(false), loss }))
     }
 
     pub(crate) fn loss(&self) -> Option<Loss> {
@@ -665,10 +665,6 @@ impl Drop for Flight<'_> {
 }
 
 impl Store for Line {
-    fn name(&self) -> &'static str {
-        "simulated"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())
     }
@@ -685,8 +681,8 @@ impl Store for Line {
         Duration::ZERO
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.0.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.0.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

@@ -734,16 +734,16 @@ impl World {
         }
         let lines: Vec<Line> = self.processes.borrow().iter().map(|process| process.line.clone()).collect();
         for line in lines.iter().filter(|line| !line.is_dead()) {
-            line.heartbeats().flush().await;
+            line.context().flush().await;
         }
         // By now, every lease still held is lost, and every request under way has landed.
         self.net.clock.sleep(self.net.longest_lease() * 4 + LATE_WRITES).await;
         for line in lines.iter().filter(|line| !line.is_dead()) {
-            if line.heartbeats().live() > 0 {
+            if line.context().live() > 0 {
                 let text = format!("process {} still keeps a lease alive", line.number());
                 self.ledger.borrow_mut().find(Check::Leak, 0, text);
             }
-            line.heartbeats().flush().await;
+            line.context().flush().await;
         }
         // One last look at every key.
         let witness = Line::new(100, (self.open)(), Arc::clone(&self.net), None);

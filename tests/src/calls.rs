@@ -25,7 +25,7 @@ pub fn key(name: &str) -> Key {
 
 /// Reservation of `name` for a new attempt.
 pub fn request(store: &impl Store, name: &str) -> ReserveRequest {
-    ReserveRequest::new(key(name), store.heartbeats().new_owner(), LEASE, TTL)
+    ReserveRequest::new(key(name), store.context().new_owner(), LEASE, TTL)
 }
 
 /// Lease in the answer to a granted reservation.

@@ -55,7 +55,7 @@ impl World {
     /// Makes a call whose body takes `duration`.
     pub(crate) async fn lasting(&self, policy: Policy, duration: Duration) -> Result<u32, Error> {
         let body = async {
-            self.store.heartbeats().clock().sleep(duration).await;
+            self.store.context().clock().sleep(duration).await;
             Ok(7)
         };
         self.operation(policy).run(body).await
@@ -70,8 +70,7 @@ impl World {
 
     /// Leaves an attempt whose process died in its body.
     pub(crate) async fn crash(&self, on_crash: OnCrash) {
-        let request =
-            ReserveRequest::new(Self::key(), self.store.heartbeats().new_owner(), LEASE, TTL).on_crash(on_crash);
+        let request = ReserveRequest::new(Self::key(), self.store.context().new_owner(), LEASE, TTL).on_crash(on_crash);
         let reserved = self.store.reserve(&request).await;
         let Ok(Reservation::Granted { lease, .. }) = reserved else { panic!("{reserved:?}") };
         assert_eq!(self.store.begin(&lease).await.unwrap(), Verdict::Applied);

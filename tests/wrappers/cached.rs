@@ -8,7 +8,7 @@ use idem_runtime::cached::CachedOptions;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
-    Finish, Heartbeats, Inspection, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward,
+    Finish, Inspection, Release, Reservation, ReserveRequest, StoreContext, StoreFuture, Verdict, forward,
 };
 use idem_runtime::{Cached, Error, InProgress, Key, MemoryStore, OnCrash, OnStoreError, Store, StoreErrorKind};
 use idem_tests::Reopen as _;
@@ -89,7 +89,7 @@ async fn only_finished_records_are_kept() {
     let asks = async |name: &str, request: ReserveRequest, is: fn(&Reservation) -> bool| {
         for _ in 0..3 {
             let before = world.store.count(StoreCall::Reserve);
-            let request = request.clone().owner(world.memory.heartbeats().new_owner());
+            let request = request.clone().owner(world.memory.context().new_owner());
             let answer = store.reserve(&request).await.unwrap();
             assert!(is(&answer), "{name}: {answer:?}");
             assert_eq!(world.store.count(StoreCall::Reserve), before + 1, "{name}");
@@ -477,8 +477,8 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// Heartbeats of a store inside a transaction, whose records may be rolled back.
-    none: Option<Arc<Heartbeats>>,
+    /// StoreContext of a store inside a transaction, whose records may be rolled back.
+    none: Option<Arc<StoreContext>>,
     /// True if finished records can't be read for now.
     unreadable: bool,
 }
@@ -498,7 +498,7 @@ impl Peculiar {
 
 impl Store for Peculiar {
     forward! {
-        |store| store.memory => name, namespace, response_timeout, begin, renew, finish, release, wait, decide, purge, list, ping
+        |store| store.memory => namespace, response_timeout, begin, renew, finish, release, wait, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {
@@ -509,8 +509,8 @@ impl Store for Peculiar {
         self.handle()
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        self.none.as_deref().unwrap_or(self.memory.heartbeats())
+    fn context(&self) -> &StoreContext {
+        self.none.as_deref().unwrap_or(self.memory.context())
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
@@ -536,7 +536,7 @@ impl Store for Peculiar {
 #[tokio::test]
 async fn nothing_is_kept_of_a_transaction() {
     let world = World::new();
-    let none = Some(Arc::new(Heartbeats::none(Arc::new(world.clock.clone()))));
+    let none = Some(Arc::new(StoreContext::without_renewal("memory", Arc::new(world.clock.clone()))));
     let store = Cached::new(Peculiar { memory: world.memory.clone(), none, unreadable: false });
     for name in ["1", "2"] {
         let record = world.finished(&store, name, b"1").await;
@@ -678,7 +678,7 @@ async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
     let mut reopened = 0;
     for n in 0..8000_usize {
         let at = (n * 7 + n / 11 + thread * 17) % floors.len();
-        let owner = store.heartbeats().new_owner();
+        let owner = store.context().new_owner();
         let request = world.request(&at.to_string()).owner(owner).lease(LEASE * 100);
         let floor = floors[at].load(Ordering::SeqCst);
         match store.reserve(&request).await.unwrap() {

@@ -55,7 +55,7 @@ impl Probe<'_> {
 
     async fn run(&mut self, key: &Key) -> Result<(), WrongAnswer> {
         let store = self.store;
-        let beats = store.heartbeats();
+        let beats = store.context();
         let request = || ReserveRequest::new(key.clone(), beats.new_owner(), LEASE, TTL).holder(beats.holder());
         let lease = self.granted("reserve", &request()).await?;
         match self.ask("reserve again", store.reserve(&request())).await? {
@@ -117,7 +117,7 @@ fn decided(decided: DecisionAnswer) -> Result<(), WrongAnswer> {
 
 pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
     // Unique, so that two concurrent probes use different keys.
-    let owner = store.heartbeats().new_owner();
+    let owner = store.context().new_owner();
     let name = owner.as_bytes().iter().fold(String::from("probe:"), |name, byte| format!("{name}{byte:02x}"));
     let key = Key::new("idem-doctor", name).expect("a short key");
     let mut probe = Probe { store, step: "", slowest: ("", Duration::ZERO), steps: 0 };

@@ -3,6 +3,7 @@
 use std::process::Stdio;
 
 use idem_runtime::record::State;
+use idem_runtime::testing::crash;
 use idem_runtime::{SqliteStore, Store};
 use idem_tests::sqlite::{Folder, raw};
 use serde_json::json;
@@ -208,7 +209,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     assert!(shown.ends_with("order-42"), "{shown}");
     let shown = shown.as_str();
     // The process is gone; an operator knows this, and has the bank's answer.
-    store.heartbeats().abandon();
+    crash(&store);
     records.decides(&["release", "--break-lease"], shown).ends(0);
     let body = b"{\"paid\":true,\n \"note\":\"\xc3\xbc\x00\"}\n\n";
     let head = format!(

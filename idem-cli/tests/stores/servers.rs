@@ -17,7 +17,7 @@ async fn settles(url: &str, store: &dyn Store) {
     let folder = Folder::new();
     let receipt = file(folder.path(), b"\"receipt\"");
     interrupted(store, "42").await;
-    idem_at(url, &["show", "pay/42"]).ends(0).says("state        interrupted").says(store.name());
+    idem_at(url, &["show", "pay/42"]).ends(0).says("state        interrupted").says(store.context().name());
     let look = || revision(url, "pay/42");
     let seen = look();
     let resolve = ["resolve", "pay/42", "--seen", &seen, "--completed", receipt.to_str().unwrap(), "--yes"];
@@ -36,14 +36,14 @@ async fn settles(url: &str, store: &dyn Store) {
     completed(store, "kept", b"1").await;
     idem_at(url, &["purge"]).ends(0);
     assert_eq!(state(store, "kept").await, Some("completed"));
-    let scan: &[&str] = if ["redis", "dynamodb"].contains(&store.name()) { &["--scan"] } else { &[] };
+    let scan: &[&str] = if ["redis", "dynamodb"].contains(&store.context().name()) { &["--scan"] } else { &[] };
     if !scan.is_empty() {
         for verb in ["list", "stats", "watch"] {
             idem_at(url, &[verb]).ends(1).complains("add --scan");
         }
     }
     let listed = idem_at(url, &[&["list", "--json", "--state", "completed"], scan].concat()).ends(0).json();
-    assert_eq!((&listed["key"], &listed["store"]), (&Value::from("pay/kept"), &Value::from(store.name())));
+    assert_eq!((&listed["key"], &listed["store"]), (&Value::from("pay/kept"), &Value::from(store.context().name())));
     idem_at(url, &[&["stats"], scan].concat()).ends(0).says("pay\n    1 completed");
     idem_at(url, &[&["watch", "--times", "1"], scan].concat()).ends(0).says("0 running");
     idem_at(url, &[&["forget", "--prefix", "pay/ke", "--dry-run"], scan].concat()).ends(0).says("pay/kept");

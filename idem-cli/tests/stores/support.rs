@@ -139,7 +139,7 @@ pub(crate) fn key(text: &str) -> Key {
 
 /// Reserves `pay/<text>` for an hour.
 pub(crate) async fn pending(store: &dyn Store, text: &str) -> Lease {
-    let beats = store.heartbeats();
+    let beats = store.context();
     let request = ReserveRequest::new(key(text), beats.new_owner(), LONG, LONG).holder(beats.holder());
     match store.reserve(&request.on_crash(OnCrash::Fail)).await.unwrap() {
         Reservation::Granted { lease, .. } => {
@@ -166,7 +166,7 @@ pub(crate) async fn completed(store: &dyn Store, text: &str, result: &[u8]) {
 /// Creates a record whose retention has ended.
 pub(crate) async fn expired(store: &dyn Store, text: &str) {
     let short = Duration::from_millis(1);
-    let request = ReserveRequest::new(key(text), store.heartbeats().new_owner(), short, short);
+    let request = ReserveRequest::new(key(text), store.context().new_owner(), short, short);
     let Reservation::Granted { .. } = store.reserve(&request).await.unwrap() else { panic!("not new") };
 }
 

@@ -10,4 +10,4 @@ mod redelivery;
 pub use self::offsets::{OffsetTracker, StartedMessage};
 pub use self::redelivery::{Redelivery, RedeliveryProblem};
 pub use crate::engine::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, OnBeatLost};
-pub use crate::store::heartbeat::Beat;
+pub use crate::store::context::Beat;

@@ -162,7 +162,7 @@ pub(super) struct Case {
 
 impl Case {
     pub(super) fn new(subject: Subject, clause: &'static str) -> Self {
-        let token = subject.store.heartbeats().new_owner();
+        let token = subject.store.context().new_owner();
         let run = token.as_bytes().iter().fold(String::new(), |run, byte| format!("{run}{byte:02x}"));
         Self { subject, clause, run, turn: AtomicUsize::new(0) }
     }
@@ -184,7 +184,7 @@ impl Case {
     pub(super) fn request(&self, key: &Key) -> ReserveRequest {
         ReserveRequest {
             key: key.clone(),
-            owner: self.subject.store.heartbeats().new_owner(),
+            owner: self.subject.store.context().new_owner(),
             lease: LONG,
             ttl: LONG,
             fingerprint: None,
@@ -200,7 +200,7 @@ impl Case {
     }
 
     pub(super) fn clock(&self) -> &dyn Clock {
-        self.subject.store.heartbeats().clock()
+        self.subject.store.context().clock()
     }
 
     pub(super) fn now(&self) -> Instant {

@@ -34,7 +34,7 @@
 //! ```
 //!
 //! Clauses can share a server, with each other and with later runs: every run uses its own keys, derived from
-//! [`Heartbeats::new_owner`](crate::store::Heartbeats::new_owner). The clauses run in real time, so a store on a
+//! [`StoreContext::new_owner`](crate::store::StoreContext::new_owner). The clauses run in real time, so a store on a
 //! [`ManualClock`](crate::clock::ManualClock) can't be tested. No clause depends on the speed of the machine: leases
 //! that must stay live are long, and a test waits until a lease that must lapse has lapsed.
 //!

@@ -20,11 +20,11 @@ const POLLS: std::ops::Range<usize> = 0..6;
 pub(super) async fn handles_share(case: &Case) {
     let store = &case.subject.store;
     let handle = store.handle();
-    assert_eq!(handle.name(), store.name(), "a handle has the name of its store");
-    assert!(std::ptr::eq(handle.heartbeats(), store.heartbeats()), "a handle shares the heartbeats of its store");
+    assert_eq!(handle.context().name(), store.context().name(), "a handle has the name of its store");
+    assert!(std::ptr::eq(handle.context(), store.context()), "a handle shares the heartbeats of its store");
     let second = handle.handle();
     drop(handle);
-    assert!(std::ptr::eq(second.heartbeats(), store.heartbeats()), "so does a handle of a handle");
+    assert!(std::ptr::eq(second.context(), store.context()), "so does a handle of a handle");
 
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
@@ -40,8 +40,8 @@ pub(super) async fn handles_share(case: &Case) {
 
 pub(super) async fn owners_are_unique(case: &Case) {
     const EACH: usize = 10_000;
-    let heartbeats = [case.subject.store.heartbeats(), case.subject.peer.heartbeats()];
-    let owners: HashSet<_> = (0..2 * EACH).map(|n| heartbeats[n % 2].new_owner()).collect();
+    let context = [case.subject.store.context(), case.subject.peer.context()];
+    let owners: HashSet<_> = (0..2 * EACH).map(|n| context[n % 2].new_owner()).collect();
     assert_eq!(owners.len(), 2 * EACH, "an owner token was made twice");
 }
 

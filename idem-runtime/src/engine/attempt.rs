@@ -115,7 +115,7 @@ impl Attempt {
         if !self.is_protected() {
             return Duration::ZERO;
         }
-        self.store.heartbeats().lease_remaining(self.lease.owner)
+        self.store.context().leases().lease_remaining(self.lease.owner)
     }
 
     /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is
@@ -131,11 +131,11 @@ impl Attempt {
         if !self.is_protected() {
             return Ok(());
         }
-        let store = self.store.name();
-        let asked_at = self.store.heartbeats().clock().now();
+        let store = self.store.context().name();
+        let asked_at = self.store.context().clock().now();
         match renew_all(&self.store, std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
             Ok(Some(Verdict::Applied)) => {
-                self.store.heartbeats().confirmed(self.lease.owner, asked_at);
+                self.store.context().leases().confirmed(self.lease.owner, asked_at);
                 Ok(())
             }
             Ok(_) => {
@@ -163,7 +163,7 @@ impl Attempt {
     /// Does the same as [`pause`](Self::pause) for a body that runs without a reservation. No record counts its
     /// failures, so the store handle counts them by key.
     pub(crate) fn pause_unprotected(&self, is_ok: bool) -> Duration {
-        let failures = self.store.heartbeats().unrecorded_failures(self.key(), is_ok);
+        let failures = self.store.context().counts().unrecorded_failures(self.key(), is_ok);
         self.backoff.after(failures.max(1), self.key().spread() ^ u64::from(failures))
     }
 }

@@ -81,7 +81,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
         // not delay a call.
         let (mut turn, queued) = match (turns, key) {
             (Some((turns, item)), Ok(key)) if mode == Mode::Enforce => {
-                let limit = || store.heartbeats().clock().sleep(policy.timeout.saturating_add(policy.lease));
+                let limit = || store.context().clock().sleep(policy.timeout.saturating_add(policy.lease));
                 // Boxed: most calls are not in a batch, but would carry its size inline.
                 Box::pin(turns.enter(key, item, limit)).await
             }
@@ -110,7 +110,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
             waits();
             // The sleep is outside of the block above: a local that lives across this `await` would be stored in every
             // call.
-            store.heartbeats().clock().sleep(pause).await;
+            store.context().clock().sleep(pause).await;
         }
     }
 }
@@ -149,7 +149,7 @@ fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> O
     if !source.is_transient() || on_store_error == OnStoreError::Run || !observer::budget().is_scarce() {
         return None;
     }
-    let now = subject.store.heartbeats().clock().now();
+    let now = subject.store.context().clock().now();
     let left = outage.get_or_insert(now.saturating_add(timeout).saturating_add(lease)).saturating_since(now);
     // `retry_after` grows with the outage. The store may be back much earlier, so the pause is a lease at most.
     (!left.is_zero()).then(|| left.min(lease).min(*retry_after))
@@ -264,19 +264,19 @@ impl<'a> Request<'a> {
         }
         // Only a warning, once for each store handle: most calls of the store are much faster than its time limit.
         if let Err(reason) = policy.check_with(store)
-            && store.heartbeats().warns_now()
+            && store.context().warns_now()
         {
-            tracing::warn!(%key, store = store.name(), "{reason}");
+            tracing::warn!(%key, store = store.context().name(), "{reason}");
         }
         // Leases that are measured in real time can't be renewed in a test that moves tokio's time.
-        if store.heartbeats().is_out_of_time() {
+        if store.context().is_out_of_time() {
             let source = StoreError::new(
                 StoreErrorKind::Misconfigured,
                 "a test has paused or moved tokio's time (`start_paused`, `tokio::time::pause`), and the leases of this store are \
                  measured in real time: use `MemoryStore` in this test, or let its time run",
             );
             let retry_after = policy.backoff.after(1, key.seed());
-            let (store, started) = (store.name(), false);
+            let (store, started) = (store.context().name(), false);
             return refuse(Error::Store { key, store, started, may_be_reserved: false, retry_after, source });
         }
         let fingerprint = match fingerprint {
@@ -288,13 +288,13 @@ impl<'a> Request<'a> {
         };
         let reserve = ReserveRequest {
             key,
-            owner: store.heartbeats().new_owner(),
+            owner: store.context().new_owner(),
             lease: policy.lease,
             ttl: policy.ttl,
             fingerprint,
             on_crash: policy.on_crash,
             max_attempts: policy.max_attempts,
-            trail: store.heartbeats().trail(),
+            trail: store.context().trail(),
         };
         let reserve = match observer::traceparent() {
             Some(traceparent) => reserve.traceparent(traceparent),
@@ -320,7 +320,7 @@ impl<'a> Request<'a> {
     }
 
     fn clock(&self) -> &'a dyn Clock {
-        self.store().heartbeats().clock()
+        self.store().context().clock()
     }
 
     /// Returns the time since `then`.
@@ -333,7 +333,7 @@ impl<'a> Request<'a> {
         // Blocks end what an await after them would carry along: every call has the size of its largest await.
         let unsettled = {
             let now = self.clock().now();
-            self.late_ends = self.store().heartbeats().late_ends_changed();
+            self.late_ends = self.store().context().late_writes().changes();
             // A repeated reservation may have taken effect by its first request: count the lease from that request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
             // Only a store that does not answer immediately costs the state of a repeated request.
@@ -373,7 +373,7 @@ impl<'a> Request<'a> {
                 Ok(Reservation::Released { .. }) => return self.ask_as_another(tokens_repeat),
                 Ok(Reservation::FingerprintMismatch { attempt }) => OpenAnswer::Mismatch(attempt),
                 Ok(Reservation::Interrupted { attempt })
-                    if self.store().heartbeats().is_at_work(&self.reserve.key, self.late_ends) =>
+                    if self.store().context().is_at_work(&self.reserve.key, self.late_ends) =>
                 {
                     OpenAnswer::EndsLate(attempt)
                 }
@@ -393,7 +393,7 @@ impl<'a> Request<'a> {
     /// Waits for attempt `attempt`, whose lease has lapsed and which this process runs or is still ending, for as long
     /// as the policy says. The record calls it interrupted, and will not once that end is written.
     async fn await_end(&mut self, attempt: u32) -> Step {
-        self.store().heartbeats().store_answered();
+        self.store().context().store_answered();
         self.may_wait_at_last();
         let left = self.may_wait();
         if left.is_zero() {
@@ -430,7 +430,7 @@ impl<'a> Request<'a> {
         if self.tokens == TOKENS {
             return Step::Decided(self.no_answer(error(), false));
         }
-        self.reserve.owner = self.store().heartbeats().new_owner();
+        self.reserve.owner = self.store().context().new_owner();
         (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
         Step::AskAgain
     }
@@ -438,10 +438,10 @@ impl<'a> Request<'a> {
     /// Returns the next step after a reservation.
     fn decide(&self, reservation: Reservation, asked_at: Instant) -> Step {
         let Subject { store, policy, .. } = self.subject;
-        let (key, name) = (&self.reserve.key, store.name());
-        match store.heartbeats().renews() {
-            true => store.heartbeats().store_answered(),
-            false => _ = store.heartbeats().refusals_in_transactions(key, false),
+        let (key, name) = (&self.reserve.key, store.context().name());
+        match store.context().renews() {
+            true => store.context().store_answered(),
+            false => _ = store.context().counts().refusals_in_transactions(key, false),
         }
         Step::Decided(match reservation {
             Reservation::Finished { record, age } => {
@@ -485,13 +485,13 @@ impl<'a> Request<'a> {
             // A repair takes minutes.
             StoreErrorKind::Corrupt => policy.backoff.after(8, seed),
             // The handle of a call in a transaction ends with it, and knows nothing of earlier failures.
-            _ if !store.heartbeats().renews() => {
-                policy.backoff.after(store.heartbeats().refusals_in_transactions(&self.reserve.key, true), seed)
+            _ if !store.context().renews() => {
+                policy.backoff.after(store.context().counts().refusals_in_transactions(&self.reserve.key, true), seed)
             }
-            _ => policy.backoff.during(store.heartbeats().store_failed(), seed),
+            _ => policy.backoff.during(store.context().store_failed(), seed),
         };
         let key = self.reserve.key.clone();
-        let store = store.name();
+        let store = store.context().name();
         Start::Refused(Error::Store { key, store, started: false, may_be_reserved, retry_after, source })
     }
 
@@ -499,7 +499,7 @@ impl<'a> Request<'a> {
     /// and not too many other calls have that right.
     fn may_wait_at_last(&mut self) {
         if self.last_wait.is_none() && self.mode == Mode::Enforce && observer::budget().is_scarce() {
-            self.last_wait = self.store().heartbeats().last_wait();
+            self.last_wait = self.store().context().counts().last_wait();
         }
     }
 
@@ -556,12 +556,12 @@ impl<'a> Request<'a> {
         let retry_after = match observer::budget().number() {
             Some(number) => {
                 // Only deliveries that found this same attempt count: others show nothing about its duration.
-                let met = self.store().heartbeats().meets(&key, attempt).min(number);
+                let met = self.store().context().counts().meets(&key, attempt).min(number);
                 backoff.beyond(lapses_in, lease, met, self.reserve.owner.seed())
             }
             None => lapses_in,
         };
-        Error::InProgress { key, store: self.store().name(), attempt, retry_after }
+        Error::InProgress { key, store: self.store().context().name(), attempt, retry_after }
     }
 
     /// Waits until the running attempt may have ended. Returns the next step if it is known then; otherwise the caller
@@ -574,7 +574,7 @@ impl<'a> Request<'a> {
             let left = self.may_wait();
             // A call with an unanswered request may find its own reservation in the record, so it can't use what others
             // read. Inside of a transaction no other call shares the wait.
-            if self.unanswered_since.is_some() || !self.store().heartbeats().renews() {
+            if self.unanswered_since.is_some() || !self.store().context().renews() {
                 break Box::pin(self.wait_alone(running, left)).await;
             }
             let (sleep, RunningAttempt { attempt, lapses_in }) = (self.clock().sleep(left), running);
@@ -644,7 +644,7 @@ async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32
     let recorded = inspection.as_ref().and_then(|found| found.record.fingerprint);
     let age = inspection.map(|found| found.record.retention(request.ttl).saturating_sub(found.expires_in));
     let payloads = Box::new(Mismatch { presented: request.fingerprint, recorded, age });
-    Error::FingerprintMismatch { key: request.key.clone(), store: store.name(), attempt, payloads }
+    Error::FingerprintMismatch { key: request.key.clone(), store: store.context().name(), attempt, payloads }
 }
 
 /// The answer to a request.
@@ -677,7 +677,7 @@ async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reserva
                 }
             }
         };
-        store.heartbeats().clock().sleep(pause).await;
+        store.context().clock().sleep(pause).await;
         tried += 1;
         *asking = store.reserve(&request.reserve).watched(store, StoreOp::Reserve);
     }

@@ -7,7 +7,7 @@ use crate::clock::SystemClock;
 use crate::error::Disposition;
 use crate::key::Key;
 use crate::policy::Backoff;
-use crate::store::Heartbeats;
+use crate::store::StoreContext;
 use crate::sync::SharedOnce;
 
 /// Delivery count and delivery limit of a message.
@@ -78,9 +78,9 @@ impl Budget {
 }
 
 /// Holds since when no delivery of this process has reached a call: no connection was available, mostly.
-pub(super) fn unreached_calls() -> &'static Heartbeats {
-    static UNREACHED: SharedOnce<Heartbeats> = SharedOnce::new();
-    UNREACHED.get_or_init(|| Heartbeats::none(Arc::new(SystemClock::default())))
+pub(super) fn unreached_calls() -> &'static StoreContext {
+    static UNREACHED: SharedOnce<StoreContext> = SharedOnce::new();
+    UNREACHED.get_or_init(|| StoreContext::without_renewal("none", Arc::new(SystemClock::default())))
 }
 
 /// The pause of a delivery that reached no call. It grows for as long as no other delivery reaches one.

@@ -205,7 +205,7 @@ trait Protocol {
 #[inline]
 fn protocol(subject: Subject) -> impl Protocol {
     let Policy { max_result_bytes, on_uncertain, .. } = subject.policy;
-    let commit = if subject.store.heartbeats().renews() { Commit::Done } else { Commit::Pending };
+    let commit = if subject.store.context().renews() { Commit::Done } else { Commit::Pending };
     let seen = ObservedCall { commit, ..ObservedCall::NEW };
     let telemetry = Telemetry::new(&subject);
     // Built in place: a call is large.

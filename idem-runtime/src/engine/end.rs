@@ -29,7 +29,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             // A write that takes time must not be ended by the body's time limit or by a beat: only the store decides
             // now.
             let Attempt { store, lease, .. } = attempt.held.attempt();
-            store.heartbeats().body_returned(lease.owner);
+            store.context().leases().body_returned(lease.owner);
             (&mut writing).await
         };
         let ended = match written {
@@ -57,7 +57,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             Ok(Verdict::Applied) => Ok(content),
             Ok(Verdict::Refused) => {
                 tracing::warn!(
-                    key = %lease.key, store = store.name(), attempt = lease.attempt,
+                    key = %lease.key, store = store.context().name(), attempt = lease.attempt,
                     "the body ran to its end, and its result is not recorded: another attempt has taken over, or the record was removed"
                 );
                 Err(held.lost())
@@ -72,9 +72,9 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             }
             Err(source) => Err(Error::Unrecorded {
                 key: lease.key.clone(),
-                store: store.name(),
+                store: store.context().name(),
                 attempt: lease.attempt,
-                retry_after: store.heartbeats().may_be_held_for(lease, *reserved_at).max(held.pause()),
+                retry_after: store.context().leases().may_be_held_for(lease, *reserved_at).max(held.pause()),
                 source,
             }),
         }

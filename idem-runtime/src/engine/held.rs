@@ -119,7 +119,7 @@ impl HeldAttempt {
             }
         }
         let Attempt { store, lease, reserved_at, .. } = self.attempt();
-        store.heartbeats().register(store, lease, *reserved_at, self.limits);
+        store.context().leases().register(store, lease, *reserved_at, self.limits);
         let polled = self.poll_as_attempt(work, cx);
         if polled.is_pending() && self.standing(cx) != LeaseStanding::Held {
             // The lease ended during the first poll, when no waker was registered yet.
@@ -139,7 +139,7 @@ impl HeldAttempt {
     fn standing(&self, cx: &Context<'_>) -> LeaseStanding {
         let Attempt { store, lease, .. } = self.attempt();
         match self.enforced {
-            true => store.heartbeats().standing(lease.owner, cx.waker()),
+            true => store.context().leases().standing(lease.owner, cx.waker()),
             false => LeaseStanding::Held,
         }
     }
@@ -154,7 +154,7 @@ impl HeldAttempt {
     pub(super) fn drops_values(&self) {
         let Some(Attempt { store, lease, .. }) = &self.attempt else { return };
         if self.body != BodyStage::New {
-            store.heartbeats().drops_values(lease.owner, self.limits.timeout());
+            store.context().leases().drops_values(lease.owner, self.limits.timeout());
         }
     }
 
@@ -168,7 +168,7 @@ impl HeldAttempt {
     pub(super) fn end_of(&mut self, ended: BodyExit) -> Result<bool, Error> {
         self.ended = Some(ended);
         let Attempt { store, lease, .. } = self.attempt();
-        let (key, store, attempt) = (&lease.key, store.name(), lease.attempt);
+        let (key, store, attempt) = (&lease.key, store.context().name(), lease.attempt);
         match ended {
             BodyExit::Returned(is_ok) => Ok(is_ok),
             BodyExit::LeaseLost => {
@@ -198,7 +198,7 @@ impl HeldAttempt {
                 Err(self.timed_out())
             }
             BodyExit::Unrenewed => {
-                let source = self.attempt().store.heartbeats().why_unrenewed(lease.owner);
+                let source = self.attempt().store.context().leases().why_unrenewed(lease.owner);
                 self.drops_values();
                 match source.is_for_good() {
                     true => tracing::error!(
@@ -226,13 +226,13 @@ impl HeldAttempt {
 
     pub(super) fn lost(&self) -> Error {
         let Attempt { store, lease, .. } = self.attempt();
-        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        let (key, store, attempt) = (lease.key.clone(), store.context().name(), lease.attempt);
         Error::LeaseLost { key, store, attempt, retry_after: self.pause(), source: None }
     }
 
     fn unrenewed(&self, source: StoreError) -> Error {
         let Attempt { store, lease, backoff, .. } = self.attempt();
-        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        let (key, store, attempt) = (lease.key.clone(), store.context().name(), lease.attempt);
         let retry_after = match source.is_for_good() {
             // A repair takes minutes.
             true => backoff.after(8, lease.owner.seed()),
@@ -243,7 +243,7 @@ impl HeldAttempt {
 
     fn timed_out(&self) -> Error {
         let Attempt { store, lease, .. } = self.attempt();
-        let (key, store, attempt) = (lease.key.clone(), store.name(), lease.attempt);
+        let (key, store, attempt) = (lease.key.clone(), store.context().name(), lease.attempt);
         Error::TimedOut { key, store, attempt, timeout: self.limits.timeout(), retry_after: self.pause() }
     }
 }
@@ -308,14 +308,14 @@ impl HeldAttempt {
         if begun && matches!(ending, Some(AttemptEnd::Release(_))) {
             let cause = if self.body == BodyStage::Polling { Doubt::Panicked } else { Doubt::Cancelled };
             let (key, attempt) = (&lease.key, lease.attempt);
-            report_uncertain(self.on_uncertain, Uncertain { key, store: store.name(), attempt, cause });
-            log_dropped(late, store.name(), &lease);
+            report_uncertain(self.on_uncertain, Uncertain { key, store: store.context().name(), attempt, cause });
+            log_dropped(late, store.context().name(), &lease);
         }
         // A body that has not begun is not interrupted, whatever the policy says of a crash.
         let ending = if begun { ending } else { Some(AttemptEnd::Release(Release::NotStarted)) };
         let ends_late = ending.as_ref().and_then(|_| late::ends_late(&store, &lease));
         let confirmed_at = match begun {
-            true => store.heartbeats().deregister(lease.owner).unwrap_or(reserved_at),
+            true => store.context().leases().deregister(lease.owner).unwrap_or(reserved_at),
             false => reserved_at,
         };
         if let Some(ending) = ending {

@@ -37,7 +37,7 @@ pub(super) fn may_pass(error: &StoreError) -> bool {
 
 /// Marks the key of `lease` as one whose end is still to be written, if that write outlasts the lease.
 pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<LateEndGuard> {
-    outlasts_lease(lease).then(|| store.heartbeats().ends_late(&lease.key))
+    outlasts_lease(lease).then(|| store.context().ends_late(&lease.key))
 }
 
 /// The pauses between tries, for one lease at most and while that may be held; or for the retention of the record.
@@ -55,7 +55,7 @@ pub(super) struct Tries<'a> {
 
 impl<'a> Tries<'a> {
     pub(super) fn new(store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
-        let began = store.heartbeats().clock().now();
+        let began = store.context().clock().now();
         Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
     }
 
@@ -65,30 +65,34 @@ impl<'a> Tries<'a> {
     }
 
     pub(super) fn elapsed(&self) -> Duration {
-        self.store.heartbeats().clock().now().saturating_since(self.began)
+        self.store.context().clock().now().saturating_since(self.began)
     }
 
     /// Returns whether a renewal that was requested after the first try is confirmed.
     pub(super) fn renewed(&self) -> bool {
-        self.store.heartbeats().confirmed_at(self.lease.owner).is_some_and(|confirmed_at| confirmed_at > self.began)
+        self.store
+            .context()
+            .leases()
+            .confirmed_at(self.lease.owner)
+            .is_some_and(|confirmed_at| confirmed_at > self.began)
     }
 
     /// Waits for the next try; returns false if there is none. An attempt is ended within one lease, or not at all:
     /// otherwise a store that renews leases but takes no results would keep the call forever.
     pub(super) async fn again(&mut self) -> bool {
-        let heartbeats = self.store.heartbeats();
-        let held = heartbeats.may_be_held_for(self.lease, self.confirmed_at);
+        let context = self.store.context();
+        let held = context.leases().may_be_held_for(self.lease, self.confirmed_at);
         let left = held.min(self.lease.duration.saturating_sub(self.elapsed()));
         let pause = match left.is_zero() {
             false => self.pause.min(left),
-            true if self.outlasts.is_some() && heartbeats.writes_late() && self.elapsed() < self.lease.ttl => {
+            true if self.outlasts.is_some() && context.writes_late() && self.elapsed() < self.lease.ttl => {
                 self.under_way = None;
                 // Drawn, so that the ends of all attempts of an outage do not reach the store together.
                 Backoff::new(self.pause, self.pause).after(1, self.lease.owner.seed())
             }
             true => return false,
         };
-        heartbeats.clock().sleep(pause).await;
+        context.clock().sleep(pause).await;
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
         true
     }
@@ -177,17 +181,17 @@ pub(crate) fn write_late(
     ends_late: Option<LateEndGuard>,
 ) {
     // In an open transaction nothing is written late: its commit or rollback decides.
-    if !store.heartbeats().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
+    if !store.context().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
         return;
     }
-    let under_way = store.heartbeats().under_way();
+    let under_way = store.context().late_writes().under_way();
     let clock = Arc::clone(&store);
-    clock.heartbeats().clock().spawn(Box::pin(async move {
+    clock.context().clock().spawn(Box::pin(async move {
         let store = store.upkeep();
         let tries = Tries::new(&*store, &lease, confirmed_at).late(under_way, ends_late);
         let written = write(&*store, &lease, &ending).await;
         let written = write_again(tries, &mut ending, written).await;
-        log_late(store.name(), &lease, &ending, late.what_happened(), &written);
+        log_late(store.context().name(), &lease, &ending, late.what_happened(), &written);
     }));
 }
 
@@ -242,25 +246,25 @@ fn log_late(
 /// is not counted and interrupts nothing. A mark that lands (`may_be_marked`) is counted and interrupts the key, so the
 /// clean-up goes on for as long as that takes.
 pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, may_be_marked: bool) {
-    if !store.heartbeats().writes_late() {
+    if !store.context().writes_late() {
         return;
     }
     if let Some(reservation) = store.reserve(request).watched(store, StoreOp::Reserve).at_once() {
         if let Reservation::Granted { lease, .. } = reservation {
-            let (ending, now) = (AttemptEnd::Release(Release::NotStarted), store.heartbeats().clock().now());
+            let (ending, now) = (AttemptEnd::Release(Release::NotStarted), store.context().clock().now());
             let ends_late = ends_late(store, &lease);
             write_late(Arc::clone(store), lease, now, ending, LateEndState::NotStarted, ends_late);
         }
         return;
     }
     let request = request.clone();
-    let under_way = store.heartbeats().under_way();
-    let ends_late = may_be_marked.then(|| store.heartbeats().ends_late(&request.key));
+    let under_way = store.context().late_writes().under_way();
+    let ends_late = may_be_marked.then(|| store.context().ends_late(&request.key));
     let upkeep = Arc::clone(store);
-    store.heartbeats().clock().spawn(Box::pin(async move {
+    store.context().clock().spawn(Box::pin(async move {
         let store = upkeep.upkeep();
-        let (key, name) = (&request.key, store.name());
-        let asked_at = store.heartbeats().clock().now();
+        let (key, name) = (&request.key, store.context().name());
+        let asked_at = store.context().clock().now();
         let unanswered = Lease::unanswered(&request);
         let tries = Tries::new(&*store, &unanswered, asked_at).late(under_way, ends_late);
         match clean_up(tries, &request).await {

@@ -227,7 +227,7 @@ pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usi
             call.key = key.cloned();
         }
         if matches!(observer.timer, TimerSlot::Wanted) {
-            observer.timer = TimerSlot::Known(store.heartbeats().timer(), key.cloned());
+            observer.timer = TimerSlot::Known(store.context().timer(), key.cloned());
         }
         observer.turns.clone()
     })

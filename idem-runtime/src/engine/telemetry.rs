@@ -52,8 +52,8 @@ impl Telemetry {
             Ok(key) => (key.scope(), Some(key)),
             Err(error) => (error.scope.as_str(), None),
         };
-        let name = store.name();
-        let cells = store.heartbeats().metrics_here(name).scope(scope);
+        let name = store.context().name();
+        let cells = store.context().metrics_here().scope(scope);
         // Fields that are empty here are recorded once they are known.
         let span = tracing::info_span!(
             "idempotent",

@@ -247,7 +247,7 @@ impl Settings {
         let read = match soon(reading.as_mut()).await {
             Some(read) => read,
             None => {
-                let deadline = self.store.heartbeats().clock().sleep(body_deadline);
+                let deadline = self.store.context().clock().sleep(body_deadline);
                 race(reading, deadline).await.ok_or_else(|| Problem::new(ProblemKind::BodyTimeout))?
             }
         };
@@ -415,7 +415,7 @@ impl Settings {
 
     /// Runs a handler, and notes its duration.
     async fn timing<F: Future>(&self, mut handler: Pin<&mut F>) -> F::Output {
-        let clock = self.store.heartbeats().clock();
+        let clock = self.store.context().clock();
         let mut began = None;
         let answer = poll_fn(|cx| {
             let polled = handler.as_mut().poll(cx);

@@ -79,11 +79,6 @@ impl Metrics {
         Arc::clone(TRANSACTIONS.find_or_add(|known| known.store == store, make))
     }
 
-    /// Returns the name of the store.
-    pub(crate) fn store(&self) -> &'static str {
-        self.store
-    }
-
     /// Returns the numbers of the handler with this scope.
     pub(crate) fn scope(&self, scope: &str) -> Arc<ScopeCells> {
         self.scopes.get(scope)

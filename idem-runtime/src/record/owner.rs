@@ -67,7 +67,7 @@ impl fmt::Debug for OwnerToken {
 /// The tokens are a Weyl sequence from a random start, and unique within the handle. The probability that two handles
 /// make the same token is the number of tokens divided by 2^128. After `fork()`, and in copies of a virtual machine,
 /// the sequence repeats. Records that other processes see need randomness for each attempt
-/// ([`Heartbeats::new`](crate::store::Heartbeats::new)).
+/// ([`StoreContext::new`](crate::store::StoreContext::new)).
 #[derive(Debug)]
 pub(crate) struct Owners {
     start: u128,

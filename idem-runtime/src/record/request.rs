@@ -78,7 +78,8 @@ impl ReserveRequest {
         Self { max_attempts: max_attempts.into(), ..self }
     }
 
-    /// Sets the holder of the key, mostly [`Heartbeats::holder`](crate::store::Heartbeats::holder) of the store handle.
+    /// Sets the holder of the key, mostly [`StoreContext::holder`](crate::store::StoreContext::holder) of the store
+    /// handle.
     #[must_use]
     pub fn holder(self, holder: Holder<'_>) -> Self {
         Self { trail: self.trail.with_holder(holder), ..self }

@@ -17,7 +17,7 @@ use crate::sync::{SharedList, SharedOnce};
 /// use idem_runtime::store::{Holder, Store};
 ///
 /// let store = MemoryStore::options().holder("worker-7").build();
-/// let holder = store.heartbeats().holder();
+/// let holder = store.context().holder();
 /// assert_eq!((holder.process(), holder.name()), (Some(std::process::id()), Some("worker-7")));
 /// assert_eq!(Holder::new("shop-1/4711/worker-7").host(), "shop-1");
 /// ```

@@ -8,15 +8,20 @@ use crate::metrics::Snapshot;
 
 /// Further methods of every store; for `Arc<dyn Store>` too.
 pub trait StoreExt: Store {
-    /// Waits until late writes and renewals are done; see [`Heartbeats::flush`](super::Heartbeats::flush). For the end
-    /// of a program.
+    /// Returns the name of the store in errors and logs, for example `redis`.
+    fn name(&self) -> &'static str {
+        self.context().name()
+    }
+
+    /// Waits until late writes and renewals are done; see [`StoreContext::flush`](super::StoreContext::flush). For the
+    /// end of a program.
     fn flush(&self) -> impl Future<Output = ()> + Send + '_ {
-        self.heartbeats().flush()
+        self.context().flush()
     }
 
     /// Returns the metrics of this handle and its clones; see [`crate::metrics`].
     fn metrics(&self) -> Snapshot {
-        self.heartbeats().snapshot(self.name())
+        self.context().snapshot()
     }
 
     /// Checks whether the store can serve calls, for a readiness probe. Pings the store once.

@@ -22,7 +22,7 @@ use super::Store;
 /// }
 ///
 /// impl Store for Counted {
-///     forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, reserve, begin, renew, release, wait, inspect, decide, purge, list, ping }
+///     forward! { |store| store.inner => namespace, response_timeout, context, reserve, begin, renew, release, wait, inspect, decide, purge, list, ping }
 ///
 ///     fn handle(&self) -> Arc<dyn Store> {
 ///         Arc::new(self.clone())
@@ -43,12 +43,6 @@ use super::Store;
 macro_rules! __forward {
     (|$this:ident| $store:expr => $($method:ident),+ $(,)?) => {
         $($crate::__forward! { @$method $this ($store) })+
-    };
-    (@name $this:ident $store:tt) => {
-        fn name(&self) -> &'static str {
-            let $this = self;
-            $store.name()
-        }
     };
     (@handle $this:ident $store:tt) => {
         fn handle(&self) -> ::std::sync::Arc<dyn $crate::store::Store> {
@@ -74,10 +68,10 @@ macro_rules! __forward {
             $store.response_timeout()
         }
     };
-    (@heartbeats $this:ident $store:tt) => {
-        fn heartbeats(&self) -> &$crate::store::Heartbeats {
+    (@context $this:ident $store:tt) => {
+        fn context(&self) -> &$crate::store::StoreContext {
             let $this = self;
-            $store.heartbeats()
+            $store.context()
         }
     };
     (@reserve $this:ident $store:tt) => {
@@ -186,7 +180,7 @@ macro_rules! store_of_shared {
         impl $crate::store::Store for $store {
             $crate::store::forward! {
                 |store| store.0 =>
-                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, begin, renew, finish, release, wait, inspect,
+                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }
@@ -206,7 +200,7 @@ macro_rules! pointers {
         impl<S: Store + ?Sized> Store for $pointer<S> {
             forward! {
                 |store| store.as_ref() =>
-                name, handle, upkeep, namespace, response_timeout, heartbeats, reserve, begin, renew, finish, release, wait, inspect,
+                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }

@@ -47,8 +47,8 @@ impl<'a, T> StoreFuture<'a, T> {
         began: Option<Instant>,
     ) -> Self {
         match &self.reply {
-            FutureState::Ready(Some(Ok(_))) => store.heartbeats().answered_at_once(store.name(), op),
-            FutureState::Ready(Some(Err(error))) => store.heartbeats().operation_failed(store.name(), op, error),
+            FutureState::Ready(Some(Ok(_))) => store.context().answered_at_once(op),
+            FutureState::Ready(Some(Err(error))) => store.context().operation_failed(op, error),
             FutureState::Ready(None) => {}
             FutureState::Later(_) => self.watch = Some(Watch::new(store, op, began)),
         }

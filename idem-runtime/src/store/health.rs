@@ -85,8 +85,8 @@ impl fmt::Display for Health {
 }
 
 pub(super) async fn check<S: Store + ?Sized>(store: &S) -> Health {
-    let heartbeats = store.heartbeats();
-    let asked_at = heartbeats.clock().now();
+    let context = store.context();
+    let asked_at = context.clock().now();
     let mut problems = Vec::new();
     if let Err(error) = store.ping().watched(store, StoreOp::Ping).await {
         problems.push(match error.kind() {
@@ -94,15 +94,15 @@ pub(super) async fn check<S: Store + ?Sized>(store: &S) -> Health {
             _ => HealthProblem::Unreachable(error),
         });
     }
-    let now = heartbeats.clock().now();
-    let beating = heartbeats.beating(now);
+    let now = context.clock().now();
+    let beating = context.renewal_states(now);
     if beating.leases > 0 && !beating.is_running {
         problems.push(HealthProblem::NoHeartbeat);
     } else if beating.is_late {
         problems.push(HealthProblem::BeatsLate { lag: beating.lag });
     }
     Health {
-        store: store.name(),
+        store: store.context().name(),
         took: now.saturating_since(asked_at),
         leases: beating.leases,
         beat_lag: beating.lag,

@@ -1,22 +1,27 @@
 //! The contract between the engine and a store.
 
+pub(crate) mod context;
 mod error;
 mod ext;
 pub(crate) mod flight;
 mod forward;
 mod future;
 mod health;
-pub(crate) mod heartbeat;
 mod listing;
 pub(crate) mod operator;
 mod outage;
-mod repeats;
 mod watch;
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+pub use self::context::StoreContext;
+#[cfg(feature = "postgres")]
+pub(crate) use self::context::TagCounts;
+pub(crate) use self::context::{
+    Beat, BeatGuard, Callback, FlushGuard, LastWait, LateEndGuard, LeaseStanding, Limits, Timer,
+};
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::ext::StoreExt;
 #[doc(inline)]
@@ -25,13 +30,7 @@ pub use self::forward::forward;
 pub(crate) use self::forward::store_of_shared;
 pub use self::future::StoreFuture;
 pub use self::health::{Health, HealthProblem};
-pub use self::heartbeat::Heartbeats;
-pub(crate) use self::heartbeat::{
-    Beat, BeatGuard, Callback, FlushGuard, LastWait, LateEndGuard, LeaseStanding, Limits, Timer,
-};
 pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
-#[cfg(feature = "postgres")]
-pub(crate) use self::repeats::TagCounts;
 use crate::key::Key;
 use crate::metrics::StoreOp;
 use crate::policy::{Policy, PolicyProblem};
@@ -75,16 +74,13 @@ use crate::sync::lock;
     note = "name a value that implements `idem_runtime::Store`, or derefs to or shares one, for example `store = app.idempotency`"
 )]
 pub trait Store: fmt::Debug + Send + Sync + 'static {
-    /// Returns the name of the store in errors and logs, for example `redis`.
-    fn name(&self) -> &'static str;
-
-    /// Returns another handle to the same store and the same [`Heartbeats`], for work that outlives a call.
+    /// Returns another handle to the same store and the same [`StoreContext`], for work that outlives a call.
     ///
     /// Each operation takes a handle. Duplicates of one key share a wait if their handles are the same `Arc`. A store
     /// may also make a new handle each time; then each duplicate waits alone.
     fn handle(&self) -> Arc<dyn Store>;
 
-    /// Returns a handle to the same store and the same [`Heartbeats`] for the library's own renewals and late writes.
+    /// Returns a handle to the same store and the same [`StoreContext`] for the library's own renewals and late writes.
     ///
     /// Both run on a thread of their own ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle that shares no
     /// connection, no queue and no runtime with other callers keeps leases alive while these callers are slow or
@@ -100,8 +96,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Time limit of one call of the store; zero if calls can't hang. A lease has to be longer.
     fn response_timeout(&self) -> Duration;
 
-    /// Returns the leases that this handle keeps alive, with its clock and its late writes.
-    fn heartbeats(&self) -> &Heartbeats;
+    /// Returns the state that the engine keeps for this store: its name, clock, leases, late writes and metrics.
+    fn context(&self) -> &StoreContext;
 
     /// Reserves `request.key` for one attempt, or returns the state of its record, in one atomic step.
     ///

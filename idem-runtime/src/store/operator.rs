@@ -249,7 +249,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     async fn decide(&self, decision: Decision) -> Result<(), OperatorError> {
         let decision = decision.by(&*self.by).reason(&*self.reason);
         let Decision { key, seen, action, .. } = &decision;
-        let (key, seen, action, store) = (key.clone(), *seen, action.name(), self.store.name());
+        let (key, seen, action, store) = (key.clone(), *seen, action.name(), self.store.context().name());
         let attempt = seen.attempt();
         let deciding = self.store.decide(&decision).watched(self.store, StoreOp::Decide);
         let decided = deciding.await.map_err(|source| self.failed(Some(&key), source))?;
@@ -273,7 +273,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     }
 
     fn failed(&self, key: Option<&Key>, source: StoreError) -> OperatorError {
-        let store = self.store.name();
+        let store = self.store.context().name();
         match source.kind() {
             StoreErrorKind::Unsupported => OperatorError::Unsupported { store, source },
             _ => OperatorError::Store { key: key.cloned(), store, source },

@@ -222,7 +222,7 @@ impl OffloadedInner {
     where
         F: Future<Output = Result<T, ObjectFailure>>,
     {
-        let clock = self.inner.heartbeats().clock();
+        let clock = self.inner.context().clock();
         let mut last = ObjectFailure::Passing("the object store does not answer");
         let tries = async {
             let mut pause = FIRST_PAUSE;
@@ -248,7 +248,7 @@ impl OffloadedInner {
 
     /// Tries once to remove an object. The lifecycle rule removes what is left.
     async fn remove(&self, path: &Path) {
-        let clock = self.inner.heartbeats().clock();
+        let clock = self.inner.context().clock();
         if !matches!(race(self.objects.delete(path), clock.sleep(self.options.timeout)).await, Some(Ok(()))) {
             tracing::debug!(%path, "an unused object could not be removed");
         }
@@ -388,7 +388,7 @@ impl Store for OffloadedInner {
         Arc::clone(self.upkeep.get_or_init(|| options.open(self.inner.upkeep(), Arc::clone(objects)))) as _
     }
 
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, begin, renew, release, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")

@@ -12,7 +12,9 @@ pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
 pub(crate) use tokio::runtime::Handle;
 
 mod per_process;
-pub(crate) use self::per_process::{InheritedLock, PerProcess, SharedList, SharedOnce, SharedOrAnew, SharedWithChild};
+pub(crate) use self::per_process::{
+    InheritedLock, PerProcess, Shards, SharedList, SharedOnce, SharedOrAnew, SharedWithChild,
+};
 
 #[cfg(shuttle)]
 #[path = "shuttle.rs"]

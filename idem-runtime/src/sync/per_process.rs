@@ -339,6 +339,35 @@ impl<T: Default> Default for SharedOrAnew<T> {
     }
 }
 
+/// Data in `N` shards, each with a lock of its own. A child goes on with the data; a shard begins anew if a thread of
+/// the parent held its lock at the fork.
+pub(crate) struct Shards<T, const N: usize> {
+    shards: [SharedWithChild<T>; N],
+    /// One for all shards: few processes fork, and a value of each shard would be large.
+    anew: PerProcess<Box<[SharedWithChild<T>; N]>>,
+}
+
+impl<T: Default, const N: usize> Shards<T, N> {
+    /// Locks the shard at `at`.
+    pub(crate) fn shard(&self, at: usize) -> MutexGuard<'_, T> {
+        self.shards[at].lock().unwrap_or_else(|InheritedLock| {
+            let anew = self.anew.here_or_else(|| Box::new(std::array::from_fn(|_| SharedWithChild::default())));
+            anew[at].lock().expect("a lock of this process")
+        })
+    }
+
+    /// Locks one shard after the other.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = MutexGuard<'_, T>> {
+        (0..N).map(|at| self.shard(at))
+    }
+}
+
+impl<T: Default, const N: usize> Default for Shards<T, N> {
+    fn default() -> Self {
+        Self { shards: std::array::from_fn(|_| SharedWithChild::default()), anew: PerProcess::empty() }
+    }
+}
+
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;

@@ -181,7 +181,7 @@ async fn pending(polls: u32) {
 }
 
 impl Store for FaultyStore {
-    forward! { |store| store.inner => name, namespace, heartbeats }
+    forward! { |store| store.inner => namespace, context }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())

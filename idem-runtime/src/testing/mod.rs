@@ -101,6 +101,7 @@
 //! values of a killed handler are dropped, so their `Drop` runs. The store loses no records: a Redis that loses records
 //! in a failover is not among the scenarios.
 
+mod crash;
 #[cfg(feature = "testing")]
 mod explorer;
 mod faulty;
@@ -123,6 +124,7 @@ mod time;
 #[cfg(feature = "testing")]
 mod worker;
 
+pub use crash::crash;
 #[cfg(feature = "testing")]
 pub use explorer::{DeliveryOutput, Explorer, explore};
 pub use faulty::{Fault, FaultyStore, StoreCall};

@@ -21,7 +21,7 @@ use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
 use crate::store::{
-    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, renew_all, store_of_shared,
+    Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, renew_all, store_of_shared,
 };
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
@@ -344,10 +344,6 @@ impl WorkerInner {
 }
 
 impl Store for WorkerInner {
-    fn name(&self) -> &'static str {
-        "simulated"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -364,8 +360,8 @@ impl Store for WorkerInner {
         Duration::ZERO
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        self.worker.0.memory.heartbeats()
+    fn context(&self) -> &StoreContext {
+        self.worker.0.memory.context()
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

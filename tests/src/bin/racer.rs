@@ -79,7 +79,7 @@ fn forked(orders: Orders) {
     let racer = before.block_on(Racer::open(orders));
     before.block_on(racer.begin());
     // Renewals go on after a call, and no child could continue the work of its parent's threads.
-    before.block_on(racer.store.heartbeats().flush());
+    before.block_on(racer.store.context().flush());
     let (parent, mut children) = (std::process::id(), Vec::new());
     while children.len() < 2 {
         match fork::fork().expect("forks") {

@@ -67,7 +67,7 @@ fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
 }
 
 fn assert_nothing_is_left(store: &Arc<dyn Store>) {
-    assert!(lock(&store.heartbeats().flights().0).is_empty(), "a wait is left that nobody waits for");
+    assert!(lock(&store.context().flights().0).is_empty(), "a wait is left that nobody waits for");
 }
 
 /// Each duplicate gets the result, even if another one gives up or is no longer polled.

@@ -31,7 +31,7 @@ const EARLY: Duration = Duration::from_millis(10);
 /// Time that the others wait for the member that has the turn. A call that is not polled must not delay them for long.
 const LONGEST_TURN: Duration = Duration::from_millis(100);
 
-/// Waits of the store handles that share their heartbeats.
+/// Waits of the store handles that share a `StoreContext`.
 #[derive(Default)]
 pub(crate) struct Flights(Mutex<HashMap<WaitId, Arc<Flight>>>);
 
@@ -114,7 +114,7 @@ impl WaitTicket {
             runtime: Handle::try_current().ok().map(|runtime| runtime.id()),
             key: key.clone(),
         };
-        let mut flights = lock(&store.heartbeats().flights().0);
+        let mut flights = lock(&store.context().flights().0);
         let flight = flights.entry(place).or_insert_with_key(|place| {
             let joined = Arc::default();
             let wait = watch(Arc::clone(store), place.key.clone(), Arc::clone(&joined), attempt, lapses_in);
@@ -198,7 +198,7 @@ impl Drop for WaitTicket {
         let flight = &self.flight;
         let (mut is_last, mut is_free) = (false, false);
         {
-            let mut flights = lock(&flight.store.heartbeats().flights().0);
+            let mut flights = lock(&flight.store.context().flights().0);
             let mut members = lock(&flight.members);
             members.wakers.remove(&self.number);
             members.aboard -= 1;
@@ -248,7 +248,7 @@ impl Flight {
             Poll::Ready(WaitEnd::Told(found, entitled)) => self.land(Some((found, entitled))),
             Poll::Ready(WaitEnd::Overdue) => self.land(None),
             Poll::Ready(WaitEnd::Free) => {
-                let overdue = self.store.heartbeats().clock().sleep(LONGEST_TURN);
+                let overdue = self.store.context().clock().sleep(LONGEST_TURN);
                 *wait = Some(Box::pin(async move {
                     overdue.await;
                     WaitEnd::Overdue
@@ -265,7 +265,7 @@ impl Flight {
 
     /// Ends the flight: from here on no member can join it.
     fn land(&self, told: Option<(Arc<Inspection>, u64)>) {
-        let mut flights = lock(&self.store.heartbeats().flights().0);
+        let mut flights = lock(&self.store.context().flights().0);
         self.leave(&mut flights);
         lock(&self.members).stage = Stage::Landed(told);
     }
@@ -308,10 +308,10 @@ pub(crate) async fn wait_once(
         Ok(told) => told.filter(|found| found.damage.is_none()),
         Err(error) => {
             tracing::debug!(
-                %key, store = store.name(), %error,
+                %key, store = store.context().name(), %error,
                 "the wait for the running attempt failed; reserving again"
             );
-            store.heartbeats().clock().sleep(pause.min(AFTER_A_FAILURE)).await;
+            store.context().clock().sleep(pause.min(AFTER_A_FAILURE)).await;
             None
         }
     }
@@ -320,7 +320,7 @@ pub(crate) async fn wait_once(
 /// Waits until no attempt holds `key`.
 fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u32, mut lapses_in: Duration) -> Wait {
     Box::pin(async move {
-        let clock = store.heartbeats().clock();
+        let clock = store.context().clock();
         let mut asked_again = false;
         loop {
             let (entitled, began) = (joined.load(Ordering::SeqCst), clock.now());

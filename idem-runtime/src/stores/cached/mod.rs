@@ -112,7 +112,7 @@ impl Cached {
     }
 
     fn open(inner: Arc<dyn Store>, cache: Arc<Cache>) -> Self {
-        let keeps = inner.heartbeats().renews();
+        let keeps = inner.context().renews();
         Self(Arc::new_cyclic(|this| CachedInner {
             this: Weak::clone(this),
             inner,
@@ -169,7 +169,7 @@ impl CachedOptions {
             max_entries: self.max_entries / shards,
             max_bytes: self.max_bytes / shards,
             max_age: self.max_age,
-            clock: inner.heartbeats().clock_handle(),
+            clock: inner.context().clock_handle(),
         });
         Cached::open(inner, cache)
     }
@@ -591,7 +591,7 @@ impl Store for CachedInner {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
     }
 
-    forward! { |store| store.inner => name, namespace, response_timeout, heartbeats, begin, renew, release, inspect, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, inspect, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")

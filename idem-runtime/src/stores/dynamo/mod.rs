@@ -43,7 +43,7 @@ use crate::record::{
     ReserveRequest, Ruling, State, Verdict,
 };
 use crate::store::{
-    Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+    Answers, Cursor, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::PerProcess;
 
@@ -88,7 +88,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A list is a `Scan` with consistent reads, page by page. The scan reads, and is billed for, every item of the table
 /// with its result, even those that the filter leaves out (a read unit for each 4 KB). So do counts.
 ///
-/// Clones share the client, heartbeats and waiting duplicates.
+/// Clones share the client, leases and waiting duplicates.
 ///
 /// **Separate connections for leases.** Renewals and late writes run on a thread of the library, so that a handler that
 /// blocks its runtime keeps its lease. Their connections must not be opened on that runtime: a request over such a
@@ -154,7 +154,7 @@ store_of_shared!(DynamoStore);
 
 struct DynamoInner {
     this: Weak<DynamoInner>,
-    heartbeats: Arc<Heartbeats>,
+    context: Arc<StoreContext>,
     client: Connections,
     /// The handle for upkeep, with separate connections; `None` in that handle.
     upkeep: Option<Arc<DynamoInner>>,
@@ -239,7 +239,7 @@ impl DynamoInner {
     }
 
     fn now(&self) -> i64 {
-        wall_millis(self.heartbeats.clock())
+        wall_millis(self.context.clock())
     }
 
     /// Returns the latest time that has passed by every clock.
@@ -282,12 +282,12 @@ impl DynamoInner {
 
     /// Returns the time at which a call of the store that begins now must end.
     fn deadline(&self) -> Instant {
-        self.heartbeats.clock().now().saturating_add(self.response_timeout)
+        self.context.clock().now().saturating_add(self.response_timeout)
     }
 
     /// Returns the answer of `call`, if it arrives before `until`.
     async fn bounded<T>(&self, until: Instant, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
-        let (began, clock) = (self.now(), self.heartbeats.clock());
+        let (began, clock) = (self.now(), self.context.clock());
         let answer = race(call, clock.sleep(until.saturating_since(clock.now()))).await;
         self.compare_clocks(began, tries);
         answer.ok_or_else(|| match tries.none_open() {
@@ -426,7 +426,7 @@ impl DynamoInner {
     async fn pause_before(&self, look: usize) {
         if let Some(times) = look.checked_sub(2) {
             let pause = FIRST_LOOK_PAUSE.saturating_mul(1 << times.min(16)).min(LONGEST_LOOK_PAUSE);
-            self.heartbeats.clock().sleep(pause).await;
+            self.context.clock().sleep(pause).await;
         }
     }
 
@@ -615,7 +615,7 @@ impl DynamoInner {
 
     /// Renews `leases`, a limited number at a time. A slow renewal delays no other.
     async fn renew_each(&self, leases: &[Lease], answer: &Answers<'_>) -> Result<(), StoreError> {
-        let clock = self.heartbeats.clock();
+        let clock = self.context.clock();
         let mut waiting = leases.iter().enumerate();
         let mut under_way: Vec<Renewal<'_>> = Vec::new();
         let mut outcome = Ok(());
@@ -905,7 +905,7 @@ impl DynamoInner {
                 Err(error) if error.is_transient() => {}
                 Err(error) => return Err(error),
             }
-            race(woken, self.heartbeats.clock().sleep(pause)).await;
+            race(woken, self.context.clock().sleep(pause)).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
@@ -937,10 +937,6 @@ fn held() -> String {
 }
 
 impl Store for DynamoInner {
-    fn name(&self) -> &'static str {
-        "dynamodb"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -957,8 +953,8 @@ impl Store for DynamoInner {
         self.response_timeout
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
@@ -984,7 +980,7 @@ impl Store for DynamoInner {
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let name = self.name_of(key);
-            match race(self.watch(&name, attempt), self.heartbeats.clock().sleep(at_most)).await {
+            match race(self.watch(&name, attempt), self.context.clock().sleep(at_most)).await {
                 Some(ended) => ended,
                 None => self.look(&name).await,
             }

@@ -11,7 +11,7 @@ use super::{Connections, DynamoInner, DynamoStore, apart_from};
 use crate::clock::{Clock, SystemClock};
 use crate::kit::waiting::WaiterTable;
 use crate::record::signed_millis;
-use crate::store::Heartbeats;
+use crate::store::StoreContext;
 
 /// Settings of a [`DynamoStore`].
 ///
@@ -117,13 +117,13 @@ impl DynamoOptions {
         let Self { namespace, holder, max_clock_skew, response_timeout, clock, upkeep_client } = self;
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));
         let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let heartbeats = Arc::new(Heartbeats::new(clock).held_by(&holder));
+        let context = Arc::new(StoreContext::new("dynamodb", clock).system("aws.dynamodb").held_by(&holder));
         let (waiting, warned) = (Arc::new(WaiterTable::default()), Arc::new(AtomicBool::new(false)));
         let (table, skew) = (table.into(), signed_millis(max_clock_skew));
         let handle = |client, upkeep| {
             Arc::new_cyclic(|this| DynamoInner {
                 this: this.clone(),
-                heartbeats: Arc::clone(&heartbeats),
+                context: Arc::clone(&context),
                 client: Connections::new(client),
                 upkeep,
                 table: table.clone(),

@@ -27,7 +27,7 @@ impl DynamoInner {
             self.enable_purge().await
         };
         let late = || Err(StoreError::new(StoreErrorKind::Unconfirmed, "the table did not become usable in time"));
-        race(creation, self.heartbeats.clock().sleep(LONGEST_CREATION)).await.unwrap_or_else(late)
+        race(creation, self.context.clock().sleep(LONGEST_CREATION)).await.unwrap_or_else(late)
     }
 
     async fn create(&self) -> Result<(), StoreError> {
@@ -68,7 +68,7 @@ impl DynamoInner {
                 Err(error) if error.code() == Some("ResourceNotFoundException") => {}
                 Err(error) => return Err(failed(&error)),
             }
-            self.heartbeats.clock().sleep(PAUSE).await;
+            self.context.clock().sleep(PAUSE).await;
         }
     }
 

@@ -16,7 +16,7 @@ const TTL: Duration = Duration::from_secs(60);
 pub(crate) fn request(store: &impl Store, key: u32) -> ReserveRequest {
     ReserveRequest {
         key: Key::new("interleavings", key).expect("a key"),
-        owner: store.heartbeats().new_owner(),
+        owner: store.context().new_owner(),
         lease: LEASE,
         ttl: TTL,
         fingerprint: None,

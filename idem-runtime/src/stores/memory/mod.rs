@@ -24,7 +24,7 @@ use crate::record::{
     Ruling, Trail, Verdict,
 };
 use crate::store::{
-    Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+    Answers, Cursor, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{InheritedLock, Process, SharedWithChild};
@@ -63,17 +63,17 @@ impl MemoryStore {
         MemoryOptions::default()
     }
 
-    fn open(records: Arc<Records>, heartbeats: Arc<Heartbeats>, namespace: Arc<str>) -> Self {
-        Self(Arc::new_cyclic(|this| MemoryInner { this: Weak::clone(this), heartbeats, records, namespace }))
+    fn open(records: Arc<Records>, context: Arc<StoreContext>, namespace: Arc<str>) -> Self {
+        Self(Arc::new_cyclic(|this| MemoryInner { this: Weak::clone(this), context, records, namespace }))
     }
 
-    /// Returns another handle to the same records, with its own heartbeats, like another process. For tests of
+    /// Returns another handle to the same records, with its own leases, like another process. For tests of
     /// processes that die, and for one handle per runtime if a process has several.
     #[must_use]
     pub fn peer(&self) -> Self {
-        let ours = &self.0.heartbeats;
-        let heartbeats = Arc::new(Heartbeats::in_process(ours.clock_handle()).held_by(ours.name()));
-        Self::open(Arc::clone(&self.0.records), heartbeats, Arc::clone(&self.0.namespace))
+        let ours = &self.0.context;
+        let context = Arc::new(StoreContext::in_process("memory", ours.clock_handle()).held_by(ours.handle_name()));
+        Self::open(Arc::clone(&self.0.records), context, Arc::clone(&self.0.namespace))
     }
 
     /// Number of records. Includes expired records that are not removed yet.
@@ -98,7 +98,7 @@ store_of_shared!(MemoryStore);
 #[derive(Debug)]
 struct MemoryInner {
     this: Weak<MemoryInner>,
-    heartbeats: Arc<Heartbeats>,
+    context: Arc<StoreContext>,
     records: Arc<Records>,
     namespace: Arc<str>,
 }
@@ -259,7 +259,7 @@ fn point(instant: Instant) -> Nanos {
 
 impl MemoryInner {
     fn now(&self) -> Nanos {
-        point(self.heartbeats.clock().now())
+        point(self.context.clock().now())
     }
 
     fn shard(&self, key: &Key) -> &SharedWithChild<Shard> {
@@ -444,10 +444,6 @@ impl MemoryInner {
 }
 
 impl Store for MemoryInner {
-    fn name(&self) -> &'static str {
-        "memory"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -464,8 +460,8 @@ impl Store for MemoryInner {
         Duration::ZERO
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
@@ -510,7 +506,7 @@ impl Store for MemoryInner {
             Ok(None) => return self.inspect(key),
             Err(error) => return StoreFuture::ready(Err(error)),
         };
-        let sleep = self.heartbeats.clock().sleep(at_most);
+        let sleep = self.context.clock().sleep(at_most);
         StoreFuture::new(async move {
             let _waiter = waiter;
             race(woken, sleep).await;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{MemoryStore, Records, SHARDS, Shard};
 use crate::clock::{Clock, SystemClock};
-use crate::store::Heartbeats;
+use crate::store::StoreContext;
 use crate::sync::SharedWithChild;
 use crate::sync::atomic::AtomicUsize;
 
@@ -60,10 +60,10 @@ impl MemoryOptions {
     pub fn build(self) -> MemoryStore {
         let Self { max_records, namespace, holder, clock } = self;
         let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let heartbeats = Arc::new(Heartbeats::in_process(clock).held_by(&holder));
-        let own = heartbeats.holder().as_str();
+        let context = Arc::new(StoreContext::in_process("memory", clock).held_by(&holder));
+        let own = context.holder().as_str();
         let shards = (0..SHARDS).map(|_| SharedWithChild::new(Shard::of(own))).collect();
         let records = Arc::new(Records { shards, capacity: max_records, len: AtomicUsize::new(0) });
-        MemoryStore::open(records, heartbeats, namespace)
+        MemoryStore::open(records, context, namespace)
     }
 }

@@ -52,7 +52,7 @@ use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
 };
 use crate::store::{
-    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
+    Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
@@ -184,7 +184,7 @@ struct PostgresInner {
 
 /// The state that is the same for every handle, process and runtime.
 struct PostgresCore {
-    heartbeats: Arc<Heartbeats>,
+    context: Arc<StoreContext>,
     clock: Arc<dyn Clock>,
     schema: Box<str>,
     namespace: Box<str>,
@@ -521,10 +521,6 @@ impl<'a> LeaseParams<'a> {
 }
 
 impl Store for PostgresInner {
-    fn name(&self) -> &'static str {
-        "postgres"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -544,8 +540,8 @@ impl Store for PostgresInner {
         self.common.response_timeout
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.common.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.common.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

@@ -16,7 +16,7 @@ use super::sql::{self, Executor as _, Statements};
 use super::wake::Listener;
 use super::{PostgresCore, PostgresInner, PostgresStore, StatementPool};
 use crate::clock::SystemClock;
-use crate::store::{Heartbeats, StoreError};
+use crate::store::{StoreContext, StoreError};
 use crate::sync::Process;
 
 /// Oldest server that supports all statements used here.
@@ -244,7 +244,7 @@ impl PostgresOptions {
         }
         let clock = Arc::new(SystemClock::default());
         let common = PostgresCore {
-            heartbeats: Arc::new(Heartbeats::new(clock.clone()).held_by(&self.holder)),
+            context: Arc::new(StoreContext::new("postgres", clock.clone()).system("postgresql").held_by(&self.holder)),
             clock,
             namespace: self.namespace.into(),
             response_timeout: self.response_timeout,

@@ -53,7 +53,7 @@ use crate::record::{
     ReserveRequest, ReservedAt, Ruling, State, Verdict,
 };
 use crate::store::{
-    Answers, Cursor, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+    Answers, Cursor, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::{PerProcess, SharedOnce, lock};
 
@@ -147,7 +147,7 @@ struct RedisInner {
 
 /// State that all handles of a store share.
 struct Core {
-    heartbeats: Arc<Heartbeats>,
+    context: Arc<StoreContext>,
     plan: ConnectPlan,
     terms: BatchTerms,
     replicas: Option<Replicas>,
@@ -183,7 +183,7 @@ impl Core {
     /// the server's clock to this process's clock.
     fn known_to_hold(&self, owner: OwnerToken) -> Option<Duration> {
         let now = self.now();
-        let until = self.heartbeats.held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
+        let until = self.context.leases().held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
         Some(until.saturating_since(now)).filter(|left| !left.is_zero())
     }
 
@@ -704,10 +704,6 @@ fn written(value: &Value) -> Result<Verdict, StoreError> {
 }
 
 impl Store for RedisInner {
-    fn name(&self) -> &'static str {
-        "redis"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -728,8 +724,8 @@ impl Store for RedisInner {
         self.core.replicas.map_or(timeout, |replicas| replicas.exchange(timeout))
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.core.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.core.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

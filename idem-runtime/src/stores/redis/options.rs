@@ -20,7 +20,7 @@ use super::rights::{Purpose, RIGHTS, Right};
 use super::scripts::{Script, Scripts};
 use super::{Core, RedisInner, RedisStore};
 use crate::clock::{Clock, SystemClock};
-use crate::store::{Heartbeats, StoreError, StoreErrorKind};
+use crate::store::{StoreContext, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
 
 /// Settings of a [`RedisStore`].
@@ -291,7 +291,9 @@ impl RedisOptions {
         limits: impl Into<Arc<Limits>>,
     ) -> RedisStore {
         let core = Core {
-            heartbeats: Arc::new(Heartbeats::new(Arc::clone(&terms.clock)).held_by(&self.holder)),
+            context: Arc::new(
+                StoreContext::new("redis", Arc::clone(&terms.clock)).system("redis").held_by(&self.holder),
+            ),
             plan,
             terms,
             replicas: self.replicas,

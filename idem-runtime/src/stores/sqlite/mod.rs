@@ -32,7 +32,7 @@ use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
 use crate::store::{
-    Answers, Filter, Heartbeats, Page, Store, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
+    Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::{PerProcess, SharedOnce};
 
@@ -119,8 +119,8 @@ impl SqliteStore {
     }
 
     fn new(core: Arc<Core>, clock: Arc<dyn Clock>) -> Self {
-        let heartbeats = Heartbeats::new(clock).held_by(&core.database.options.holder);
-        Self(SqliteInner::new(Arc::new(OpenFile(PerProcess::new(core))), Arc::new(heartbeats), ThreadChoice::Calls))
+        let context = StoreContext::new("sqlite", clock).system("sqlite").held_by(&core.database.options.holder);
+        Self(SqliteInner::new(Arc::new(OpenFile(PerProcess::new(core))), Arc::new(context), ThreadChoice::Calls))
     }
 }
 
@@ -134,7 +134,7 @@ store_of_shared!(SqliteStore);
 
 struct SqliteInner {
     this: Weak<SqliteInner>,
-    heartbeats: Arc<Heartbeats>,
+    context: Arc<StoreContext>,
     open: Arc<OpenFile>,
     lane: ThreadChoice,
     /// The handle with the other lane.
@@ -170,8 +170,8 @@ impl fmt::Debug for SqliteInner {
 }
 
 impl SqliteInner {
-    fn new(open: Arc<OpenFile>, heartbeats: Arc<Heartbeats>, lane: ThreadChoice) -> Arc<Self> {
-        Arc::new_cyclic(|this| Self { this: Weak::clone(this), heartbeats, open, lane, upkeep: SharedOnce::new() })
+    fn new(open: Arc<OpenFile>, context: Arc<StoreContext>, lane: ThreadChoice) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self { this: Weak::clone(this), context, open, lane, upkeep: SharedOnce::new() })
     }
 
     /// Returns the threads of this process.
@@ -217,10 +217,6 @@ fn nonsense(_: &Answer) -> StoreError {
 }
 
 impl Store for SqliteInner {
-    fn name(&self) -> &'static str {
-        "sqlite"
-    }
-
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("alive while it is borrowed")
     }
@@ -229,7 +225,7 @@ impl Store for SqliteInner {
         if self.lane == ThreadChoice::Upkeep {
             return self.handle();
         }
-        let new = || Self::new(Arc::clone(&self.open), Arc::clone(&self.heartbeats), ThreadChoice::Upkeep);
+        let new = || Self::new(Arc::clone(&self.open), Arc::clone(&self.context), ThreadChoice::Upkeep);
         Arc::clone(self.upkeep.get_or_init(new)) as _
     }
 
@@ -241,8 +237,8 @@ impl Store for SqliteInner {
         self.open.database().options.response_timeout
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        &self.heartbeats
+    fn context(&self) -> &StoreContext {
+        &self.context
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {
@@ -286,7 +282,7 @@ impl Store for SqliteInner {
                     }
                 }
             };
-            match race(ended, self.heartbeats.clock().sleep(at_most)).await {
+            match race(ended, self.context.clock().sleep(at_most)).await {
                 Some(ended) => ended,
                 None => self.look(core, key).await,
             }

@@ -19,7 +19,18 @@ impl TagCounts {
         Self(SharedOnce::new())
     }
 
-    /// It happened once more. Returns how often it has, from 1.
+    /// Counts the event `tag` if it `happened`, and ends its series otherwise. Returns the length of the series.
+    pub(super) fn count_or_forget(&self, tag: u64, happened: bool) -> u32 {
+        match happened {
+            true => self.again(tag),
+            false => {
+                self.forget(tag);
+                0
+            }
+        }
+    }
+
+    /// Counts one more event `tag`. Returns the number of such events, from 1.
     pub(crate) fn again(&self, tag: u64) -> u32 {
         let slots = self.0.get_or_init(|| (0..SLOTS).map(|_| AtomicU64::new(0)).collect());
         let slot = &slots[slot_of(tag)];
@@ -47,6 +58,6 @@ fn slot_of(tag: u64) -> usize {
 
 impl fmt::Debug for TagCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Repeats")
+        f.write_str("TagCounts")
     }
 }

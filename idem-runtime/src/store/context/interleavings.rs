@@ -1,16 +1,21 @@
 //! Leases that come and go while the renewal task runs, in every order.
 
 use std::future::poll_fn;
+use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use shuttle::future::block_on;
 
-use super::*;
+use super::leases::{LONGEST_SLEEP, Leases, NEVER};
+use super::{LeaseStanding, Limits, StoreContext};
+use crate::clock::Clock;
 use crate::key::Key;
 use crate::policy::OnCrash;
-use crate::record::{Release, Reservation, ReserveRequest};
+use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
+use crate::store::Store;
 use crate::stores::memory::MemoryStore;
-use crate::sync::atomic::AtomicBool as Flag;
+use crate::sync::atomic::{AtomicBool as Flag, AtomicUsize, Ordering};
 use crate::sync::{TestClock, explore};
 
 const LEASE: Duration = Duration::from_secs(6);
@@ -31,18 +36,18 @@ impl World {
         Self { store: MemoryStore::options().clock(clock.clone()).build().handle(), clock, bodies: Arc::default() }
     }
 
-    fn heartbeats(&self) -> &Heartbeats {
-        self.store.heartbeats()
+    fn context(&self) -> &StoreContext {
+        self.store.context()
     }
 
-    fn leases(&self) -> &Leases {
-        self.heartbeats().leases()
+    fn leases(&self) -> &Arc<Leases> {
+        self.context().leases()
     }
 
     fn reserve(&self, key: u32, lease: Duration) -> Lease {
         let request = ReserveRequest {
             key: Key::new("interleavings", key).expect("a key"),
-            owner: self.heartbeats().new_owner(),
+            owner: self.context().new_owner(),
             lease,
             ttl: TIMEOUT,
             fingerprint: None,
@@ -64,7 +69,7 @@ impl World {
         let asked_at = self.clock.now();
         let lease = self.reserve(key, lease);
         let limits = Limits::new(timeout, Some(timeout));
-        self.heartbeats().register(&self.store, &lease, asked_at, limits);
+        self.leases().register(&self.store, &lease, asked_at, limits);
         lease
     }
 
@@ -72,7 +77,7 @@ impl World {
     async fn hold(&self, leases: &[Lease], duration: Duration) {
         let check = |step| {
             for lease in leases {
-                let left = self.heartbeats().lease_remaining(lease.owner);
+                let left = self.leases().lease_remaining(lease.owner);
                 assert!(left > step, "{} was left without a beat", lease.key.as_str());
             }
             let renewing = self.clock.tasks.alive() - self.bodies.load(Ordering::SeqCst);
@@ -83,7 +88,7 @@ impl World {
 
     /// Lets time pass without any lease. The renewal task has to end in it.
     async fn rest(&self) {
-        assert_eq!(self.heartbeats().live(), 0);
+        assert_eq!(self.context().live(), 0);
         self.clock.pass(3 * LONGEST_SLEEP, |_| {}).await;
         assert_eq!(self.clock.tasks.alive(), 0, "the renewal task does not end");
         assert!(!self.leases().running.load(Ordering::SeqCst));
@@ -96,7 +101,7 @@ impl World {
         let body = {
             let met = Arc::clone(&met);
             async move {
-                poll_fn(|cx| match until(world.heartbeats().standing(owner, cx.waker())) {
+                poll_fn(|cx| match until(world.leases().standing(owner, cx.waker())) {
                     true => Poll::Ready(()),
                     false => Poll::Pending,
                 })
@@ -128,7 +133,7 @@ fn each_lease_has_its_beats() {
         block_on(async {
             world.hold(&leases, LEASE + LEASE / 2).await;
             for lease in &leases {
-                world.heartbeats().deregister(lease.owner);
+                world.leases().deregister(lease.owner);
             }
             world.rest().await;
         });
@@ -156,14 +161,14 @@ fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
         let first = world.register(0, LEASE);
         let threads = block_on(async {
             world.hold(&[first.clone()], Duration::from_secs(1)).await;
-            world.heartbeats().deregister(first.owner);
+            world.leases().deregister(first.owner);
             // The task wakes, and finds no lease.
             let came = world.clone();
             let coming = shuttle::thread::spawn(move || vec![came.register(1, 4 * LONGEST_SLEEP)]);
             let came = world.clone();
             let going = shuttle::thread::spawn(move || {
                 let lease = came.register(2, LEASE);
-                came.heartbeats().deregister(lease.owner);
+                came.leases().deregister(lease.owner);
                 vec![]
             });
             world.clock.advance(LONGEST_SLEEP);
@@ -176,7 +181,7 @@ fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
             leases.push(world.register(3, 2 * LONGEST_SLEEP));
             world.hold(&leases, 5 * LONGEST_SLEEP).await;
             for lease in &leases {
-                world.heartbeats().deregister(lease.owner);
+                world.leases().deregister(lease.owner);
             }
             world.rest().await;
         });
@@ -201,7 +206,7 @@ fn a_task_that_is_dropped_is_followed_by_another() {
             assert_eq!(released.expect("released"), Verdict::Applied);
             world.clock.pass(LEASE, |_| {}).await;
             assert!(body.load(Ordering::SeqCst), "not told that its lease is lost");
-            world.heartbeats().deregister(lease.owner);
+            world.leases().deregister(lease.owner);
             world.rest().await;
         });
     });
@@ -249,7 +254,7 @@ fn flush_returns_when_nothing_is_under_way() {
         let over = Arc::new([Flag::new(false), Flag::new(false)]);
         let works: Vec<_> = (0..2)
             .map(|at| {
-                let (under_way, over) = (world.heartbeats().under_way(), Arc::clone(&over));
+                let (under_way, over) = (world.context().late_writes().under_way(), Arc::clone(&over));
                 shuttle::thread::spawn(move || {
                     over[at].store(true, Ordering::SeqCst);
                     drop(under_way);
@@ -261,7 +266,7 @@ fn flush_returns_when_nothing_is_under_way() {
             .map(|_| {
                 let (world, over) = (world.clone(), Arc::clone(&over));
                 shuttle::thread::spawn(move || {
-                    block_on(world.heartbeats().flush());
+                    block_on(world.context().flush());
                     assert!(over.iter().all(|over| over.load(Ordering::SeqCst)), "flushed too early");
                 })
             })
@@ -272,8 +277,8 @@ fn flush_returns_when_nothing_is_under_way() {
         }
         block_on(async {
             world.hold(&[lease], LEASE).await;
-            world.heartbeats().flush().await;
+            world.context().flush().await;
         });
-        assert_eq!(world.leases().under_way.load(Ordering::SeqCst), 0);
+        assert!(world.context().late_writes().is_flushed());
     });
 }

@@ -1,0 +1,128 @@
+//! Writes that no call waits for: renewals, and the ends of attempts whose calls were dropped or whose leases lapsed.
+
+use std::collections::HashMap;
+use std::pin::pin;
+use std::sync::Arc;
+
+use tokio::sync::Notify;
+
+use crate::key::Key;
+use crate::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use crate::sync::{PerProcess, SharedOrAnew};
+
+/// Number of later changes after which the late end of an attempt may be forgotten.
+const LATE_ENDS_KEPT: u32 = 4096;
+
+/// Late writes of one store handle in one process.
+#[derive(Default)]
+pub(crate) struct LateWrites {
+    /// Number of writes and renewals under way.
+    under_way: AtomicUsize,
+    flushed: PerProcess<Notify>,
+    /// Attempts that are renewed or ended after their lease.
+    ends: SharedOrAnew<HashMap<Key, LateEnd>>,
+    /// Number of changes of `ends`.
+    changes: AtomicU32,
+}
+
+/// The end of an attempt, or a renewal, after its lease.
+struct LateEnd {
+    /// Writes of it under way.
+    writes: usize,
+    /// Number of the latest change of this entry, among the changes of all entries.
+    changed: u32,
+}
+
+impl LateWrites {
+    /// Waits until no write is under way.
+    pub(super) async fn flush(&self) {
+        loop {
+            let mut flushed = pin!(self.flushed.here().notified());
+            flushed.as_mut().enable();
+            if self.under_way.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            flushed.await;
+        }
+    }
+
+    /// Starts work that [`flush`](LateWrites::flush) waits for, until the returned value is dropped.
+    pub(crate) fn under_way(self: &Arc<Self>) -> FlushGuard {
+        self.under_way.fetch_add(1, Ordering::SeqCst);
+        FlushGuard(Arc::clone(self))
+    }
+
+    /// Prepares for writes of this process, which may be a forked child.
+    pub(super) fn expect(&self) {
+        self.flushed.here();
+    }
+
+    /// Forgets the writes of the parent process, for a store in memory.
+    pub(super) fn start_anew(&self) {
+        self.under_way.store(0, Ordering::SeqCst);
+    }
+
+    /// Marks `key` as one whose attempt is still being ended, until the returned value is dropped.
+    pub(super) fn ends_late(self: &Arc<Self>, key: &Key) -> LateEndGuard {
+        self.change(key, |end| end.writes += 1);
+        LateEndGuard { late_writes: Arc::clone(self), key: key.clone() }
+    }
+
+    /// Notes that an attempt of `key` was renewed or ended after its lease.
+    pub(super) fn ended_late(&self, key: &Key) {
+        self.change(key, |_| ());
+    }
+
+    /// Number of changes so far, for [`is_ending`](LateWrites::is_ending).
+    pub(crate) fn changes(&self) -> u32 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    /// Whether an attempt of `key` is being ended late, or was since [`changes`](LateWrites::changes) returned `since`.
+    pub(super) fn is_ending(&self, key: &Key, since: u32) -> bool {
+        let is_later = |end: &LateEnd| end.changed != since && end.changed.wrapping_sub(since) < u32::MAX / 2;
+        self.ends.lock().get(key).is_some_and(|end| end.writes > 0 || is_later(end))
+    }
+
+    fn change(&self, key: &Key, change: impl FnOnce(&mut LateEnd)) {
+        let mut ends = self.ends.lock();
+        let changed = self.changes.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        // Now and then: an outage makes many entries.
+        if ends.len() >= 64 && ends.len().is_power_of_two() {
+            ends.retain(|_, end| end.writes > 0 || changed.wrapping_sub(end.changed) < LATE_ENDS_KEPT);
+        }
+        let end = ends.entry(key.clone()).or_insert(LateEnd { writes: 0, changed });
+        end.changed = changed;
+        change(end);
+    }
+}
+
+/// Work that [`LateWrites::flush`] waits for.
+pub(crate) struct FlushGuard(Arc<LateWrites>);
+
+impl Drop for FlushGuard {
+    fn drop(&mut self) {
+        if self.0.under_way.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.flushed.latest().expect("made with a value").notify_waiters();
+        }
+    }
+}
+
+/// An attempt that is ended after its lease; see [`LateWrites::ends_late`].
+pub(crate) struct LateEndGuard {
+    late_writes: Arc<LateWrites>,
+    key: Key,
+}
+
+impl Drop for LateEndGuard {
+    fn drop(&mut self) {
+        self.late_writes.change(&self.key, |end| end.writes = end.writes.saturating_sub(1));
+    }
+}
+
+#[cfg(all(test, shuttle))]
+impl LateWrites {
+    pub(super) fn is_flushed(&self) -> bool {
+        self.under_way.load(Ordering::SeqCst) == 0
+    }
+}

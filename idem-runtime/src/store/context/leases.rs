@@ -1,0 +1,657 @@
+//! The leases of a store handle with their beats: one renewal task for any number of leases and deliveries.
+
+use std::fmt;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::deliveries::{Callback, CallbackEnd, Delivery, DeliveryTable, DueBeat};
+use super::late_writes::{FlushGuard, LateWrites};
+use super::lease_table::{
+    LeaseEntry, LeaseStanding, LeaseTable, Limits, LongestPause, RenewalFailure, RenewalStates, no_answer,
+};
+use crate::clock::{Clock, Instant, as_nanos};
+use crate::combine::race;
+use crate::key::Key;
+use crate::metrics::{BeatResult, BrokerBeat, Metrics, StoreOp};
+use crate::policy::OnCrash;
+use crate::record::{Lease, OwnerToken, Verdict};
+use crate::store::outage::Outage;
+use crate::store::{Store, StoreError, StoreErrorKind};
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{PerProcess, Process};
+
+/// Value of `next_beat` while no renewal task is running.
+pub(super) const NEVER: u64 = u64::MAX;
+/// Value of `next_beat` while the renewal task scans the leases: a lease that is registered now must make it scan
+/// again.
+const LOOKING: u64 = NEVER - 1;
+/// Longest sleep of the renewal task, so that the task ends soon after the last handler.
+pub(super) const LONGEST_SLEEP: Duration = Duration::from_secs(10);
+/// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
+const OVERDUE: Duration = Duration::from_secs(1);
+
+/// Leases that one store handle keeps alive in one process.
+///
+/// A handler is registered before its first poll, so even a handler that never yields keeps its lease. A single task
+/// finds the leases that are due and renews them through [`Store::upkeep`], by [`Clock::spawn`]: with the real clock
+/// this is a thread of the library, which no handler blocks. A renewal without an answer is repeated while the first
+/// renewal is still under way, and each lease has its own answer. So a key, a node or a connection that hangs costs no
+/// other lease.
+///
+/// The task starts with the first handler, ends some seconds after the last one, and starts again in the child of a
+/// `fork()`.
+pub(crate) struct Leases {
+    clock: Arc<dyn Clock>,
+    /// Process that made these leases.
+    made_by: Process,
+    mode: RenewalMode,
+    table: LeaseTable,
+    deliveries: DeliveryTable,
+    /// Time of the next scan, in nanoseconds since the clock's origin, or [`LOOKING`], or [`NEVER`]. A lease that is
+    /// due earlier must wake the renewal task.
+    pub(super) next_beat: AtomicU64,
+    pub(super) running: AtomicBool,
+    /// Process whose renewal task is running.
+    process: AtomicU32,
+    /// Wakes the renewal task for a lease that is due before `next_beat`.
+    earlier: PerProcess<Notify>,
+    late_writes: Arc<LateWrites>,
+    metrics: Arc<Metrics>,
+    /// Failures of a broker since its last success.
+    broker_outage: Outage,
+    /// True if a test treats the process as crashed.
+    abandoned: AtomicBool,
+}
+
+/// Renewal of the leases of a store handle.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum RenewalMode {
+    /// Each lease is renewed. A forked child has leases of its own.
+    OfProcess,
+    /// Each lease is renewed. The child of a `fork()` goes on with a copy, as its store is a copy.
+    Copied,
+    /// No lease is renewed: leases end in another way, for example with a transaction.
+    Never,
+}
+
+impl Leases {
+    pub(super) fn new(
+        clock: Arc<dyn Clock>,
+        mode: RenewalMode,
+        late_writes: Arc<LateWrites>,
+        metrics: Arc<Metrics>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            clock,
+            made_by: Process::this(),
+            mode,
+            table: LeaseTable::default(),
+            deliveries: DeliveryTable::default(),
+            next_beat: AtomicU64::new(NEVER),
+            running: AtomicBool::new(false),
+            process: AtomicU32::new(0),
+            earlier: PerProcess::new(Notify::new()),
+            late_writes,
+            metrics,
+            broker_outage: Outage::default(),
+            abandoned: AtomicBool::new(false),
+        })
+    }
+
+    /// Returns whether leases are renewed.
+    fn beats(&self) -> bool {
+        self.mode != RenewalMode::Never
+    }
+
+    /// Number of leases that are kept alive.
+    pub(super) fn live(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Whether an attempt of `key` runs that has not lost its lease.
+    pub(super) fn runs(&self, key: &Key) -> bool {
+        self.table.runs(key)
+    }
+
+    /// Stops all renewals and late writes, as if the process had crashed.
+    #[cfg(any(feature = "testing", feature = "conformance"))]
+    pub(super) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns whether calls may write after they are dropped.
+    pub(super) fn writes_late(&self) -> bool {
+        self.beats() && !self.abandoned.load(Ordering::SeqCst)
+    }
+
+    /// Returns the state of the renewal of leases at `now`.
+    pub(super) fn states(&self, now: Instant) -> RenewalStates {
+        let is_running = !self.beats() || self.is_running();
+        let mut states = RenewalStates { is_running, ..RenewalStates::default() };
+        self.table.add_states(now, self.beats(), &mut states);
+        states
+    }
+
+    /// Keeps `lease` alive until it is deregistered, within `limits`.
+    pub(crate) fn register(
+        self: &Arc<Self>,
+        store: &Arc<dyn Store>,
+        lease: &Lease,
+        confirmed_at: Instant,
+        limits: Limits,
+    ) {
+        // In the child of a `fork()`, a store in memory is a copy, and so are its parent's records. Only a late beat
+        // shows that a fork happened.
+        let planned = self.next_beat.load(Ordering::SeqCst);
+        if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && self.is_forked() {
+            self.start_anew();
+        }
+        let entry = LeaseEntry {
+            store: Arc::clone(store),
+            lease: lease.clone(),
+            confirmed_at,
+            due: confirmed_at.saturating_add(lease.duration / 3),
+            asked_at: confirmed_at,
+            stop_at: confirmed_at.saturating_add(limits.timeout()),
+            pause: limits.pause,
+            failing: None,
+            standing: LeaseStanding::Held,
+            waker: None,
+        };
+        let next = nanos(entry.next());
+        self.table.shard_of(lease.owner).insert(lease.owner, entry);
+        self.metrics.lease_begins();
+        if self.beats() && next < self.next_beat.load(Ordering::SeqCst) {
+            self.expect_beat();
+        }
+    }
+
+    /// Returns whether the body of `owner` may be polled. Wakes `waker` when that changes.
+    pub(crate) fn standing(self: &Arc<Self>, owner: OwnerToken, waker: &Waker) -> LeaseStanding {
+        if !self.beats() {
+            return LeaseStanding::Held;
+        }
+        let now = self.clock.now();
+        let mut renewal = None;
+        let (standing, unasked) = {
+            let mut shard = self.table.shard_of(owner);
+            let Some(entry) = shard.get_mut(&owner) else { return LeaseStanding::Held };
+            match &mut entry.waker {
+                Some(known) if known.will_wake(waker) => {}
+                known => *known = Some(waker.clone()),
+            }
+            if entry.standing != LeaseStanding::Held {
+                return entry.standing;
+            }
+            if now < entry.held_until() {
+                (LeaseStanding::Held, false)
+            } else {
+                // Makes the lease due immediately, but only once: a call may be polled often while the store is slow.
+                let unasked = entry.asked_at < entry.held_until();
+                if unasked {
+                    entry.due = entry.due.min(now);
+                    renewal = Some((Arc::clone(&entry.store), entry.lease.clone()));
+                }
+                (LeaseStanding::Lapsed, unasked)
+            }
+        };
+        // The runtime of the renewal task may have shut down, or the task belongs to another process.
+        if unasked || self.next_beat.load(Ordering::SeqCst) == NEVER {
+            self.expect_beat();
+        }
+        if let Some((store, lease)) = renewal
+            && self.clock.is_moved()
+        {
+            // The renewal task may run on another runtime, in real time: a test paused this time after the task had
+            // started.
+            self.spawn_renewal(store, vec![lease], now);
+        }
+        standing
+    }
+
+    /// Removes the time limit and the beats that can end the attempt of `owner`: its body has returned, and from here
+    /// on only the store accepts or refuses its result.
+    pub(crate) fn body_returned(&self, owner: OwnerToken) {
+        if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {
+            entry.stop_at = Instant::new(Duration::MAX);
+            entry.pause = LongestPause::NONE;
+            entry.waker = None;
+        }
+    }
+
+    /// Records that the body of `owner` is not polled again, and that its values are being dropped. Their drop may take
+    /// as long as the body: the lease is kept alive for `timeout` from now, even if the body has timed out.
+    pub(crate) fn drops_values(self: &Arc<Self>, owner: OwnerToken, timeout: Duration) {
+        let stop_at = self.clock.now().saturating_add(timeout);
+        let resumes = {
+            let mut shard = self.table.shard_of(owner);
+            let Some(entry) = shard.get_mut(&owner) else { return };
+            entry.stop_at = stop_at;
+            entry.pause = LongestPause::NONE;
+            entry.waker = None;
+            let resumes = matches!(entry.standing, LeaseStanding::TimedOut | LeaseStanding::Unrenewed);
+            if resumes {
+                entry.standing = LeaseStanding::Held;
+            }
+            resumes
+        };
+        // The renewal task may sleep beyond the next beat of this lease, because it had given the lease up.
+        if resumes && self.beats() {
+            self.expect_beat();
+        }
+    }
+
+    /// Returns the reason why the lease of `owner` was not renewed the last time.
+    pub(crate) fn why_unrenewed(&self, owner: OwnerToken) -> StoreError {
+        let shard = self.table.shard_of(owner);
+        let failing = shard.get(&owner).and_then(|entry| entry.failing.as_ref());
+        failing.map_or_else(no_answer, |failing| failing.error.clone())
+    }
+
+    /// Stops the heartbeat. Returns the time when the lease was last confirmed.
+    pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
+        let entry = self.table.shard_of(owner).remove(&owner)?;
+        if entry.lapsed_under_fail(|| self.clock.now()) {
+            self.late_writes.ended_late(&entry.lease.key);
+        }
+        self.metrics.lease_ends();
+        Some(entry.confirmed_at)
+    }
+
+    /// Records a renewal that another part of the engine sent at `asked_at`.
+    pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
+        let mut late = None;
+        if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {
+            if entry.lapsed_under_fail(|| self.clock.now()) {
+                late = Some(entry.lease.key.clone());
+            }
+            entry.confirmed_at = entry.confirmed_at.max(asked_at);
+        }
+        if let Some(key) = late {
+            self.late_writes.ended_late(&key);
+        }
+    }
+
+    /// Time when the last confirmed reservation or renewal of `owner` was sent.
+    pub(crate) fn confirmed_at(&self, owner: OwnerToken) -> Option<Instant> {
+        self.table.shard_of(owner).get(&owner).map(|entry| entry.confirmed_at)
+    }
+
+    /// Time until which the lease of `owner` is certainly live, if this handle keeps it alive.
+    #[cfg(feature = "redis")]
+    pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
+        let shard = self.table.shard_of(owner);
+        shard.get(&owner).filter(|entry| entry.standing == LeaseStanding::Held).map(LeaseEntry::held_until)
+    }
+
+    /// Time for which the lease of `owner` is certainly live; zero once its call has ended.
+    pub(crate) fn lease_remaining(&self, owner: OwnerToken) -> Duration {
+        let shard = self.table.shard_of(owner);
+        match shard.get(&owner) {
+            Some(entry) if !self.beats() => entry.lease.duration,
+            Some(entry) if entry.standing != LeaseStanding::Lost => {
+                entry.held_until().saturating_since(self.clock.now())
+            }
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// Longest time for which `lease` may still be live, if it was last confirmed at `confirmed_at` or by a later beat.
+    /// A refused beat does not count: the record may be the finished one of this attempt.
+    pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
+        if !self.beats() {
+            return lease.duration;
+        }
+        let known = self.table.shard_of(lease.owner).get(&lease.owner).map(|entry| entry.confirmed_at);
+        let confirmed_at = known.unwrap_or(confirmed_at).max(confirmed_at);
+        confirmed_at.saturating_add(lease.duration).saturating_since(self.clock.now())
+    }
+
+    fn earlier(&self) -> &Notify {
+        self.earlier.latest().expect("made with a value")
+    }
+
+    /// Wakes a sleeping renewal task, which has no lease left.
+    pub(super) fn wake_task(&self) {
+        self.earlier().notify_one();
+    }
+
+    /// Wakes tasks. In the child of a `fork()`, the tasks of a store in memory may include a task of the parent, and a
+    /// lock of its runtime may stay held forever. So a separate thread takes that risk.
+    fn wake(&self, wakers: Vec<Waker>) {
+        let wake = move || wakers.into_iter().for_each(Waker::wake);
+        if self.mode != RenewalMode::Copied || self.made_by.is_this() {
+            wake();
+        } else if let Err(error) = std::thread::Builder::new().name("idem-wake".to_owned()).spawn(wake) {
+            tracing::warn!(%error, "no thread can be started to wake calls that may be those of the parent process");
+        }
+    }
+
+    /// Starts again in the child of a `fork()`, for a store in memory: the renewal task and the deliveries belong to
+    /// the parent.
+    fn start_anew(self: &Arc<Self>) {
+        self.deliveries.forget();
+        self.late_writes.start_anew();
+        self.expect_beat();
+    }
+
+    /// Ensures that the renewal task scans again.
+    fn expect_beat(self: &Arc<Self>) {
+        // The lease is already in its shard. The task publishes `next_beat` only after its scan of the shards, and a
+        // task that ends scans again after it has cleared `running`. So either the task sees the lease, or we wake the
+        // task, or we start another one.
+        if self.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
+            self.earlier().notify_one();
+            return;
+        }
+        self.earlier.here();
+        self.late_writes.expect();
+        let process = std::process::id();
+        self.next_beat.store(LOOKING, Ordering::SeqCst);
+        self.process.store(process, Ordering::SeqCst);
+        self.clock.spawn(Box::pin(beat(TaskGuard { leases: Arc::clone(self), process, has_ended: false })));
+    }
+
+    /// Returns whether the renewal task belongs to the parent process of this one.
+    fn is_forked(&self) -> bool {
+        let process = self.process.load(Ordering::SeqCst);
+        process != 0 && process != std::process::id()
+    }
+
+    fn is_running(&self) -> bool {
+        self.running.load(Ordering::SeqCst) && !self.is_forked()
+    }
+
+    /// Ensures that the renewal task scans again by `due`.
+    fn expect_beat_before(self: &Arc<Self>, due: Instant) {
+        if nanos(due) < self.next_beat.load(Ordering::SeqCst) {
+            self.expect_beat();
+        }
+    }
+
+    /// Returns whether the renewal task has no work. Leases without heartbeats are no work.
+    fn is_idle(&self) -> bool {
+        (!self.beats() || self.live() == 0) && self.deliveries.is_empty()
+    }
+
+    /// Starts the renewals and callbacks that are due by `now` or soon after, and wakes the bodies whose time is over.
+    /// Returns the time of the next scan.
+    fn scan(self: &Arc<Self>, now: Instant) -> Instant {
+        let mut next = now.saturating_add(LONGEST_SLEEP);
+        if self.abandoned.load(Ordering::SeqCst) {
+            return next;
+        }
+        let callbacks = self.deliveries.due(now, &mut next);
+        // Without heartbeats only the deliveries beat.
+        if self.beats() {
+            let due = self.table.due(now, &mut next);
+            if !due.over.is_empty() {
+                self.wake(due.over);
+            }
+            if let Some(store) = due.store {
+                self.metrics.beat_was_late(due.lag);
+                let alone = due.alone.into_iter().map(|lease| vec![lease]);
+                for together in [due.leases].into_iter().filter(|leases| !leases.is_empty()).chain(alone) {
+                    self.spawn_renewal(Arc::clone(&store), together, now);
+                }
+            }
+        }
+        callbacks.into_iter().for_each(|callback| self.call(callback));
+        next
+    }
+
+    fn spawn_renewal(self: &Arc<Self>, store: Arc<dyn Store>, due: Vec<Lease>, now: Instant) {
+        self.clock.spawn(Box::pin(renew(self.late_writes.under_way(), Arc::clone(self), store, due, now)));
+    }
+
+    /// Starts the callback of a delivery.
+    fn call(self: &Arc<Self>, DueBeat { number, beat }: DueBeat) {
+        let guard = CallbackGuard { leases: Arc::clone(self), number, failed: true };
+        beat.call(&*self.clock, move |key, elapsed, told| guard.report(key, elapsed, told));
+    }
+
+    /// Applies the store's answer about `lease`, requested at `asked_at`.
+    fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
+        let mut shard = self.table.shard_of(lease.owner);
+        // The owner may have another attempt now, if the store answered its request again.
+        let Some(entry) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
+            return;
+        };
+        self.metrics.beat(if write == Verdict::Applied { BeatResult::Renewed } else { BeatResult::Refused });
+        let mut lapsed = false;
+        let waker = match write {
+            Verdict::Applied => {
+                lapsed = entry.held_until() <= self.clock.now();
+                entry.confirmed_at = entry.confirmed_at.max(asked_at);
+                entry.due = entry.confirmed_at.saturating_add(entry.beat());
+                entry.failing = None;
+                if lapsed { entry.waker.take() } else { None }
+            }
+            Verdict::Refused => entry.turn(LeaseStanding::Lost),
+        };
+        drop(shard);
+        if lapsed && lease.on_crash == OnCrash::Fail {
+            self.late_writes.ended_late(&lease.key);
+        }
+        if let Some(waker) = waker {
+            self.wake(vec![waker]);
+        }
+    }
+
+    /// Handles the leases that got no answer: makes them due again, sooner than while their call was under way.
+    /// `error`: the store's error for the call.
+    fn unanswered(&self, leases: &[Lease], asked_at: Instant, error: Option<&StoreError>) {
+        let now = self.clock.now();
+        let mut sooner = false;
+        for lease in leases {
+            if let Some(entry) = self.table.shard_of(lease.owner).get_mut(&lease.owner)
+                && entry.confirmed_at < asked_at
+            {
+                entry.due = entry.due.min(now.saturating_add(entry.beat() / 4));
+                let since = entry.failing.as_ref().map_or(asked_at, |failing| failing.since);
+                let error = error.cloned().unwrap_or_else(no_answer);
+                let failing = RenewalFailure { since, error, is_its_own: leases.len() == 1 };
+                entry.failing = Some(Box::new(failing));
+                self.metrics.beat(BeatResult::Failed);
+                sooner = true;
+            }
+        }
+        if sooner {
+            self.earlier().notify_one();
+        }
+    }
+}
+
+impl fmt::Debug for Leases {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leases").field("live", &self.live()).finish_non_exhaustive()
+    }
+}
+
+fn span(duration: Duration) -> u64 {
+    as_nanos(duration).min(LOOKING - 1)
+}
+
+fn nanos(instant: Instant) -> u64 {
+    instant.nanos().min(LOOKING - 1)
+}
+
+/// Marks a renewal task as running. If a runtime that shuts down drops the task, this guard wakes the remaining
+/// handlers, on any runtime, and the first of them starts a new task.
+struct TaskGuard {
+    leases: Arc<Leases>,
+    process: u32,
+    /// True once another task may be running.
+    has_ended: bool,
+}
+
+impl TaskGuard {
+    /// Ends the task if no lease is left. Returns whether the task has ended.
+    ///
+    /// A call that registers a lease while the task is about to end sees it as running, and the body of that call may
+    /// never yield. So the task scans again after it has declared its end.
+    fn end(&mut self) -> bool {
+        let leases = &self.leases;
+        leases.next_beat.store(NEVER, Ordering::SeqCst);
+        leases.running.store(false, Ordering::SeqCst);
+        self.has_ended = leases.is_idle() || leases.running.swap(true, Ordering::SeqCst);
+        if !self.has_ended {
+            leases.next_beat.store(LOOKING, Ordering::SeqCst);
+        }
+        self.has_ended
+    }
+}
+
+impl Drop for TaskGuard {
+    fn drop(&mut self) {
+        let leases = &self.leases;
+        if self.has_ended || leases.process.load(Ordering::SeqCst) != self.process {
+            return;
+        }
+        leases.next_beat.store(NEVER, Ordering::SeqCst);
+        leases.running.store(false, Ordering::SeqCst);
+        leases.table.wakers().filter(|wakers| !wakers.is_empty()).for_each(|wakers| leases.wake(wakers));
+        // The first delivery that wakes starts another task.
+        leases.deliveries.wake();
+    }
+}
+
+/// The renewal task.
+async fn beat(mut running: TaskGuard) {
+    let mut slept = false;
+    loop {
+        let leases = &running.leases;
+        let now = leases.clock.now();
+        let next = leases.scan(now);
+        if Arc::strong_count(leases) == 1 {
+            return;
+        }
+        // The task ends only after a sleep: a sequence of short handlers must not start a task each. A handle without
+        // heartbeats belongs to one transaction, and its task ends immediately.
+        if (slept || !leases.beats()) && leases.is_idle() {
+            if running.end() {
+                return;
+            }
+            slept = false;
+            continue;
+        }
+        leases.next_beat.store(nanos(next), Ordering::SeqCst);
+        slept = race(leases.earlier().notified(), leases.clock.sleep(next.saturating_since(now))).await.is_none();
+        leases.next_beat.store(LOOKING, Ordering::SeqCst);
+    }
+}
+
+/// Renews all leases that are due together in one call. A lease without an answer is renewed by another call.
+async fn renew(_under_way: FlushGuard, leases: Arc<Leases>, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
+    let answer = |at: usize, write| {
+        if let Some(lease) = due.get(at) {
+            leases.enter(lease, asked_at, write);
+        }
+    };
+    // A call that takes longer than a lease keeps no lease alive, and other calls have been made since.
+    let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
+    let upkeep = store.upkeep();
+    let renewing = upkeep.renew(&due, &answer).watched(&*upkeep, StoreOp::Renew);
+    let error = match race(renewing, leases.clock.sleep(longest)).await {
+        Some(renewed) => renewed.err(),
+        None => {
+            let late = StoreError::new(StoreErrorKind::Unconfirmed, "no answer within a lease");
+            store.context().operation_failed(StoreOp::Renew, &late);
+            Some(late)
+        }
+    };
+    leases.unanswered(&due, asked_at, error.as_ref());
+}
+
+/// Timer of a store handle, for deliveries.
+#[derive(Clone, Debug)]
+pub struct Timer(Arc<Leases>);
+
+impl Timer {
+    pub(super) fn new(leases: &Arc<Leases>) -> Self {
+        Self(Arc::clone(leases))
+    }
+
+    /// Calls `callback` every `every` from now on, until the returned value is dropped.
+    pub(crate) fn start(&self, key: Option<Key>, every: Duration, callback: Callback) -> BeatGuard {
+        let leases = &self.0;
+        let now = leases.clock.now();
+        let delivery = Delivery::new(key, every, now, callback);
+        let due = now.saturating_add(delivery.every());
+        let number = leases.deliveries.insert(&delivery, due);
+        leases.expect_beat_before(due);
+        BeatGuard { leases: Arc::clone(leases), number, delivery }
+    }
+}
+
+/// A delivery that beats until this value is dropped.
+pub(crate) struct BeatGuard {
+    leases: Arc<Leases>,
+    number: u64,
+    delivery: Arc<Delivery>,
+}
+
+impl BeatGuard {
+    /// Returns whether the broker no longer extends the message. Wakes `waker` when that changes.
+    pub(crate) fn is_lost(&self, waker: &Waker) -> bool {
+        let is_lost = self.delivery.is_lost_for(waker);
+        // The runtime of the renewal task may have shut down.
+        if self.leases.next_beat.load(Ordering::SeqCst) == NEVER {
+            self.leases.expect_beat();
+        }
+        is_lost
+    }
+}
+
+impl Drop for BeatGuard {
+    /// Drops a running callback too: its requests would reach the broker after the message is settled.
+    fn drop(&mut self) {
+        self.leases.deliveries.remove(self.number);
+        self.delivery.end();
+        // The task of a transaction serves only this delivery, so it must end now. The task of a store ends at its next
+        // scan.
+        if !self.leases.beats() {
+            self.leases.earlier().notify_one();
+        }
+    }
+}
+
+/// Ends a callback, even if it panics or its runtime drops it.
+struct CallbackGuard {
+    leases: Arc<Leases>,
+    number: u64,
+    failed: bool,
+}
+
+impl CallbackGuard {
+    /// Records the answer of the callback.
+    fn report(mut self, key: Option<&Key>, elapsed: Duration, told: Result<(), String>) {
+        self.failed = told.is_err();
+        let leases = &self.leases;
+        match told {
+            Ok(()) => leases.broker_outage.broker_answers(|| leases.clock.now()),
+            Err(error) => leases.broker_outage.broker_fails(key, elapsed, &error, leases.clock.now()),
+        }
+    }
+}
+
+impl Drop for CallbackGuard {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!("the callback of `on_beat` panicked; it is called again");
+        }
+        let leases = &self.leases;
+        match leases.deliveries.called(self.number, self.failed, || leases.clock.now()) {
+            CallbackEnd::Ended => {}
+            CallbackEnd::Lost => leases.metrics.broker_beat(BrokerBeat::Lost),
+            CallbackEnd::Told => leases.metrics.broker_beat(BrokerBeat::Told),
+            CallbackEnd::Failed(due) => {
+                leases.metrics.broker_beat(BrokerBeat::Failed);
+                leases.expect_beat_before(due);
+            }
+        }
+    }
+}

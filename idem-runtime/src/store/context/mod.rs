@@ -1,0 +1,368 @@
+//! State that all clones of a store handle share: clock and identity, leases and late writes, counts, metrics.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+mod counts;
+mod deliveries;
+#[cfg(all(test, shuttle))]
+mod interleavings;
+mod late_writes;
+mod lease_table;
+mod leases;
+mod tag_counts;
+
+use self::counts::EventCounts;
+pub(crate) use self::counts::LastWait;
+pub use self::deliveries::Beat;
+pub(crate) use self::deliveries::Callback;
+use self::late_writes::LateWrites;
+pub(crate) use self::late_writes::{FlushGuard, LateEndGuard};
+use self::lease_table::RenewalStates;
+pub(crate) use self::lease_table::{LeaseStanding, Limits};
+pub(crate) use self::leases::{BeatGuard, Timer};
+use self::leases::{Leases, RenewalMode};
+#[cfg(feature = "postgres")]
+pub(crate) use self::tag_counts::TagCounts;
+use super::error::StoreError;
+use super::flight::Flights;
+use super::outage::Outage;
+use crate::clock::{Clock, Instant};
+use crate::key::Key;
+use crate::metrics::{Metrics, Snapshot, StoreOp};
+use crate::record::trail::{self, Holder};
+use crate::record::{OwnerToken, Owners, Trail};
+use crate::sync::PerProcess;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Value of `down_since` while the store answers.
+const UP: u64 = u64::MAX;
+
+/// State that the engine keeps for a store: clock, identity, leases with their heartbeats, late writes, metrics.
+///
+/// Every store owns one `StoreContext` and returns it from [`Store::context`](super::Store::context); all clones of the
+/// store share it. An author of a store needs only its constructors, [`clock`](StoreContext::clock) and
+/// [`holder`](StoreContext::holder); the engine does the rest.
+pub struct StoreContext {
+    identity: Identity,
+    clock: Arc<dyn Clock>,
+    /// Source of owner tokens. `None`: each token comes from the clock's entropy.
+    owners: Option<Owners>,
+    mode: RenewalMode,
+    /// The child of a `fork()` makes its own, unless its store is in memory.
+    process: PerProcess<ProcessState>,
+}
+
+/// Names of a store and of its handle, for errors, logs, spans and records.
+struct Identity {
+    store: &'static str,
+    system: Option<&'static str>,
+    handle: Box<str>,
+    /// Made at its first use: some handles live only for one call.
+    holder: PerProcess<Holder<'static>>,
+}
+
+/// State of a store handle in one process.
+struct ProcessState {
+    leases: Arc<Leases>,
+    late_writes: Arc<LateWrites>,
+    counts: EventCounts,
+    metrics: Arc<Metrics>,
+    /// Duplicates that wait. A forked child starts with none.
+    flights: PerProcess<Flights>,
+    /// Operations that the store has not answered.
+    outage: Outage,
+    /// Time since which no reservation was answered, in nanoseconds since the clock's origin, or [`UP`].
+    down_since: AtomicU64,
+    warned: AtomicBool,
+}
+
+impl ProcessState {
+    fn new(clock: &Arc<dyn Clock>, mode: RenewalMode, counts: EventCounts, store: &'static str) -> Self {
+        let late_writes = Arc::new(LateWrites::default());
+        let metrics = match mode {
+            // A store of one call in a transaction; the next call has another one.
+            RenewalMode::Never => Metrics::of_transactions(store, clock),
+            _ => Arc::new(Metrics::new(store, Arc::clone(clock))),
+        };
+        Self {
+            leases: Leases::new(Arc::clone(clock), mode, Arc::clone(&late_writes), Arc::clone(&metrics)),
+            late_writes,
+            counts,
+            metrics,
+            flights: PerProcess::default(),
+            outage: Outage::default(),
+            down_since: AtomicU64::new(UP),
+            warned: AtomicBool::new(false),
+        }
+    }
+}
+
+impl StoreContext {
+    /// Makes the context of a new store handle. `store` is the name of the store in errors and logs, for example
+    /// `redis`. Each owner token comes from the clock's entropy, so that no token repeats in a forked process or in the
+    /// copy of a virtual machine.
+    pub fn new(store: &'static str, clock: Arc<dyn Clock>) -> Self {
+        Self::of(store, clock, None, RenewalMode::OfProcess, EventCounts::of_handle())
+    }
+
+    /// Makes the context of a store whose records no other process sees: a forked process has a copy of its own. Owner
+    /// tokens are counted from a random start.
+    pub fn in_process(store: &'static str, clock: Arc<dyn Clock>) -> Self {
+        let owners = Owners::new(clock.entropy());
+        Self::of(store, clock, Some(owners), RenewalMode::Copied, EventCounts::of_handle())
+    }
+
+    /// Makes a context that renews no lease, for a store whose reservations end in another way.
+    pub fn without_renewal(store: &'static str, clock: Arc<dyn Clock>) -> Self {
+        Self::in_transaction(store, clock, "")
+    }
+
+    /// Makes the context of one call in a transaction. `place` names the table or the schema of the records.
+    pub(crate) fn in_transaction(store: &'static str, clock: Arc<dyn Clock>, place: &str) -> Self {
+        Self::of(store, clock, None, RenewalMode::Never, EventCounts::of_transaction(place))
+    }
+
+    fn of(
+        store: &'static str,
+        clock: Arc<dyn Clock>,
+        owners: Option<Owners>,
+        mode: RenewalMode,
+        counts: EventCounts,
+    ) -> Self {
+        let process = PerProcess::new(ProcessState::new(&clock, mode, counts, store));
+        let identity = Identity { store, system: None, handle: "".into(), holder: PerProcess::empty() };
+        Self { identity, clock, owners, mode, process }
+    }
+
+    /// Sets the name of the system behind the store in spans, one of OpenTelemetry's values of `db.system.name`
+    /// (default: none).
+    #[must_use]
+    pub fn system(mut self, system: &'static str) -> Self {
+        self.identity.system = Some(system);
+        self
+    }
+
+    /// Names the store handle, so that a record identifies its handle in addition to host and process (default: no
+    /// name).
+    #[must_use]
+    pub fn held_by(mut self, handle: &str) -> Self {
+        self.identity.handle = handle.into();
+        self
+    }
+
+    /// Returns the state of this process. Costs a system call, except for a store in memory: the child of a `fork()`
+    /// goes on with its copy of the parent's.
+    fn here(&self) -> &ProcessState {
+        match self.mode {
+            RenewalMode::Copied => self.process.first(),
+            _ => self.process.here_or(|parents| {
+                ProcessState::new(&self.clock, self.mode, parents.counts.in_child(), self.identity.store)
+            }),
+        }
+    }
+
+    /// Like `here`, but without a system call, for the later steps of a call that has used `here`.
+    fn latest(&self) -> &ProcessState {
+        self.process.latest().expect("made with a value")
+    }
+
+    /// Name of the store in errors and logs, for example `redis`.
+    pub fn name(&self) -> &'static str {
+        self.identity.store
+    }
+
+    /// Name of the system behind the store in spans, if it has one.
+    pub(super) fn system_name(&self) -> Option<&'static str> {
+        self.identity.system
+    }
+
+    /// Name of the handle.
+    #[cfg(feature = "memory")]
+    pub(crate) fn handle_name(&self) -> &str {
+        &self.identity.handle
+    }
+
+    /// Returns the holder of the keys that this handle reserves. In the child of a `fork()`, a store in memory is a
+    /// copy of the parent's store, and its holder still has the process number of the parent.
+    pub fn holder(&self) -> Holder<'static> {
+        let Identity { holder, handle, .. } = &self.identity;
+        let here = || *holder.here_or_else(|| trail::here(handle));
+        match self.mode {
+            // Reading the process number is a system call.
+            RenewalMode::Copied => holder.latest().copied().unwrap_or_else(here),
+            _ => here(),
+        }
+    }
+
+    /// Returns the trail of a request of this handle.
+    pub(crate) fn trail(&self) -> Trail {
+        Trail::held(self.holder())
+    }
+
+    /// Clock of the store handle.
+    pub fn clock(&self) -> &dyn Clock {
+        &*self.clock
+    }
+
+    #[cfg(any(feature = "memory", feature = "cached"))]
+    pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
+        Arc::clone(&self.clock)
+    }
+
+    /// Returns an owner token for a new attempt.
+    pub fn new_owner(&self) -> OwnerToken {
+        match &self.owners {
+            Some(owners) => owners.next(),
+            None => OwnerToken::from_bytes(self.clock.entropy().to_be_bytes()),
+        }
+    }
+
+    /// Number of leases that are being kept alive.
+    pub fn live(&self) -> usize {
+        self.here().leases.live()
+    }
+
+    /// Waits until every late write and renewal is done: the writes of handlers that were cancelled or panicked, and
+    /// the current beat. Call it on shutdown, after the handlers have ended and before the process ends. A write that
+    /// outlasts its lease, as under `on_crash = fail` in an outage, is waited for during the lease only.
+    ///
+    /// # Cancel safety
+    /// Cancel safe: the writes go on.
+    pub async fn flush(&self) {
+        self.here().late_writes.flush().await;
+    }
+
+    /// Stops all renewals, releases and late writes of this handle, as if its process had crashed.
+    #[cfg(any(feature = "testing", feature = "conformance"))]
+    pub(crate) fn abandon(&self) {
+        self.latest().leases.abandon();
+    }
+
+    /// Returns whether leases are renewed. If not, they end in another way, for example with a transaction.
+    pub(crate) fn renews(&self) -> bool {
+        self.mode != RenewalMode::Never
+    }
+
+    /// Returns whether the current runtime can't renew leases, because a test has paused or moved its time. The records
+    /// of a store in memory use that time too, and a task of that runtime renews them.
+    pub(crate) fn is_out_of_time(&self) -> bool {
+        self.mode == RenewalMode::OfProcess && self.clock.is_moved()
+    }
+
+    /// Returns whether calls of this handle may write after they are dropped.
+    pub(crate) fn writes_late(&self) -> bool {
+        self.latest().leases.writes_late()
+    }
+
+    /// Leases that this handle keeps alive.
+    pub(crate) fn leases(&self) -> &Arc<Leases> {
+        &self.latest().leases
+    }
+
+    /// Writes of this handle that no call waits for.
+    pub(crate) fn late_writes(&self) -> &Arc<LateWrites> {
+        &self.latest().late_writes
+    }
+
+    /// Counts of events that no record keeps.
+    pub(crate) fn counts(&self) -> &EventCounts {
+        &self.latest().counts
+    }
+
+    /// Marks `key` as one whose attempt this handle is still ending, until the returned value is dropped.
+    pub(crate) fn ends_late(&self, key: &Key) -> LateEndGuard {
+        self.here().late_writes.ends_late(key)
+    }
+
+    /// Whether an attempt of `key` runs in this handle, or was ended by it late since [`LateWrites::changes`] returned
+    /// `since`. A lapsed lease says nothing about such an attempt: the outage that kept its renewals away kept its end
+    /// away, too.
+    pub(crate) fn is_at_work(&self, key: &Key, since: u32) -> bool {
+        let here = self.here();
+        here.late_writes.is_ending(key, since) || here.leases.runs(key)
+    }
+
+    /// Returns the timer for callbacks while a delivery is being handled.
+    pub(crate) fn timer(&self) -> Timer {
+        Timer::new(&self.here().leases)
+    }
+
+    /// Returns the state of the renewal of leases at `now`.
+    pub(super) fn renewal_states(&self, now: Instant) -> RenewalStates {
+        self.here().leases.states(now)
+    }
+
+    /// Duplicates that wait in handles with this context.
+    pub(super) fn flights(&self) -> &Flights {
+        self.latest().flights.here()
+    }
+
+    /// Records that the store has answered.
+    pub(crate) fn store_answered(&self) {
+        let down_since = &self.latest().down_since;
+        if down_since.load(Ordering::Relaxed) != UP {
+            down_since.store(UP, Ordering::Relaxed);
+        }
+    }
+
+    /// Records that the store has not answered. Returns the time since it last answered.
+    pub(crate) fn store_failed(&self) -> Duration {
+        let now = self.clock.now().nanos().min(UP - 1);
+        let down_since = self.latest().down_since.fetch_min(now, Ordering::Relaxed).min(now);
+        Duration::from_nanos(now - down_since)
+    }
+
+    /// Counts an operation that the store answered immediately.
+    pub(super) fn answered_at_once(&self, op: StoreOp) {
+        self.metrics().store_took(op, Duration::ZERO);
+        self.outage().store_answers(self.name(), op, || self.clock.now());
+    }
+
+    /// Counts an operation of the store that failed.
+    pub(super) fn operation_failed(&self, op: StoreOp, error: &StoreError) {
+        self.metrics().store_failed(op, error.kind().label());
+        self.outage().store_fails(self.name(), op, error, self.clock.now());
+    }
+
+    pub(super) fn outage(&self) -> &Outage {
+        &self.latest().outage
+    }
+
+    /// Returns whether this is the first call, so that a warning is logged only once.
+    pub(crate) fn warns_now(&self) -> bool {
+        !self.latest().warned.swap(true, Ordering::Relaxed)
+    }
+
+    /// Metrics of this store.
+    #[inline]
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.latest().metrics
+    }
+
+    /// Like `metrics`, at the beginning of a call: selects the state of this process for the rest of the call.
+    pub(crate) fn metrics_here(&self) -> &Metrics {
+        &self.here().metrics
+    }
+
+    /// Returns all metrics at this moment.
+    pub(super) fn snapshot(&self) -> Snapshot {
+        self.metrics().snapshot(self.live())
+    }
+}
+
+impl fmt::Debug for StoreContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreContext").field("store", &self.name()).field("live", &self.live()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for StoreContext {
+    /// Wakes a sleeping renewal task, which has no lease left.
+    fn drop(&mut self) {
+        if let Some(process) = self.process.known() {
+            process.leases.wake_task();
+        }
+    }
+}

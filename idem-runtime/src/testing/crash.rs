@@ -1,0 +1,20 @@
+//! A crash of a process that is only a store handle.
+
+use crate::store::Store;
+
+/// Stops all renewals, releases and late writes of this store handle, as if its process had crashed. Its calls get no
+/// answer from that: the test drops them. For tests and demonstrations with several handles in one process.
+///
+/// ```
+/// use idem_runtime::MemoryStore;
+/// use idem_runtime::testing::crash;
+///
+/// let store = MemoryStore::new();
+/// let worker = store.peer();
+/// // … `worker` runs a handler, which is dropped …
+/// crash(&worker);
+/// // The key stays reserved until the lease of `worker` lapses.
+/// ```
+pub fn crash<S: Store + ?Sized>(store: &S) {
+    store.context().abandon();
+}
