@@ -1,21 +1,23 @@
 //! `idem doctor`: checks whether the server keeps recorded results.
 
 #[cfg(feature = "dynamodb")]
-pub(crate) mod dynamodb;
+mod dynamodb;
 #[cfg(feature = "postgres")]
-pub(crate) mod postgres;
+mod postgres;
 mod probe;
 #[cfg(feature = "redis")]
-pub(crate) mod redis;
+mod redis;
 #[cfg(feature = "sqlite")]
-pub(crate) mod sqlite;
+mod sqlite;
 
 use std::process::ExitCode;
 
 use serde_json::json;
 
 use crate::report::{Output, STATUSES, Stop, hidden};
-use crate::store::StoreArguments;
+#[cfg(feature = "redis")]
+use crate::store::redis::NAMESPACE;
+use crate::store::{Server, StoreArguments};
 
 /// Checks the server of a store: durability, rights of the login, and a probe key through all operations.
 ///
@@ -98,7 +100,19 @@ pub(crate) async fn main(arguments: &DoctorArguments) -> Result<ExitCode, Stop> 
     let place = arguments.store.place()?;
     let (namespace, timeout) = (arguments.store.namespace()?, arguments.store.timeout());
     let mut findings = Findings::default();
-    place.examine(namespace.as_deref(), timeout, &mut findings).await?;
+    match place.server() {
+        #[cfg(feature = "dynamodb")]
+        Server::Dynamo(table) => dynamodb::examine(table, timeout, &mut findings).await?,
+        #[cfg(feature = "postgres")]
+        Server::Postgres(database) => postgres::examine(database, timeout, &mut findings).await?,
+        #[cfg(feature = "redis")]
+        Server::Redis(servers) => {
+            let namespace = namespace.as_deref().unwrap_or(NAMESPACE);
+            redis::examine(servers, namespace, timeout, &mut findings).await?;
+        }
+        #[cfg(feature = "sqlite")]
+        Server::Sqlite(file) => sqlite::examine(file, &mut findings)?,
+    }
     match place.open(namespace, timeout).await {
         Ok(store) => probe::probe(&*store, &mut findings).await,
         Err(Stop::Unreachable(found)) => findings.error(

@@ -23,8 +23,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::rustls::pki_types::ServerName;
 
-use super::{Place, PlaceFuture, parameters};
-use crate::doctor::{self, Findings};
+use super::{Place, PlaceFuture, Server, parameters};
 use crate::report::{Stop, chain};
 use crate::tls;
 
@@ -125,8 +124,8 @@ impl Place for Table {
         })
     }
 
-    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
-        Box::pin(doctor::dynamodb::examine(self, timeout, findings))
+    fn server(&self) -> Server<'_> {
+        Server::Dynamo(self)
     }
 }
 

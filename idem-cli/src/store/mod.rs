@@ -15,7 +15,6 @@ use std::time::Duration;
 
 use idem_runtime::Store;
 
-use crate::doctor::Findings;
 use crate::report::{Stop, hidden};
 
 const FORMS: &str = "sqlite:PATH[?table=NAME], redis://[user:password@]host[:port][/database], rediss://…, \
@@ -107,13 +106,20 @@ pub(crate) trait Place {
     /// `None` if the schema does not exist.
     fn differences(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, Option<Vec<String>>>;
 
-    /// Adds findings about the server.
-    fn examine<'a>(
-        &'a self,
-        namespace: Option<&'a str>,
-        timeout: Duration,
-        findings: &'a mut Findings,
-    ) -> PlaceFuture<'a, ()>;
+    /// Returns the place by its kind, for what only one kind of store has.
+    fn server(&self) -> Server<'_>;
+}
+
+/// A [`Place`] by its kind.
+pub(crate) enum Server<'a> {
+    #[cfg(feature = "dynamodb")]
+    Dynamo(&'a dynamodb::Table),
+    #[cfg(feature = "postgres")]
+    Postgres(&'a postgres::Database),
+    #[cfg(feature = "redis")]
+    Redis(&'a redis::Servers),
+    #[cfg(feature = "sqlite")]
+    Sqlite(&'a sqlite::File),
 }
 
 /// Parses a URL. The error does not contain the URL, which may hold a password.

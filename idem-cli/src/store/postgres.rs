@@ -8,8 +8,7 @@ use tokio_postgres::config::SslMode;
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, NoTls, Row};
 
-use super::{Place, PlaceFuture, compare, parameters};
-use crate::doctor::{self, Findings};
+use super::{Place, PlaceFuture, Server, compare, parameters};
 use crate::report::{Stop, chain};
 use crate::tls;
 
@@ -118,8 +117,8 @@ impl Place for Database {
         })
     }
 
-    fn examine<'a>(&'a self, _: Option<&'a str>, timeout: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
-        Box::pin(doctor::postgres::examine(self, timeout, findings))
+    fn server(&self) -> Server<'_> {
+        Server::Postgres(self)
     }
 }
 

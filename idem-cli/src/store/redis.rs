@@ -8,13 +8,12 @@ use idem_runtime::{RedisStore, Store};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
 
-use super::{Place, PlaceFuture, parameters};
-use crate::doctor::{self, Findings};
+use super::{Place, PlaceFuture, Server, parameters};
 use crate::report::Stop;
 use crate::tls;
 
 /// Default namespace.
-const NAMESPACE: &str = "idem:";
+pub(crate) const NAMESPACE: &str = "idem:";
 
 /// Servers that a URL names, and their roles.
 #[derive(PartialEq, Eq, Debug)]
@@ -152,13 +151,8 @@ impl Place for Servers {
         Box::pin(std::future::ready(Err(no_schema())))
     }
 
-    fn examine<'a>(
-        &'a self,
-        namespace: Option<&'a str>,
-        timeout: Duration,
-        findings: &'a mut Findings,
-    ) -> PlaceFuture<'a, ()> {
-        Box::pin(doctor::redis::examine(self, namespace.unwrap_or(NAMESPACE), timeout, findings))
+    fn server(&self) -> Server<'_> {
+        Server::Redis(self)
     }
 }
 

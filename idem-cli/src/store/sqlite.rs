@@ -7,8 +7,7 @@ use std::time::Duration;
 use idem_runtime::{SqliteStore, Store};
 use rusqlite::{Connection, OpenFlags};
 
-use super::{Place, PlaceFuture, compare};
-use crate::doctor::{self, Findings};
+use super::{Place, PlaceFuture, Server, compare};
 use crate::report::Stop;
 
 /// Default table.
@@ -106,7 +105,7 @@ impl Place for File {
         Box::pin(std::future::ready(compared()))
     }
 
-    fn examine<'a>(&'a self, _: Option<&'a str>, _: Duration, findings: &'a mut Findings) -> PlaceFuture<'a, ()> {
-        Box::pin(std::future::ready(doctor::sqlite::examine(self, findings)))
+    fn server(&self) -> Server<'_> {
+        Server::Sqlite(self)
     }
 }
