@@ -164,7 +164,7 @@ impl Simulation {
                 tasks.polled_by(cx.waker());
                 clock.wakes(Some(cx.waker()));
                 clock.wake_sleepers();
-                tasks.adopt(clock);
+                tasks.adopt(clock.take_spawned());
                 if clock.now() >= limit || tasks.is_exhausted() {
                     return Poll::Ready(Err(self.stuck(tasks.is_exhausted())));
                 }
@@ -197,7 +197,8 @@ impl Simulation {
             .await
         });
         let _entered = runtime.enter();
-        tasks.clear(clock);
+        clock.wakes(None);
+        tasks.clear(|| clock.take_spawned());
         ran
     }
 
@@ -240,7 +241,8 @@ impl Drop for Simulation {
     fn drop(&mut self) {
         let runtime = self.runtime.take();
         let _entered = runtime.as_ref().map(Runtime::enter);
-        self.tasks.clear(&self.clock);
+        self.clock.wakes(None);
+        self.tasks.clear(|| self.clock.take_spawned());
     }
 }
 

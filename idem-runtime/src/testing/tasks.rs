@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Wake, Waker};
 
 use super::random::Random;
-use super::time::SimulatedClock;
+use crate::clock::Task;
 use crate::sync::lock;
 
 pub(super) struct Slot {
@@ -71,8 +71,8 @@ impl Tasks {
     }
 
     /// Adds the tasks that the clock was asked to spawn.
-    pub(super) fn adopt(&self, clock: &SimulatedClock) {
-        for task in clock.take_spawned() {
+    pub(super) fn adopt(&self, spawned: Vec<Task>) {
+        for task in spawned {
             let waker = self.new_waker();
             let slot = Slot {
                 future: Some(task),
@@ -87,8 +87,7 @@ impl Tasks {
     }
 
     /// Polls a task that can go on while another one blocks; false if no task can.
-    pub(super) fn poll_another(&self, clock: &SimulatedClock) -> bool {
-        self.adopt(clock);
+    pub(super) fn poll_another(&self) -> bool {
         let id = {
             let (mut woken, slots) = (lock(&self.woken), self.slots.borrow());
             let idle = |id: &&u64| slots.get(*id).is_some_and(|slot| slot.future.is_some());
@@ -183,11 +182,11 @@ impl Tasks {
         }
     }
 
-    pub(super) fn clear(&self, clock: &SimulatedClock) {
-        clock.wakes(None);
+    /// Drops all tasks. `spawned` returns the tasks that the clock was asked to spawn meanwhile.
+    pub(super) fn clear(&self, spawned: impl Fn() -> Vec<Task>) {
         loop {
             // A dropped task may spawn a last write.
-            self.adopt(clock);
+            self.adopt(spawned());
             let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
             drop(slot);
         }

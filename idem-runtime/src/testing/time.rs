@@ -83,7 +83,8 @@ impl SimulatedClock {
         let until = self.now().saturating_add(duration);
         loop {
             self.wake_sleepers();
-            if tasks.poll_another(self) {
+            tasks.adopt(self.take_spawned());
+            if tasks.poll_another() {
                 continue;
             }
             let now = self.now();
