@@ -4,13 +4,11 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-use super::Key;
-
 /// Part of a key that errors, logs and spans show; [`Policy::key_display`](crate::Policy::key_display) sets it. The
 /// scope is always shown. Results and payloads are never shown.
 ///
-/// In a key, a `%` always begins an escape such as `%2F`. So a hidden key can't be mistaken for a whole one: [`Key`]
-/// refuses to parse it, and its error names the reason.
+/// In a key, a `%` always begins an escape such as `%2F`. So a hidden key can't be mistaken for a whole one:
+/// [`Key`](super::Key) refuses to parse it, and its error names the reason.
 ///
 /// ```
 /// use idem_runtime::{Key, KeyDisplay};
@@ -29,8 +27,8 @@ pub enum KeyDisplay {
     Whole,
     /// This many characters, at most 253, and `%…`. A key that is not longer is shown whole.
     Prefix(u8),
-    /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form ([`Key::as_str`]). A reader who
-    /// guesses the key can verify the guess.
+    /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form
+    /// ([`Key::as_str`](super::Key::as_str)). A reader who guesses the key can verify the guess.
     Hashed,
 }
 
@@ -96,9 +94,8 @@ const HASH: &str = "%hash:";
 const CUT: &str = "%…";
 
 impl KeyDisplay {
-    pub(super) fn hide(self, key: &Key, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (scope, text) = key.split();
-        write!(f, "{scope}/")?;
+    /// Writes the shown part of `text`, the text of the key with this stored form.
+    pub(super) fn hide(self, stored: &str, text: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Whole => f.write_str(text),
             Self::Prefix(count) => match text.char_indices().nth(usize::from(count)) {
@@ -112,7 +109,7 @@ impl KeyDisplay {
                 None => f.write_str(text),
             },
             Self::Hashed => {
-                let digest = Sha256::digest(key.as_str());
+                let digest = Sha256::digest(stored);
                 f.write_str(HASH)?;
                 digest.iter().take(8).try_for_each(|byte| write!(f, "{byte:02x}"))
             }
@@ -128,6 +125,7 @@ pub(super) fn is_hidden(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::key::Key;
 
     #[test]
     fn a_hidden_key_is_never_taken_for_a_key() {

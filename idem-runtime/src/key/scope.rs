@@ -1,26 +1,13 @@
 //! Names of handlers inside the key space.
 
-use std::fmt::{self, Display};
-use std::panic::Location;
-
-use super::{Key, KeyProblem};
+use super::problem::{KeyProblem, MAX_SCOPE_BYTES, Site};
 use crate::sync::{SharedList, SharedOnce};
-
-/// A place in the user's source.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Site(&'static Location<'static>);
-
-impl Display for Site {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
 
 /// Name of a handler inside the key space. The attribute keeps a scope in a `static` for each handler.
 ///
 /// In one process a scope belongs to the first handler that uses it. Another handler with the same scope is refused
-/// with [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). Keys made by [`Key::new`] are not
-/// checked: their scope is only a part of the name.
+/// with [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). Keys made by
+/// [`Key::new`](super::Key::new) are not checked: their scope is only a part of the name.
 #[derive(Debug)]
 pub struct Scope {
     pub(super) name: &'static str,
@@ -54,7 +41,7 @@ impl Scope {
 
     #[track_caller]
     const fn new(name: &'static str, shared: bool, attribute: bool) -> Self {
-        Self { name, site: Site(Location::caller()), shared, attribute, claimed: SharedOnce::new() }
+        Self { name, site: Site::caller(), shared, attribute, claimed: SharedOnce::new() }
     }
 
     /// Checks that a handler that records a `result` may use the scope. Every call makes this check: one load and one
@@ -116,7 +103,7 @@ pub(crate) const fn is_scope(scope: &str) -> bool {
         }
         at += 1;
     }
-    !bytes.is_empty() && bytes.len() <= Key::MAX_SCOPE_BYTES
+    !bytes.is_empty() && bytes.len() <= MAX_SCOPE_BYTES
 }
 
 pub(super) fn check_scope(scope: &str) -> Result<(), KeyProblem> {
@@ -199,10 +186,10 @@ mod tests {
 
     #[test]
     fn scopes_are_checked_while_compiling_as_well() {
-        for text in ["a", "shop::ship", "a b", "é", "Â\u{a0}", "\u{a0}", "x".repeat(Key::MAX_SCOPE_BYTES).as_str()] {
+        for text in ["a", "shop::ship", "a b", "é", "Â\u{a0}", "\u{a0}", "x".repeat(MAX_SCOPE_BYTES).as_str()] {
             assert!(is_scope(text) && !text.contains(char::is_control), "{text:?}");
         }
-        let long = "x".repeat(Key::MAX_SCOPE_BYTES + 1);
+        let long = "x".repeat(MAX_SCOPE_BYTES + 1);
         for text in ["", "/", "a/b", "\0", "a\nb", "\u{7f}", "\u{80}", "é\u{9f}", &long] {
             assert!(!is_scope(text), "{text:?}");
         }
