@@ -472,7 +472,7 @@ pub(crate) struct Budget {
     pub(crate) crashes: u8,
     /// Futures that are dropped, or bodies that panic.
     pub(crate) cancels: u8,
-    /// StoreContext.
+    /// Heartbeats.
     pub(crate) beats: u8,
     /// Polls of a body that leave it pending.
     pub(crate) polls: u8,

@@ -420,7 +420,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             store_does(config, world, request);
         }
         Action::IsLost(request) => take_out(world, request),
-        // StoreContext.
+        // Heartbeats.
         Action::Beats(who) => {
             world.left.beats = world.left.beats.saturating_sub(1);
             let at = world.now;

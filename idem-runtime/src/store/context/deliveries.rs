@@ -255,7 +255,9 @@ impl DeliveryTable {
     pub(super) fn wake(&self) {
         for at in 0..SHARDS {
             let deliveries: Vec<_> = self.shards.shard(at).values().map(|it| Arc::clone(&it.delivery)).collect();
-            deliveries.iter().for_each(|delivery| delivery.wake());
+            for delivery in deliveries {
+                delivery.wake();
+            }
         }
     }
 }

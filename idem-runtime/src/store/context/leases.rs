@@ -399,7 +399,9 @@ impl Leases {
                 }
             }
         }
-        callbacks.into_iter().for_each(|callback| self.call(callback));
+        for callback in callbacks {
+            self.call(callback);
+        }
         next
     }
 
