@@ -1,0 +1,244 @@
+//! Reasons why a request has no final response.
+
+use std::fmt;
+
+use bytes::Bytes;
+use http::{Method, Response, Uri};
+
+use super::key::CallKey;
+
+/// The limit that ended the tries of a request, although a further try might have got the answer.
+///
+/// A response that the layer would have retried has the limit as an extension. The operation is not decided: send the
+/// request again later, with the same key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum RetryLimit {
+    /// [`RetryLayer::max_tries`](super::RetryLayer::max_tries).
+    Tries,
+    /// The server asks for a pause that is longer than [`RetryLayer::max_pause`](super::RetryLayer::max_pause).
+    Pause,
+    /// [`RetryLayer::budget`](super::RetryLayer::budget).
+    Budget,
+}
+
+impl fmt::Display for RetryLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tries => "it was tried as often as `max_tries` allows",
+            Self::Pause => "the server asks for a pause longer than `max_pause`",
+            Self::Budget => "the retry budget is used up",
+        })
+    }
+}
+
+/// Reason why a request has no response.
+///
+/// The server may have run a request that was sent ([`was_sent`](Self::was_sent)). Send it again with the same
+/// [`key`](Self::key) until there is a response.
+#[non_exhaustive]
+pub enum RetryError<E> {
+    /// The request was made inside of an idempotent handler, and no [`CallName`](super::CallName) identifies the call.
+    /// Nothing was sent: with a new key for each attempt, an attempt after a crash would repeat the call.
+    Unnamed {
+        /// The method of the request.
+        method: Method,
+        /// The target of the request.
+        uri: Uri,
+    },
+    /// The request has a [`CallName`](super::CallName), and no attempt from which its key could derive: the client runs
+    /// outside of the handler's task. Nothing was sent. [`CallName::of`](super::CallName::of) carries the attempt along.
+    NoAttempt {
+        /// The method of the request.
+        method: Method,
+        /// The target of the request.
+        uri: Uri,
+    },
+    /// The request has no key, and [`RetryLayer::require_key`](super::RetryLayer::require_key) allows no random one.
+    /// Nothing was sent.
+    NoKey {
+        /// The method of the request.
+        method: Method,
+        /// The target of the request.
+        uri: Uri,
+    },
+    /// The field for the key is empty, has several lines, or is not printable ASCII. Nothing was sent: the server might
+    /// find no key in it, and each try would be another operation.
+    InvalidKey {
+        /// The method of the request.
+        method: Method,
+        /// The target of the request.
+        uri: Uri,
+    },
+    /// The client's error of the last try.
+    Client {
+        /// The error.
+        error: E,
+        /// The key that was sent; `None` for a request without a key, and for a client that was not ready for one.
+        key: Option<CallKey>,
+        /// The limit that ended the tries; `None` if the request has no key, or the client takes no more requests.
+        limit: Option<RetryLimit>,
+        /// The last response of the server, from an earlier try.
+        last: Option<Box<Response<Bytes>>>,
+    },
+    /// The last try took longer than [`RetryLayer::try_timeout`](super::RetryLayer::try_timeout).
+    TimedOut {
+        /// The key that was sent; `None` for a request without a key.
+        key: Option<CallKey>,
+        /// The limit that ended the tries; `None` if the request has no key.
+        limit: Option<RetryLimit>,
+        /// The last response of the server, from an earlier try, or the part of it that came in time.
+        last: Option<Box<Response<Bytes>>>,
+    },
+    /// The response to the last try broke off.
+    BrokenBody {
+        /// Message of the body's error.
+        reason: String,
+        /// The key that was sent.
+        key: CallKey,
+        /// The limit that ended the tries.
+        limit: RetryLimit,
+        /// The response, with the part of its body that arrived.
+        last: Box<Response<Bytes>>,
+    },
+}
+
+impl<E> RetryError<E> {
+    /// Returns the key that was sent; `None` if nothing was sent, or the request has no key.
+    pub fn key(&self) -> Option<&CallKey> {
+        match self {
+            Self::Client { key, .. } | Self::TimedOut { key, .. } => key.as_ref(),
+            Self::BrokenBody { key, .. } => Some(key),
+            _ => None,
+        }
+    }
+
+    /// Returns the limit that ended the tries; `None` if the request was not to be tried again.
+    pub fn limit(&self) -> Option<RetryLimit> {
+        match self {
+            Self::Client { limit, .. } | Self::TimedOut { limit, .. } => *limit,
+            Self::BrokenBody { limit, .. } => Some(*limit),
+            _ => None,
+        }
+    }
+
+    /// Returns the last response that the server gave to any try, with its body as far as it was read.
+    pub fn last_response(&self) -> Option<&Response<Bytes>> {
+        match self {
+            Self::Client { last, .. } | Self::TimedOut { last, .. } => last.as_deref(),
+            Self::BrokenBody { last, .. } => Some(last),
+            _ => None,
+        }
+    }
+
+    /// Returns whether the request may have reached the server. False means that it certainly has not. An error of a
+    /// client that was not ready for the request is [`Client`](Self::Client), and counts as sent.
+    pub fn was_sent(&self) -> bool {
+        match self {
+            Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Name of the variant.
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Unnamed { .. } => "Unnamed",
+            Self::NoAttempt { .. } => "NoAttempt",
+            Self::NoKey { .. } => "NoKey",
+            Self::InvalidKey { .. } => "InvalidKey",
+            Self::Client { .. } => "Client",
+            Self::TimedOut { .. } => "TimedOut",
+            Self::BrokenBody { .. } => "BrokenBody",
+        }
+    }
+}
+
+impl<E: fmt::Debug> fmt::Debug for RetryError<E> {
+    /// Shows no query, no field and no body: they may hold secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct(self.name());
+        match self {
+            Self::Unnamed { method, uri }
+            | Self::NoAttempt { method, uri }
+            | Self::NoKey { method, uri }
+            | Self::InvalidKey { method, uri } => {
+                return shown.field("method", method).field("path", &uri.path()).finish();
+            }
+            Self::Client { error, .. } => shown.field("error", error),
+            Self::TimedOut { .. } => &mut shown,
+            Self::BrokenBody { reason, .. } => shown.field("reason", reason),
+        };
+        let status = self.last_response().map(Response::status);
+        shown.field("key", &self.key()).field("limit", &self.limit()).field("last", &status).finish()
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for RetryError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            // The query is left out: it may hold secrets.
+            Self::Unnamed { method, uri } => write!(
+                f,
+                "{method} {} was called inside of an idempotent handler and has no name, so that it has no key which is the \
+                 same on every attempt; nothing was sent; add the extension `CallName` to the request",
+                uri.path()
+            ),
+            Self::NoAttempt { method, uri } => write!(
+                f,
+                "{method} {} has a `CallName` and was called outside of a handler's task, so that it has no key which is the \
+                 same on every attempt; nothing was sent; make the name in the handler, with `CallName::of(&current()?, …)`",
+                uri.path()
+            ),
+            Self::NoKey { method, uri } => write!(
+                f,
+                "{method} {} has no key, and the client makes none; nothing was sent; store a `CallKey` and add it to the \
+                 request as an extension, or a `CallName` inside of a handler",
+                uri.path()
+            ),
+            Self::InvalidKey { method, uri } => write!(
+                f,
+                "{method} {} has a field for its key that is empty, repeated or not printable; nothing was sent; set one \
+                 key, for example the extension `CallKey`",
+                uri.path()
+            ),
+            Self::Client { error, .. } => write!(f, "the request has no response: {error}"),
+            Self::TimedOut { .. } => f.write_str("the request has no response within the time limit of a try"),
+            Self::BrokenBody { reason, last, .. } => {
+                write!(f, "the response ({}) broke off: {reason}", last.status())
+            }
+        }?;
+        if let Some(limit) = self.limit() {
+            write!(f, "; {limit}")?;
+        }
+        if self.key().is_some() {
+            f.write_str("; the server may have run it, so send it again with the same key")?;
+        }
+        Ok(())
+    }
+}
+
+// Most stacks use boxed errors, which do not implement `Error`. So the text contains their message, and there is no
+// `source`.
+impl<E: fmt::Debug + fmt::Display> std::error::Error for RetryError<E> {}
+
+/// Reason why a request is not sent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum CallRefusal {
+    Unnamed,
+    NoAttempt,
+    NoKey,
+    InvalidKey,
+}
+
+impl CallRefusal {
+    /// Returns the error of a request with this method and target.
+    pub(super) fn of<E>(self, method: Method, uri: Uri) -> RetryError<E> {
+        match self {
+            Self::Unnamed => RetryError::Unnamed { method, uri },
+            Self::NoAttempt => RetryError::NoAttempt { method, uri },
+            Self::NoKey => RetryError::NoKey { method, uri },
+            Self::InvalidKey => RetryError::InvalidKey { method, uri },
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The layer and its settings.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::Method;
+use http::header::HeaderName;
+use tower_layer::Layer;
+
+use super::budget::{RetryBudget, TokenBucket};
+use super::service::Retry;
+use super::settings::Settings;
+use crate::clock::Clock;
+use crate::policy::Backoff;
+
+/// Gives every request a key, and repeats the request with the same key until a final response arrives.
+///
+/// The [module](super) describes the keys, the responses that are final, and the bodies. The body of a request must be
+/// `Clone`, and the body of a response any [`http_body::Body`] of [`Bytes`](bytes::Bytes). The layer works in every
+/// task, and its future is `Send` wherever the future of the client is.
+#[derive(Clone, Debug, Default)]
+pub struct RetryLayer(Arc<Settings>);
+
+impl RetryLayer {
+    /// Creates a layer that gives keys to POST and PATCH requests and makes up to 5 tries.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
+        change(Arc::make_mut(&mut self.0));
+        self
+    }
+
+    /// The field that holds the key (default: `Idempotency-Key`).
+    #[must_use]
+    pub fn header(self, header: HeaderName) -> Self {
+        self.with(|it| it.header = header)
+    }
+
+    /// The methods whose requests get a random key if the application gives them none (default: POST and PATCH).
+    /// Requests with a [`CallKey`](super::CallKey) or a [`CallName`](super::CallName) have a key with every method.
+    #[must_use]
+    pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.with(|it| it.methods = methods.into_iter().collect())
+    }
+
+    /// Refuses requests of the [methods](Self::methods) that would get a random key
+    /// ([`RetryError::NoKey`](super::RetryError::NoKey); default: no). So no key is made that the application has not
+    /// stored, and a request that a handler sends from another task can't miss its name.
+    #[must_use]
+    pub fn require_key(self, require_key: bool) -> Self {
+        self.with(|it| it.requires_key = require_key)
+    }
+
+    /// Sets the maximum number of tries of a request, including the first (default: 5).
+    #[must_use]
+    pub fn max_tries(self, max_tries: u32) -> Self {
+        self.with(|it| it.max_tries = max_tries)
+    }
+
+    /// Sets the time limit of one try, from the request to the end of the response as far as the layer reads it
+    /// (default: none). A try without an answer is made again with the same key, while the server may still run the
+    /// first one.
+    #[must_use]
+    pub fn try_timeout(self, try_timeout: Duration) -> Self {
+        self.with(|it| it.try_timeout = Some(try_timeout))
+    }
+
+    /// Sets the longest pause that a server can ask for with `Retry-After` (default: 60 s). A response that asks for
+    /// more is returned with [`RetryLimit::Pause`](super::RetryLimit::Pause).
+    #[must_use]
+    pub fn max_pause(self, max_pause: Duration) -> Self {
+        self.with(|it| it.max_pause = max_pause)
+    }
+
+    /// Sets the length up to which the body of a response is read before the response counts as an answer (default:
+    /// 1 MiB). A longer body streams to the application; with 0 every body does, and none that breaks off is retried.
+    #[must_use]
+    pub fn max_body_bytes(self, max_body_bytes: usize) -> Self {
+        self.with(|it| it.max_body_bytes = max_body_bytes)
+    }
+
+    /// Sets the pauses for responses that ask for none, or for shorter ones (default: from 200 ms to 10 s).
+    #[must_use]
+    pub fn backoff(self, backoff: Backoff) -> Self {
+        self.with(|it| it.backoff = backoff)
+    }
+
+    /// Sets the share of retries among the requests of this layer (default: 20 %, and a reserve of 100).
+    ///
+    /// All clones of the layer and their services share one budget. So do layers that other settings make from a clone.
+    #[must_use]
+    pub fn budget(self, budget: RetryBudget) -> Self {
+        self.with(|it| it.bucket = Arc::new(TokenBucket::new(budget)))
+    }
+
+    /// Writes keys in quotes, as the draft of the IETF requires (default: no, because most services expect bare keys).
+    /// A key that has quotes keeps them, and a field that the caller has set is not changed.
+    #[must_use]
+    pub fn quoted(self, quoted: bool) -> Self {
+        self.with(|it| it.quoted = quoted)
+    }
+
+    /// Sets the source of time and randomness (default: the machine's). A date in `Retry-After` is compared with its
+    /// wall clock.
+    #[must_use]
+    pub fn clock(self, clock: impl Clock) -> Self {
+        self.with(|it| it.clock = Arc::new(clock))
+    }
+}
+
+impl<S> Layer<S> for RetryLayer {
+    type Service = Retry<S>;
+
+    fn layer(&self, inner: S) -> Retry<S> {
+        Retry::new(inner, Arc::clone(&self.0))
+    }
+}

@@ -1,0 +1,116 @@
+//! The client side: sends keys, and retries requests that are safe to retry.
+//!
+//! A key makes a payment safe only if the *next* request for the same payment has the same key, even after this process
+//! has died. So the application makes the key, stores it with the order, sends it, and sends the same one again for as
+//! long as it has no answer:
+//!
+//! ```
+//! # use std::convert::Infallible;
+//! # use bytes::Bytes;
+//! # use http_body_util::{BodyExt, Full};
+//! # use tower_service::Service;
+//! use http::{Request, Response, StatusCode};
+//! use idem_runtime::http::client::{CallKey, RetryLayer, RetryLimit};
+//! use tower_layer::Layer;
+//!
+//! # #[derive(Clone)]
+//! # struct Bank;
+//! # impl Service<Request<Full<Bytes>>> for Bank {
+//! #     type Response = Response<Full<Bytes>>;
+//! #     type Error = Infallible;
+//! #     type Future = std::future::Ready<Result<Response<Full<Bytes>>, Infallible>>;
+//! #     fn poll_ready(&mut self, _: &mut std::task::Context<'_>) -> std::task::Poll<Result<(), Infallible>> {
+//! #         std::task::Poll::Ready(Ok(()))
+//! #     }
+//! #     fn call(&mut self, request: Request<Full<Bytes>>) -> Self::Future {
+//! #         assert!(request.headers().contains_key("idempotency-key"));
+//! #         std::future::ready(Ok(Response::new(Full::default())))
+//! #     }
+//! # }
+//! # let bank = Bank;
+//! # struct Order { charge_key: Option<String> }
+//! # impl Order { fn save(&self) {} }
+//! # let mut order = Order { charge_key: None };
+//! # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+//! // 1. Make the key, and store it with the order before the first request.
+//! let key = match &order.charge_key {
+//!     Some(stored) => CallKey::new(stored.clone())?,
+//!     None => CallKey::random(),
+//! };
+//! order.charge_key = Some(key.as_str().to_owned());
+//! order.save();
+//!
+//! // 2. Send it. The layer repeats the request with this key.
+//! let mut client = RetryLayer::new().layer(bank);
+//! let request = Request::post("https://bank.example/charges").extension(key);
+//! match client.call(request.body(Full::from("amount=1"))?).await {
+//!     // The server still runs it, or can't answer: run this function again later. It sends the same key.
+//!     Ok(response) if response.extensions().get::<RetryLimit>().is_some() => {}
+//!     Ok(response) => assert_eq!(response.status(), StatusCode::OK),
+//!     // No answer. The server may have run it: run this function again later.
+//!     Err(error) => eprintln!("{error}"),
+//! }
+//! # Ok::<_, Box<dyn std::error::Error>>(())
+//! # }).unwrap();
+//! ```
+//!
+//! # Keys
+//!
+//! The key of a request is, in this order: its own header field, its extension [`CallKey`], its extension [`CallName`],
+//! or else a random UUID. A random key is made for each request, so it protects the tries of that request only: an
+//! application that asks again gets a new key. [`RetryLayer::require_key`] refuses such requests. Every response has the key that was sent as its extension [`CallKey`],
+//! and every error has it in [`RetryError::key`].
+//!
+//! Inside of an idempotent handler a [`CallName`] takes the place of a stored key: the key derives from the handler's
+//! own key. A request that is sent from another task (a `tower::buffer::Buffer`, `tokio::spawn`) has to carry the
+//! handler's attempt along, in [`CallName::of`].
+//!
+//! Keys may name customers or orders. So the library logs no key, and `Debug` shows the hash of a [`CallKey`].
+//!
+//! # Answers
+//!
+//! The layer retries a request
+//!
+//! - without a response, or whose response took longer than [`RetryLayer::try_timeout`];
+//! - whose response breaks off, with any status: the application has no answer, although the server may have run;
+//! - with the status 408, 425, 429, 500, 502, 503 or 504, and 409 with `Retry-After`, which means that the first try
+//!   still runs;
+//! - and by `Stripe-Should-Retry`: `true` and `false` decide over the status.
+//!
+//! Every other response is final. A request without a key, such as a GET, is sent once.
+//!
+//! `Retry-After` may hold seconds or a date. The pause is what the server asks for, up to a quarter longer so that
+//! clients don't return together, and never shorter than the [`Backoff`](crate::policy::Backoff). A [`RetryBudget`]
+//! bounds all retries of a layer and its clones, so that an outage is not multiplied. A response that the layer would
+//! have retried has the extension [`RetryLimit`], with the limit that ended the tries.
+//!
+//! # Bodies
+//!
+//! The layer reads the body of a response before it decides, up to [`RetryLayer::max_body_bytes`]; [`ReplyBody`] holds
+//! the bytes. A larger body streams: its beginning has been read, and the rest comes as the server sends it. Event
+//! streams are not read at all. If a streamed body breaks off, the application gets the error of the body, and sends
+//! the request again with the same key.
+//!
+//! The body of a request is cloned for each try. Each clone must yield the whole body, as `http_body_util::Full` does.
+//! A clone that shares a stream with the others sends a shorter body, which the server refuses (422).
+//!
+//! # Cancel safety
+//!
+//! A call that is dropped sends nothing more. A request that was sent may still run. Its answer is lost, and so is a
+//! key that the layer made: make the key first, or name the call.
+
+mod body;
+mod budget;
+mod error;
+mod key;
+mod layer;
+mod pause;
+mod service;
+mod settings;
+
+pub use self::body::ReplyBody;
+pub use self::budget::RetryBudget;
+pub use self::error::{RetryError, RetryLimit};
+pub use self::key::{CallKey, CallName, InvalidCallKey};
+pub use self::layer::RetryLayer;
+pub use self::service::{Retry, RetryFuture};

@@ -1,0 +1,324 @@
+//! The tries of a request.
+//!
+//! The future is written by hand and boxes nothing, so its `Send` follows from its fields. A boxed one needs `Send` and
+//! `'static` of the client's types in the bounds of `Service`. The compiler can't prove such bounds of a boxed error or
+//! a borrowing future within another future, where lifetimes are erased: no handler that calls the client could be
+//! spawned.
+
+use std::fmt;
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Body;
+use pin_project_lite::pin_project;
+use tower_service::Service;
+
+use super::body::ReplyBody;
+use super::error::{RetryError, RetryLimit};
+use super::key::CallKey;
+use super::pause::{before_retry, retry_after};
+use super::settings::Settings;
+use crate::clock::Sleep;
+
+/// The service of a [`RetryLayer`](super::RetryLayer).
+#[derive(Clone, Debug)]
+pub struct Retry<S> {
+    inner: S,
+    settings: Arc<Settings>,
+}
+
+impl<S> Retry<S> {
+    pub(super) fn new(inner: S, settings: Arc<Settings>) -> Self {
+        Self { inner, settings }
+    }
+}
+
+impl<S, B, R> Service<Request<B>> for Retry<S>
+where
+    S: Service<Request<B>, Response = Response<R>> + Clone,
+    B: Clone,
+    R: Body<Data = Bytes>,
+    R::Error: fmt::Display,
+{
+    type Response = Response<ReplyBody<R>>;
+    type Error = RetryError<S::Error>;
+    type Future = RetryFuture<S, B, R>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        let failed = |error| RetryError::Client { error, key: None, limit: None, last: None };
+        self.inner.poll_ready(cx).map_err(failed)
+    }
+
+    fn call(&mut self, mut request: Request<B>) -> Self::Future {
+        // The call uses the service that is ready; the clone takes its place.
+        let next = self.inner.clone();
+        let inner = mem::replace(&mut self.inner, next);
+        let settings = Arc::clone(&self.settings);
+        // Computed here, while the handler's attempt is the current one: the future may be polled elsewhere.
+        let (key, refusal) = match settings.identify(&mut request) {
+            Ok(key) => (key, None),
+            Err(refusal) => (None, Some(refusal.of(request.method().clone(), request.uri().clone()))),
+        };
+        let mut tries =
+            RequestTries { inner, settings, request: Some(request), key, count: 0, last: None, deadline: None };
+        let step = match refusal {
+            Some(error) => RetryStep::Refusal { error: Some(error) },
+            None => tries.begin(),
+        };
+        RetryFuture { tries, step }
+    }
+}
+
+/// The parts of a request that outlive a try.
+struct RequestTries<S, B> {
+    inner: S,
+    settings: Arc<Settings>,
+    /// `None` once the last try has begun.
+    request: Option<Request<B>>,
+    key: Option<CallKey>,
+    /// Number of tries that have begun.
+    count: u32,
+    last: Option<Box<Response<Bytes>>>,
+    /// End of the time limit of the running try.
+    deadline: Option<Sleep>,
+}
+
+/// The end of a try.
+enum TryEnd<R, E> {
+    /// A response that is read whole, or too long to be read.
+    Answer(Response<ReplyBody<R>>),
+    /// A response that broke off, and the message of its error.
+    BrokenBody(Response<ReplyBody<R>>, String),
+    Failure(E),
+    /// No response within the time limit, or only a part of it.
+    Timeout(Option<Response<ReplyBody<R>>>),
+}
+
+impl<R, E> TryEnd<R, E> {
+    /// Returns the response, if there is one.
+    fn response(&self) -> Option<&Response<ReplyBody<R>>> {
+        match self {
+            Self::Answer(response) | Self::BrokenBody(response, _) => Some(response),
+            Self::Timeout(response) => response.as_ref(),
+            Self::Failure(_) => None,
+        }
+    }
+
+    fn into_response(self) -> Option<Response<ReplyBody<R>>> {
+        match self {
+            Self::Answer(response) | Self::BrokenBody(response, _) => Some(response),
+            Self::Timeout(response) => response,
+            Self::Failure(_) => None,
+        }
+    }
+}
+
+impl<S, B> RequestTries<S, B> {
+    /// Begins a try. The service is ready.
+    fn begin<R>(&mut self) -> RetryStep<S::Future, R, S::Error>
+    where
+        S: Service<Request<B>>,
+        B: Clone,
+    {
+        if self.count == 0 && self.key.is_some() {
+            self.settings.bucket.deposit(self.settings.clock.now());
+        }
+        self.count += 1;
+        self.deadline = None;
+        let is_last = self.key.is_none() || self.count >= self.settings.max_tries;
+        let request = if is_last { self.request.take() } else { self.request.clone() };
+        RetryStep::Call { call: self.inner.call(request.expect("no try follows the last one")) }
+    }
+
+    /// Is ready once the running try has taken longer than its time limit.
+    fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(limit) = self.settings.try_timeout else { return Poll::Pending };
+        self.deadline.get_or_insert_with(|| self.settings.clock.sleep(limit)).as_mut().poll(cx)
+    }
+
+    /// Returns the number of bytes to read of a response. A request that is sent once needs no decision.
+    fn body_limit<R>(&self, response: &Response<R>) -> usize {
+        if self.key.is_some() { self.settings.body_limit(response.headers()) } else { 0 }
+    }
+
+    /// Returns the pause after a try, or the result of the call.
+    fn end<R, E>(&mut self, end: TryEnd<R, E>) -> Result<Duration, Result<Response<ReplyBody<R>>, RetryError<E>>>
+    where
+        R: Body<Data = Bytes>,
+    {
+        let limit = match self.pause_after(&end) {
+            Some(Ok(pause)) => {
+                tracing::debug!(tries = self.count, ?pause, "a request is tried again with the same key");
+                self.last = end.into_response().map(read).or_else(|| self.last.take());
+                return Ok(pause);
+            }
+            Some(Err(limit)) => {
+                tracing::debug!(tries = self.count, ?limit, "a request is not tried again");
+                Some(limit)
+            }
+            None => None,
+        };
+        Err(self.result(end, limit))
+    }
+
+    /// Returns the pause after a try, or the limit that allows no other try; `None` if there is nothing to retry.
+    fn pause_after<R, E>(&self, end: &TryEnd<R, E>) -> Option<Result<Duration, RetryLimit>> {
+        self.key.as_ref()?;
+        let wall = self.settings.clock.wall();
+        let asked = match end {
+            TryEnd::Answer(response) => before_retry(response.status(), response.headers(), wall)?,
+            _ => end.response().and_then(|response| retry_after(response.headers(), wall)).unwrap_or_default(),
+        };
+        Some(self.settings.pause(asked, self.count))
+    }
+
+    /// Returns the result of the call after its last try.
+    fn result<R, E>(
+        &mut self,
+        end: TryEnd<R, E>,
+        limit: Option<RetryLimit>,
+    ) -> Result<Response<ReplyBody<R>>, RetryError<E>>
+    where
+        R: Body<Data = Bytes>,
+    {
+        let (key, last) = (self.key.take(), self.last.take());
+        match (end, key, limit) {
+            (TryEnd::Answer(mut response), key, limit) => {
+                key.map(|key| response.extensions_mut().insert(key));
+                limit.map(|limit| response.extensions_mut().insert(limit));
+                Ok(response)
+            }
+            (TryEnd::BrokenBody(response, reason), Some(key), Some(limit)) => {
+                Err(RetryError::BrokenBody { reason, key, limit, last: read(response) })
+            }
+            // Not read, so it can't have broken off: a request without a key.
+            (TryEnd::BrokenBody(response, _), ..) => Ok(response),
+            (TryEnd::Failure(error), key, limit) => Err(RetryError::Client { error, key, limit, last }),
+            (TryEnd::Timeout(response), key, limit) => {
+                Err(RetryError::TimedOut { key, limit, last: response.map(read).or(last) })
+            }
+        }
+    }
+}
+
+/// Returns a response with the part of its body that was read. The rest is closed, which frees the connection.
+fn read<R: Body<Data = Bytes>>(response: Response<ReplyBody<R>>) -> Box<Response<Bytes>> {
+    Box::new(response.map(ReplyBody::into_read))
+}
+
+pin_project! {
+    /// The future of a [`Retry`].
+    pub struct RetryFuture<S, B, R>
+    where
+        S: Service<Request<B>>,
+    {
+        tries: RequestTries<S, B>,
+        #[pin]
+        step: RetryStep<S::Future, R, S::Error>,
+    }
+}
+
+pin_project! {
+    #[project = StepProjection]
+    enum RetryStep<F, R, E> {
+        Refusal {
+            error: Option<RetryError<E>>,
+        },
+        Call {
+            #[pin]
+            call: F,
+        },
+        Read {
+            response: Option<Response<ReplyBody<R>>>,
+        },
+        Pause {
+            sleep: Sleep,
+        },
+        // Waits until the client takes the next try.
+        Readiness,
+    }
+}
+
+impl<S, B, R> fmt::Debug for RetryFuture<S, B, R>
+where
+    S: Service<Request<B>>,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RetryFuture").field("tries", &self.tries.count).finish_non_exhaustive()
+    }
+}
+
+impl<S, B, R> Future for RetryFuture<S, B, R>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+    B: Clone,
+    R: Body<Data = Bytes>,
+    R::Error: fmt::Display,
+{
+    type Output = Result<Response<ReplyBody<R>>, RetryError<S::Error>>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        let (tries, mut step) = (this.tries, this.step);
+        loop {
+            let end = match step.as_mut().project() {
+                StepProjection::Refusal { error } => {
+                    return Poll::Ready(Err(error.take().expect("a future that is ready is not polled")));
+                }
+                StepProjection::Call { call } => match call.poll(cx) {
+                    Poll::Ready(Ok(response)) => {
+                        let response = Some(response.map(ReplyBody::new));
+                        step.set(RetryStep::Read { response });
+                        continue;
+                    }
+                    Poll::Ready(Err(error)) => TryEnd::Failure(error),
+                    Poll::Pending => {
+                        ready!(tries.poll_deadline(cx));
+                        TryEnd::Timeout(None)
+                    }
+                },
+                StepProjection::Read { response } => {
+                    let mut reply = response.take().expect("a future that is ready is not polled");
+                    let limit = tries.body_limit(&reply);
+                    match reply.body_mut().poll_read(cx, limit) {
+                        Poll::Ready(Ok(())) => TryEnd::Answer(reply),
+                        Poll::Ready(Err(error)) => TryEnd::BrokenBody(reply, error.to_string()),
+                        Poll::Pending => {
+                            let deadline = tries.poll_deadline(cx);
+                            if deadline.is_pending() {
+                                *response = Some(reply);
+                                return Poll::Pending;
+                            }
+                            TryEnd::Timeout(Some(reply))
+                        }
+                    }
+                }
+                StepProjection::Pause { sleep } => {
+                    ready!(sleep.as_mut().poll(cx));
+                    step.set(RetryStep::Readiness);
+                    continue;
+                }
+                StepProjection::Readiness => match ready!(tries.inner.poll_ready(cx)) {
+                    Ok(()) => {
+                        let next = tries.begin();
+                        step.set(next);
+                        continue;
+                    }
+                    // The client takes no more requests.
+                    Err(error) => return Poll::Ready(tries.result(TryEnd::Failure(error), None)),
+                },
+            };
+            match tries.end(end) {
+                // The connection is free only after the call is dropped.
+                Ok(pause) => step.set(RetryStep::Pause { sleep: tries.settings.clock.sleep(pause) }),
+                Err(result) => return Poll::Ready(result),
+            }
+        }
+    }
+}
