@@ -1,5 +1,12 @@
 //! The client's half, with the server's half.
 
+#[path = "retries/answers.rs"]
+mod answers;
+#[path = "retries/calls.rs"]
+mod calls;
+#[path = "retries/keys.rs"]
+mod keys;
+
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
