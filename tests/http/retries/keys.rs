@@ -155,11 +155,12 @@ async fn no_text_shows_a_key_or_a_payload() {
     let mut turns = vec![Turn::Whole(503, vec![("set-cookie", "cookie-secret")], "body-secret")];
     turns.extend((0..4).map(|_| Turn::Fails("refused")));
     let script = Script::of(turns);
-    let seen = std::sync::Arc::new(std::sync::Mutex::new(String::new()));
+    let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
     let (inner, shown) = (script.client(), std::sync::Arc::clone(&seen));
     let inner = service_fn(move |request: Request<Small>| {
         // The key is in the field and in the extensions of the request.
-        *shown.lock().unwrap() += &format!("{:?} {:?}", request.headers(), request.extensions().get::<CallKey>());
+        let key = request.extensions().get::<CallKey>();
+        shown.lock().unwrap().push(format!("{:?} {key:?}", request.headers()));
         inner.clone().oneshot(request)
     });
     let retry = hurried(&Hurried::default()).layer(inner);
@@ -167,7 +168,7 @@ async fn no_text_shows_a_key_or_a_payload() {
     assert_eq!(error.key(), Some(&key()));
     let broken = Script::of((0..5).map(|_| Turn::Breaks(200, "body-secret")));
     let broken = hurried(&Hurried::default()).layer(broken.client()).oneshot(keyed(key())).await.unwrap_err();
-    for said in [format!("{error:?} {error}"), format!("{broken:?} {broken}"), seen.lock().unwrap().clone()] {
+    for said in [format!("{error:?} {error}"), format!("{broken:?} {broken}"), seen.lock().unwrap().concat()] {
         assert!(SECRETS.iter().all(|secret| !said.contains(secret)), "{said}");
         assert!(said.contains("%hash:"), "a reader who knows the key can find it: {said}");
     }

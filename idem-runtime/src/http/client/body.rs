@@ -89,7 +89,7 @@ impl<B: Body<Data = Bytes>> Body for ReplyBody<B> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.frames.is_empty() && self.trailers.is_none() && self.rest.as_ref().is_none_or(|rest| rest.is_end_stream())
+        self.frames.is_empty() && self.trailers.is_none() && self.rest.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -98,7 +98,7 @@ impl<B: Body<Data = Bytes>> Body for ReplyBody<B> {
             return SizeHint::default();
         }
         let read = self.frames.iter().map(|frame| frame.len() as u64).sum::<u64>();
-        let rest = self.rest.as_ref().map_or(SizeHint::with_exact(0), |rest| rest.size_hint());
+        let rest = self.rest.as_ref().map_or(SizeHint::with_exact(0), Body::size_hint);
         let mut size = SizeHint::default();
         size.set_lower(rest.lower().saturating_add(read));
         if let Some(upper) = rest.upper() {

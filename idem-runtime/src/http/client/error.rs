@@ -47,7 +47,8 @@ pub enum RetryError<E> {
         uri: Uri,
     },
     /// The request has a [`CallName`](super::CallName), and no attempt from which its key could derive: the client runs
-    /// outside of the handler's task. Nothing was sent. [`CallName::of`](super::CallName::of) carries the attempt along.
+    /// outside of the handler's task. Nothing was sent. [`CallName::of`](super::CallName::of) carries the attempt
+    /// along.
     NoAttempt {
         /// The method of the request.
         method: Method,
@@ -134,10 +135,7 @@ impl<E> RetryError<E> {
     /// Returns whether the request may have reached the server. False means that it certainly has not. An error of a
     /// client that was not ready for the request is [`Client`](Self::Client), and counts as sent.
     pub fn was_sent(&self) -> bool {
-        match self {
-            Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. } => true,
-            _ => false,
-        }
+        matches!(self, Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. })
     }
 
     /// Name of the variant.

@@ -58,8 +58,8 @@
 //!
 //! The key of a request is, in this order: its own header field, its extension [`CallKey`], its extension [`CallName`],
 //! or else a random UUID. A random key is made for each request, so it protects the tries of that request only: an
-//! application that asks again gets a new key. [`RetryLayer::require_key`] refuses such requests. Every response has the key that was sent as its extension [`CallKey`],
-//! and every error has it in [`RetryError::key`].
+//! application that asks again gets a new key. [`RetryLayer::require_key`] refuses such requests. Every response has
+//! the key that was sent as its extension [`CallKey`], and every error has it in [`RetryError::key`].
 //!
 //! Inside of an idempotent handler a [`CallName`] takes the place of a stored key: the key derives from the handler's
 //! own key. A request that is sent from another task (a `tower::buffer::Buffer`, `tokio::spawn`) has to carry the

@@ -147,24 +147,27 @@ impl<S, B> RequestTries<S, B> {
         if self.key.is_some() { self.settings.body_limit(response.headers()) } else { 0 }
     }
 
-    /// Returns the pause after a try, or the result of the call.
-    fn end<R, E>(&mut self, end: TryEnd<R, E>) -> Result<Duration, Result<Response<ReplyBody<R>>, RetryError<E>>>
+    /// Reads the body of a response, up to the limit and within the time limit of the try.
+    fn poll_read<R, E>(
+        &mut self,
+        response: &mut Option<Response<ReplyBody<R>>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<TryEnd<R, E>>
     where
         R: Body<Data = Bytes>,
+        R::Error: fmt::Display,
     {
-        let limit = match self.pause_after(&end) {
-            Some(Ok(pause)) => {
-                tracing::debug!(tries = self.count, ?pause, "a request is tried again with the same key");
-                self.last = end.into_response().map(read).or_else(|| self.last.take());
-                return Ok(pause);
+        let mut reply = response.take().expect("a future that is ready is not polled");
+        let limit = self.body_limit(&reply);
+        Poll::Ready(match reply.body_mut().poll_read(cx, limit) {
+            Poll::Ready(Ok(())) => TryEnd::Answer(reply),
+            Poll::Ready(Err(error)) => TryEnd::BrokenBody(reply, error.to_string()),
+            Poll::Pending if self.poll_deadline(cx).is_ready() => TryEnd::Timeout(Some(reply)),
+            Poll::Pending => {
+                *response = Some(reply);
+                return Poll::Pending;
             }
-            Some(Err(limit)) => {
-                tracing::debug!(tries = self.count, ?limit, "a request is not tried again");
-                Some(limit)
-            }
-            None => None,
-        };
-        Err(self.result(end, limit))
+        })
     }
 
     /// Returns the pause after a try, or the limit that allows no other try; `None` if there is nothing to retry.
@@ -175,7 +178,9 @@ impl<S, B> RequestTries<S, B> {
             TryEnd::Answer(response) => before_retry(response.status(), response.headers(), wall)?,
             _ => end.response().and_then(|response| retry_after(response.headers(), wall)).unwrap_or_default(),
         };
-        Some(self.settings.pause(asked, self.count))
+        let pause = self.settings.pause(asked, self.count);
+        tracing::debug!(tries = self.count, ?pause, "a request has no final response");
+        Some(pause)
     }
 
     /// Returns the result of the call after its last try.
@@ -283,22 +288,7 @@ where
                         TryEnd::Timeout(None)
                     }
                 },
-                StepProjection::Read { response } => {
-                    let mut reply = response.take().expect("a future that is ready is not polled");
-                    let limit = tries.body_limit(&reply);
-                    match reply.body_mut().poll_read(cx, limit) {
-                        Poll::Ready(Ok(())) => TryEnd::Answer(reply),
-                        Poll::Ready(Err(error)) => TryEnd::BrokenBody(reply, error.to_string()),
-                        Poll::Pending => {
-                            let deadline = tries.poll_deadline(cx);
-                            if deadline.is_pending() {
-                                *response = Some(reply);
-                                return Poll::Pending;
-                            }
-                            TryEnd::Timeout(Some(reply))
-                        }
-                    }
-                }
+                StepProjection::Read { response } => ready!(tries.poll_read(response, cx)),
                 StepProjection::Pause { sleep } => {
                     ready!(sleep.as_mut().poll(cx));
                     step.set(RetryStep::Readiness);
@@ -314,10 +304,15 @@ where
                     Err(error) => return Poll::Ready(tries.result(TryEnd::Failure(error), None)),
                 },
             };
-            match tries.end(end) {
-                // The connection is free only after the call is dropped.
-                Ok(pause) => step.set(RetryStep::Pause { sleep: tries.settings.clock.sleep(pause) }),
-                Err(result) => return Poll::Ready(result),
+            match tries.pause_after(&end) {
+                Some(Ok(pause)) => {
+                    let earlier = tries.last.take();
+                    tries.last = end.into_response().map(read).or(earlier);
+                    // The connection is free only after the call is dropped.
+                    step.set(RetryStep::Pause { sleep: tries.settings.clock.sleep(pause) });
+                }
+                Some(Err(limit)) => return Poll::Ready(tries.result(end, Some(limit))),
+                None => return Poll::Ready(tries.result(end, None)),
             }
         }
     }
