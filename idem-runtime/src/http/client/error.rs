@@ -25,7 +25,7 @@ pub enum RetryLimit {
 impl fmt::Display for RetryLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Tries => "it was tried as often as `max_tries` allows",
+            Self::Tries => "the request was tried as often as `max_tries` allows",
             Self::Pause => "the server asks for a pause longer than `max_pause`",
             Self::Budget => "the retry budget is used up",
         })
