@@ -274,3 +274,57 @@ fn json_makes_one_allocation_of_exactly_its_size() {
     let encoded = measure(|| bytes = Json::encode(&value).unwrap());
     assert_eq!((encoded.count_total, encoded.bytes_total), (1, bytes.len() as u64));
 }
+
+/// Answers a body of about 1 MB that is compared as JSON. Returns the most memory that the answer held, in bytes.
+#[cfg(feature = "http")]
+fn memory_of_json(body: String) -> u64 {
+    use idem_runtime::Policy;
+    use idem_runtime::http::{Caller, IdempotencyLayer, Profile};
+
+    assert!((900_000..1_100_000).contains(&body.len()), "{}", body.len());
+    let policy = Policy::new(Duration::from_secs(24 * 3600));
+    let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single())
+        .profile(Profile::acp())
+        .max_body_bytes(2_000_000);
+    let request = http::Request::post("/pay").header("idempotency-key", "k").body(bytes::Bytes::from(body)).unwrap();
+    let respond = || {
+        let body = http_body_util::Empty::<bytes::Bytes>::new();
+        now(layer.respond(request, async |_| Ok::<_, Error>(http::Response::new(body)))).unwrap()
+    };
+    let mut status = None;
+    let used = measure(|| status = Some(respond().status()));
+    assert_eq!(status.unwrap(), 200);
+    used.bytes_max
+}
+
+#[test]
+#[cfg(feature = "http")]
+fn a_large_body_is_compared_as_json_in_a_few_times_its_size() {
+    let nested = |inner: &str| [&*"[".repeat(399), inner, &*"]".repeat(399)].concat();
+    let list = |element: &str| format!("[{}{element}]", format!("{element},").repeat(1_000_000 / (element.len() + 1)));
+    let members = |value: &str| {
+        let count = 1_000_000 / (9 + value.len());
+        let members: Vec<_> = (0..count).map(|number| format!("\"{number:05x}\":{value}")).collect();
+        format!("{{{}}}", members.join(","))
+    };
+    let bodies = [
+        list("1"),
+        list("{}"),
+        list("[]"),
+        list("{\"\":0}"),
+        list("{\"a\":\"a long value that is hashed\"}"),
+        format!("\"{}\"", "x".repeat(1_000_000)),
+        format!("\"{}\"", "\\u00e9".repeat(160_000)),
+        members("1"),
+        members("{\"a\":[1,{\"b\":2}]}"),
+        nested(&list("1")[1..999_000].trim_end_matches(',').to_owned()),
+        "1".repeat(1_000_000),
+        format!("1e{}", "9".repeat(1_000_000)),
+    ];
+    for body in bodies {
+        let (beginning, size) = (body[..20].to_owned(), body.len() as u64);
+        let most = memory_of_json(body);
+        println!("{beginning}…: {most} bytes");
+        assert!(most < 5 * size, "{beginning}…: {most} bytes");
+    }
+}

@@ -28,6 +28,8 @@
 mod clients;
 #[path = "http/grpc.rs"]
 mod grpc;
+#[path = "http/json.rs"]
+mod json;
 #[path = "http/keys.rs"]
 mod keys;
 #[path = "http/profiles.rs"]

@@ -47,6 +47,7 @@ mod describe;
 mod extract;
 mod field;
 mod identity;
+mod json;
 mod layer;
 mod problem;
 mod profile;

@@ -145,7 +145,8 @@ impl ProblemKind {
             Self::InvalidBody => (
                 "invalid-body",
                 "The body of the request can't be read",
-                "Nothing was done. Send the whole body, without two members of one name in a JSON object.",
+                "Nothing was done. Send the whole body. As JSON it nests at most 400 levels deep, and no object in it has \
+                 two members of one name.",
             ),
             Self::DigestMismatch => (
                 "digest-mismatch",

@@ -294,9 +294,7 @@ impl Settings {
             return Err(Problem::new(ProblemKind::DigestMismatch));
         }
         let print = match (self.profile.equality, sha256) {
-            (Equality::Json, _) => {
-                BodyPrint::of_json(body).map_err(|identity::TwoMembers| Problem::new(ProblemKind::InvalidBody))?
-            }
+            (Equality::Json, _) => BodyPrint::of_json(body).map_err(|_| Problem::new(ProblemKind::InvalidBody))?,
             (Equality::Bytes, Some(digest)) => BodyPrint::of_digest(&digest),
             (Equality::Bytes, None) => BodyPrint::of_bytes(body),
         };
