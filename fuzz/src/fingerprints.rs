@@ -24,7 +24,7 @@ pub fn fingerprints(data: &[u8]) {
 }
 
 /// Returns whether two values are equal. Numbers are compared by value: `1` is `1.0`.
-fn equal(one: &Value, other: &Value) -> bool {
+pub(crate) fn equal(one: &Value, other: &Value) -> bool {
     match (one, other) {
         (Value::Number(one), Value::Number(other)) => decimal(&one.to_string()) == decimal(&other.to_string()),
         (Value::Array(one), Value::Array(other)) => {

@@ -1,8 +1,9 @@
-//! Handling of untrusted input: records that any client may have written, results of other releases, keys.
+//! Handling of untrusted input: records that any client may have written, results of other releases, keys, bodies.
 //!
 //! Each target takes arbitrary bytes, and panics if the library breaks a promise about them. The programs in
 //! `fuzz_targets` search for such bytes; `tests/corpora.rs` includes this file and runs every target over the corpora.
 
+pub mod bodies;
 pub mod codecs;
 pub mod columns;
 pub mod envelopes;
@@ -15,7 +16,8 @@ pub mod record;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 6] = [
+pub const TARGETS: [Target; 7] = [
+    ("bodies", bodies::bodies),
     ("codecs", codecs::codecs),
     ("columns", columns::columns_as_stored),
     ("envelopes", envelopes::envelopes),

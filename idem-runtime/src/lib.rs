@@ -227,6 +227,8 @@ pub use store::{Store, StoreError, StoreErrorKind, StoreExt};
 #[doc(hidden)]
 pub mod __stored {
     pub use crate::engine::replay;
+    #[cfg(feature = "http")]
+    pub use crate::http::json_fingerprint;
     #[cfg(feature = "dynamodb")]
     pub use crate::stores::dynamo::read_item;
     #[cfg(feature = "postgres")]

@@ -111,6 +111,13 @@ impl BodyPrint {
     }
 }
 
+/// Returns the fingerprint of a body that is compared as JSON; `None` if it is refused. For the fuzzer.
+#[cfg(feature = "conformance")]
+#[doc(hidden)]
+pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {
+    Fingerprint::of(&BodyPrint::of_json(body).ok()?).ok()
+}
+
 impl<'a> Payload<'a> {
     pub(super) fn new(target: Option<Target<'a>>, headers: &HeaderMap, names: &[HeaderName], body: BodyPrint) -> Self {
         // Maps each byte to one character.

@@ -60,6 +60,8 @@ pub use self::body::{RequestBody, ResponseBody};
 pub use self::describe::Description;
 #[cfg(feature = "axum")]
 pub use self::extract::KeyRejection;
+#[cfg(feature = "conformance")]
+pub use self::identity::json_fingerprint;
 pub use self::identity::request_key;
 pub use self::layer::{Idempotency, IdempotencyLayer};
 pub use self::problem::{Problem, ProblemKind};
