@@ -178,3 +178,101 @@ async fn a_call_without_a_body_is_an_operation_too() {
         layer.respond(request, async |_| Ok::<_, Never>(http::Response::new(axum::body::Body::empty()))).await;
     assert_eq!(answered.unwrap().into_body().collect().await.unwrap().to_bytes(), "");
 }
+
+/// Sends a request without a key, and with these fields.
+async fn without_key(version: Version, address: SocketAddr, fields: &[(&str, &str)]) -> Reply {
+    let request =
+        fields.iter().fold(request(Method::POST, "/till.Till/Pay"), |it, (name, value)| it.header(*name, *value));
+    send_by(version, address, request.body("".into()).unwrap()).await
+}
+
+#[tokio::test]
+async fn only_a_client_of_grpc_is_answered_by_grpc() {
+    let (address, _) = serve_counter(layer()).await;
+    let grpc = ("content-type", "application/grpc");
+    let te = ("te", "trailers");
+    for (version, fields) in [
+        (Version::One, &[grpc][..]),
+        (Version::One, &[grpc, te]),
+        (Version::Two, &[grpc]),
+        (Version::Two, &[("content-type", "application/grpcx"), te]),
+        (Version::Two, &[("content-type", "application/json"), te]),
+    ] {
+        let reply = without_key(version, address, fields).await;
+        assert_eq!(reply.problem(), (400, "missing-key".to_owned()), "{version:?} {fields:?}");
+    }
+    for content_type in ["application/grpc", "Application/gRPC+proto", "application/grpc; charset=utf-8"] {
+        let reply = without_key(Version::Two, address, &[("content-type", content_type), te]).await;
+        assert_eq!((reply.status.as_u16(), reply.header("grpc-status")), (200, Some("3")), "{content_type}");
+    }
+}
+
+/// Frame of gRPC-web.
+fn web_frame(flag: u8, content: &str) -> Vec<u8> {
+    [&[flag][..], &u32::try_from(content.len()).unwrap().to_be_bytes(), content.as_bytes()].concat()
+}
+
+/// Base64 of `grpc-web-text`, of each frame for itself.
+fn web_text(frames: &[Vec<u8>]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::new();
+    for group in frames.iter().flat_map(|frame| frame.chunks(3)) {
+        let bits = group.iter().fold(0, |bits, byte| bits << 8 | usize::from(*byte)) << (8 * (3 - group.len()));
+        for at in 0..4 {
+            let digit = char::from(DIGITS[bits >> (18 - 6 * at) & 63]);
+            text.push(if at <= group.len() { digit } else { '=' });
+        }
+    }
+    text
+}
+
+#[tokio::test]
+async fn problems_of_grpc_web_are_trailers_in_the_body() {
+    let (address, _) = serve_counter(layer()).await;
+    let frame = web_frame(0x80, "grpc-status: 3\r\ngrpc-message: The request has no idempotency key\r\n");
+    for version in BOTH {
+        for (asked, answered, body) in [
+            ("application/grpc-web", "application/grpc-web+proto", frame.clone()),
+            ("application/grpc-web+proto", "application/grpc-web+proto", frame.clone()),
+            ("application/grpc-web-text", "application/grpc-web-text+proto", web_text(&[frame.clone()]).into()),
+            ("application/grpc-web-text+proto", "application/grpc-web-text+proto", web_text(&[frame.clone()]).into()),
+        ] {
+            let reply = without_key(version, address, &[("content-type", asked)]).await;
+            assert_eq!((reply.status.as_u16(), reply.header("content-type")), (200, Some(answered)), "{asked}");
+            assert_eq!(reply.body, body, "{asked}");
+            assert_eq!(reply.header("grpc-status"), None);
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_status_in_the_body_of_grpc_web_decides_about_its_recording() {
+    let stage = Stage::open();
+    let runs = stage.clone();
+    let address = serve_handler(layer(), async move |request: axum::extract::Request| {
+        let run = runs.play().await;
+        let frames = [
+            web_frame(0, "a message"),
+            web_frame(0x80, &format!("Grpc-Status:{}\r\nx-run: {run}\r\n", &request.uri().path()[1..])),
+        ];
+        let is_text = request.headers()["content-type"] == "application/grpc-web-text";
+        let body = if is_text { web_text(&frames).into() } else { frames.concat() };
+        let content_type = if is_text { "application/grpc-web-text+proto" } else { "application/grpc-web+proto" };
+        answer(200, &[("content-type", content_type)], body)
+    })
+    .await;
+    for content_type in ["application/grpc-web", "application/grpc-web-text"] {
+        for (path, is_recorded) in [("/0", true), ("/14", false), ("/5", true)] {
+            let with_key = || {
+                let mut request = post_to(path, content_type, "");
+                request.headers_mut().insert("content-type", HeaderValue::from_static(content_type));
+                request.headers_mut().insert("idempotency-key", format!("{path}{content_type}").parse().unwrap());
+                request
+            };
+            let first = send(address, with_key()).await;
+            let again = send(address, with_key()).await;
+            assert_eq!(again.is_replay(), is_recorded, "{content_type} {path}");
+            assert_eq!(again.body == first.body, is_recorded, "{content_type} {path}");
+        }
+    }
+}

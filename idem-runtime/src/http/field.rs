@@ -60,6 +60,12 @@ fn string(quoted: &[u8]) -> Option<String> {
     Some(text.into_owned().into())
 }
 
+/// Returns whether the value of `Content-Type` is the media type `name`, with or without a suffix and parameters.
+pub(super) fn is_type(value: &[u8], name: &str) -> bool {
+    let Some((start, rest)) = value.split_at_checked(name.len()) else { return false };
+    start.eq_ignore_ascii_case(name.as_bytes()) && matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'))
+}
+
 /// Reads a key without quotes, as most clients send it: printable characters except those with a meaning in a
 /// structured field.
 fn token(bare: &[u8]) -> Option<String> {

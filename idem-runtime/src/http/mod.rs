@@ -46,6 +46,7 @@ mod describe;
 #[cfg(feature = "axum")]
 mod extract;
 mod field;
+mod grpc;
 mod identity;
 mod json;
 mod layer;

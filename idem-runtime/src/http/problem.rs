@@ -347,24 +347,14 @@ impl Problem {
         response
     }
 
-    fn put_headers(&self, headers: &mut HeaderMap) {
+    /// Sets the headers that every response to this problem has.
+    pub(super) fn put_headers(&self, headers: &mut HeaderMap) {
         if let Some(seconds) = self.retry_after_seconds() {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         if self.kind == ProblemKind::BodyTimeout {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
-    }
-
-    /// Returns the response for a gRPC client: trailers alone.
-    pub(super) fn grpc_response(&self) -> Response<Bytes> {
-        let mut response = Response::new(Bytes::new());
-        let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        headers.insert("grpc-status", HeaderValue::from_static(self.kind.grpc_status()));
-        headers.insert("grpc-message", HeaderValue::from_static(self.kind.title()));
-        self.put_headers(headers);
-        response
     }
 }
 

@@ -22,6 +22,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::body::{BoxError, DigestClaim, RecordableBody, RequestBody, ResponseBody, UnreadBody, collect, read};
 use super::field::{self, Digests, KeyFieldProblem};
+use super::grpc::{self, ClientProtocol};
 use super::identity::{self, BodyPrint, Payload, Target};
 use super::problem::{Problem, ProblemKind};
 use super::profile::{Equality, Recording};
@@ -81,10 +82,10 @@ pub(super) type Print = Result<Fingerprint, FingerprintError>;
 /// Error: the limit of requests in flight is reached.
 pub(super) struct TooManyInFlight;
 
-/// A problem, and whether the client expects it as gRPC.
+/// A problem, and the protocol in which the client expects it.
 pub(super) struct Refusal {
     problem: Problem,
-    is_grpc: bool,
+    protocol: ClientProtocol,
 }
 
 /// A request with a key.
@@ -92,7 +93,7 @@ pub(super) struct KeyedRequest {
     key: Key,
     name: IdempotencyKey,
     method: Method,
-    is_grpc: bool,
+    protocol: ClientProtocol,
     digests: Digests,
     /// Digest that stands for a body which is streamed, not read first.
     streams: Option<[u8; 32]>,
@@ -102,7 +103,7 @@ pub(super) struct KeyedRequest {
 
 impl KeyedRequest {
     pub(super) fn refusal(&self, problem: Problem) -> Refusal {
-        Refusal { problem, is_grpc: self.is_grpc }
+        Refusal { problem, protocol: self.protocol }
     }
 
     pub(super) fn busy(&self) -> Refusal {
@@ -131,10 +132,6 @@ fn uri(head: &Parts) -> &Uri {
     return &head.uri;
 }
 
-fn is_grpc(headers: &HeaderMap) -> bool {
-    headers.get(header::CONTENT_TYPE).is_some_and(|it| it.as_bytes().starts_with(b"application/grpc"))
-}
-
 impl Settings {
     /// Classifies a request by its head and by the length of its body, if it is stated.
     pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Classification {
@@ -154,7 +151,7 @@ impl Settings {
                 tracing::info!(%problem, "shadow mode: would have been refused");
                 Classification::Pass
             }
-            Err(problem) => Classification::Refuse(Refusal { problem, is_grpc: is_grpc(&head.headers) }),
+            Err(problem) => Classification::Refuse(Refusal { problem, protocol: ClientProtocol::of(head) }),
         }
     }
 
@@ -200,10 +197,10 @@ impl Settings {
             return problem(ProblemKind::BodyTooLarge);
         }
         let (name, method) = (IdempotencyKey(name), head.method.clone());
-        let is_grpc = is_grpc(&head.headers);
+        let protocol = ClientProtocol::of(head);
         let traceparent =
             head.headers.get(TRACEPARENT).and_then(|field| field.to_str().ok()?.parse().ok()).map(Box::new);
-        Ok(Some(KeyedRequest { key, name, method, is_grpc, digests, streams, traceparent }))
+        Ok(Some(KeyedRequest { key, name, method, protocol, digests, streams, traceparent }))
     }
 
     /// Returns the part of the target that enters the key.
@@ -465,7 +462,9 @@ impl Settings {
         match collect(body, self.policy.max_result_bytes).await {
             RecordableBody::Whole(..) if is_lie() => lie(),
             RecordableBody::Whole(body, trailers) => {
-                let result = match trailers.as_ref().map_or(Recording::Record, |trailers| rule(&head, trailers)) {
+                let in_body = grpc::trailers_in_body(&head, &body);
+                let judged = trailers.as_ref().or(in_body.as_ref());
+                let result = match judged.map_or(Recording::Record, |trailers| rule(&head, trailers)) {
                     Recording::Release => released(),
                     Recording::Mark => marked(),
                     Recording::Record => {
@@ -498,8 +497,9 @@ impl Settings {
     /// ends, or it is encoded for one client.
     fn is_passed_on(&self, head: &http::response::Parts, method: &Method) -> bool {
         let content_type = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
-        let is_endless =
-            content_type.starts_with(b"text/event-stream") || content_type.starts_with(b"multipart/x-mixed-replace");
+        let is_endless = ["text/event-stream", "multipart/x-mixed-replace"]
+            .iter()
+            .any(|endless| field::is_type(content_type, endless));
         let is_tunnel = head.status.is_informational() || (*method == Method::CONNECT && head.status.is_success());
         let is_encoded = head.headers.get(header::CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
         if is_encoded && !self.tasks.warned.swap(true, Ordering::Relaxed) {
@@ -513,7 +513,7 @@ impl Settings {
 
     /// The response to a problem.
     pub(super) fn refuse<R: Body<Data = Bytes>>(&self, refusal: Refusal) -> Response<ResponseBody<R>> {
-        let Refusal { problem, is_grpc } = refusal;
+        let Refusal { problem, protocol } = refusal;
         let status = match problem.kind() {
             ProblemKind::FingerprintMismatch => self.profile.mismatch,
             kind => kind.status(),
@@ -523,10 +523,7 @@ impl Settings {
             Some(error) if status.is_server_error() => tracing::warn!(%error, %problem, "a request is refused"),
             error => tracing::debug!(error = error.map(tracing::field::display), %problem, "a request is refused"),
         }
-        let mut response = match is_grpc {
-            true => problem.grpc_response(),
-            false => (self.profile.problem)(&problem),
-        };
+        let mut response = protocol.response(&problem).unwrap_or_else(|| (self.profile.problem)(&problem));
         if let (StatusCode::UNAUTHORIZED, Some(principal)) = (response.status(), &self.caller.0) {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, principal.challenge.clone());
         }
@@ -550,7 +547,7 @@ mod tests {
             key: key.clone(),
             name: IdempotencyKey("k".to_owned()),
             method: Method::POST,
-            is_grpc: false,
+            protocol: ClientProtocol::Http,
             traceparent: None,
             digests: Digests::default(),
             streams: None,
