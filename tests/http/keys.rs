@@ -68,6 +68,10 @@ async fn policy_and_route_decide_whether_a_key_is_needed() {
     assert_eq!(send(address, without("/pay")).await.text(), "run 2");
     assert_eq!(send(address, post("", "")).await.problem(), (400, "invalid-key".to_owned()));
 
+    for key in ["\"\"", " "] {
+        assert_eq!(send(address, post(key, "")).await.problem(), (400, "invalid-key".to_owned()), "{key:?}");
+    }
+
     let by_route = layer().required(|head| head.uri.path() == "/pay").covers(|head| head.uri.path() != "/hook");
     let (address, _) = serve_counter(by_route).await;
     assert_eq!(send(address, without("/pay")).await.problem(), (400, "missing-key".to_owned()));
@@ -262,6 +266,10 @@ async fn a_digest_is_checked_and_stands_for_the_body() {
     assert_eq!(send(address, digested("k", "amount=2", "amount=2")).await.problem().0, 422);
 }
 
+/// SHA-512 of 3,000,000 times `x`.
+const SHA_512_OF_LARGE: &str =
+    "TL5K8krBXD7ykUEbw422kDcPTiYxnxnFkSercoWhH3F6hUAZSZtBzUW+QpRuxbPrLtcRN5ujSW4rbeuxSwBv3g==";
+
 #[tokio::test]
 async fn a_large_body_with_a_digest_streams_through() {
     use http_body_util::BodyExt;
@@ -297,6 +305,80 @@ async fn a_large_body_with_a_digest_streams_through() {
     assert_eq!(stage.begun(), 3);
     let (address, _) = serve_counter(layer()).await;
     assert_eq!(send(address, digested("k", "large", &large)).await.problem(), (413, "body-too-large".to_owned()));
+}
+
+#[tokio::test]
+async fn a_digest_is_read_as_a_structured_field() {
+    let (address, stage) = serve_counter(layer()).await;
+    let with = |key: &str, digests: &str| {
+        let mut request = post(key, "amount=1");
+        request.headers_mut().insert("content-digest", HeaderValue::from_str(digests).unwrap());
+        request
+    };
+    let digest = content_digest("amount=1");
+    for (number, wrong) in [
+        format!("{digest}garbage"),
+        format!("{digest} garbage"),
+        format!("{digest},"),
+        "sha-256=?1".to_owned(),
+        // The first one is right, and the second one is a lie.
+        format!("{digest}, sha-512=:{}:", "A".repeat(86)),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let reply = send(address, with(&format!("wrong-{number}"), wrong)).await;
+        assert_eq!(reply.problem(), (400, "digest-mismatch".to_owned()), "{wrong}");
+    }
+    assert_eq!(stage.begun(), 0);
+    // Unknown algorithms may have any value, parameters do not count, and an empty field holds no digest.
+    for (number, right) in [format!("md5=1, {digest}"), format!("{digest};v=1"), String::new()].iter().enumerate() {
+        assert_eq!(send(address, with(&format!("right-{number}"), right)).await.status, 200, "{right}");
+    }
+}
+
+#[tokio::test]
+async fn all_digests_of_a_streamed_body_are_checked() {
+    let large = "x".repeat(3_000_000);
+    let read = async |body: axum::body::Body| {
+        use http_body_util::BodyExt;
+        match body.collect().await {
+            Ok(_) => "read",
+            Err(_) => "an error",
+        }
+    };
+    let address = serve_handler(layer().stream_digested(true), read).await;
+    let with = |key: &str, sha512: String| {
+        let mut request = digested(key, "large", &large);
+        let sha512 = HeaderValue::from_str(&format!("sha-512=:{sha512}:")).unwrap();
+        request.headers_mut().append("content-digest", sha512);
+        request
+    };
+    let lie = send(address, with("k", "A".repeat(86))).await;
+    assert_eq!(lie.problem(), (400, "digest-mismatch".to_owned()));
+    let truth = send(address, with("k", SHA_512_OF_LARGE.to_owned())).await;
+    assert_eq!((truth.text(), truth.is_replay()), ("read", false));
+}
+
+#[tokio::test]
+async fn a_streamed_body_has_a_deadline() {
+    use http_body_util::BodyExt;
+    let read = async |body: axum::body::Body| match body.collect().await {
+        Ok(_) => "read",
+        // The handler ignores the error.
+        Err(_) => "a success nevertheless",
+    };
+    let layer = layer().stream_digested(true).body_deadline(std::time::Duration::from_millis(1)).max_in_flight(1);
+    let address = serve_handler(layer, read).await;
+    for body in ["content-length: 3000000\r\n\r\nxxx", "transfer-encoding: chunked\r\n\r\n3\r\nxxx\r\n"] {
+        let digest = content_digest("large");
+        let head = format!("POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\ncontent-digest: {digest}\r\n");
+        let said = send_raw(address, &format!("{head}{body}")).await;
+        assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
+        assert!(said.contains("body-timeout"), "{said}");
+    }
+    // The slot is free.
+    assert_eq!(send(address, post("k2", "short")).await.text(), "read");
 }
 
 #[test]

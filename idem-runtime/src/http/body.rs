@@ -4,15 +4,19 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, ready};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
-use sha2::{Digest, Sha256};
+use sha2::{Digest, Sha256, Sha512};
+
+use super::field::Digests;
+use super::problem::ProblemKind;
+use crate::clock::{Clock, Instant, Sleep};
 
 /// Any error of a body.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -60,32 +64,133 @@ pin_project! {
             #[pin]
             body: B,
         },
-        Digested {
+        Checked {
             #[pin]
             body: B,
-            hash: Sha256,
-            claim: Arc<DigestClaim>,
-            is_over: bool,
+            check: Box<StreamCheck>,
         },
     }
 }
 
-/// A digest that a client claims for a body, and the result of checking it.
+/// The digests that a client claims for a streamed body, and the defect that was found while it streamed.
 pub(super) struct DigestClaim {
-    digest: [u8; 32],
-    is_lie: AtomicBool,
+    digests: Digests,
+    defect: OnceLock<ProblemKind>,
 }
 
 impl DigestClaim {
-    pub(super) fn new(digest: [u8; 32]) -> Arc<Self> {
-        Arc::new(Self { digest, is_lie: AtomicBool::new(false) })
+    pub(super) fn new(digests: Digests) -> Arc<Self> {
+        Arc::new(Self { digests, defect: OnceLock::new() })
     }
 
-    /// True if the body has another digest, or broke off.
-    pub(super) fn is_lie(&self) -> bool {
-        self.is_lie.load(Ordering::Acquire)
+    /// Returns the reason why no response to this body may be recorded: it has another digest, broke off, or did not
+    /// arrive in time.
+    pub(super) fn defect(&self) -> Option<ProblemKind> {
+        self.defect.get().copied()
+    }
+
+    fn fail(&self, defect: ProblemKind) -> BoxError {
+        // The first defect counts: it ended the body.
+        let _ = self.defect.set(defect);
+        match defect {
+            ProblemKind::BodyTimeout => "the body did not arrive in time".into(),
+            _ => "the body is not the one of its `Content-Digest`".into(),
+        }
     }
 }
+
+/// Time that the reader of a body still waits for its client. The time between reads does not count.
+struct ArrivalTimer {
+    clock: Arc<dyn Clock>,
+    left: Duration,
+    /// Start and end of the present wait.
+    wait: Option<(Instant, Sleep)>,
+}
+
+impl ArrivalTimer {
+    /// Returns whether the time is over, and otherwise wakes the task when it is.
+    fn is_over(&mut self, cx: &mut Context<'_>) -> bool {
+        let Self { clock, left, wait } = self;
+        let (_, end) = wait.get_or_insert_with(|| (clock.now(), clock.sleep(*left)));
+        end.as_mut().poll(cx).is_ready()
+    }
+
+    /// Ends the present wait.
+    fn arrived(&mut self) {
+        if let Some((since, _)) = self.wait.take() {
+            self.left = self.left.saturating_sub(self.clock.now().saturating_since(since));
+        }
+    }
+}
+
+/// The checks of a body that streams to its handler.
+pub(super) struct StreamCheck {
+    claim: Arc<DigestClaim>,
+    sha256: Sha256,
+    sha512: Option<Sha512>,
+    timer: ArrivalTimer,
+    is_over: bool,
+}
+
+impl StreamCheck {
+    /// Checks a body that has `deadline` to arrive.
+    pub(super) fn new(claim: Arc<DigestClaim>, clock: Arc<dyn Clock>, deadline: Duration) -> Self {
+        let sha512 = claim.digests.sha512.map(|_| Sha512::new());
+        let timer = ArrivalTimer { clock, left: deadline, wait: None };
+        Self { claim, sha256: Sha256::new(), sha512, timer, is_over: false }
+    }
+
+    fn update(&mut self, data: &[u8]) {
+        self.sha256.update(data);
+        if let Some(sha512) = &mut self.sha512 {
+            sha512.update(data);
+        }
+    }
+
+    /// Returns whether the body so far has the digests that were claimed for it.
+    fn holds(&mut self) -> bool {
+        let Digests { sha256, sha512 } = self.claim.digests;
+        let other = self.sha512.as_mut().map(Sha512::finalize_reset);
+        sha256.is_none_or(|digest| self.sha256.finalize_reset()[..] == digest)
+            && sha512.is_none_or(|digest| other.is_some_and(|other| other[..] == digest))
+    }
+
+    fn poll_frame<B>(&mut self, mut body: Pin<&mut B>, cx: &mut Context<'_>) -> Poll<Option<BodyFrame>>
+    where
+        B: Body<Data = Bytes>,
+        B::Error: Into<BoxError>,
+    {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        let Poll::Ready(frame) = body.as_mut().poll_frame(cx) else {
+            if !self.timer.is_over(cx) {
+                return Poll::Pending;
+            }
+            self.is_over = true;
+            return Poll::Ready(Some(Err(self.claim.fail(ProblemKind::BodyTimeout))));
+        };
+        self.timer.arrived();
+        if let Some(Ok(frame)) = &frame
+            && let Some(data) = frame.data_ref()
+        {
+            self.update(data);
+        }
+        // Compare the digest before handing out the last frame, if the body announces which frame is the last.
+        self.is_over = !matches!(frame, Some(Ok(_))) || body.is_end_stream();
+        match frame {
+            Some(Err(error)) => {
+                self.claim.fail(ProblemKind::DigestMismatch);
+                Poll::Ready(Some(Err(error.into())))
+            }
+            _ if self.is_over && !self.holds() => Poll::Ready(Some(Err(self.claim.fail(ProblemKind::DigestMismatch)))),
+            frame => Poll::Ready(frame.map(|frame| frame.map_err(Into::into))),
+        }
+    }
+}
+
+/// The next frame of a body, or the error that ends it.
+type BodyFrame = Result<Frame<Bytes>, BoxError>;
 
 impl<B> RequestBody<B> {
     pub(super) fn read(bytes: Bytes, trailers: Option<HeaderMap>) -> Self {
@@ -96,8 +201,8 @@ impl<B> RequestBody<B> {
         Self { kind: RequestKind::AsItComes { body } }
     }
 
-    pub(super) fn digested(body: B, claim: Arc<DigestClaim>) -> Self {
-        Self { kind: RequestKind::Digested { body, hash: Sha256::new(), claim, is_over: false } }
+    pub(super) fn checked(body: B, check: StreamCheck) -> Self {
+        Self { kind: RequestKind::Checked { body, check: Box::new(check) } }
     }
 }
 
@@ -119,28 +224,7 @@ where
         match self.project().kind.project() {
             RequestProjection::Read { whole } => whole.next(),
             RequestProjection::AsItComes { body } => body.poll_frame(cx).map_err(Into::into),
-            RequestProjection::Digested { mut body, hash, claim, is_over } => {
-                if *is_over {
-                    return Poll::Ready(None);
-                }
-                let frame = ready!(body.as_mut().poll_frame(cx));
-                if let Some(Ok(frame)) = &frame
-                    && let Some(data) = frame.data_ref()
-                {
-                    hash.update(data);
-                }
-                // Compare the digest before handing out the last frame, if the body announces which frame is the last.
-                *is_over = !matches!(frame, Some(Ok(_))) || body.is_end_stream();
-                let holds = !*is_over || (!matches!(frame, Some(Err(_))) && hash.finalize_reset()[..] == claim.digest);
-                if !holds {
-                    claim.is_lie.store(true, Ordering::Release);
-                }
-                match frame {
-                    Some(Err(error)) => Poll::Ready(Some(Err(error.into()))),
-                    _ if !holds => Poll::Ready(Some(Err("the body is not the one of its `Content-Digest`".into()))),
-                    frame => Poll::Ready(frame.map(|frame| frame.map_err(Into::into))),
-                }
-            }
+            RequestProjection::Checked { body, check } => check.poll_frame(body, cx),
         }
     }
 
@@ -149,14 +233,14 @@ where
             RequestKind::Read { whole } => whole.is_over(),
             RequestKind::AsItComes { body } => body.is_end_stream(),
             // The digest is compared at the end of the body, so the reader has to poll for that end.
-            RequestKind::Digested { is_over, .. } => *is_over,
+            RequestKind::Checked { check, .. } => check.is_over,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             RequestKind::Read { whole } => whole.size(),
-            RequestKind::AsItComes { body } | RequestKind::Digested { body, .. } => body.size_hint(),
+            RequestKind::AsItComes { body } | RequestKind::Checked { body, .. } => body.size_hint(),
         }
     }
 }
@@ -359,4 +443,52 @@ pub(super) async fn collect<B: Body<Data = Bytes>>(body: B, limit: usize) -> Rec
         }
     }
     RecordableBody::Whole(frames.join(), trailers.map(|trailers| *trailers))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::task::Waker;
+
+    use super::*;
+    use crate::clock::ManualClock;
+
+    /// Body whose polls give these frames; `None` waits.
+    struct Script(VecDeque<Option<&'static str>>);
+
+    impl Body for Script {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            match self.0.pop_front() {
+                Some(Some(data)) => Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(data.as_bytes()))))),
+                Some(None) => Poll::Pending,
+                None => Poll::Ready(None),
+            }
+        }
+    }
+
+    #[test]
+    fn a_trickle_uses_up_the_time_of_its_body_and_a_slow_reader_does_not() {
+        let (clock, seconds) = (ManualClock::new(), Duration::from_secs);
+        let claim = DigestClaim::new(Digests { sha256: Some([0; 32]), sha512: None });
+        let check = StreamCheck::new(Arc::clone(&claim), Arc::new(clock.clone()), seconds(10));
+        let script = [None, Some("a"), None, Some("b"), None, None];
+        let mut body = pin!(RequestBody::checked(Script(script.into()), check));
+        let mut poll = || body.as_mut().poll_frame(&mut Context::from_waker(Waker::noop()));
+        assert!(poll().is_pending());
+        clock.advance(seconds(6));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(_)))));
+        clock.advance(seconds(1000));
+        assert!(poll().is_pending());
+        clock.advance(seconds(3));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(_)))));
+        assert!(poll().is_pending());
+        assert_eq!(claim.defect(), None);
+        clock.advance(seconds(1));
+        assert!(matches!(poll(), Poll::Ready(Some(Err(_)))));
+        assert!(matches!(poll(), Poll::Ready(None)));
+        assert_eq!(claim.defect(), Some(ProblemKind::BodyTimeout));
+    }
 }

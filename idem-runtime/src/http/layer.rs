@@ -161,7 +161,8 @@ impl IdempotencyLayer {
     }
 
     /// Sets the time limit for reading a request's body (default: 30 s). A slower request gets 408. No key is reserved
-    /// before the body is read.
+    /// before the body is read. A body that [streams](IdempotencyLayer::stream_digested) has the same limit for the time
+    /// that its reader waits for the client; its reader then gets an error, and nothing is recorded.
     #[must_use]
     pub fn body_deadline(self, body_deadline: Duration) -> Self {
         self.with(|it| it.body_deadline = body_deadline)
@@ -170,9 +171,9 @@ impl IdempotencyLayer {
     /// Streams a body to the handler if it is too long to be read, or its length is not stated, and `Content-Digest`
     /// holds a `sha-256`, which then stands for the body in the fingerprint (default: no; such a body gets 413).
     ///
-    /// The digest is checked while the body streams. If it does not match, the reader of the body gets an error, the
-    /// client gets 400, and nothing is recorded. Effects that the handler had until then remain. If the handler does
-    /// not read the body to its end, the digest is not checked.
+    /// The digest is checked while the body streams, and so is a `sha-512` next to it. If one does not match, the reader
+    /// of the body gets an error, the client gets 400, and nothing is recorded. Effects that the handler had until then
+    /// remain. If the handler does not read the body to its end, the digest is not checked.
     #[must_use]
     pub fn stream_digested(self, stream_digested: bool) -> Self {
         self.with(|it| it.stream_digested = stream_digested)

@@ -166,7 +166,7 @@ impl ProblemKind {
             Self::BodyTimeout => (
                 "body-timeout",
                 "The body did not arrive in time",
-                "Nothing was done. Send the request again with the same key.",
+                "Nothing was recorded. Send the request again with the same key.",
             ),
             Self::BodyTooLarge => {
                 ("body-too-large", "The body is too large", "Nothing was done. Send less in one request.")

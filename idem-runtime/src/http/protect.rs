@@ -20,7 +20,9 @@ use http_body::Body;
 use sha2::{Digest, Sha256, Sha512};
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::body::{BoxError, DigestClaim, RecordableBody, RequestBody, ResponseBody, UnreadBody, collect, read};
+use super::body::{
+    BoxError, DigestClaim, RecordableBody, RequestBody, ResponseBody, StreamCheck, UnreadBody, collect, read,
+};
 use super::field::{self, Digests, KeyFieldProblem};
 use super::grpc::{self, ClientProtocol};
 use super::identity::{self, BodyPrint, Payload, Target};
@@ -82,7 +84,7 @@ pub(super) type Print = Result<Fingerprint, FingerprintError>;
 /// Error: the limit of requests in flight is reached.
 pub(super) struct TooManyInFlight;
 
-/// A problem, and the protocol in which the client expects it.
+/// A problem, and the form in which the client expects it.
 pub(super) struct Refusal {
     problem: Problem,
     protocol: ClientProtocol,
@@ -236,8 +238,10 @@ impl Settings {
     {
         if let Some(digest) = asked.streams {
             let print = self.print_of(head, BodyPrint::of_digest(&digest));
-            let claim = DigestClaim::new(digest);
-            return Ok((RequestBody::digested(body, Arc::clone(&claim)), print, Some(claim)));
+            let claim = DigestClaim::new(asked.digests);
+            let clock = self.store.context().clock_handle();
+            let check = StreamCheck::new(Arc::clone(&claim), clock, self.body_deadline);
+            return Ok((RequestBody::checked(body, check), print, Some(claim)));
         }
         let body_deadline = if self.is_shadow() { Policy::MAX_DURATION } else { self.body_deadline };
         let mut reading = pin!(read(body, self.max_body_bytes));
@@ -434,11 +438,11 @@ impl Settings {
     ) -> (Result<Recordable, NotRecorded>, Response<ResponseBody<R>>) {
         let released = || Err(NotRecorded::Freed(Release::Returned));
         let marked = || Ok(Recordable::Ran(StoredResult::Unencodable));
-        let is_lie = || claim.is_some_and(DigestClaim::is_lie);
-        let lie = || (released(), self.refuse(asked.refusal(Problem::new(ProblemKind::DigestMismatch))));
-        // A body that does not match its digest must leave no record, even if the handler succeeded.
-        if is_lie() {
-            return lie();
+        let defect = || claim.and_then(DigestClaim::defect);
+        let refused = |defect| (released(), self.refuse(asked.refusal(Problem::new(defect))));
+        // A body that does not match its digest, or did not arrive, must leave no record, even if the handler succeeded.
+        if let Some(defect) = defect() {
+            return refused(defect);
         }
         let (mut head, body) = response.into_parts();
         // The handler's own decision wins over the layer's rule, and that over the profile's.
@@ -460,8 +464,10 @@ impl Settings {
         }
         // Second decision, with the trailers: for that the body is read whole.
         match collect(body, self.policy.max_result_bytes).await {
-            RecordableBody::Whole(..) if is_lie() => lie(),
             RecordableBody::Whole(body, trailers) => {
+                if let Some(defect) = defect() {
+                    return refused(defect);
+                }
                 let in_body = grpc::trailers_in_body(&head, &body);
                 let judged = trailers.as_ref().or(in_body.as_ref());
                 let result = match judged.map_or(Recording::Record, |trailers| rule(&head, trailers)) {

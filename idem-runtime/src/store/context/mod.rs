@@ -206,7 +206,7 @@ impl StoreContext {
         &*self.clock
     }
 
-    #[cfg(any(feature = "memory", feature = "cached"))]
+    #[cfg(any(feature = "memory", feature = "cached", feature = "http"))]
     pub(crate) fn clock_handle(&self) -> Arc<dyn Clock> {
         Arc::clone(&self.clock)
     }
