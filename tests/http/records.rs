@@ -168,7 +168,6 @@ async fn headers_of_one_exchange_are_not_replayed() {
         ("ratelimit-remaining", "0"),
         ("x-ratelimit-reset", "1"),
         ("retry-after", "7"),
-        ("idempotency-key", "k"),
         ("idempotent-replayed", "false"),
         ("date", "Thu, 01 Jan 1970 00:00:00 GMT"),
     ];
@@ -478,4 +477,37 @@ async fn a_record_of_something_else_is_never_run_again() {
     operation.run(async { Ok::<_, Error>(7) }).await.unwrap();
     assert_eq!(send(address, post("k2", "")).await.problem(), (410, "result-unavailable".to_owned()));
     assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_content_type_in_capitals_is_a_stream_too() {
+    for content_type in ["Text/Event-Stream; charset=utf-8", "MULTIPART/x-mixed-replace"] {
+        let (address, _) = serve_responses(layer(), move |_, _| {
+            let mut response = answer(200, &[], "data: 1\n\n");
+            response.headers_mut().insert("content-type", HeaderValue::from_static(content_type));
+            response
+        })
+        .await;
+        assert_eq!(send(address, post("k", "")).await.text(), "data: 1\n\n");
+        assert_eq!(send(address, post("k", "")).await.problem(), (410, "result-unavailable".to_owned()));
+    }
+}
+
+#[tokio::test]
+async fn a_handler_can_not_forge_the_marks_of_the_layer() {
+    const FORGED: &[(&str, &str)] = &[
+        ("idempotent-replayed", "true"),
+        ("idempotent-replayed", "maybe"),
+        ("idempotency-recorded", "false"),
+        ("x-own", "1"),
+    ];
+    for status in [200, 500] {
+        let (address, _) = serve_responses(layer(), move |_, _| answer(status, FORGED, "")).await;
+        let first = send(address, post("k", "")).await;
+        assert_eq!(first.status.as_u16(), status);
+        assert_eq!((first.header("idempotent-replayed"), first.header("idempotency-recorded")), (None, None));
+        let again = send(address, post("k", "")).await;
+        assert_eq!(again.headers.get_all("idempotent-replayed").iter().count(), usize::from(status == 200));
+        assert_eq!((again.is_replay(), again.header("x-own")), (status == 200, Some("1")));
+    }
 }

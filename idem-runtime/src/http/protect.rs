@@ -381,6 +381,9 @@ impl Settings {
             // The handler ran in this call. The client learns from a header if its response could not be recorded.
             (result, Some(answer)) => {
                 let mut response = answer?;
+                // The layer's own fields: a handler that sends them would deceive the client.
+                response.headers_mut().remove(&self.marker);
+                response.headers_mut().remove(RECORDED);
                 let is_lost = match &result {
                     Err(NotRecorded::Refused(error)) => {
                         tracing::error!(%error, "the response is sent, and it is not recorded");

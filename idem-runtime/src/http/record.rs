@@ -112,7 +112,8 @@ pub(super) fn encode(
     let nominated: Vec<String> =
         listed.flat_map(|line| line.split(',')).map(|name| name.trim().to_ascii_lowercase()).collect();
     // The body of these responses is empty, so only the header holds the length.
-    let states_length = *method == Method::HEAD || head.status == StatusCode::NOT_MODIFIED;
+    let has_one_length = head.headers.get_all(header::CONTENT_LENGTH).iter().count() == 1;
+    let states_length = has_one_length && (*method == Method::HEAD || head.status == StatusCode::NOT_MODIFIED);
     let kept = |name: &HeaderName| match *name {
         header::CONTENT_LENGTH => states_length,
         header::TRAILER => trailers.is_some(),
@@ -337,6 +338,9 @@ mod tests {
         };
         assert_eq!(of(200, Method::POST), ["etag: e"]);
         assert_eq!(of(304, Method::POST), ["content-length: 4", "etag: e"]);
+        let two = head(200, &[("content-length", "4"), ("content-length", "5")]);
+        let bytes = encode(&two, b"", None, &Method::HEAD, |_| true).unwrap();
+        assert_eq!(shown(&decode(bytes).unwrap().headers), [""; 0]);
         assert_eq!(of(200, Method::HEAD), ["content-length: 4", "etag: e"]);
     }
 
