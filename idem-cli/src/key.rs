@@ -36,8 +36,9 @@ pub(crate) struct KeyArguments {
     /// Method of the request
     #[arg(long, value_name = "NAME", default_value = "POST", requires = "http")]
     method: String,
-    /// Route of the request, as the layer sees it: axum's template (`/payments/{id}`) if the layer has no scope of its
-    /// own, the path under a profile that compares JSON, otherwise empty
+    /// Route of the request, as the layer sees it: axum's template without the names of its parameters
+    /// (`/payments/{}`) if the layer has no scope of its own, the path under a profile that compares JSON, otherwise
+    /// empty; with separate hosts, the host precedes it (`api.example.com/payments/{}`)
     #[arg(long, value_name = "PATH", default_value = "", requires = "http")]
     route: String,
     /// Sender of the request, as the layer's `Caller` returns it

@@ -381,6 +381,64 @@ async fn a_streamed_body_has_a_deadline() {
     assert_eq!(send(address, post("k2", "short")).await.text(), "read");
 }
 
+/// POST with the key `k` to a host.
+fn to_host(host: &str) -> Request<axum::body::Body> {
+    let mut request = post("k", "");
+    *request.uri_mut() = format!("http://{host}/pay").parse().unwrap();
+    request.headers_mut().insert("host", host.parse().unwrap());
+    request
+}
+
+#[tokio::test]
+async fn hosts_can_have_keys_of_their_own() {
+    let (address, stage) = serve_counter(layer().separate_hosts(true)).await;
+    assert_eq!(send_by(Version::One, address, to_host("a.example")).await.text(), "run 1");
+    assert_eq!(send_by(Version::Two, address, to_host("b.example")).await.text(), "run 2");
+    // One host in both versions of HTTP, in every spelling.
+    for version in BOTH {
+        for (host, run) in [("a.example", "run 1"), ("A.Example:80", "run 1"), ("b.example", "run 2")] {
+            let again = send_by(version, address, to_host(host)).await;
+            assert_eq!((again.text(), again.is_replay()), (run, true), "{version:?} {host}");
+        }
+    }
+    assert_eq!(send(address, to_host("a.example:8080")).await.text(), "run 3");
+    let head = "POST /pay HTTP/1.1\r\nidempotency-key: k\r\nconnection: close\r\n";
+    for hosts in ["", "host: a.example\r\nhost: b.example\r\n", "host: a/b\r\n"] {
+        let said = send_raw(address, &format!("{head}{hosts}\r\n")).await;
+        assert!(said.starts_with("HTTP/1.1 400 "), "{said}");
+        assert!(said.contains("invalid-host"), "{said}");
+    }
+    assert_eq!(stage.begun(), 3);
+    // Without the setting, hosts share their keys.
+    let (address, _) = serve_counter(layer()).await;
+    for host in ["a.example", "b.example"] {
+        assert_eq!(send(address, to_host(host)).await.text(), "run 1");
+    }
+}
+
+#[tokio::test]
+async fn hosts_are_separate_under_each_scope_and_profile() {
+    let acp = layer().profile(idem_runtime::http::Profile::acp()).separate_hosts(true);
+    for layer in [layer().scope("payments").separate_hosts(true), acp] {
+        let (address, _) = serve_counter(layer).await;
+        for (host, run) in [("a.example", "run 1"), ("b.example", "run 2"), ("a.example", "run 1")] {
+            assert_eq!(send(address, to_host(host)).await.text(), run);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_host_in_the_payload_is_the_same_in_both_versions() {
+    let (address, _) = serve_counter(layer().fingerprint_headers([http::header::HOST])).await;
+    for (version, host) in [(Version::One, "a.example"), (Version::Two, "a.example"), (Version::Two, "A.example:443")] {
+        assert_eq!(send_by(version, address, to_host(host)).await.text(), "run 1");
+    }
+    for version in BOTH {
+        let other = send_by(version, address, to_host("b.example")).await;
+        assert_eq!(other.problem(), (422, "fingerprint-mismatch".to_owned()), "{version:?}");
+    }
+}
+
 #[test]
 #[should_panic(expected = "`ttl` is 0ns")]
 fn a_policy_that_can_not_be_honoured_is_refused_when_the_layer_is_built() {

@@ -114,3 +114,23 @@ async fn an_idempotent_function_in_a_handler_is_an_operation_of_its_own() {
     }
     assert_eq!(stage.begun(), 1);
 }
+
+#[tokio::test]
+async fn a_parameter_can_get_another_name() {
+    let store = MemoryStore::new();
+    let answer = async |route: &str, path: &str, key: &str| {
+        let stage = Stage::open();
+        let layer = IdempotencyLayer::new(&store, POLICY, Caller::single());
+        let app = Router::new().route(route, counter(&stage)).layer(layer);
+        let reply = send(serve(app).await, post_to(path, key, "")).await;
+        (reply.status.as_u16(), reply.is_replay())
+    };
+    assert_eq!(answer("/pay/{id}/of/{customer}", "/pay/1/of/2", "k").await, (200, false));
+    assert_eq!(answer("/pay/{payment_id}/of/{id}", "/pay/1/of/2", "k").await, (200, true));
+    // A wildcard, and text in braces, are other routes.
+    assert_eq!(answer("/pay/{*rest}", "/pay/1/of/2", "k").await, (200, false));
+    assert_eq!(answer("/pay/{*all}", "/pay/1/of/2", "k").await, (200, true));
+    assert_eq!(answer("/see/{id}", "/see/{id}", "k").await, (200, false));
+    assert_eq!(answer("/see/{{id}}", "/see/{id}", "k").await, (200, false));
+    assert_eq!(answer("/see/{{number}}", "/see/{number}", "k").await, (200, false));
+}

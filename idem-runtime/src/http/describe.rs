@@ -36,6 +36,7 @@ fn problems(settings: &Settings) -> Vec<(ProblemKind, u16)> {
                 || settings.policy.missing_key == MissingKey::Reject
         }
         ProblemKind::Unauthenticated | ProblemKind::Forbidden => settings.caller.0.is_some(),
+        ProblemKind::InvalidHost => settings.separate_hosts,
         ProblemKind::Interrupted => settings.policy.on_crash == crate::policy::OnCrash::Fail,
         ProblemKind::AttemptsExhausted => settings.policy.max_attempts.is_some(),
         _ => true,

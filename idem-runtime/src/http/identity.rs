@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-use http::HeaderMap;
-use http::header::HeaderName;
+use http::header::{HOST, HeaderMap, HeaderName};
+use http::uri::{Authority, Uri};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
@@ -22,8 +22,10 @@ const SCOPE: &str = "http";
 /// `<method> <route>:<caller>:<the client's key>`, in the `scope` of the layer, or in `http` if it has none.
 ///
 /// Under a profile that compares JSON, `route` is the path of the request. Otherwise it is the template of an axum
-/// route (`/payments/{id}`), or empty if the layer has a scope or the template is not known. An empty `route` or
-/// `caller` leaves its place empty. The client's `key` is written without the quotes that its header may have.
+/// route, without the names of its parameters (`/payments/{}`, `/files/{*}`), or empty if the layer has a scope or the
+/// template is not known. With [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host precedes it:
+/// `api.example.com/payments/{}`. An empty `route` or `caller` leaves its place empty. The client's `key` is written
+/// without the quotes that its header may have.
 ///
 /// # Errors
 /// [`KeyError`] if the scope is invalid, the key is blank, or the result is too long.
@@ -48,6 +50,59 @@ pub fn request_key(scope: Option<&str>, method: &str, route: &str, caller: &str,
     builder.text(":");
     builder.part(key, None);
     builder.build()
+}
+
+/// Returns the template of a route without the names of its parameters, so that a key outlives another name:
+/// `/payments/{}` for `/payments/{id}`, `/files/{*}` for `/files/{*path}`. Braces of the text itself stay doubled.
+#[cfg(feature = "axum")]
+pub(super) fn unnamed(template: &str) -> Cow<'_, str> {
+    if !template.contains('{') {
+        return Cow::Borrowed(template);
+    }
+    let mut route = String::with_capacity(template.len());
+    let mut rest = template;
+    while let Some(at) = rest.find('{') {
+        let (text, parameter) = rest.split_at(at);
+        route.push_str(text);
+        rest = match (parameter.strip_prefix("{{"), parameter.find('}')) {
+            (Some(rest), _) => {
+                route.push_str("{{");
+                rest
+            }
+            (None, Some(end)) => {
+                route.push_str(if parameter.starts_with("{*") { "{*}" } else { "{}" });
+                &parameter[end + 1..]
+            }
+            // A template of axum closes its braces.
+            (None, None) => {
+                route.push_str(parameter);
+                ""
+            }
+        };
+    }
+    Cow::Owned(route + rest)
+}
+
+/// Returns the host that a request names, in lower case and without a default port: the authority of its target, which
+/// is `:authority` in HTTP/2, or its only `Host` field.
+pub(super) fn host(target: &Uri, headers: &HeaderMap) -> Option<String> {
+    let field;
+    let authority = match target.authority() {
+        Some(authority) => authority,
+        None => {
+            let mut lines = headers.get_all(HOST).iter();
+            let line = lines.next().filter(|_| lines.next().is_none())?;
+            field = Authority::try_from(line.as_bytes()).ok()?;
+            &field
+        }
+    };
+    let name = authority.host().to_ascii_lowercase();
+    match authority.port_u16() {
+        _ if name.is_empty() => None,
+        // The scheme is not known behind a proxy that ends TLS.
+        None | Some(80 | 443) => Some(name),
+        Some(port) => Some(format!("{name}:{port}")),
+    }
 }
 
 /// Returns `text`, or `#` and its hash if it is longer than `limit` or starts with `#`, as hashes do.
@@ -119,10 +174,21 @@ pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {
 }
 
 impl<'a> Payload<'a> {
-    pub(super) fn new(target: Option<Target<'a>>, headers: &HeaderMap, names: &[HeaderName], body: BodyPrint) -> Self {
+    /// Returns the payload of a request to `uri`. Of its `headers` those with `names` belong to it.
+    pub(super) fn new(
+        target: Option<Target<'a>>,
+        uri: &Uri,
+        headers: &HeaderMap,
+        names: &[HeaderName],
+        body: BodyPrint,
+    ) -> Self {
         // Maps each byte to one character.
         let text = |value: &[u8]| value.iter().copied().map(char::from).collect::<String>();
-        let values = |name| headers.get_all(name).iter().map(|value| text(value.as_bytes())).collect();
+        let values = |name: &HeaderName| match *name {
+            // The same in both versions of HTTP.
+            HOST => host(uri, headers).into_iter().collect(),
+            _ => headers.get_all(name).iter().map(|value| text(value.as_bytes())).collect(),
+        };
         let headers = names.iter().map(|name| (name.as_str().to_owned(), values(name))).collect();
         Self { target, headers, body }
     }
@@ -183,6 +249,48 @@ mod tests {
         assert_eq!(request_key(Some("s"), "POST", "/p/{id}", "alice", "k").unwrap().text(), "POST /p/{id}:alice:k");
     }
 
+    #[cfg(feature = "axum")]
+    #[test]
+    fn names_of_parameters_are_no_part_of_a_route() {
+        for (template, route) in [
+            ("/payments", "/payments"),
+            ("/payments/{id}", "/payments/{}"),
+            ("/a/{b}/c/{d}/{*rest}", "/a/{}/c/{}/{*}"),
+            ("/{id}.json", "/{}.json"),
+            ("/{{id}}/{id}", "/{{id}}/{}"),
+            ("/{{{id}}}", "/{{{}}}"),
+            ("/{", "/{"),
+        ] {
+            assert_eq!(unnamed(template), route);
+        }
+    }
+
+    #[test]
+    fn a_host_has_one_form() {
+        let of = |target: &str, fields: &[&str]| {
+            let mut headers = HeaderMap::new();
+            for field in fields {
+                headers.append(HOST, http::HeaderValue::from_str(field).unwrap());
+            }
+            host(&target.parse().unwrap(), &headers)
+        };
+        for (target, fields) in [
+            ("/pay", &["shop.example"][..]),
+            ("/pay", &["SHOP.example:80"]),
+            ("/pay", &["Shop.Example:443"]),
+            ("/pay", &["user@shop.example"]),
+            ("https://Shop.example/pay", &[]),
+            ("https://shop.example:443/pay", &["other.example"]),
+        ] {
+            assert_eq!(of(target, fields).as_deref(), Some("shop.example"), "{target} {fields:?}");
+        }
+        assert_eq!(of("/", &["shop.example:8080"]).as_deref(), Some("shop.example:8080"));
+        assert_eq!(of("/", &["[::1]:8080"]).as_deref(), Some("[::1]:8080"));
+        for fields in [&[][..], &[""], &["a", "a"], &["a b"], &["a/b"], &["a, b"]] {
+            assert_eq!(of("/", fields), None, "{fields:?}");
+        }
+    }
+
     #[test]
     fn bytes_that_are_not_json_are_compared_as_bytes() {
         let of = |body: &[u8]| Fingerprint::of(&BodyPrint::of_json(body).unwrap()).unwrap();
@@ -198,12 +306,15 @@ mod tests {
     fn a_payload_of_bytes_alone_has_the_fingerprint_of_all_others() {
         let body = || BodyPrint::of_bytes(b"body");
         for target in [Some(("/a", None)), Some(("/a", Some("b"))), Some(("", Some(""))), None] {
-            let payload = Payload::new(target, &HeaderMap::new(), &[], body());
+            let payload = Payload::new(target, &Uri::default(), &HeaderMap::new(), &[], body());
             assert_eq!(payload.fingerprint(), Fingerprint::of(&payload), "{target:?}");
         }
-        let named = Payload::new(None, &HeaderMap::new(), &[HeaderName::from_static("x-a")], body());
+        let named = Payload::new(None, &Uri::default(), &HeaderMap::new(), &[HeaderName::from_static("x-a")], body());
         assert_eq!(named.fingerprint(), Fingerprint::of(&named));
-        assert_ne!(named.fingerprint(), Payload::new(None, &HeaderMap::new(), &[], body()).fingerprint());
+        assert_ne!(
+            named.fingerprint(),
+            Payload::new(None, &Uri::default(), &HeaderMap::new(), &[], body()).fingerprint()
+        );
     }
 
     #[test]
@@ -215,7 +326,7 @@ mod tests {
             }
             let names = [HeaderName::from_static("x-a")];
             let body = BodyPrint::of_bytes(body.as_bytes());
-            Payload::new(Some((path, query)), &headers, &names, body).fingerprint().unwrap()
+            Payload::new(Some((path, query)), &Uri::default(), &headers, &names, body).fingerprint().unwrap()
         };
         let prints = [
             of("/a", None, None, ""),

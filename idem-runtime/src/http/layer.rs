@@ -58,6 +58,7 @@ impl IdempotencyLayer {
             caller,
             profile: Profile::ietf(),
             scope: None,
+            separate_hosts: false,
             header: HeaderName::from_static("idempotency-key"),
             marker: HeaderName::from_static("idempotent-replayed"),
             methods: vec![Method::POST, Method::PATCH],
@@ -114,6 +115,16 @@ impl IdempotencyLayer {
         self.with(|it| it.scope = Some(scope))
     }
 
+    /// Keeps the keys of each host apart (default: no): the same key on another host is another operation. Needed if one
+    /// server serves several tenants under several hosts, and a [`Caller`] is unique only within its tenant.
+    ///
+    /// The host is `:authority` in HTTP/2 and `Host` in HTTP/1.1, in lower case and without the ports 80 and 443. A request
+    /// that names no host, or several, gets 400. Behind a proxy it is the host that the proxy sends.
+    #[must_use]
+    pub fn separate_hosts(self, separate_hosts: bool) -> Self {
+        self.with(|it| it.separate_hosts = separate_hosts)
+    }
+
     /// Sets the methods that the layer covers (default: POST and PATCH). Requests with other methods pass.
     #[must_use]
     pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
@@ -147,7 +158,7 @@ impl IdempotencyLayer {
     }
 
     /// Adds headers to the payload: the same key with another value of such a header is another request (default:
-    /// none).
+    /// none). `Host` stands for `:authority`, too; see [`separate_hosts`](IdempotencyLayer::separate_hosts).
     #[must_use]
     pub fn fingerprint_headers(self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.with(|it| it.fingerprint_headers = names.into_iter().collect())

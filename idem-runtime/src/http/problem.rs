@@ -21,6 +21,8 @@ pub enum ProblemKind {
     InvalidBody,
     /// The body does not match its `Content-Digest`.
     DigestMismatch,
+    /// The request names no host, or several, and keys belong to hosts.
+    InvalidHost,
     /// The request carries no credentials, and keys belong to callers.
     Unauthenticated,
     /// The request carries credentials that name no caller.
@@ -53,11 +55,12 @@ pub enum ProblemKind {
 
 impl ProblemKind {
     /// All kinds.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::MissingKey,
         Self::InvalidKey,
         Self::InvalidBody,
         Self::DigestMismatch,
+        Self::InvalidHost,
         Self::Unauthenticated,
         Self::Forbidden,
         Self::BodyTimeout,
@@ -82,7 +85,9 @@ impl ProblemKind {
     /// Returns the status, unless the profile sets another one.
     pub const fn status(self) -> StatusCode {
         match self {
-            Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch => StatusCode::BAD_REQUEST,
+            Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch | Self::InvalidHost => {
+                StatusCode::BAD_REQUEST
+            }
             Self::Unauthenticated => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
@@ -110,7 +115,7 @@ impl ProblemKind {
     pub(super) const fn grpc_status(self) -> &'static str {
         match self {
             // INVALID_ARGUMENT
-            Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch => "3",
+            Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch | Self::InvalidHost => "3",
             // UNAUTHENTICATED
             Self::Unauthenticated => "16",
             // PERMISSION_DENIED
@@ -152,6 +157,11 @@ impl ProblemKind {
                 "digest-mismatch",
                 "The body is not the one of its Content-Digest",
                 "Nothing was recorded. Send the request again with the digest of its body.",
+            ),
+            Self::InvalidHost => (
+                "invalid-host",
+                "The request does not name its host",
+                "Nothing was done. Send the request again with one Host field, or one :authority.",
             ),
             Self::Unauthenticated => (
                 "unauthenticated",

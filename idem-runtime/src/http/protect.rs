@@ -3,6 +3,7 @@
 //! The order is: method, key, caller, length, body, fingerprint, and then one call of the engine, whose body is the
 //! handler.
 
+use std::borrow::Cow;
 use std::future::poll_fn;
 use std::iter;
 use std::mem;
@@ -182,8 +183,8 @@ impl Settings {
                 }
             },
         };
-        let route = self.route(head);
-        let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), route, &caller, &name);
+        let route = self.route(head).ok_or_else(|| Problem::new(ProblemKind::InvalidHost))?;
+        let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), &route, &caller, &name);
         let key = key.map_err(|error| Problem::of(error.into()))?;
         // The layer stands on the route twice, or is nested in a layer with the same scope: the outer one protects the
         // request already.
@@ -205,15 +206,19 @@ impl Settings {
         Ok(Some(KeyedRequest { key, name, method, protocol, digests, streams, traceparent }))
     }
 
-    /// Returns the part of the target that enters the key.
-    fn route<'a>(&self, head: &'a Parts) -> &'a str {
-        match self.profile.equality {
-            Equality::Json => uri(head).path(),
-            Equality::Bytes if self.scope.is_some() => "",
+    /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names none.
+    fn route<'a>(&self, head: &'a Parts) -> Option<Cow<'a, str>> {
+        let route = match self.profile.equality {
+            Equality::Json => Cow::Borrowed(uri(head).path()),
+            Equality::Bytes if self.scope.is_some() => Cow::Borrowed(""),
             #[cfg(feature = "axum")]
-            Equality::Bytes => super::extract::template(head).unwrap_or_default(),
+            Equality::Bytes => identity::unnamed(super::extract::template(head).unwrap_or_default()),
             #[cfg(not(feature = "axum"))]
-            Equality::Bytes => "",
+            Equality::Bytes => Cow::Borrowed(""),
+        };
+        match self.separate_hosts {
+            true => identity::host(uri(head), &head.headers).map(|host| Cow::Owned(host + &route)),
+            false => Some(route),
         }
     }
 
@@ -307,7 +312,7 @@ impl Settings {
             Equality::Bytes => &self.fingerprint_headers[..],
             Equality::Json => &[],
         };
-        Payload::new(self.target(head), &head.headers, names, print).fingerprint()
+        Payload::new(self.target(head), uri(head), &head.headers, names, print).fingerprint()
     }
 
     /// Runs `handler` once for the key of the request, or answers without running it. When the response is returned, it

@@ -83,6 +83,7 @@ pub(super) struct Settings {
     pub(super) caller: Caller,
     pub(super) profile: Profile,
     pub(super) scope: Option<String>,
+    pub(super) separate_hosts: bool,
     pub(super) header: HeaderName,
     pub(super) marker: HeaderName,
     pub(super) methods: Vec<Method>,
