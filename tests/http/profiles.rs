@@ -117,6 +117,70 @@ async fn each_field_of_a_profile_can_be_changed() {
     assert_eq!(send(address, post_to("/200", "k", "[2]")).await.problem(), (409, "fingerprint-mismatch".to_owned()));
 }
 
+/// POST to `/200` with this field.
+fn with_field(field: &str, body: &'static str) -> Request<Body> {
+    post_to("/200", field, body)
+}
+
+#[tokio::test]
+async fn each_response_repeats_the_key_where_the_profile_asks_for_it() {
+    let mut ietf = Profile::ietf();
+    ietf.echoes_key = true;
+    for profile in [Profile::acp(), Profile::stripe(), ietf] {
+        let layer = with(profile).max_body_bytes(100);
+        // The handler repeats it as well, in another form.
+        let address = serve_handler(layer, async || answer(200, &[("idempotency-key", "of the handler")], "")).await;
+        let echoes = async |field: &str, body: &'static str| {
+            let reply = send(address, with_field(field, body)).await;
+            let fields: Vec<_> =
+                reply.headers.get_all("idempotency-key").iter().map(|it| it.to_str().unwrap()).collect();
+            (reply.status.as_u16(), reply.is_replay(), fields.join(" and "))
+        };
+        let mismatch = profile.mismatch.as_u16();
+        for (field, body, status, is_replay) in [
+            ("\"k\"", "1", 200, false),
+            ("\"k\"", "1", 200, true),
+            ("k", "1", 200, true),
+            ("k", "2", mismatch, false),
+            ("a b", "1", 400, false),
+            ("k", "a body that is much too long: ".repeat(4).leak(), 413, false),
+        ] {
+            assert_eq!(echoes(field, body).await, (status, is_replay, field.to_owned()), "{}", profile.name);
+        }
+        // None, or several, can't be repeated.
+        let none = request(Method::POST, "/200").body("".into()).unwrap();
+        assert_eq!(send(address, none).await.header("idempotency-key"), None);
+        let mut two = with_field("k", "1");
+        two.headers_mut().append("idempotency-key", "k".parse().unwrap());
+        let reply = send(address, two).await;
+        assert_eq!((reply.status.as_u16(), reply.header("idempotency-key")), (400, None));
+    }
+    for profile in [Profile::ietf(), Profile::ucp()] {
+        let key = "8e03978e-40d5-43e8-bc93-6894a57f9324";
+        let address = serve_handler(with(profile), async || answer(200, &[], "")).await;
+        for _ in 0..2 {
+            assert_eq!(send(address, with_field(key, "")).await.header("idempotency-key"), None, "{}", profile.name);
+        }
+        // A handler's own field is a header like any other.
+        let address = serve_handler(with(profile), async || answer(200, &[("idempotency-key", "own")], "")).await;
+        for _ in 0..2 {
+            assert_eq!(send(address, with_field(key, "")).await.header("idempotency-key"), Some("own"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_duplicate_of_a_running_request_repeats_the_key() {
+    let stage = Stage::closed();
+    let address = serve_stage(with(Profile::acp()), &stage).await;
+    let first = tokio::spawn(send(address, post("k", "{}")));
+    stage.entered().await;
+    let reply = send(address, post("\"k\"", "{}")).await;
+    assert_eq!((reply.status.as_u16(), reply.header("idempotency-key")), (409, Some("\"k\"")));
+    stage.go();
+    assert_eq!(first.await.unwrap().header("idempotency-key"), Some("k"));
+}
+
 #[test]
 fn a_policy_below_the_floor_of_a_profile_is_refused_when_the_layer_is_built() {
     let short = POLICY.ttl(Duration::from_secs(3600));

@@ -77,6 +77,8 @@ impl Description {
             Some(_) => "Keys belong to the caller that the credentials name.",
             None => "All clients share their keys.",
         };
+        let hosts = if settings.separate_hosts { " Each host has keys of its own." } else { "" };
+        let echo = if profile.echoes_key { " Every response repeats the field of the key." } else { "" };
         // One table row for each problem that can happen.
         let problems = problems(settings);
         let mut rows = String::new();
@@ -90,9 +92,9 @@ impl Description {
             "# Idempotency\n\n\
              `{header}` is {need} on {}. Its value is a string of {min} to {MAX_KEY_BYTES} printable ASCII characters, \
              quoted (`\"8e03978e-40d5-43e8-bc93-6894a57f9324\"`) or bare; both are the same key. Make a new one for each \
-             operation, a UUID for example. {owner}\n\n\
+             operation, a UUID for example. {owner}{hosts}\n\n\
              A key is remembered for {} after its operation has ended. Until then a request with the same key gets the \
-             response of the first one, marked with `{marker}: true`. After that it is a new operation.\n\n\
+             response of the first one, marked with `{marker}: true`. After that it is a new operation.{echo}\n\n\
              {same}{headers} The same key with another request is refused. A duplicate of a request that still runs \
              {running}.\n\n\
              | status | type | meaning |\n|---|---|---|\n{rows}",

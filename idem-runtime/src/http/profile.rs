@@ -65,6 +65,9 @@ pub struct Profile {
     pub min_ttl: Duration,
     /// A `ttl` below this gives a warning.
     pub advised_ttl: Duration,
+    /// True if every response to a request with a key repeats the field that holds the key, as it was sent. Problems and
+    /// replays repeat it, too.
+    pub echoes_key: bool,
     /// True if the handler must not run while the store does not answer.
     pub fails_closed: bool,
     /// Writes the response to a problem.
@@ -85,13 +88,14 @@ impl Profile {
             recording: record_what_depends_on_the_request,
             min_ttl: Duration::ZERO,
             advised_ttl: Duration::ZERO,
+            echoes_key: false,
             fails_closed: false,
             problem: Problem::response,
         }
     }
 
     /// The rules of Stripe's API: every response of an endpoint is recorded, including 500; another request under a
-    /// used key gets 400.
+    /// used key gets 400; every response repeats the key.
     pub const fn stripe() -> Self {
         Self {
             name: "stripe",
@@ -99,13 +103,14 @@ impl Profile {
             recording: record_what_began,
             min_ttl: DAY,
             advised_ttl: DAY,
+            echoes_key: true,
             problem: stripe_problem,
             ..Self::ietf()
         }
     }
 
-    /// The Agentic Commerce Protocol: every request has a key, bodies are compared as JSON, and each path is a separate
-    /// operation.
+    /// The Agentic Commerce Protocol: every request has a key, which every response repeats; bodies are compared as JSON,
+    /// and each path is a separate operation.
     pub const fn acp() -> Self {
         Self {
             name: "acp",
@@ -113,6 +118,7 @@ impl Profile {
             equality: Equality::Json,
             min_ttl: DAY,
             advised_ttl: DAY,
+            echoes_key: true,
             problem: acp_problem,
             ..Self::ietf()
         }

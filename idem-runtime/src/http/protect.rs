@@ -89,12 +89,16 @@ pub(super) struct TooManyInFlight;
 pub(super) struct Refusal {
     problem: Problem,
     protocol: ClientProtocol,
+    /// The field of the key, if the response repeats it.
+    echo: Option<HeaderValue>,
 }
 
 /// A request with a key.
 pub(super) struct KeyedRequest {
     key: Key,
     name: IdempotencyKey,
+    /// The field of the key, if the responses repeat it.
+    echo: Option<HeaderValue>,
     method: Method,
     protocol: ClientProtocol,
     digests: Digests,
@@ -106,7 +110,7 @@ pub(super) struct KeyedRequest {
 
 impl KeyedRequest {
     pub(super) fn refusal(&self, problem: Problem) -> Refusal {
-        Refusal { problem, protocol: self.protocol }
+        Refusal { problem, protocol: self.protocol, echo: self.echo.clone() }
     }
 
     pub(super) fn busy(&self) -> Refusal {
@@ -154,8 +158,17 @@ impl Settings {
                 tracing::info!(%problem, "shadow mode: would have been refused");
                 Classification::Pass
             }
-            Err(problem) => Classification::Refuse(Refusal { problem, protocol: ClientProtocol::of(head) }),
+            Err(problem) => {
+                let (protocol, echo) = (ClientProtocol::of(head), self.echo(head));
+                Classification::Refuse(Refusal { problem, protocol, echo })
+            }
         }
+    }
+
+    /// Returns the field of the key, as it was sent, if responses repeat it. Several fields are not repeated.
+    fn echo(&self, head: &Parts) -> Option<HeaderValue> {
+        let mut lines = head.headers.get_all(&self.header).iter().filter(|_| self.profile.echoes_key);
+        lines.next().filter(|_| lines.next().is_none()).cloned()
     }
 
     fn asked(&self, head: &Parts, length: Option<u64>) -> Result<Option<KeyedRequest>, Problem> {
@@ -199,11 +212,11 @@ impl Settings {
         if streams.is_none() && length.is_some() && !is_short {
             return problem(ProblemKind::BodyTooLarge);
         }
-        let (name, method) = (IdempotencyKey(name), head.method.clone());
+        let (name, echo, method) = (IdempotencyKey(name), self.echo(head), head.method.clone());
         let protocol = ClientProtocol::of(head);
         let traceparent =
             head.headers.get(TRACEPARENT).and_then(|field| field.to_str().ok()?.parse().ok()).map(Box::new);
-        Ok(Some(KeyedRequest { key, name, method, protocol, digests, streams, traceparent }))
+        Ok(Some(KeyedRequest { key, name, echo, method, protocol, digests, streams, traceparent }))
     }
 
     /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names none.
@@ -416,6 +429,9 @@ impl Settings {
                 self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
             }
         };
+        if let Some(echo) = &asked.echo {
+            response.headers_mut().insert(self.header.clone(), echo.clone());
+        }
         response.extensions_mut().insert::<Outcome>(outcome);
         Ok(response)
     }
@@ -483,7 +499,8 @@ impl Settings {
                     Recording::Mark => marked(),
                     Recording::Record => {
                         let keeps = |name: &HeaderName| {
-                            *name != self.marker && self.replay_headers.as_ref().is_none_or(|replays| replays(name))
+                            let is_own = *name == self.marker || (asked.echo.is_some() && *name == self.header);
+                            !is_own && self.replay_headers.as_ref().is_none_or(|replays| replays(name))
                         };
                         let encoded = encode(&head, &body, trailers.as_ref(), &asked.method, keeps);
                         Ok(Recordable::Ran(encoded.map_or(StoredResult::Unencodable, stored)))
@@ -527,7 +544,7 @@ impl Settings {
 
     /// The response to a problem.
     pub(super) fn refuse<R: Body<Data = Bytes>>(&self, refusal: Refusal) -> Response<ResponseBody<R>> {
-        let Refusal { problem, protocol } = refusal;
+        let Refusal { problem, protocol, echo } = refusal;
         let status = match problem.kind() {
             ProblemKind::FingerprintMismatch => self.profile.mismatch,
             kind => kind.status(),
@@ -540,6 +557,9 @@ impl Settings {
         let mut response = protocol.response(&problem).unwrap_or_else(|| (self.profile.problem)(&problem));
         if let (StatusCode::UNAUTHORIZED, Some(principal)) = (response.status(), &self.caller.0) {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, principal.challenge.clone());
+        }
+        if let Some(echo) = echo {
+            response.headers_mut().insert(self.header.clone(), echo);
         }
         if let Some(hook) = &self.on_problem {
             hook(&problem, &mut response);
@@ -560,6 +580,7 @@ mod tests {
         let mut asked = KeyedRequest {
             key: key.clone(),
             name: IdempotencyKey("k".to_owned()),
+            echo: None,
             method: Method::POST,
             protocol: ClientProtocol::Http,
             traceparent: None,
