@@ -254,7 +254,9 @@ pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
 /// form.
 fn content(bytes: &Bytes) -> (&'static str, String) {
     match std::str::from_utf8(bytes) {
-        Ok(text) if !text.contains(|c: char| c.is_control() && !c.is_whitespace()) => ("text", text.to_owned()),
+        Ok(text) if !text.contains(|c: char| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
+            ("text", text.to_owned())
+        }
         _ => ("hex", bytes.iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"))),
     }
 }

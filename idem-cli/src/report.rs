@@ -157,6 +157,17 @@ pub(crate) fn printable(text: &str) -> String {
     text.replace(char::is_control, "�")
 }
 
+/// Escapes the control characters that JSON allows in texts: terminals obey some of them.
+fn escaped(json: &str) -> String {
+    json.chars().fold(String::with_capacity(json.len()), |mut escaped, c| {
+        match c {
+            '\u{7f}'..='\u{9f}' => escaped.push_str(&format!("\\u{:04x}", u32::from(c))),
+            c => escaped.push(c),
+        }
+        escaped
+    })
+}
+
 /// Output format: one JSON object per line, or text.
 pub(crate) struct Output {
     pub(crate) json: bool,
@@ -167,7 +178,7 @@ impl Output {
     pub(crate) fn line(&self, object: &Value, text: &str) -> Result<(), Stop> {
         let mut output = io::stdout().lock();
         match self.json {
-            true => writeln!(output, "{object}")?,
+            true => writeln!(output, "{}", escaped(&object.to_string()))?,
             false => writeln!(output, "{}", text.trim_end_matches('\n'))?,
         }
         Ok(output.flush()?)
@@ -251,6 +262,11 @@ mod tests {
     #[test]
     fn no_name_steers_a_terminal() {
         assert_eq!(printable("a\u{1b}[2J\nb"), "a�[2J�b");
+        assert_eq!(printable("a\u{9b}2Jb"), "a�2Jb");
+        let object = serde_json::json!({ "reason": "a\u{9b}2J\u{1b}é" });
+        let escaped = escaped(&object.to_string());
+        assert_eq!(escaped, "{\"reason\":\"a\\u009b2J\\u001bé\"}");
+        assert_eq!(serde_json::from_str::<Value>(&escaped).unwrap(), object);
     }
 
     #[test]

@@ -9,6 +9,8 @@ use idem_runtime::http::{recorded_response, response_of};
 use idem_runtime::record::StoredResult;
 use serde_json::{Value, json};
 
+use crate::report::printable;
+
 /// Returns the response in `file`, as the layer would have recorded it. The error names lines, never their content: the
 /// file holds customer data.
 pub(crate) fn read(file: &Bytes) -> Result<StoredResult, String> {
@@ -84,15 +86,32 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
         return Err(format!("a response with the status {} has no body", response.status().as_u16()));
     }
     // A chunked response was joined by the tool that printed it, so its length is not compared.
-    if let Some(said) = headers.get(CONTENT_LENGTH).filter(|_| !has_none && !headers.contains_key(TRANSFER_ENCODING))
-        && said.to_str().ok().and_then(|said| said.parse().ok()) != Some(body.len())
-    {
+    if headers.contains_key(TRANSFER_ENCODING) {
+        return match begins_with_chunk(body) {
+            true => Err("its body holds the lengths of its chunks (`curl --raw`): print it without them, or leave \
+                         `Transfer-Encoding` out"
+                .to_owned()),
+            false => Ok(()),
+        };
+    }
+    let is_length = |said: &HeaderValue| {
+        let digits = said.to_str().ok().filter(|said| said.bytes().all(|byte| byte.is_ascii_digit()));
+        digits.and_then(|said| said.parse().ok()) == Some(body.len())
+    };
+    if !has_none && !headers.get_all(CONTENT_LENGTH).iter().all(is_length) {
         return Err(format!(
             "its `Content-Length` is not that of its body, which has {} bytes: mend the body, or leave the header out",
             body.len()
         ));
     }
     Ok(())
+}
+
+/// Returns whether a body begins with the length of a chunk, a line in hexadecimal, and has more lines.
+fn begins_with_chunk(body: &[u8]) -> bool {
+    let Some(end) = body.windows(2).position(|end| end == b"\r\n") else { return false };
+    let length = body[..end].split(|byte| *byte == b';').next().unwrap_or_default();
+    !length.is_empty() && length.iter().all(u8::is_ascii_hexdigit) && body.len() > end + 2
 }
 
 /// Formats a recorded response for a person, as `curl -i` would print it, and as JSON; `None` if `result` is not a
@@ -107,7 +126,7 @@ pub(crate) fn shown(
     let value_of = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
     for (name, value) in response.headers() {
         let value = value_of(value);
-        let _ = writeln!(text, "{name}: {value}");
+        let _ = writeln!(text, "{name}: {}", printable(&value));
         headers.push(json!([name.as_str(), value]));
     }
     let (kind, body) = content(response.body());
@@ -117,9 +136,58 @@ pub(crate) fn shown(
     if let Some(trailers) = trailers {
         let trailers: Vec<_> = trailers.iter().map(|(name, value)| (name.as_str(), value_of(value))).collect();
         for (name, value) in &trailers {
-            let _ = write!(text, "\n(trailer) {name}: {value}");
+            let _ = write!(text, "\n(trailer) {name}: {}", printable(value));
         }
         object["trailers"] = json!(trailers);
     }
     Some((text, object))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(file: &str) -> Option<String> {
+        read(&Bytes::copy_from_slice(file.as_bytes())).err()
+    }
+
+    #[test]
+    fn a_body_with_the_lengths_of_its_chunks_is_refused() {
+        const HEAD: &str = "HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n";
+        for body in ["6\r\n{\"a\":1\r\n1\r\n}\r\n0\r\n\r\n", "1F;name=value\r\ncut", "0\r\n\r\n"] {
+            let problem = problem(&format!("{HEAD}{body}"));
+            assert!(problem.as_ref().is_some_and(|it| it.contains("`curl --raw`")), "{body:?}: {problem:?}");
+        }
+        for body in ["", "{\"a\":1}", "42", "42\r\n", "42\n43\n", "no number\r\nat all", "\r\n\r\n"] {
+            assert_eq!(problem(&format!("{HEAD}{body}")), None, "{body:?}");
+        }
+        // A body without the field is what it is.
+        assert_eq!(problem("HTTP/1.1 200 OK\r\n\r\n6\r\n{\"a\":1\r\n0\r\n\r\n"), None);
+    }
+
+    #[test]
+    fn each_length_is_that_of_the_body() {
+        let with = |lengths: &str| problem(&format!("HTTP/1.1 200 OK\r\n{lengths}\r\nbody"));
+        for right in ["", "Content-Length: 4\r\n", "Content-Length: 4\r\nContent-Length: 4\r\n"] {
+            assert_eq!(with(right), None, "{right:?}");
+        }
+        for wrong in [
+            "Content-Length: 5\r\n",
+            "Content-Length: 4\r\nContent-Length: 5\r\n",
+            "Content-Length: 5\r\nContent-Length: 4\r\n",
+            "Content-Length: 4, 5\r\n",
+            "Content-Length: +4\r\n",
+        ] {
+            assert!(with(wrong).is_some_and(|it| it.contains("`Content-Length`")), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn control_characters_of_headers_do_not_reach_the_terminal() {
+        let file = "HTTP/1.1 200 OK\r\nx-name: a\u{9b}31mb\u{85}c\r\n\r\n";
+        let result = read(&Bytes::from_static(file.as_bytes())).unwrap();
+        let (text, _) = shown(&result, |_| ("text", String::new())).unwrap();
+        assert!(text.contains("x-name: a�31mb�c\n"), "{text:?}");
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+    }
 }
