@@ -20,6 +20,7 @@ use axum::http::StatusCode;
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use idem_runtime::http::IdempotencyKey;
+use idem_runtime::within::OpenTransaction;
 use idem_runtime::{SqliteStore, idempotent};
 use rusqlite::{Connection, Transaction};
 use serde::{Deserialize, Serialize};
@@ -47,7 +48,7 @@ enum Answer {
     scope = "transfer",
     fingerprint = transfer
 )]
-async fn transfer(tx: &Transaction<'_>, key: &str, transfer: &Transfer) -> Result<Answer, AnyError> {
+async fn transfer(tx: &OpenTransaction<Transaction<'_>>, key: &str, transfer: &Transfer) -> Result<Answer, AnyError> {
     let Transfer { from, to, cents } = transfer;
     let take = "UPDATE accounts SET cents = cents - ?2 WHERE name = ?1 AND cents >= ?2 AND ?2 > 0";
     if tx.execute(take, (from, cents))? == 0 {
@@ -68,7 +69,7 @@ async fn transfers(
     let working = tokio::task::spawn_blocking(move || {
         runtime.block_on(async {
             let mut connection = Connection::open(file)?;
-            let work = async |tx: &Transaction<'_>| transfer(tx, &key, &asked).await;
+            let work = async |tx: &OpenTransaction<Transaction<'_>>| transfer(tx, &key, &asked).await;
             SqliteStore::transact(&mut connection, work).await.0
         })
     });

@@ -8,6 +8,7 @@ use std::error::Error;
 use std::process::ExitCode;
 
 use idem_examples::Claims;
+use idem_runtime::within::OpenTransaction;
 use idem_runtime::{Disposition, SqliteStore, idempotent};
 use rusqlite::{Connection, Transaction, TransactionBehavior};
 
@@ -15,7 +16,7 @@ type AnyError = Box<dyn Error + Send + Sync>;
 
 /// The handler: withdraws a payment of 25 from the account. `tx` is both the store and the database.
 #[idempotent(key = "payment:{payment}", ttl = "7d", store = SqliteStore::within(tx), scope = "pay")]
-async fn pay(tx: &Transaction<'_>, payment: u32, fails: bool) -> Result<i64, AnyError> {
+async fn pay(tx: &OpenTransaction<Transaction<'_>>, payment: u32, fails: bool) -> Result<i64, AnyError> {
     tx.execute("UPDATE accounts SET balance = balance - 25 WHERE name = 'ada'", [])?;
     if fails {
         return Err("the bank's rules refuse it".into());
@@ -38,7 +39,7 @@ async fn run(claims: &mut Claims) -> Result<(), AnyError> {
     claims.check("its message comes back", matches!(outcome.disposition(), Disposition::Retry { .. }));
 
     // The same steps by hand, in a process that dies before its commit: SQLite rolls its writes back.
-    let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+    let tx = OpenTransaction::new(connection.transaction_with_behavior(TransactionBehavior::Immediate)?);
     pay(&tx, 1, false).await?;
     drop(tx);
     claims.check("a crash before the commit changes nothing", balance(&connection)? == 100);

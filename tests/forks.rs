@@ -21,6 +21,8 @@ use idem_runtime::SqliteStore;
 use idem_runtime::clock::SystemClock;
 use idem_runtime::key::{KeyBuilder, Scope};
 use idem_runtime::store::StoreContext;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+use idem_runtime::within::OpenTransaction;
 use idem_runtime::{Error, InProgress, Key, MemoryStore, Operation, Policy, Store, StoreErrorKind};
 #[cfg(feature = "postgres")]
 use idem_tests::postgres::PostgresServer;
@@ -399,7 +401,7 @@ fn a_child_never_hangs_where_its_parent_makes_counters() {
         exporter.fork("of all transactions", || {
             let mut connection = rusqlite::Connection::open_in_memory().unwrap();
             connection.execute_batch(&SqliteStore::schema_sql("idem_records")).unwrap();
-            let transaction = connection.transaction().unwrap();
+            let transaction = OpenTransaction::new(connection.transaction().unwrap());
             let policy = Policy::new(Duration::from_secs(3600));
             let call = SqliteStore::within(&transaction).operation(Key::new("forks", "within"), policy);
             let own = Builder::new_current_thread().enable_all().build().unwrap();
@@ -410,7 +412,7 @@ fn a_child_never_hangs_where_its_parent_makes_counters() {
 
 /// One poll of a call in the transaction, which waits there for the call that has been running.
 #[cfg(feature = "postgres")]
-fn wait_for_turn(transaction: &tokio_postgres::Transaction<'_>, runtime: &tokio::runtime::Handle) {
+fn wait_for_turn(transaction: &OpenTransaction<tokio_postgres::Transaction<'_>>, runtime: &tokio::runtime::Handle) {
     let _entered = runtime.enter();
     let policy = Policy::new(Duration::from_secs(3600));
     let call = PostgresStore::within(transaction).operation(Key::new("forks", "waits"), policy);
@@ -422,13 +424,13 @@ fn wait_for_turn(transaction: &tokio_postgres::Transaction<'_>, runtime: &tokio:
 #[cfg(feature = "postgres")]
 async fn pay_twice(url: &str, key: &str) {
     let mut client = idem_tests::postgres::raw(url).await;
-    let transaction = client.transaction().await.unwrap();
+    let transaction = OpenTransaction::new(client.transaction().await.unwrap());
     for _ in 0..2 {
         let policy = Policy::new(Duration::from_secs(3600));
         let call = PostgresStore::within(&transaction).operation(Key::new("forks", key), policy);
         assert_eq!(call.run(async { Ok::<_, Error>(1) }).await.unwrap(), 1);
     }
-    transaction.commit().await.unwrap();
+    transaction.into_inner().commit().await.unwrap();
 }
 
 #[test]
@@ -438,10 +440,10 @@ fn a_child_never_hangs_in_a_transaction() {
         let server = PostgresServer::start();
         let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (url, handle) = (server.url(), runtime.handle().clone());
-        let transaction: &'static tokio_postgres::Transaction<'static> = runtime.block_on(async {
+        let transaction: &'static OpenTransaction<tokio_postgres::Transaction<'static>> = runtime.block_on(async {
             PostgresStore::options().ensure_schema().connect(&url).await.unwrap();
             let client = Box::leak(Box::new(idem_tests::postgres::raw(&url).await));
-            Box::leak(Box::new(client.transaction().await.unwrap()))
+            Box::leak(Box::new(OpenTransaction::new(client.transaction().await.unwrap())))
         });
         let (runs, run) = std::sync::mpsc::channel();
         let running = handle.clone();

@@ -19,6 +19,7 @@ use futures::future::join_all;
 use idem_runtime::codec::ResultProblem;
 use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::{Reservation, ReserveRequest};
+use idem_runtime::within::OpenTransaction;
 use idem_runtime::{
     Attempt, Codec, CodecError, Disposition, Error, InProgress, Key, MemoryStore, Mode, OnCrash, Operation, Outcome,
     Policy, PostgresStore, SqliteStore, Store, StoreErrorKind, current, idempotent, observe,
@@ -29,6 +30,9 @@ use idem_tests::postgres::{raw, shared_schema};
 use idem_tests::sqlite::{Folder, raw as sqlite};
 use rusqlite::{Connection, TransactionBehavior};
 use tokio_postgres::{Client, IsolationLevel, Transaction};
+
+type PgTx<'t> = OpenTransaction<Transaction<'t>>;
+type SqliteTx<'t> = OpenTransaction<rusqlite::Transaction<'t>>;
 
 const POLICY: Policy = Policy::new(Duration::from_secs(3600));
 
@@ -85,7 +89,7 @@ impl Bank {
     }
 
     /// Pays once for `name`, inside `tx`.
-    async fn pay(&self, tx: &Transaction<'_>, name: &str, policy: Policy) -> (Result<u32, Error>, Outcome) {
+    async fn pay(&self, tx: &PgTx<'_>, name: &str, policy: Policy) -> (Result<u32, Error>, Outcome) {
         self.run(tx, name, policy, async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
             Ok(current().unwrap().number())
@@ -95,7 +99,7 @@ impl Bank {
 
     async fn run(
         &self,
-        tx: &Transaction<'_>,
+        tx: &PgTx<'_>,
         name: &str,
         policy: Policy,
         body: impl Future<Output = Result<u32, Error>>,
@@ -107,9 +111,9 @@ impl Bank {
     /// Pays in a separate transaction, and commits.
     async fn pay_and_commit(&self, name: &str) -> (Result<u32, Error>, Outcome) {
         let mut client = self.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let paid = self.pay(&tx, name, POLICY).await;
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         paid
     }
 }
@@ -118,7 +122,7 @@ impl Bank {
 async fn payment_and_record_commit_together() {
     for bank in Bank::of_each_kind().await {
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded() && outcome.committed().recorded());
@@ -127,7 +131,7 @@ async fn payment_and_record_commit_together() {
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.replayed());
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         assert!(matches!(bank.state("a").await, Some(State::Completed(_))));
 
         let (paid, outcome) = bank.pay_and_commit("a").await;
@@ -141,9 +145,9 @@ async fn payment_and_record_commit_together() {
 async fn a_roll_back_undoes_both_and_frees_the_key() {
     for bank in Bank::of_each_kind().await {
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         bank.pay(&tx, "a", POLICY).await.0.unwrap();
-        tx.rollback().await.unwrap();
+        tx.into_inner().rollback().await.unwrap();
         assert_eq!((bank.payments().await, bank.state("a").await), (0, None));
         let (paid, outcome) = bank.pay_and_commit("a").await;
         assert_eq!(paid.unwrap(), 1, "the first attempt never was");
@@ -156,11 +160,11 @@ async fn a_roll_back_undoes_both_and_frees_the_key() {
 async fn a_connection_that_dies_takes_the_record_with_it() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     bank.pay(&tx, "a", POLICY).await.0.unwrap();
     let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
     bank.client().await.execute("SELECT pg_terminate_backend($1)", &[&pid]).await.unwrap();
-    tx.commit().await.unwrap_err();
+    tx.into_inner().commit().await.unwrap_err();
     // The server may still be ending the transaction.
     let (payment, outcome) = bank.pay_waiting("a", Duration::from_secs(60)).await;
     assert_eq!(payment.unwrap(), 1);
@@ -171,9 +175,9 @@ async fn a_connection_that_dies_takes_the_record_with_it() {
 impl Bank {
     async fn pay_waiting(&self, name: &str, limit: Duration) -> (Result<u32, Error>, Outcome) {
         let mut client = self.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let paid = self.pay(&tx, name, POLICY.in_progress(InProgress::Wait(limit))).await;
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         paid
     }
 }
@@ -200,7 +204,7 @@ impl From<Error> for Declined {
 
 impl Bank {
     /// Pays, and ends in the way of `end`.
-    async fn end(&self, tx: &Transaction<'_>, name: &str, policy: Policy, end: End) -> Result<u32, Declined> {
+    async fn end(&self, tx: &PgTx<'_>, name: &str, policy: Policy, end: End) -> Result<u32, Declined> {
         let body = async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
             match end {
@@ -224,7 +228,7 @@ impl Bank {
     }
 
     /// Makes a call that is dropped in its body.
-    async fn drop_in_body(&self, tx: &Transaction<'_>, name: &str, policy: Policy) {
+    async fn drop_in_body(&self, tx: &PgTx<'_>, name: &str, policy: Policy) {
         let mut call = Box::pin(self.end(tx, name, policy, End::Hang));
         self.hangs.set(false);
         while !self.hangs.get() {
@@ -241,13 +245,13 @@ async fn an_error_that_is_swallowed_leaves_nothing_of_its_body() {
             let bank = Bank::open().await;
             let policy = POLICY.on_crash(on_crash);
             let mut client = bank.client().await;
-            let tx = client.transaction().await.unwrap();
+            let tx = OpenTransaction::new(client.transaction().await.unwrap());
             tx.execute("INSERT INTO payments VALUES ('before')", &[]).await.unwrap();
             for _ in 0..2 {
                 bank.end(&tx, "a", policy, end).await.unwrap_err();
             }
             tx.execute("INSERT INTO payments VALUES ('after')", &[]).await.unwrap();
-            tx.commit().await.unwrap();
+            tx.into_inner().commit().await.unwrap();
             assert_eq!(bank.names().await, ["after", "before"], "{end:?}, {on_crash:?}");
             assert_eq!(bank.state("a").await, Some(State::Released), "an attempt without a result");
             let (paid, outcome) = bank.pay_and_commit("a").await;
@@ -270,14 +274,14 @@ async fn an_error_that_is_recorded_keeps_its_record_and_nothing_else() {
         let bank = Bank { records_errors: true, ..Bank::open().await };
         let policy = POLICY.on_crash(on_crash);
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let declined = Declined("too poor".into());
         assert_eq!(bank.end(&tx, "a", policy, End::Fail).await.unwrap_err(), declined);
         assert_eq!(bank.end(&tx, "a", policy, End::Succeed).await.unwrap_err(), declined, "replayed already");
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         assert_eq!(bank.payments().await, 0);
         assert!(matches!(bank.state("a").await, Some(State::Failed(_))));
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         assert_eq!(bank.end(&tx, "a", policy, End::Succeed).await.unwrap_err(), declined);
     }
 }
@@ -291,7 +295,7 @@ async fn a_call_that_is_dropped_or_panics_is_undone() {
         let bank = Bank::open().await;
         let policy = POLICY.on_crash(on_crash).lease(lease);
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         tx.execute("INSERT INTO payments VALUES ('before')", &[]).await.unwrap();
         if panics {
             let call = AssertUnwindSafe(bank.end(&tx, "a", policy, End::Panic)).catch_unwind();
@@ -300,7 +304,7 @@ async fn a_call_that_is_dropped_or_panics_is_undone() {
             bank.drop_in_body(&tx, "a", policy).await;
         }
         assert!(bank.pay(&tx, "b", POLICY).await.1.executed(), "the transaction goes on");
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         assert_eq!(bank.names().await, ["b", "before"], "{on_crash:?}, panics: {panics}");
         if on_crash == OnCrash::Retry {
             assert_eq!(bank.state("a").await, None, "as if it had never been");
@@ -308,7 +312,7 @@ async fn a_call_that_is_dropped_or_panics_is_undone() {
         } else {
             assert!(matches!(bank.state("a").await, Some(State::Pending { .. })));
             tokio::time::sleep(lease).await;
-            let tx = client.transaction().await.unwrap();
+            let tx = OpenTransaction::new(client.transaction().await.unwrap());
             let (paid, _) = bank.pay(&tx, "a", policy).await;
             assert!(matches!(paid, Err(Error::Interrupted { attempt: 1, .. })), "{paid:?}");
         }
@@ -332,7 +336,7 @@ async fn a_call_can_be_dropped_at_every_await() {
         // Drop the call at each of its awaits, in a transaction of its own.
         for round in 0.. {
             let name = format!("{name} {round}");
-            let tx = client.transaction().await.unwrap();
+            let tx = OpenTransaction::new(client.transaction().await.unwrap());
             let is_over = dropped_after(polls, bank.end(&tx, &name, policy, end), async || {
                 // Wait until the server has answered every request of the last poll.
                 tx.batch_execute("SELECT 1").await.unwrap_or_default();
@@ -340,7 +344,7 @@ async fn a_call_can_be_dropped_at_every_await() {
             })
             .await;
             tx.execute("INSERT INTO payments VALUES ($1)", &[&format!("after {name}")]).await.unwrap();
-            tx.commit().await.unwrap();
+            tx.into_inner().commit().await.unwrap();
             // The transaction goes on, and holds the payment only together with its record.
             let (state, names) = (bank.state(&name).await, bank.names().await);
             assert!(names.contains(&format!("after {name}")), "{name}: the transaction goes on");
@@ -370,7 +374,7 @@ async fn nested_calls_are_undone_with_the_call_they_are_made_in() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     for outer_fails in [false, true] {
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let outer = async {
             tx.execute("INSERT INTO payments VALUES ('outer')", &[]).await.unwrap();
             Box::pin(bank.end(&tx, "failed", POLICY, End::FailInSql)).await.unwrap_err();
@@ -380,14 +384,14 @@ async fn nested_calls_are_undone_with_the_call_they_are_made_in() {
         let (result, _) = bank.run(&tx, "outer", POLICY, outer).await;
         assert_eq!(result.is_err(), outer_fails);
         if outer_fails {
-            tx.commit().await.unwrap();
+            tx.into_inner().commit().await.unwrap();
             assert_eq!(bank.names().await, Vec::<String>::new());
             assert_eq!((bank.state("inner").await, bank.state("failed").await), (None, None));
             assert_eq!(bank.state("outer").await, Some(State::Released));
         } else {
             let names = tx.query("SELECT name FROM payments ORDER BY name", &[]).await.unwrap();
             assert_eq!(names.iter().map(|row| row.get(0)).collect::<Vec<String>>(), ["inner", "outer"]);
-            tx.rollback().await.unwrap();
+            tx.into_inner().rollback().await.unwrap();
         }
     }
 }
@@ -396,7 +400,7 @@ async fn nested_calls_are_undone_with_the_call_they_are_made_in() {
 async fn calls_in_one_transaction_take_turns() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let slow = |name: &'static str, end: End| {
         let (bank, tx) = (&bank, &tx);
         async move {
@@ -423,7 +427,7 @@ async fn calls_in_one_transaction_take_turns() {
         drop(second);
         assert!(first.await);
     }
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     assert_eq!(bank.names().await, ["b", "d", "e"]);
     for (name, ended) in [("a", false), ("b", true), ("c", false), ("d", true)] {
         assert_eq!(matches!(bank.state(name).await, Some(State::Completed(_))), ended, "{name}");
@@ -434,9 +438,9 @@ async fn calls_in_one_transaction_take_turns() {
 async fn a_shadow_undoes_nothing() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     bank.end(&tx, "a", POLICY.mode(Mode::Shadow), End::Fail).await.unwrap_err();
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     assert_eq!((bank.names().await, bank.state("a").await), (vec!["a".to_owned()], Some(State::Released)));
 }
 
@@ -445,7 +449,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
     for bank in Bank::of_each_kind().await {
         let lease = Duration::from_millis(300);
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let begun: SystemTime = tx.query_one("SELECT now()", &[]).await.unwrap().get(0);
         let died = ReserveRequest::new(key("a"), bank.store.context().new_owner(), lease, Duration::from_secs(3600));
         assert!(matches!(bank.store.reserve(&died).await, Ok(Reservation::Granted { .. })));
@@ -453,7 +457,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 2);
         assert!(outcome.took_over());
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         // The retention counts from the completion, not from the start of the transaction.
         let client = bank.client().await;
         let expires: SystemTime = client.query_one("SELECT expires_at FROM records", &[]).await.unwrap().get(0);
@@ -465,7 +469,10 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
 async fn a_duplicate_gets_a_short_pause() {
     let bank = Bank::open().await;
     let (mut first, mut second) = (bank.client().await, bank.client().await);
-    let (tx, other) = (first.transaction().await.unwrap(), second.transaction().await.unwrap());
+    let (tx, other) = (
+        OpenTransaction::new(first.transaction().await.unwrap()),
+        OpenTransaction::new(second.transaction().await.unwrap()),
+    );
     bank.pay(&tx, "a", POLICY).await.0.unwrap();
     let (refused, outcome) = bank.pay(&other, "a", POLICY).await;
     assert!(matches!(refused, Err(Error::InProgress { .. })), "{refused:?}");
@@ -479,13 +486,13 @@ async fn a_duplicate_gets_a_short_pause() {
 async fn the_pauses_of_duplicates_of_an_open_transaction_grow() {
     let bank = Bank::open().await;
     let mut first = bank.client().await;
-    let tx = first.transaction().await.unwrap();
+    let tx = OpenTransaction::new(first.transaction().await.unwrap());
     bank.pay(&tx, "of an open one", POLICY).await.0.unwrap();
     let mut pauses = Vec::new();
     for n in 0..6 {
         let refused = if n % 2 == 0 {
             let mut client = bank.client().await;
-            let other = client.transaction().await.unwrap();
+            let other = OpenTransaction::new(client.transaction().await.unwrap());
             bank.pay(&other, "of an open one", POLICY).await.0
         } else {
             let operation = idem_runtime::Operation::new(&bank.store, Ok(key("of an open one")), POLICY);
@@ -505,16 +512,16 @@ async fn a_call_waits_for_no_locked_record() {
         bank.pay_and_commit("a").await.0.unwrap();
         assert_eq!(bank.store.reopen(&key("a"), 1).await.unwrap(), idem_runtime::store::Verdict::Applied);
         let mut holder = bank.client().await;
-        let holding = holder.transaction().await.unwrap();
+        let holding = OpenTransaction::new(holder.transaction().await.unwrap());
         holding.execute("SELECT FROM records FOR UPDATE", &[]).await.unwrap();
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let (refused, _) = bank.pay(&tx, "a", POLICY).await;
         match refused {
             Err(Error::Store { source, .. }) => assert_eq!(source.kind(), StoreErrorKind::Aborted),
             other => panic!("{other:?}"),
         }
-        holding.rollback().await.unwrap();
+        holding.into_inner().rollback().await.unwrap();
         assert_eq!(bank.pay(&tx, "a", POLICY).await.0.unwrap(), 2, "the transaction goes on");
     }
 }
@@ -534,14 +541,14 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
         .unwrap();
     let policy = POLICY.max_result_bytes(usize::MAX);
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let operation = PostgresStore::within(&tx).schema(&bank.schema).operation(Ok(key("a")), policy);
     let body = async {
         tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
         Ok::<_, Error>("x".repeat(2_000_000))
     };
     let (result, outcome) = observe(operation.run(body)).await;
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     let outcome = outcome.committed();
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     assert_eq!(bank.payments().await, 1);
@@ -558,14 +565,14 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
 async fn a_record_made_in_a_transaction_names_its_holder() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let within = PostgresStore::within(&tx).schema(&bank.schema);
     let nameless = within.operation(Ok(key("nameless")), POLICY).run(async { Ok::<_, Error>(1) });
     nameless.await.unwrap();
     let named = PostgresStore::within(&tx).schema(&bank.schema).holder("billing");
     let named = named.operation(Ok(key("named")), POLICY).run(async { Ok::<_, Error>(1) });
     observe(named).traceparent(TRACE.parse().ok()).await.0.unwrap();
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     for (name, holder) in [("nameless", None), ("named", Some("billing"))] {
         tells(&bank.store, name, holder).await;
     }
@@ -598,7 +605,7 @@ async fn child_keys_are_those_of_the_store_with_that_namespace() {
         keys.push(operation.run(child()).await.unwrap());
     }
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     for namespace in ["", "shop"] {
         let within = PostgresStore::within(&tx).schema(&bank.schema).namespace(namespace);
         let operation = within.operation(Ok(key("a")), POLICY.mode(Mode::Shadow));
@@ -612,17 +619,17 @@ async fn child_keys_are_those_of_the_store_with_that_namespace() {
 async fn a_concurrent_duplicate_is_rejected_immediately() {
     for bank in Bank::of_each_kind().await {
         let (mut first, mut second) = (bank.client().await, bank.client().await);
-        let tx = first.transaction().await.unwrap();
+        let tx = OpenTransaction::new(first.transaction().await.unwrap());
         bank.pay(&tx, "a", POLICY).await.0.unwrap();
 
-        let other = second.transaction().await.unwrap();
+        let other = OpenTransaction::new(second.transaction().await.unwrap());
         let (refused, outcome) = bank.pay(&other, "a", POLICY).await;
         assert!(matches!(refused, Err(Error::InProgress { attempt: 1, .. })), "{refused:?}");
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
         // The other transaction is still usable, also for another key.
         assert!(bank.pay(&other, "b", POLICY).await.1.executed());
-        other.commit().await.unwrap();
-        tx.rollback().await.unwrap();
+        other.into_inner().commit().await.unwrap();
+        tx.into_inner().rollback().await.unwrap();
         assert_eq!(bank.payments().await, 1);
         assert!(bank.pay_and_commit("a").await.1.executed(), "free again");
     }
@@ -634,10 +641,10 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
     for commits in [true, false] {
         let name = if commits { "commits" } else { "rolls back" };
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         bank.pay(&tx, name, POLICY).await.0.unwrap();
         let mut second = bank.client().await;
-        let other = second.transaction().await.unwrap();
+        let other = OpenTransaction::new(second.transaction().await.unwrap());
         other.batch_execute("SET LOCAL lock_timeout = '7s'").await.unwrap();
         let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
         let waiter: i32 = other.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
@@ -650,16 +657,16 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         if commits {
-            tx.commit().await.unwrap();
+            tx.into_inner().commit().await.unwrap();
         } else {
-            tx.rollback().await.unwrap();
+            tx.into_inner().rollback().await.unwrap();
         }
         let (paid, outcome) = waiting.await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.waited());
         let timeout: String = other.query_one("SHOW lock_timeout", &[]).await.unwrap().get(0);
         assert_eq!(timeout, "7s", "the transaction is as it was");
-        other.commit().await.unwrap();
+        other.into_inner().commit().await.unwrap();
         assert_eq!((outcome.replayed(), outcome.executed()), (commits, !commits));
     }
     assert_eq!(bank.payments().await, 2);
@@ -669,20 +676,20 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
 async fn a_wait_is_bounded_and_leaves_the_transaction_as_it_was() {
     let bank = Bank::open().await;
     let (mut first, mut second) = (bank.client().await, bank.client().await);
-    let tx = first.transaction().await.unwrap();
+    let tx = OpenTransaction::new(first.transaction().await.unwrap());
     bank.pay(&tx, "a", POLICY).await.0.unwrap();
-    let other = second.transaction().await.unwrap();
+    let other = OpenTransaction::new(second.transaction().await.unwrap());
     other.batch_execute("SET LOCAL lock_timeout = '7s'").await.unwrap();
     let timeout = async || other.query_one("SHOW lock_timeout", &[]).await.unwrap().get::<_, String>(0);
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_millis(50)));
     let (refused, outcome) = bank.pay(&other, "a", wait).await;
     assert!(matches!(refused, Err(Error::InProgress { .. })) && outcome.waited(), "{refused:?}");
     assert_eq!(timeout().await, "7s");
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     let (paid, _) = bank.pay(&other, "a", wait).await;
     assert_eq!(paid.unwrap(), 1);
     assert_eq!(timeout().await, "7s");
-    other.commit().await.unwrap();
+    other.into_inner().commit().await.unwrap();
 }
 
 #[tokio::test]
@@ -690,7 +697,10 @@ async fn two_replays_at_the_same_time_need_not_wait_for_each_other() {
     let bank = Bank::open().await;
     bank.pay_and_commit("a").await.0.unwrap();
     let (mut first, mut second) = (bank.client().await, bank.client().await);
-    let (tx, other) = (first.transaction().await.unwrap(), second.transaction().await.unwrap());
+    let (tx, other) = (
+        OpenTransaction::new(first.transaction().await.unwrap()),
+        OpenTransaction::new(second.transaction().await.unwrap()),
+    );
     for tx in [&tx, &other] {
         let (paid, outcome) = bank.pay(tx, "a", POLICY).await;
         assert!(paid.is_ok() && outcome.replayed(), "{paid:?}");
@@ -737,7 +747,7 @@ async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output 
 async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
     for bank in Bank::of_each_kind().await {
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         bank.pay(&tx, "0", POLICY).await.0.unwrap();
         let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
         // The key of the open transaction and 63 others, in the same batches.
@@ -772,7 +782,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
         })
         .await;
         // After the commit the key is replayed.
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         assert!(matches!(bank.state("0").await, Some(State::Completed(_))));
         for (n, result) in all().await {
             assert_eq!(result.unwrap(), if n == 0 { 1 } else { 7 });
@@ -784,7 +794,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
 async fn fingerprints_are_compared_in_a_transaction() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     for (amount, is_same) in [(1, true), (1, true), (2, false)] {
         let operation = PostgresStore::within(&tx).schema(&bank.schema).operation(Ok(key("a")), POLICY);
         let operation = operation.fingerprint(&amount);
@@ -801,7 +811,7 @@ async fn fingerprints_are_compared_in_a_transaction() {
 async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_else() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let body = async {
         tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
         tx.execute("INSERT INTO nowhere VALUES (1)", &[]).await.unwrap_err();
@@ -815,7 +825,7 @@ async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_el
     }
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }) && !outcome.recorded());
     bank.pay(&tx, "b", POLICY).await.0.unwrap();
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     assert_eq!((bank.names().await, bank.state("a").await), (vec!["b".to_owned()], None));
 }
 
@@ -823,7 +833,7 @@ async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_el
 async fn in_a_transaction_that_can_not_go_on_nothing_is_done() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     tx.execute("INSERT INTO nowhere VALUES (1)", &[]).await.unwrap_err();
     for _ in 0..2 {
         let (result, _) = bank.pay(&tx, "b", POLICY).await;
@@ -832,7 +842,7 @@ async fn in_a_transaction_that_can_not_go_on_nothing_is_done() {
             other => panic!("{other:?}"),
         }
     }
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     assert_eq!((bank.payments().await, bank.state("b").await), (0, None));
 }
 
@@ -840,7 +850,9 @@ async fn in_a_transaction_that_can_not_go_on_nothing_is_done() {
 async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.build_transaction().isolation_level(IsolationLevel::Serializable).start().await.unwrap();
+    let tx = OpenTransaction::new(
+        client.build_transaction().isolation_level(IsolationLevel::Serializable).start().await.unwrap(),
+    );
     // From here on the transaction sees the present state, and no later one.
     tx.query("SELECT count(*) FROM payments", &[]).await.unwrap();
     bank.pay_and_commit("a").await.0.unwrap();
@@ -857,7 +869,7 @@ async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() 
 async fn a_table_that_is_not_there_is_said_to_be_so() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let operation = PostgresStore::within(&tx).schema("nowhere").operation(Ok(key("a")), POLICY);
     let result = operation.run(async { Ok::<u32, Error>(7) }).await;
     match result {
@@ -870,7 +882,7 @@ async fn a_table_that_is_not_there_is_said_to_be_so() {
 async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
-    let tx = client.transaction().await.unwrap();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let mut kept: Option<Attempt> = None;
     let (result, _) = bank
         .run(&tx, "outer", POLICY, async {
@@ -887,7 +899,7 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
         })
         .await;
     assert_eq!(result.unwrap(), 1);
-    tx.commit().await.unwrap();
+    tx.into_inner().commit().await.unwrap();
     let kept = kept.unwrap();
     assert!(matches!(kept.confirm_lease().await, Err(Error::LeaseLost { .. })), "the call is over");
     assert_eq!(bank.payments().await, 1);
@@ -895,7 +907,7 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
 
 /// Handler with the attribute, whose future can be spawned.
 #[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = shared("pay"), fingerprint = (name, 7))]
-async fn pay(tx: &Transaction<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
+async fn pay(tx: &PgTx<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
     tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await?;
     tokio::task::yield_now().await;
     Ok(7)
@@ -907,9 +919,9 @@ async fn the_attribute_takes_a_transaction_for_a_store() {
     for replayed in [false, true] {
         let (mut client, schema) = (bank.client().await, bank.schema.clone());
         let call = tokio::spawn(async move {
-            let tx = client.transaction().await.unwrap();
+            let tx = OpenTransaction::new(client.transaction().await.unwrap());
             let (result, outcome) = observe(pay(&tx, &schema, "a")).await;
-            tx.commit().await.unwrap();
+            tx.into_inner().commit().await.unwrap();
             (result.unwrap(), outcome.replayed())
         });
         assert_eq!(call.await.unwrap(), (7, replayed));
@@ -931,11 +943,11 @@ async fn an_outcome_is_pending_until_its_transaction_is_committed() {
     let bank = Bank::open().await;
     for replayed in [false, true] {
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let (_, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!((outcome.is_pending_commit(), outcome.replayed()), (!replayed, replayed), "a replay is committed");
         assert_eq!(is_retry(&outcome), !replayed, "{outcome:?}");
-        tx.commit().await.unwrap();
+        tx.into_inner().commit().await.unwrap();
         let outcome = outcome.committed();
         assert!(!outcome.is_pending_commit());
         assert_eq!(outcome.disposition(), Disposition::Ack);
@@ -959,19 +971,19 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         // By hand: the delivery fails because its commit does.
         let mut client = bank.client().await;
         let (result, outcome) = observe(async {
-            let tx = client.transaction().await?;
+            let tx = OpenTransaction::new(client.transaction().await?);
             bank.pay(&tx, "a", POLICY).await.0?;
             if kills {
                 kill(&bank, &tx).await;
             }
-            tx.commit().await?;
+            tx.into_inner().commit().await?;
             Ok::<_, AnyError>(())
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
         // Until the commit, the outcome of the call is a retry.
         let mut client = bank.client().await;
-        let tx = client.transaction().await.unwrap();
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let (paid, outcome) = bank.pay_waiting_in(&tx, "a").await;
         assert!(paid.is_ok() && is_retry(&outcome), "{paid:?}, {outcome:?}");
         drop(tx);
@@ -993,7 +1005,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
 }
 
 /// Ends the connection of a transaction.
-async fn kill(bank: &Bank, tx: &Transaction<'_>) {
+async fn kill(bank: &Bank, tx: &PgTx<'_>) {
     let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
     let other = bank.client().await;
     other.execute("SELECT pg_terminate_backend($1, 10000)", &[&pid]).await.unwrap();
@@ -1001,7 +1013,7 @@ async fn kill(bank: &Bank, tx: &Transaction<'_>) {
 
 impl Bank {
     /// Pays in `tx`, once the server has ended the transaction that holds the key.
-    async fn pay_waiting_in(&self, tx: &Transaction<'_>, name: &str) -> (Result<u32, Error>, Outcome) {
+    async fn pay_waiting_in(&self, tx: &PgTx<'_>, name: &str) -> (Result<u32, Error>, Outcome) {
         self.pay(tx, name, POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)))).await
     }
 }
@@ -1122,10 +1134,12 @@ async fn a_transaction_that_conflicts_with_another_is_retried() {
             let paid = bank.pay(tx, &name, POLICY).await.0?;
             if always || tries.get() == 1 {
                 let mut other = bank.client().await;
-                let meanwhile = other.build_transaction().isolation_level(IsolationLevel::Serializable).start().await?;
+                let meanwhile = OpenTransaction::new(
+                    other.build_transaction().isolation_level(IsolationLevel::Serializable).start().await?,
+                );
                 meanwhile.query("SELECT count(*) FROM payments", &[]).await?;
                 meanwhile.execute("INSERT INTO payments VALUES ('meanwhile')", &[]).await?;
-                meanwhile.commit().await?;
+                meanwhile.into_inner().commit().await?;
             }
             Ok::<_, AnyError>(paid)
         })
@@ -1145,7 +1159,7 @@ async fn a_transaction_of_the_library_that_is_dropped_is_rolled_back() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     {
-        let work = async |tx: &Transaction<'_>| bank.end(tx, "a", POLICY, End::Hang).await.map_err(|it| it.0.into());
+        let work = async |tx: &PgTx<'_>| bank.end(tx, "a", POLICY, End::Hang).await.map_err(|it| it.0.into());
         let mut delivery = Box::pin(PostgresStore::transact::<u32, AnyError, _>(&mut client, work));
         while !bank.hangs.get() {
             assert!(poll_once(delivery.as_mut()).await.is_pending());
@@ -1160,7 +1174,7 @@ async fn a_transaction_of_the_library_that_is_dropped_is_rolled_back() {
 
 // ---- PostgreSQL through sqlx -----------------------------------------------------------------------------------------
 
-type SqlxTransaction<'c> = tokio::sync::Mutex<sqlx::Transaction<'c, sqlx::Postgres>>;
+type SqlxTransaction<'c> = OpenTransaction<sqlx::Transaction<'c, sqlx::Postgres>>;
 
 #[idempotent(
     key = "{name}",
@@ -1436,7 +1450,7 @@ impl Till {
     }
 }
 
-async fn sell(tx: &rusqlite::Transaction<'_>, name: &str, policy: Policy) -> (Result<u32, Error>, Outcome) {
+async fn sell(tx: &SqliteTx<'_>, name: &str, policy: Policy) -> (Result<u32, Error>, Outcome) {
     let operation = SqliteStore::within(tx).operation(Ok(key(name)), policy);
     let body = async {
         tx.execute("INSERT INTO payments VALUES (?1)", [name]).unwrap();
@@ -1445,8 +1459,8 @@ async fn sell(tx: &rusqlite::Transaction<'_>, name: &str, policy: Policy) -> (Re
     observe(operation.run(body)).await
 }
 
-fn begin(connection: &mut Connection) -> rusqlite::Transaction<'_> {
-    connection.transaction_with_behavior(TransactionBehavior::Immediate).unwrap()
+fn begin(connection: &mut Connection) -> OpenTransaction<rusqlite::Transaction<'_>> {
+    OpenTransaction::new(connection.transaction_with_behavior(TransactionBehavior::Immediate).unwrap())
 }
 
 #[tokio::test]
@@ -1462,13 +1476,13 @@ async fn in_sqlite_payment_and_record_commit_together_or_not_at_all() {
     let tx = begin(&mut connection);
     assert_eq!(sell(&tx, "a", POLICY).await.0.unwrap(), 1);
     assert_eq!(till.payments(), 0, "nobody sees it yet");
-    tx.commit().unwrap();
+    tx.into_inner().commit().unwrap();
     assert!(matches!(till.state("a").await, Some(State::Completed(_))));
     let tx = begin(&mut connection);
     let (paid, outcome) = sell(&tx, "a", POLICY).await;
     assert_eq!(paid.unwrap(), 1);
     assert!(outcome.replayed());
-    tx.commit().unwrap();
+    tx.into_inner().commit().unwrap();
     assert_eq!(till.payments(), 1);
 }
 
@@ -1482,7 +1496,7 @@ async fn in_sqlite_a_duplicate_in_another_transaction_never_pays_again() {
     let tx = begin(&mut first);
     sell(&tx, "a", POLICY).await.0.unwrap();
     // This transaction did not begin as a writing one, so its first write is refused.
-    let other = second.transaction().unwrap();
+    let other = OpenTransaction::new(second.transaction().unwrap());
     let (refused, outcome) = sell(&other, "a", POLICY).await;
     match refused {
         Err(Error::Store { source, .. }) => assert_eq!(source.kind(), StoreErrorKind::Aborted, "{source}"),
@@ -1490,8 +1504,8 @@ async fn in_sqlite_a_duplicate_in_another_transaction_never_pays_again() {
     }
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     drop(other);
-    tx.commit().unwrap();
-    let other = second.transaction().unwrap();
+    tx.into_inner().commit().unwrap();
+    let other = OpenTransaction::new(second.transaction().unwrap());
     assert!(sell(&other, "a", POLICY).await.1.replayed());
     drop(other);
     assert_eq!(till.payments(), 1);
@@ -1519,7 +1533,7 @@ async fn in_sqlite_the_store_and_transactions_share_records() {
     let (refused, outcome) = sell(&tx, "a", wait).await;
     assert!(matches!(refused, Err(Error::InProgress { .. })) && outcome.waited());
     assert!(sell(&tx, "b", POLICY).await.1.executed());
-    tx.commit().unwrap();
+    tx.into_inner().commit().unwrap();
     assert!(matches!(till.state("b").await, Some(State::Completed(_))));
 }
 
@@ -1531,7 +1545,7 @@ async fn in_sqlite_a_record_made_in_a_transaction_names_its_holder() {
     SqliteStore::within(&tx).operation(Ok(key("nameless")), POLICY).run(async { Ok::<_, Error>(1) }).await.unwrap();
     let named = SqliteStore::within(&tx).holder("billing").operation(Ok(key("named")), POLICY);
     observe(named.run(async { Ok::<_, Error>(1) })).traceparent(TRACE.parse().ok()).await.0.unwrap();
-    tx.commit().unwrap();
+    tx.into_inner().commit().unwrap();
     let store = SqliteStore::open(shop.folder.file()).await.unwrap();
     for (name, holder) in [("nameless", None), ("named", Some("billing"))] {
         tells(&store, name, holder).await;
@@ -1615,7 +1629,7 @@ impl Codec for Huge {
 }
 
 async fn sell_and_end(
-    tx: &rusqlite::Transaction<'_>,
+    tx: &SqliteTx<'_>,
     name: &str,
     policy: Policy,
     end: End,
@@ -1674,7 +1688,7 @@ async fn in_sqlite_a_call_that_does_not_complete_is_undone() {
                 _ => drop(sell_and_end(&tx, "a", policy, end, recorded).await.unwrap_err()),
             }
             sell_and_end(&tx, "b", POLICY, End::Succeed, false).await.unwrap();
-            tx.commit().unwrap();
+            tx.into_inner().commit().unwrap();
             assert_eq!(till.names(), ["b", "before"], "{on_crash:?}, {end:?}");
             let state = till.state("a").await;
             match (end, on_crash) {
@@ -1688,7 +1702,7 @@ async fn in_sqlite_a_call_that_does_not_complete_is_undone() {
 }
 
 #[idempotent(key = "{name}", ttl = "1h", store = SqliteStore::within(tx), scope = shared("pay"))]
-async fn sell_by_attribute(tx: &rusqlite::Transaction<'_>, name: &str) -> Result<u32, AnyError> {
+async fn sell_by_attribute(tx: &SqliteTx<'_>, name: &str) -> Result<u32, AnyError> {
     tx.execute("INSERT INTO payments VALUES (?1)", [name])?;
     Ok(7)
 }
@@ -1821,7 +1835,7 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
     assert_eq!(till.names(), ["a"]);
     // An error of the body is still recorded.
     let (_, outcome) = observe(async {
-        let failing = async |tx: &rusqlite::Transaction<'_>| {
+        let failing = async |tx: &SqliteTx<'_>| {
             sell_and_end(tx, "c", POLICY, End::Fail, true).await.map_err(|declined| AnyError::from(declined.0))
         };
         SqliteStore::transact(&mut connection, failing).await.0
@@ -1938,7 +1952,7 @@ impl Driver {
         match self {
             Self::TokioPostgres(bank) => {
                 let mut client = bank.client().await;
-                let work = async |tx: &Transaction<'_>| after(bank.end(tx, &self.payee(), policy, end).await);
+                let work = async |tx: &PgTx<'_>| after(bank.end(tx, &self.payee(), policy, end).await);
                 PostgresStore::transact(&mut client, work).delivery(delivery).catch_panics().await
             }
             Self::Sqlx(bank, pool) => {
@@ -1948,9 +1962,7 @@ impl Driver {
             }
             Self::Rusqlite(till) => {
                 let mut connection = till.connection();
-                let work = async |tx: &rusqlite::Transaction<'_>| {
-                    after(sell_and_end(tx, &self.payee(), policy, end, false).await)
-                };
+                let work = async |tx: &SqliteTx<'_>| after(sell_and_end(tx, &self.payee(), policy, end, false).await);
                 SqliteStore::transact(&mut connection, work).delivery(delivery).catch_panics().await
             }
         }
@@ -1962,9 +1974,9 @@ impl Driver {
             Self::TokioPostgres(bank) => {
                 observe(async {
                     let mut client = bank.client().await;
-                    let tx = client.transaction().await?;
+                    let tx = OpenTransaction::new(client.transaction().await?);
                     let paid = bank.end(&tx, &self.payee(), policy, end).await.map_err(|it| it.0)?;
-                    tx.commit().await?;
+                    tx.into_inner().commit().await?;
                     Ok(paid)
                 })
                 .await
@@ -1987,7 +1999,7 @@ impl Driver {
                     let mut connection = till.connection();
                     let tx = begin(&mut connection);
                     let paid = sell_and_end(&tx, &self.payee(), policy, end, false).await.map_err(|it| it.0)?;
-                    tx.commit()?;
+                    tx.into_inner().commit()?;
                     Ok(paid)
                 })
                 .await
@@ -2088,7 +2100,7 @@ async fn duplicates_of_open_transactions_on_their_last_delivery_leave_room_for_o
     const WAITERS: usize = 4;
     let bank = Bank::open().await;
     let mut holder = bank.client().await;
-    let holding = holder.transaction().await.unwrap();
+    let holding = OpenTransaction::new(holder.transaction().await.unwrap());
     let names: Vec<_> = (0..SLOTS).map(|at| format!("held {at}")).collect();
     for name in &names {
         bank.pay(&holding, name, POLICY).await.0.unwrap();
@@ -2096,9 +2108,9 @@ async fn duplicates_of_open_transactions_on_their_last_delivery_leave_room_for_o
     let duplicates = names.iter().map(|name| {
         let delivery = async {
             let mut client = bank.client().await;
-            let tx = client.transaction().await.unwrap();
+            let tx = OpenTransaction::new(client.transaction().await.unwrap());
             let paid = bank.pay(&tx, name, POLICY).await.0;
-            tx.commit().await.unwrap();
+            tx.into_inner().commit().await.unwrap();
             paid
         };
         Box::pin(observe(delivery).delivery(5).delivery_limit(5))
@@ -2108,7 +2120,7 @@ async fn duplicates_of_open_transactions_on_their_last_delivery_leave_room_for_o
         let (_, outcome) = futures::StreamExt::next(&mut waiting).await.expect("one that does not wait");
         assert!(!outcome.waited() && outcome.disposition() == Disposition::DeadLetter, "{outcome:?}");
     }
-    holding.commit().await.unwrap();
+    holding.into_inner().commit().await.unwrap();
     for _ in 0..WAITERS {
         let (paid, outcome) = futures::StreamExt::next(&mut waiting).await.expect("one that waits");
         assert!(paid.is_ok() && outcome.replayed() && outcome.waited(), "{outcome:?}");
@@ -2136,7 +2148,7 @@ async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_
     let beats = async |_| Ok::<_, Error>(());
     // Every option of an observed delivery, inside of another observation.
     let (paid, outcome) = observe(async {
-        let work = async |tx: &Transaction<'_>| Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?);
+        let work = async |tx: &PgTx<'_>| Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?);
         let (paid, inner) = PostgresStore::transact(&mut client, work)
             .delivery(2)
             .delivery_limit(5)
@@ -2154,9 +2166,8 @@ async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_
     for cut_off in [false, true] {
         let end = if cut_off { End::Hang } else { End::Fail };
         let (result, outcome) = observe(async {
-            let work = async |tx: &Transaction<'_>| {
-                Ok::<_, AnyError>(bank.end(tx, "b", POLICY, end).await.map_err(|it| it.0)?)
-            };
+            let work =
+                async |tx: &PgTx<'_>| Ok::<_, AnyError>(bank.end(tx, "b", POLICY, end).await.map_err(|it| it.0)?);
             let mut delivery = Box::pin(PostgresStore::transact(&mut client, work));
             while cut_off && !bank.hangs.get() {
                 assert!(poll_once(delivery.as_mut()).await.is_pending());

@@ -455,9 +455,9 @@ impl<T, E: From<Error>, R: Recorder<T, E>> ProtectedCall<Operation, T, E, R> {
 }
 
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-impl<C, T, E, R> ProtectedCall<Operation<RecordValues<Json>, crate::within::InTransaction<C>>, T, E, R>
+impl<C, T, E, R> ProtectedCall<Operation<RecordValues<Json>, crate::within::InTransaction<'_, C>>, T, E, R>
 where
-    C: crate::within::Transaction,
+    C: crate::within::TransactionStore,
     E: From<Error>,
     R: Recorder<T, E>,
 {

@@ -353,7 +353,7 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
 fn a_call_in_a_transaction_beats_although_nothing_is_renewed() {
     on_threads(|| async {
         let mut connection = rusqlite::Connection::open_in_memory().unwrap();
-        let tx = connection.transaction().unwrap();
+        let tx = idem_runtime::within::OpenTransaction::new(connection.transaction().unwrap());
         let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
         let body = async {
             for _ in 0..3 {

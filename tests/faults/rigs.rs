@@ -498,6 +498,7 @@ impl Postgres {
         let (begins, begun) = oneshot::channel();
         let call = tokio::spawn(async move {
             let tx = raw.transaction().await.expect("begins");
+            let tx = idem_runtime::within::OpenTransaction::new(tx);
             let policy = Policy::new(Duration::from_secs(3600));
             let operation = PostgresStore::within(&tx).operation(Ok(race::key(0)), policy);
             let body = async {

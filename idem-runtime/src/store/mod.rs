@@ -10,6 +10,8 @@ mod health;
 mod listing;
 pub(crate) mod operator;
 mod outage;
+#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) mod transaction;
 mod watch;
 
 use std::fmt;

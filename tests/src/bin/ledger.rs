@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use idem_runtime::within::OpenTransaction;
 use idem_runtime::{Disposition, Error, PostgresStore, SqliteStore, current, idempotent, observe};
 
 #[idempotent(
@@ -15,7 +16,11 @@ use idem_runtime::{Disposition, Error, PostgresStore, SqliteStore, current, idem
     scope = shared("race"),
     in_progress = wait("2s")
 )]
-async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, schema: &str, n: usize) -> Result<u32, Error> {
+async fn in_postgres(
+    tx: &OpenTransaction<tokio_postgres::Transaction<'_>>,
+    schema: &str,
+    n: usize,
+) -> Result<u32, Error> {
     let attempt = current().expect("inside").number();
     let effect = i32::try_from(n).expect("a few");
     tx.execute("INSERT INTO effects (n) VALUES ($1)", &[&effect]).await.expect("inserts");
@@ -23,7 +28,7 @@ async fn in_postgres(tx: &tokio_postgres::Transaction<'_>, schema: &str, n: usiz
 }
 
 #[idempotent(key = "{n}", ttl = "1h", store = SqliteStore::within(tx), scope = shared("race"))]
-async fn in_sqlite(tx: &rusqlite::Transaction<'_>, n: usize) -> Result<u32, Error> {
+async fn in_sqlite(tx: &OpenTransaction<rusqlite::Transaction<'_>>, n: usize) -> Result<u32, Error> {
     let attempt = current().expect("inside").number();
     tx.execute("INSERT INTO effects (n) VALUES (?1)", [i64::try_from(n).expect("a few")]).expect("inserts");
     Ok(attempt)
@@ -44,14 +49,14 @@ async fn main() {
             client.batch_execute(&format!("SET search_path = \"{quoted}\"")).await.unwrap();
             for n in keys {
                 loop {
-                    let tx = client.transaction().await.unwrap();
+                    let tx = OpenTransaction::new(client.transaction().await.unwrap());
                     let (result, outcome) = observe(in_postgres(&tx, schema, n)).await;
                     if result.is_ok() {
-                        tx.commit().await.unwrap();
+                        tx.into_inner().commit().await.unwrap();
                         break;
                     }
                     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{n}: {result:?}");
-                    tx.rollback().await.unwrap();
+                    tx.into_inner().rollback().await.unwrap();
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
             }
@@ -61,8 +66,9 @@ async fn main() {
             connection.busy_timeout(Duration::from_secs(30)).unwrap();
             for n in keys {
                 let tx = connection.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate).unwrap();
+                let tx = OpenTransaction::new(tx);
                 in_sqlite(&tx, n).await.unwrap();
-                tx.commit().unwrap();
+                tx.into_inner().commit().unwrap();
             }
         }
         _ => panic!("`{spec}` names no database"),

@@ -44,6 +44,8 @@ use self::wake::{Listener, Mark, Wakeups};
 pub use self::with_sqlx::InSqlx;
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub use self::within::{InPostgres, Transaction};
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+pub(crate) use self::within::{StatementError, is_conflict};
 use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::key::Key;

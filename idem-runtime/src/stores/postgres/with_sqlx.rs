@@ -10,36 +10,53 @@ use sqlx::encode::IsNull;
 use sqlx::error::BoxDynError;
 use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgArguments, PgRow, PgTypeInfo};
-use sqlx::{Arguments, Database, Encode, Executor, PgConnection, PgPool, Postgres, Row, TransactionManager, ValueRef};
+use sqlx::{Arguments, Database, Encode, Executor, PgConnection, Postgres, Row, TransactionManager, ValueRef};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio_postgres::types::{FromSql, IsNull as Nothing, ToSql, Type};
 
-use super::PostgresStore;
 use super::sql::{Cells, Statement};
-use super::within::{InPostgres, StatementError, TransactionSession};
-use crate::clock::{Clock, SystemClock};
+use super::within::{StatementError, TransactionSession};
+use crate::clock::Clock;
 use crate::combine::race;
-use crate::engine::{Observe, observe};
 use crate::record::format::FormatError;
-use crate::store::StoreError;
-use crate::within::sealed::Sealed;
-use crate::within::{self, Journal, TRIES, Within, WorkFailure, journaled};
+use crate::store::transaction::{DriverTransaction, Sealed};
 
 /// Longest wait for the connection: a body that holds the lock while it calls a handler that needs the connection waits
 /// for itself.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
-/// A transaction of `sqlx`; see [`PostgresStore::within`].
+/// A transaction of `sqlx`; see [`PostgresStore::within`](super::PostgresStore::within).
 #[derive(Clone, Copy)]
-pub struct InSqlx<'a, 'c>(pub(super) &'a Mutex<sqlx::Transaction<'c, Postgres>>);
+pub struct InSqlx<'a, 'c> {
+    transaction: &'a Mutex<sqlx::Transaction<'c, Postgres>>,
+    clock: &'a dyn Clock,
+}
 
-impl Sealed for &Mutex<sqlx::Transaction<'_, Postgres>> {}
+impl Sealed for sqlx::Transaction<'_, Postgres> {}
 
-impl<'a, 'c> super::within::Transaction for &'a Mutex<sqlx::Transaction<'c, Postgres>> {
-    type Session = InSqlx<'a, 'c>;
+impl DriverTransaction for sqlx::Transaction<'_, Postgres> {
+    type Shared = Mutex<Self>;
 
-    fn session(self) -> Self::Session {
-        InSqlx(self)
+    fn share(self) -> Mutex<Self> {
+        Mutex::new(self)
+    }
+
+    fn unshare(shared: Mutex<Self>) -> Self {
+        shared.into_inner()
+    }
+}
+
+impl<'c> super::within::Transaction for sqlx::Transaction<'c, Postgres> {
+    type Session<'a>
+        = InSqlx<'a, 'c>
+    where
+        Self: 'a;
+
+    fn session<'a>(transaction: &'a Mutex<Self>, clock: &'a dyn Clock) -> InSqlx<'a, 'c>
+    where
+        Self: 'a,
+    {
+        InSqlx { transaction, clock }
     }
 }
 
@@ -51,7 +68,7 @@ impl fmt::Debug for InSqlx<'_, '_> {
 
 impl<'c> InSqlx<'_, 'c> {
     async fn lock(&self) -> Result<MutexGuard<'_, sqlx::Transaction<'c, Postgres>>, StatementError> {
-        race(self.0.lock(), SystemClock::default().sleep(LOCK_LIMIT)).await.ok_or_else(|| StatementError {
+        race(self.transaction.lock(), self.clock.sleep(LOCK_LIMIT)).await.ok_or_else(|| StatementError {
             code: None,
             message: format!("the body held the lock on its transaction for {LOCK_LIMIT:?}"),
         })
@@ -82,10 +99,6 @@ impl TransactionSession for InSqlx<'_, '_> {
         let connection: &mut PgConnection = &mut connection;
         connection.execute(text).await?;
         Ok(())
-    }
-
-    fn identity(&self) -> usize {
-        std::ptr::from_ref(self.0).addr()
     }
 
     // Uses the driver's savepoints: only the driver can undo a savepoint in a drop.
@@ -120,7 +133,7 @@ impl TransactionSession for InSqlx<'_, '_> {
 
     fn undo_immediately(&self) {
         // The body is gone. If the lock is taken, the user is using the transaction next to the call.
-        if let Ok(mut connection) = self.0.try_lock() {
+        if let Ok(mut connection) = self.transaction.try_lock() {
             Manager::start_rollback(&mut connection);
         }
     }
@@ -150,94 +163,6 @@ impl Drop for SavepointGuard<'_> {
     fn drop(&mut self) {
         std::mem::forget(self.0.take());
     }
-}
-
-impl PostgresStore {
-    /// Does the same as [`transact`](PostgresStore::transact), with `sqlx`.
-    ///
-    /// ```no_run
-    /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
-    /// use idem_runtime::{PostgresStore, idempotent};
-    /// use sqlx::{Postgres, Transaction};
-    /// use tokio::sync::Mutex;
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
-    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
-    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
-    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
-    /// }
-    ///
-    /// let (paid, outcome) = PostgresStore::transact_sqlx(pool, async |tx| pay(tx, order).await).await;
-    /// println!("{paid:?}, {:?}", outcome.disposition());
-    /// # }
-    /// ```
-    ///
-    /// # Cancel safety
-    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
-    pub fn transact_sqlx<T, E, W>(pool: &PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
-    where
-        W: AsyncFnOnce(&Mutex<sqlx::Transaction<'_, Postgres>>) -> Result<T, E> + Clone,
-        E: From<sqlx::Error>,
-    {
-        observe(async move {
-            let mut next = 1;
-            loop {
-                let tx = Mutex::new(pool.begin().await.inspect_err(|_| within::not_begun())?);
-                within::begun();
-                let (ended, journal) = journaled(work.clone()(&tx)).await;
-                let tx = tx.into_inner();
-                let failed = match ended {
-                    Ok(done) => match commit(tx).await {
-                        Ok(()) => {
-                            within::committed();
-                            return Ok(done);
-                        }
-                        Err(error) if is_conflict(&error) && next < TRIES => None,
-                        Err(error) => Some(WorkFailure::Error(error.into())),
-                    },
-                    Err(failed) => {
-                        tx.rollback().await.ok();
-                        let again = journal.conflict && next < TRIES && matches!(failed, WorkFailure::Error(_));
-                        (!again).then_some(failed)
-                    }
-                };
-                if let Some(failed) = failed {
-                    within::rolled_back(count(pool, &journal).await);
-                    return Err(failed.into_error());
-                }
-                within::pause_before(next).await;
-                next += 1;
-            }
-        })
-    }
-}
-
-fn is_conflict(error: &sqlx::Error) -> bool {
-    let code = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
-    code.as_deref().is_some_and(super::within::is_conflict)
-}
-
-/// Commits, unless a statement has failed or the transaction is over: the driver would report success.
-async fn commit(mut tx: sqlx::Transaction<'static, Postgres>) -> Result<(), sqlx::Error> {
-    tx.execute("SAVEPOINT idem; RELEASE SAVEPOINT idem").await?;
-    tx.commit().await
-}
-
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
-/// recorded.
-async fn count(pool: &PgPool, journal: &Journal) -> Result<bool, StoreError> {
-    if journal.attempts.is_empty() {
-        return Ok(false);
-    }
-    let tx = Mutex::new(pool.begin().await.map_err(StatementError::from)?);
-    let mut recorded = true;
-    for attempt in &journal.attempts {
-        let Within(at) = Within(InPostgres::new(InSqlx(&tx))).schema(&attempt.place);
-        recorded &= attempt.write(&at).await? || !attempt.has_failure();
-    }
-    commit(tx.into_inner()).await.map_err(StatementError::from)?;
-    Ok(recorded)
 }
 
 /// A parameter in the binary format of the server.

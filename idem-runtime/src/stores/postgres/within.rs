@@ -1,4 +1,4 @@
-//! Records inside the user's transaction.
+//! Records inside the user's transaction: the operations of a store on the connection of any driver.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -10,96 +10,45 @@ use tokio_postgres::types::ToSql;
 use super::failure::meaning;
 use super::param::{Effect, HiddenParam};
 use super::sql::{self, AdmissionOutcome, Cells, Executor, FoundRow, LookupResult, Statement, Statements, corrupt};
-use super::{LOOKS, MEETINGS, PostgresStore, held_by_another, looked_in_vain, pause};
-use crate::clock::SystemClock;
+use super::{LOOKS, MEETINGS, held_by_another, looked_in_vain, pause};
+use crate::clock::Clock;
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State,
     Verdict,
 };
+use crate::store::transaction::{DriverTransaction, Sealed, TransactionConflict, TransactionStore};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
-use crate::within::{self, Within};
 
 /// Number of tables whose statements are kept. With a schema for each tenant, each call may need another one.
 const TABLES: usize = 16;
 
 /// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
 #[derive(Clone)]
-pub struct InPostgres<S> {
+pub struct InPostgres<'a, S> {
     session: S,
     table: Arc<SchemaTable>,
-    namespace: Box<str>,
-    holder: Box<str>,
+    clock: &'a dyn Clock,
 }
 
-impl PostgresStore {
-    /// Puts records inside your open transaction: they are committed with its other writes, or not at all. See
-    /// [`Within`].
-    ///
-    /// The table is in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
-    /// `SERIALIZABLE`, a duplicate that finds a record committed after this transaction began ends the transaction with
-    /// an error, like any other conflict at these levels. Times count from each statement, not from the start of the
-    /// transaction.
-    ///
-    /// ```no_run
-    /// # #[cfg(feature = "with-tokio-postgres-0_7")]
-    /// # async fn pay(client: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    /// use idem_runtime::{PostgresStore, idempotent};
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
-    /// async fn pay(tx: &tokio_postgres::Transaction<'_>, order: i64) -> Result<u64, AnyError> {
-    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
-    /// }
-    ///
-    /// let tx = client.transaction().await?;
-    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
-    /// tx.commit().await?; // The payment and its record, or neither.
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// In a transaction of sqlx, body and record share the connection through a lock. The body must not hold the lock
-    /// while it calls another handler in the same transaction.
-    ///
-    /// ```no_run
-    /// # #[cfg(feature = "with-sqlx-0_8")]
-    /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    /// use idem_runtime::{PostgresStore, idempotent};
-    /// use sqlx::{Postgres, Transaction};
-    /// use tokio::sync::Mutex;
-    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
-    ///
-    /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
-    /// async fn pay(tx: &Mutex<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
-    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
-    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
-    /// }
-    ///
-    /// let tx = Mutex::new(pool.begin().await?);
-    /// pay(&tx, 42).await?; // An error returns from here, and the transaction is rolled back.
-    /// tx.into_inner().commit().await?; // The payment and its record, or neither.
-    /// # Ok(()) }
-    /// ```
-    pub fn within<T: Transaction>(tx: T) -> Within<InPostgres<T::Session>> {
-        Within(InPostgres::new(tx.session()))
-    }
-}
-
-/// An open transaction of a driver, for [`PostgresStore::within`]: a reference to the `Transaction` of tokio-postgres
-/// 0.7 or of deadpool-postgres 0.14, or to a `tokio::sync::Mutex` around the `Transaction` of sqlx 0.8. Each has a
-/// feature of its name.
-pub trait Transaction: within::sealed::Sealed {
+/// An open transaction of a driver, for [`PostgresStore::within`](super::PostgresStore::within): the `Transaction` of
+/// tokio-postgres 0.7, of deadpool-postgres 0.14 or of sqlx 0.8. Each has a feature of its name.
+pub trait Transaction: DriverTransaction {
     #[doc(hidden)]
-    type Session: TransactionSession;
+    type Session<'a>: TransactionSession
+    where
+        Self: 'a;
 
     #[doc(hidden)]
-    fn session(self) -> Self::Session;
+    fn session<'a>(shared: &'a Self::Shared, clock: &'a dyn Clock) -> Self::Session<'a>
+    where
+        Self: 'a;
 }
 
 /// The connection of a transaction: the operations that a driver has to provide.
-pub trait TransactionSession: within::sealed::Sealed + Clone {
+pub trait TransactionSession: Sealed + Clone {
     #[doc(hidden)]
     type Row: Cells;
 
@@ -115,10 +64,6 @@ pub trait TransactionSession: within::sealed::Sealed + Clone {
     /// Runs statements without parameters or rows.
     #[doc(hidden)]
     fn execute(&self, text: &str) -> impl Future<Output = Result<(), StatementError>>;
-
-    /// Identifies this transaction among all open ones.
-    #[doc(hidden)]
-    fn identity(&self) -> usize;
 
     #[doc(hidden)]
     fn save(&self) -> impl Future<Output = Result<(), StatementError>>;
@@ -154,16 +99,14 @@ impl StatementError {
 }
 
 /// Returns whether the server undid a transaction in favour of another one: it may be retried as a whole.
-pub(super) fn is_conflict(code: &str) -> bool {
+pub(crate) fn is_conflict(code: &str) -> bool {
     [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED].iter().any(|it| it.code() == code)
 }
 
 impl From<StatementError> for StoreError {
     fn from(refused: StatementError) -> Self {
         let StatementError { code, message } = refused;
-        if code.as_deref().is_some_and(is_conflict) {
-            within::journal(|journal| journal.conflict = true);
-        }
+        let has_conflict = code.as_deref().is_some_and(is_conflict);
         let (kind, advice) = match code.as_deref() {
             Some(code) => meaning(code, &message),
             None => (StoreErrorKind::Aborted, "the connection broke"),
@@ -173,7 +116,9 @@ impl From<StatementError> for StoreError {
             _ => StoreErrorKind::Aborted,
         };
         let code = code.map(|code| format!("{code}: ")).unwrap_or_default();
-        Self::new(kind, format!("the transaction can't continue; roll it back: {advice} ({code}{message})"))
+        let error =
+            Self::new(kind, format!("the transaction can't continue; roll it back: {advice} ({code}{message})"));
+        if has_conflict { error.with_source(TransactionConflict) } else { error }
     }
 }
 
@@ -203,45 +148,24 @@ impl SchemaTable {
     }
 }
 
-impl<S> InPostgres<S> {
-    pub(super) fn new(session: S) -> Self {
-        Self { session, table: SchemaTable::of(sql::SCHEMA), namespace: Box::default(), holder: Box::default() }
-    }
-}
-
-impl<S> Within<InPostgres<S>> {
-    /// Schema that holds the table (default: `idem`).
-    #[must_use]
-    pub fn schema(mut self, schema: &str) -> Self {
-        self.0.table = SchemaTable::of(schema);
-        self
+impl<'a, S> InPostgres<'a, S> {
+    pub(crate) fn new(session: S, clock: &'a dyn Clock) -> Self {
+        Self { session, table: SchemaTable::of(sql::SCHEMA), clock }
     }
 
-    /// Name of this application, for its child keys; see
-    /// [`PostgresOptions::namespace`](super::PostgresOptions::namespace).
-    #[must_use]
-    pub fn namespace(mut self, namespace: &str) -> Self {
-        self.0.namespace = namespace.into();
-        self
-    }
-
-    /// Name of this program in its records, next to host and process (default: none); see
-    /// [`PostgresOptions::holder`](super::PostgresOptions::holder). The process keeps each name forever, so don't use a
-    /// name per call.
-    #[must_use]
-    pub fn holder(mut self, name: &str) -> Self {
-        self.0.holder = name.into();
+    pub(crate) fn schema(mut self, schema: &str) -> Self {
+        self.table = SchemaTable::of(schema);
         self
     }
 }
 
-impl<S> fmt::Debug for InPostgres<S> {
+impl<S> fmt::Debug for InPostgres<'_, S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InPostgres").field("schema", &self.table.schema).finish_non_exhaustive()
     }
 }
 
-impl<S: TransactionSession> Executor for InPostgres<S> {
+impl<S: TransactionSession> Executor for InPostgres<'_, S> {
     type Row = S::Row;
     type Error = StoreError;
 
@@ -255,7 +179,7 @@ impl<S: TransactionSession> Executor for InPostgres<S> {
     }
 }
 
-impl<S: TransactionSession> InPostgres<S> {
+impl<S: TransactionSession> InPostgres<'_, S> {
     /// Returns the record of `key`, unless it has expired.
     async fn look(&self, key: &Key) -> Result<Option<FoundRow>, StoreError> {
         let found = self.table.statements.look_at(self, key.as_str()).await?;
@@ -272,22 +196,10 @@ impl<S: TransactionSession> InPostgres<S> {
     }
 }
 
-impl<S> within::sealed::Sealed for InPostgres<S> {}
+impl<S> Sealed for InPostgres<'_, S> {}
 
-impl<S: TransactionSession> within::Transaction for InPostgres<S> {
+impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
     const NAME: &'static str = "postgres";
-
-    fn identity(&self) -> usize {
-        self.session.identity()
-    }
-
-    fn namespace(&self) -> &str {
-        &self.namespace
-    }
-
-    fn holder(&self) -> &str {
-        &self.holder
-    }
 
     fn place(&self) -> &str {
         &self.table.schema
@@ -316,9 +228,8 @@ impl<S: TransactionSession> within::Transaction for InPostgres<S> {
     async fn reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let first = Record::first(request);
         let parts = Parts::of(&first);
-        let clock = SystemClock::default();
         for look in 0..LOOKS {
-            pause(&clock, look).await;
+            pause(self.clock, look).await;
             let params: [&(dyn ToSql + Sync); 8] = [
                 &request.key.as_str(),
                 &HiddenParam(parts.owner),

@@ -25,6 +25,8 @@ use self::file::Database;
 pub use self::options::{SqliteOptions, Synchronous};
 #[cfg(feature = "with-rusqlite-0_40")]
 pub use self::within::InSqlite;
+#[cfg(feature = "with-rusqlite-0_40")]
+pub(crate) use self::within::aborted;
 use crate::clock::Clock;
 use crate::combine::race;
 use crate::key::Key;

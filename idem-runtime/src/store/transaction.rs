@@ -1,0 +1,108 @@
+//! The contract between a call inside of a user's transaction and the store that keeps its record there.
+
+use std::error::Error;
+use std::fmt;
+use std::future::Future;
+use std::time::Duration;
+
+use super::StoreError;
+use crate::key::Key;
+use crate::record::{
+    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+};
+
+/// Implemented only in this crate, so that the requirements for a transaction can grow.
+pub trait Sealed {}
+
+/// The transaction of a driver, which an `OpenTransaction` can hold.
+pub trait DriverTransaction: Sealed {
+    /// Form in which concurrent calls use the transaction.
+    type Shared;
+
+    #[doc(hidden)]
+    fn share(self) -> Self::Shared;
+
+    /// Undoes [`share`](DriverTransaction::share).
+    #[doc(hidden)]
+    fn unshare(shared: Self::Shared) -> Self;
+}
+
+/// The operations of a store inside an open transaction. Each takes one statement or a few.
+///
+/// After a failed statement, to [undo](TransactionStore::undo) the last open [`save`](TransactionStore::save) restores
+/// the state of the transaction before that savepoint.
+pub trait TransactionStore: Sealed + Clone {
+    #[doc(hidden)]
+    const NAME: &'static str;
+
+    /// Name of the schema that holds the table, or of the table itself.
+    #[doc(hidden)]
+    fn place(&self) -> &str;
+
+    /// Makes a savepoint.
+    #[doc(hidden)]
+    fn save(&self) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Undoes the writes since the last savepoint, and keeps the savepoint.
+    #[doc(hidden)]
+    fn rewind(&self) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Releases the last savepoint, and keeps the writes since. Once `begun` is called, that happens even if the future
+    /// is dropped.
+    #[doc(hidden)]
+    fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Undoes the writes since the last savepoint, and releases the savepoint.
+    #[doc(hidden)]
+    fn undo(&self) -> impl Future<Output = Result<(), StoreError>>;
+
+    /// Does the same as [`undo`](TransactionStore::undo) in a drop, where no future can be awaited.
+    #[doc(hidden)]
+    fn undo_immediately(&self);
+
+    #[doc(hidden)]
+    fn reserve(&self, request: &ReserveRequest) -> impl Future<Output = Result<Reservation, StoreError>>;
+
+    /// Marks that the body of an attempt begins.
+    #[doc(hidden)]
+    fn begin(&self, lease: &Lease) -> impl Future<Output = Result<Verdict, StoreError>>;
+
+    #[doc(hidden)]
+    fn finish(&self, lease: &Lease, finish: &Finish) -> impl Future<Output = Result<Verdict, StoreError>>;
+
+    #[doc(hidden)]
+    fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Verdict, StoreError>>;
+
+    /// Waits until no other transaction holds `key`, at most for `at_most`. Returns whether the caller should keep the
+    /// effects of the wait, or undo them.
+    #[doc(hidden)]
+    fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<bool, StoreError>>;
+
+    #[doc(hidden)]
+    fn inspect(&self, key: &Key) -> impl Future<Output = Result<Option<Inspection>, StoreError>>;
+
+    #[doc(hidden)]
+    fn decide(&self, decision: &Decision) -> impl Future<Output = Result<DecisionAnswer, StoreError>>;
+}
+
+/// Source of a [`StoreError`] if the server undid the transaction in favour of another one: the whole transaction may
+/// be tried again.
+#[derive(Debug)]
+#[cfg_attr(
+    not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
+    allow(dead_code, reason = "SQLite has no conflicts of transactions")
+)]
+pub(crate) struct TransactionConflict;
+
+impl fmt::Display for TransactionConflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the server undid the transaction in favour of another one")
+    }
+}
+
+impl Error for TransactionConflict {}
+
+/// Returns whether the server undid the transaction in favour of another one.
+pub(crate) fn is_conflict(error: &StoreError) -> bool {
+    error.source().is_some_and(<dyn Error>::is::<TransactionConflict>)
+}

@@ -1,0 +1,70 @@
+//! Notes about the attempts in a transaction of the library, for the time after its rollback.
+
+use crate::record::{Finish, Release, Reservation, ReserveRequest, Verdict};
+use crate::store::StoreError;
+use crate::store::transaction::TransactionStore;
+
+/// Notes about a transaction for the time after its rollback.
+#[derive(Default)]
+pub(super) struct Journal {
+    /// Attempts that began in the transaction, the earliest first.
+    attempts: Vec<UndoneAttempt>,
+    /// True if a statement of the library conflicted with another transaction, so that the whole transaction should be
+    /// tried again.
+    pub(super) conflict: bool,
+}
+
+impl Journal {
+    /// Returns whether no attempt began in the transaction.
+    pub(super) fn is_empty(&self) -> bool {
+        self.attempts.is_empty()
+    }
+
+    /// Notes the attempt that begins with `request`.
+    pub(super) fn begins(&mut self, place: &str, request: &ReserveRequest) {
+        self.attempts.push(UndoneAttempt { place: place.to_owned(), request: request.clone(), failure: None });
+    }
+
+    /// Notes that the attempt of `request` has recorded an error.
+    pub(super) fn fails(&mut self, request: &ReserveRequest, failure: &Finish) {
+        if let Some(attempt) = self.attempts.iter_mut().find(|it| it.request.owner == request.owner) {
+            attempt.failure = Some(failure.clone());
+        }
+    }
+
+    /// Writes the ends of the attempts by `records`, the operations in the schema or table of each. Returns whether the
+    /// errors among them are recorded.
+    pub(super) async fn write<C: TransactionStore>(&self, records: impl Fn(&str) -> C) -> Result<bool, StoreError> {
+        let mut recorded = true;
+        for attempt in &self.attempts {
+            recorded &= attempt.write(&records(&attempt.place)).await? || attempt.failure.is_none();
+        }
+        Ok(recorded)
+    }
+}
+
+/// An attempt whose record was rolled back with its transaction.
+struct UndoneAttempt {
+    /// Name of the schema or the table of its record.
+    place: String,
+    request: ReserveRequest,
+    /// Error that the attempt recorded. `None`: the key of the attempt is free.
+    failure: Option<Finish>,
+}
+
+impl UndoneAttempt {
+    /// Writes only the end of the attempt, so that the attempt counts and the next attempt has another number. Returns
+    /// false if nothing is written, because another attempt has the key by now.
+    async fn write<C: TransactionStore>(&self, transaction: &C) -> Result<bool, StoreError> {
+        match transaction.reserve(&self.request).await? {
+            Reservation::Granted { lease, .. } => {
+                let written = match &self.failure {
+                    Some(failure) => transaction.finish(&lease, failure).await?,
+                    None => transaction.release(&lease, Release::Returned).await?,
+                };
+                Ok(written == Verdict::Applied)
+            }
+            _ => Ok(false),
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! The guard of a user's transaction, which holds the data that its calls share.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex};
+
+use super::journal::Journal;
+use super::turns::CallStack;
+use crate::clock::{Clock, SystemClock};
+use crate::store::transaction::DriverTransaction;
+use crate::sync::lock;
+
+/// Your open transaction, for `PostgresStore::within` and `SqliteStore::within`: the `Transaction` of rusqlite,
+/// tokio-postgres, deadpool-postgres or sqlx.
+///
+/// It is used like the driver's transaction, which it derefs to; calls take a reference to it. A transaction of sqlx
+/// is behind a `tokio::sync::Mutex`, because body and record share its connection.
+///
+/// All calls in the transaction share this guard, and so take turns. Its drop rolls back, like the driver's.
+/// `transact` makes the guard; in a transaction that you begin yourself, you do:
+///
+/// ```
+/// # #[cfg(feature = "with-rusqlite-0_40")]
+/// # fn commit(connection: &mut rusqlite::Connection) -> rusqlite::Result<()> {
+/// use idem_runtime::within::OpenTransaction;
+///
+/// let tx = OpenTransaction::new(connection.transaction()?);
+/// tx.execute("UPDATE accounts SET cents = cents - 100 WHERE name = 'ada'", [])?;
+/// tx.into_inner().commit()
+/// # }
+/// ```
+pub struct OpenTransaction<T: DriverTransaction> {
+    shared: T::Shared,
+    pub(super) notes: TransactionNotes,
+}
+
+impl<T: DriverTransaction> OpenTransaction<T> {
+    /// Guards a transaction that you have begun, and commit or roll back yourself.
+    pub fn new(transaction: T) -> Self {
+        Self::with_clock(transaction, default_clock())
+    }
+
+    /// Guards a transaction like [`new`](OpenTransaction::new), with the clock of a test.
+    pub fn with_clock(transaction: T, clock: Arc<dyn Clock>) -> Self {
+        let notes = TransactionNotes { calls: CallStack::default(), journal: None, clock };
+        Self { shared: transaction.share(), notes }
+    }
+
+    /// Guards a transaction that the library has begun: its attempts are counted after a rollback.
+    pub(super) fn with_journal(transaction: T, clock: Arc<dyn Clock>) -> Self {
+        let mut this = Self::with_clock(transaction, clock);
+        this.notes.journal = Some(Mutex::default());
+        this
+    }
+
+    /// Returns the driver's transaction, to be committed or rolled back.
+    pub fn into_inner(self) -> T {
+        T::unshare(self.shared)
+    }
+
+    /// Returns the driver's transaction, and the journal.
+    pub(super) fn end(self) -> (T, Journal) {
+        let journal = self.notes.journal.map(|journal| std::mem::take(&mut *lock(&journal)));
+        (T::unshare(self.shared), journal.unwrap_or_default())
+    }
+}
+
+/// Returns the clock of a transaction without a clock of its own.
+pub(super) fn default_clock() -> Arc<dyn Clock> {
+    Arc::new(SystemClock::default())
+}
+
+impl<T: DriverTransaction> Deref for OpenTransaction<T> {
+    type Target = T::Shared;
+
+    fn deref(&self) -> &T::Shared {
+        &self.shared
+    }
+}
+
+impl<T: DriverTransaction> fmt::Debug for OpenTransaction<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenTransaction").field("notes", &self.notes).finish_non_exhaustive()
+    }
+}
+
+/// Data that the calls in one transaction share.
+pub(super) struct TransactionNotes {
+    pub(super) calls: CallStack,
+    /// `None` in a transaction that the user began: no attempt is counted after its rollback.
+    journal: Option<Mutex<Journal>>,
+    pub(super) clock: Arc<dyn Clock>,
+}
+
+impl TransactionNotes {
+    /// Adds a note to the journal. Returns whether there is a journal: whether the library began the transaction.
+    pub(super) fn note(&self, note: impl FnOnce(&mut Journal)) -> bool {
+        self.journal.as_ref().map(|journal| note(&mut lock(journal))).is_some()
+    }
+}
+
+impl fmt::Debug for TransactionNotes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TransactionNotes").field("has_journal", &self.journal.is_some()).finish_non_exhaustive()
+    }
+}
