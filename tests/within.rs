@@ -12,10 +12,12 @@ use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures::FutureExt as _;
 use futures::future::join_all;
+use idem_runtime::clock::ManualClock;
 use idem_runtime::codec::ResultProblem;
 use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::{Reservation, ReserveRequest};
@@ -1699,6 +1701,52 @@ async fn in_sqlite_a_call_that_does_not_complete_is_undone() {
             }
         }
     }
+}
+
+/// A later transaction of the connection stands at the same address.
+#[tokio::test]
+async fn in_sqlite_a_call_that_is_leaked_delays_no_later_transaction() {
+    let till = Till::new();
+    let mut connection = till.connection();
+    let tx = begin(&mut connection);
+    let mut call = Box::pin(sell_and_end(&tx, "a", POLICY, End::Hang, false));
+    for _ in 0..10 {
+        assert!(poll_once(call.as_mut()).await.is_pending());
+    }
+    std::mem::forget(call);
+    drop(tx);
+    let tx = begin(&mut connection);
+    let (paid, outcome) = sell(&tx, "a", POLICY).now_or_never().expect("the call waits for no other");
+    assert_eq!((paid.unwrap(), outcome.executed()), (1, true));
+}
+
+#[tokio::test]
+async fn a_transaction_by_hand_inside_of_another_leaves_no_note_in_its_journal() {
+    let (outer, inner) = (Till::new(), Till::new());
+    let mut connection = outer.connection();
+    let (paid, _) = SqliteStore::transact(&mut connection, async |_| {
+        let mut connection = inner.connection();
+        let tx = begin(&mut connection);
+        let policy = POLICY.max_attempts(3);
+        let paid = sell_and_end(&tx, "a", policy, End::Succeed, false).await.map_err(|it| it.0)?;
+        Ok::<_, AnyError>(paid)
+    })
+    .await;
+    assert!(paid.unwrap_err().to_string().contains("use `transact`"), "a rollback would take the attempt with it");
+}
+
+#[tokio::test]
+async fn in_sqlite_a_transaction_goes_by_the_clock_of_its_guard() {
+    let till = Till::new();
+    let mut connection = till.connection();
+    let clock = ManualClock::new();
+    let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate).unwrap();
+    let tx = OpenTransaction::with_clock(tx, Arc::new(clock.clone()));
+    assert!(sell(&tx, "a", POLICY).await.1.executed());
+    clock.advance(Duration::from_secs(3599));
+    assert!(sell(&tx, "a", POLICY).await.1.replayed());
+    clock.advance(Duration::from_secs(2));
+    assert!(sell(&tx, "a", POLICY).await.1.executed(), "the record has expired");
 }
 
 #[idempotent(key = "{name}", ttl = "1h", store = SqliteStore::within(tx), scope = shared("pay"))]
