@@ -531,14 +531,6 @@ fn no_file_joins_a_ring() {
         (
             "idem-runtime",
             &[
-                "stores/redis",
-                "stores/redis/cluster",
-                "stores/redis/connection",
-                "stores/redis/connections",
-                "stores/redis/options",
-                "stores/redis/route",
-                "stores/redis/sentinel",
-                "stores/redis/wake",
                 "stores/sqlite",
                 "stores/sqlite/batch",
                 "stores/sqlite/batch/session",

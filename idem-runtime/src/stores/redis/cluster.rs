@@ -19,11 +19,12 @@ use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value}
 use tokio::sync::{Notify, watch};
 
 use super::batch::{BatchTerms, Name, OpAnswer, Replicas};
-use super::connection::{Connection, ServerPlace, elsewhere};
+use super::connection::elsewhere;
 use super::failure::{ErrorReply, ExchangeFailure};
 use super::limits::Limits;
-use super::options::prepare;
-use super::route::{Node, Op};
+use super::node::{Node, Op};
+use super::place::{ServerConnection, ServerPlace};
+use super::requirements::prepare;
 use super::task::OwnedTask;
 use crate::combine::{all, race};
 use crate::store::{StoreError, StoreErrorKind};
@@ -91,7 +92,7 @@ pub(super) struct Member {
 }
 
 impl Member {
-    pub(super) fn connection(&self) -> &Connection {
+    pub(super) fn connection(&self) -> &ServerConnection {
         self.node.connection()
     }
 
@@ -255,7 +256,7 @@ impl Cluster {
         }
         let client = elsewhere(&self.named.template, &address.0, address.1)?;
         let place = ServerPlace::At(Box::new(client.clone()));
-        let connect = |timeout| Connection::ours(place.clone(), Arc::clone(&self.terms.clock), timeout);
+        let connect = |timeout| ServerConnection::ours(place.clone(), Arc::clone(&self.terms.clock), timeout);
         let node = Node::new(None, connect, self.replicas, &self.terms, self.for_upkeep);
         let member = Arc::new(Member { address: address.clone(), client, node });
         map.members.insert(address, Arc::clone(&member));

@@ -10,10 +10,9 @@ use redis::{Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, Server
 use tokio::sync::watch;
 
 use super::failure::ExchangeFailure;
-use super::sentinel::Sentinels;
 use super::stream::{self, OpenedStream, Pulse};
 use super::task::OwnedTask;
-use crate::clock::{Clock, Instant, Sleep};
+use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
@@ -60,44 +59,52 @@ impl Clone for UserConnection {
     }
 }
 
-/// A connection to the server, with time limits.
-pub(super) struct Connection {
+/// Location of a server, which may move to another address.
+pub(super) trait Place: Send + Sync + 'static {
+    /// Returns the number of addresses found so far; 0 for a fixed address.
+    fn version(&self) -> u64;
+
+    /// Returns a client of the present address, and the version of that address.
+    fn client(&self) -> impl Future<Output = Result<(Client, u64), RedisError>> + Send;
+
+    /// Checks the server behind a connection that was just opened.
+    fn check(&self, connection: &mut MultiplexedConnection) -> impl Future<Output = Result<(), RedisError>> + Send;
+}
+
+/// The fixed address of a client.
+impl Place for Client {
+    fn version(&self) -> u64 {
+        0
+    }
+
+    async fn client(&self) -> Result<(Client, u64), RedisError> {
+        Ok((self.clone(), 0))
+    }
+
+    async fn check(&self, _: &mut MultiplexedConnection) -> Result<(), RedisError> {
+        Ok(())
+    }
+}
+
+/// A connection to the server at a place, with time limits.
+pub(super) struct Connection<P> {
     clock: Arc<dyn Clock>,
     timeout: Duration,
     process: Process,
-    end: End,
+    end: End<P>,
 }
 
-enum End {
+enum End<P> {
     Theirs(UserConnection),
-    Ours(Arc<Own>),
-}
-
-/// Location of a server.
-#[derive(Clone)]
-pub(super) enum ServerPlace {
-    /// The address of the client.
-    At(Box<Client>),
-    /// The address that the sentinels name for the primary.
-    Primary(Arc<Sentinels>),
-}
-
-impl ServerPlace {
-    /// Returns the number of primaries found so far; 0 for a fixed address.
-    fn version(&self) -> u64 {
-        match self {
-            Self::At(_) => 0,
-            Self::Primary(sentinels) => sentinels.version(),
-        }
-    }
+    Ours(Arc<Own<P>>),
 }
 
 /// A connection that this store opens, and reopens after it broke or did not answer in time. If the network silently
 /// drops everything, the connection would otherwise stay open until the system gives up, many minutes later.
-struct Own {
+struct Own<P> {
     clock: Arc<dyn Clock>,
     timeout: Duration,
-    place: ServerPlace,
+    place: P,
     open: Mutex<OpenState>,
     /// Number of connections opened so far.
     opened: AtomicU64,
@@ -137,16 +144,21 @@ impl OpenConnection {
     }
 }
 
-impl Connection {
+impl<P: Place> Connection<P> {
     /// Wraps the user's own connection.
     pub(super) fn theirs(theirs: UserConnection, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         Self { clock, timeout, process: theirs.process, end: End::Theirs(theirs) }
     }
 
     /// Makes a connection to the server at `place`, opened at first use.
-    pub(super) fn ours(place: ServerPlace, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
+    pub(super) fn ours(place: P, clock: Arc<dyn Clock>, timeout: Duration) -> Self {
         let own = Own { clock: Arc::clone(&clock), timeout, place, open: Mutex::default(), opened: AtomicU64::new(0) };
         Self { clock, timeout, process: Process::this(), end: End::Ours(Arc::new(own)) }
+    }
+
+    /// Returns the clock of the time limits.
+    pub(super) fn clock(&self) -> &dyn Clock {
+        &*self.clock
     }
 
     /// Sends one command.
@@ -266,7 +278,7 @@ impl Connection {
     }
 }
 
-impl Own {
+impl<P: Place> Own<P> {
     /// Returns the open connection, or a new one.
     async fn open(self: &Arc<Self>) -> Result<OpenConnection, RedisError> {
         if let Some(way) = self.get() {
@@ -311,42 +323,33 @@ impl Own {
         open.way.clone().filter(|way| way.version == version)
     }
 
-    /// Opens a new connection. Boxed because the future is recursive: sentinels are also asked over connections.
-    fn connect(self: Arc<Self>, done: watch::Sender<()>) -> Sleep {
-        Box::pin(async move {
-            let connected = self.try_connect().await;
-            let mut open = lock(&self.open);
-            match connected {
-                Ok((opened, version)) => {
-                    open.generation += 1;
-                    self.opened.store(open.generation, Ordering::Relaxed);
-                    open.failed = None;
-                    open.way = Some(OpenConnection::new(open.generation, version, opened));
-                }
-                Err(error) => open.failed = Some((self.clock.now(), error)),
+    /// Opens a new connection. Drops `done` at the end.
+    async fn connect(self: Arc<Self>, done: watch::Sender<()>) {
+        let connected = self.try_connect().await;
+        let mut open = lock(&self.open);
+        match connected {
+            Ok((opened, version)) => {
+                open.generation += 1;
+                self.opened.store(open.generation, Ordering::Relaxed);
+                open.failed = None;
+                open.way = Some(OpenConnection::new(open.generation, version, opened));
             }
-            open.connecting = None;
-            drop(open);
-            drop(done);
-        })
+            Err(error) => open.failed = Some((self.clock.now(), error)),
+        }
+        open.connecting = None;
+        drop(open);
+        drop(done);
     }
 
     /// Opens a new connection. Returns it with the version of its place.
     async fn try_connect(&self) -> Result<(OpenedStream, u64), RedisError> {
-        match &self.place {
-            ServerPlace::At(client) => {
-                Ok((self.in_time(stream::open(client, &self.clock)).await?, self.place.version()))
-            }
-            ServerPlace::Primary(sentinels) => {
-                let (client, version) = sentinels.primary().await?;
-                let connecting = async {
-                    let mut opened = stream::open(&client, &self.clock).await?;
-                    is_primary(&mut opened.connection).await?;
-                    Ok(opened)
-                };
-                Ok((self.in_time(connecting).await?, version))
-            }
-        }
+        let (client, version) = self.place.client().await?;
+        let connecting = async {
+            let mut opened = stream::open(&client, &self.clock).await?;
+            self.place.check(&mut opened.connection).await?;
+            Ok(opened)
+        };
+        Ok((self.in_time(connecting).await?, version))
     }
 
     async fn in_time<T>(&self, connecting: impl Future<Output = Result<T, RedisError>>) -> Result<T, RedisError> {
@@ -385,15 +388,6 @@ fn ends(error: &ServerError) -> bool {
     // A primary became a replica: a new connection may lead to the new primary. Or the server closes the connection
     // because it could not read a request.
     error.code() == "READONLY" || error.details().is_some_and(|details| details.starts_with("Protocol error"))
-}
-
-/// Checks that the server reports itself as a primary: sentinels may name one that has been demoted.
-async fn is_primary(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
-    let role = connection.req_packed_command(&redis::cmd("ROLE")).await?;
-    match role.extract_error()? {
-        Value::Array(parts) if matches!(parts.first(), Some(Value::BulkString(role)) if role == b"master") => Ok(()),
-        _ => Err((ErrorKind::Io, "the server that the sentinels name does not report itself as the primary").into()),
-    }
 }
 
 /// Returns a client of the server at `host` and `port`, with the other settings of `info`.

@@ -7,8 +7,10 @@ use redis::{Client, ConnectionInfo};
 
 use super::batch::{BatchTerms, Replicas};
 use super::cluster::{Cluster, NodeNames};
-use super::connection::{Connection, ServerPlace, UserConnection};
-use super::route::{Node, Route};
+use super::connection::UserConnection;
+use super::node::Node;
+use super::place::{ServerConnection, ServerPlace};
+use super::route::Route;
 use super::sentinel::Sentinels;
 use super::task::OwnedTask;
 use super::wake::{PublicationSource, Wakeups};
@@ -50,7 +52,7 @@ impl ConnectPlan {
     pub(super) fn line(&self, terms: &BatchTerms, replicas: Option<Replicas>, for_upkeep: bool) -> Connections {
         match self {
             Self::Theirs(theirs) => {
-                let connect = |timeout| Connection::theirs(theirs.clone(), Arc::clone(&terms.clock), timeout);
+                let connect = |timeout| ServerConnection::theirs(theirs.clone(), Arc::clone(&terms.clock), timeout);
                 let node = Node::new(None, connect, None, terms, for_upkeep);
                 Connections::new(Route::One(node, Vec::new()), Wakeups::polling().on(terms.channel.to_string()))
             }
@@ -78,7 +80,7 @@ pub(super) struct ServerLocation {
     /// The tasks that track the server's location.
     pub(super) watching: Vec<OwnedTask>,
     /// A connection to the server that is already open.
-    pub(super) plain: Option<Connection>,
+    pub(super) plain: Option<ServerConnection>,
 }
 
 impl ServerLocation {
@@ -96,7 +98,7 @@ impl ServerLocation {
 
     pub(super) fn line(self, terms: &BatchTerms, replicas: Option<Replicas>, for_upkeep: bool) -> Connections {
         let place = self.place.clone();
-        let connect = |timeout| Connection::ours(place.clone(), Arc::clone(&terms.clock), timeout);
+        let connect = |timeout| ServerConnection::ours(place.clone(), Arc::clone(&terms.clock), timeout);
         let node = Node::new(self.plain, connect, replicas, terms, for_upkeep);
         let wakeups = Wakeups::new(PublicationSource::One(self.place)).on(terms.channel.to_string());
         Connections::new(Route::One(node, self.watching), wakeups)

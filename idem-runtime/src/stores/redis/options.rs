@@ -4,23 +4,22 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
+use redis::Client;
 #[cfg(feature = "with-redis-1")]
 use redis::aio::ConnectionLike;
-use redis::{Client, Pipeline, Value};
 
 use super::batch::{BatchTerms, Replicas};
 use super::cluster::{Cluster, NodeNames, first};
 #[cfg(feature = "with-redis-1")]
 use super::connection::UserConnection;
-use super::connection::{Connection, ServerPlace};
 use super::connections::{ConnectPlan, Connections, ServerLocation};
-use super::failure::{ExchangeFailure, failed, misconfigured, not_connected};
+use super::failure::{misconfigured, not_connected};
 use super::limits::Limits;
-use super::rights::{Purpose, RIGHTS, Right};
-use super::scripts::{Script, Scripts};
-use super::{Core, RedisInner, RedisStore};
+use super::place::{ServerConnection, ServerPlace};
+use super::requirements::{CheckedServer, prepare};
+use super::store::{Core, RedisInner, RedisStore};
 use crate::clock::{Clock, SystemClock};
-use crate::store::{StoreContext, StoreError, StoreErrorKind};
+use crate::store::{StoreContext, StoreError};
 use crate::sync::PerProcess;
 
 /// Settings of a [`RedisStore`].
@@ -198,7 +197,7 @@ impl RedisOptions {
             .iter()
             .map(|node| {
                 Box::pin(async {
-                    let connection = Connection::ours(
+                    let connection = ServerConnection::ours(
                         ServerPlace::At(Box::new(node.clone())),
                         Arc::clone(&clock),
                         self.response_timeout,
@@ -248,7 +247,7 @@ impl RedisOptions {
         }
         let clock = clock();
         let theirs = UserConnection::new(connection, &clock);
-        let connection = Connection::theirs(theirs.clone(), Arc::clone(&clock), self.response_timeout);
+        let connection = ServerConnection::theirs(theirs.clone(), Arc::clone(&clock), self.response_timeout);
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
         let plan = ConnectPlan::Theirs(theirs);
@@ -259,7 +258,7 @@ impl RedisOptions {
     async fn connect_one(self, found: ServerLocation, plan: ConnectPlan) -> Result<RedisStore, StoreError> {
         provide_cryptography();
         let clock = clock();
-        let connection = Connection::ours(found.place.clone(), Arc::clone(&clock), self.response_timeout);
+        let connection = ServerConnection::ours(found.place.clone(), Arc::clone(&clock), self.response_timeout);
         connection.try_open().await.map_err(|error| not_connected(&error))?;
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
@@ -267,7 +266,11 @@ impl RedisOptions {
         Ok(self.open(plan, line, terms, limits))
     }
 
-    async fn prepare(&self, connection: &Connection, cluster: bool) -> Result<(CheckedServer, Limits), StoreError> {
+    async fn prepare(
+        &self,
+        connection: &ServerConnection,
+        cluster: bool,
+    ) -> Result<(CheckedServer, Limits), StoreError> {
         prepare(connection, cluster, &self.namespace, self.replicas.is_some()).await
     }
 
@@ -394,260 +397,5 @@ impl<'a> UrlList<'a> {
             client(&url, form)
         };
         self.hosts.iter().map(one).collect()
-    }
-}
-
-/// A server that was checked.
-pub(super) struct CheckedServer {
-    scripts: Scripts,
-    /// True if the server supports `SET … IFEQ`.
-    compares: bool,
-}
-
-/// Checks the server and the rights of the login, loads the scripts, and asks for the largest size of a value.
-pub(super) async fn prepare(
-    connection: &Connection,
-    cluster: bool,
-    prefix: &str,
-    replicas: bool,
-) -> Result<(CheckedServer, Limits), StoreError> {
-    // One pipeline, so that opening a store takes one round trip.
-    let mut questions = Pipeline::new();
-    questions.cmd("INFO");
-    for source in Scripts::SOURCES {
-        questions.cmd("SCRIPT").arg("LOAD").arg(source);
-    }
-    for setting in LIMITS {
-        questions.cmd("CONFIG").arg("GET").arg(setting);
-    }
-    // Commands of the needed rights, in a form that changes nothing, for a key that does not exist.
-    let is_needed = |right: &&Right| match right.purpose {
-        Purpose::Calls => true,
-        Purpose::Replicas => replicas,
-        Purpose::Opening | Purpose::Wakes | Purpose::Lists => false,
-    };
-    let tried: Vec<_> = RIGHTS.iter().filter(is_needed).collect();
-    let probe = format!("{prefix}probe/{:032x}", clock().entropy());
-    for right in &tried {
-        let question = questions.cmd(right.name());
-        right.words(&probe).skip(1).for_each(|word| _ = question.arg(word));
-    }
-    let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
-    let mut answer = || match answers.next() {
-        Some(Value::ServerError(error)) => Err(failed(ExchangeFailure::from(&error))),
-        answer => Ok(answer.unwrap_or(Value::Nil)),
-    };
-    let info = match answer()? {
-        Value::BulkString(info) => String::from_utf8_lossy(&info).into_owned(),
-        Value::VerbatimString { text, .. } => text,
-        _ => return Err(misconfigured("the server is not Redis: it answers `INFO` otherwise".to_owned())),
-    };
-    let server = ServerInfo::read(&info);
-    server.check(cluster)?;
-    let compares = server.compares();
-    let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
-    for script in &mut scripts {
-        script.sha = match answer()? {
-            Value::BulkString(sha) => String::from_utf8_lossy(&sha).into_owned(),
-            Value::SimpleString(sha) => sha,
-            _ => return Err(misconfigured("the server is not Redis: it loads scripts otherwise".to_owned())),
-        };
-    }
-    // A login without the right to ask gets no limit here; the store learns it from failures.
-    let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
-    // The limit applies to the whole request, which is small apart from the value.
-    let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
-    // All refused commands are named together, with the first error.
-    let mut refused = (Vec::new(), None);
-    for right in tried {
-        if let Some(error) = answer().err().filter(|error| error.kind() == StoreErrorKind::Misconfigured) {
-            refused.0.push(right.name().to_ascii_lowercase());
-            refused.1.get_or_insert(error);
-        }
-    }
-    if let (commands, Some(first)) = refused {
-        let commands = commands.join("`, `");
-        return Err(misconfigured(format!("the login may not send `{commands}`: {first}")).with_source(first));
-    }
-    let limits = Limits::default();
-    value.into_iter().chain(request).for_each(|most| limits.configure(most));
-    Ok((CheckedServer { scripts: Scripts::new(scripts), compares }, limits))
-}
-
-/// Settings that limit the size of a value, and of a request.
-const LIMITS: [&str; 2] = ["proto-max-bulk-len", "client-query-buffer-limit"];
-/// Bytes of a request other than the value: its key, and requests that the server reads along with it.
-const BESIDE: usize = 64 * 1024;
-
-/// Reads the number in an answer of `CONFIG GET`.
-fn setting(answer: &Value) -> Option<usize> {
-    let value = match answer {
-        Value::Array(parts) => parts.get(1),
-        Value::Map(parts) => parts.first().map(|(_, value)| value),
-        _ => None,
-    };
-    match value? {
-        Value::BulkString(number) => String::from_utf8_lossy(number).parse().ok(),
-        Value::SimpleString(number) => number.parse().ok(),
-        _ => None,
-    }
-}
-
-/// Servers that speak the protocol without being Redis.
-const OTHERS: [&str; 4] = ["dragonfly", "kvrocks", "garnet", "keydb"];
-
-/// The fields of `INFO` about the server.
-#[derive(Debug, PartialEq, Eq)]
-struct ServerInfo<'a> {
-    name: &'a str,
-    version: &'a str,
-    role: &'a str,
-    cluster: bool,
-    maxmemory_policy: &'a str,
-    maxmemory: &'a str,
-}
-
-impl<'a> ServerInfo<'a> {
-    fn read(info: &'a str) -> Self {
-        let field =
-            |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim);
-        // Other servers also claim a version of Redis; a version field of their own identifies them.
-        let other =
-            OTHERS.iter().map(|name| (*name, field(&format!("{name}_version")))).find(|(_, own)| !own.is_empty());
-        let (name, version) = match (field("server_name"), other) {
-            (_, Some(other)) => other,
-            ("valkey", None) => ("Valkey", field("valkey_version")),
-            ("" | "redis", None) => ("Redis", field("redis_version")),
-            (name, None) => (name, field("redis_version")),
-        };
-        Self {
-            name,
-            version,
-            role: field("role"),
-            // Valkey 9 calls the field `server_mode`.
-            cluster: [field("redis_mode"), field("server_mode")].contains(&"cluster"),
-            maxmemory_policy: field("maxmemory_policy"),
-            maxmemory: field("maxmemory_human"),
-        }
-    }
-
-    /// Returns major and minor version.
-    fn release(&self) -> [u32; 2] {
-        let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or_default());
-        [(); 2].map(|()| parts.next().unwrap_or_default())
-    }
-
-    /// Returns whether the server supports `SET … IFEQ`.
-    fn compares(&self) -> bool {
-        match self.name {
-            "Redis" => self.release() >= [8, 4],
-            "Valkey" => self.release() >= [8, 1],
-            _ => false,
-        }
-    }
-
-    fn check(&self, cluster: bool) -> Result<(), StoreError> {
-        let Self { name, version, .. } = self;
-        let [major, _] = self.release();
-        let least = match *name {
-            "Redis" => 7,
-            "Valkey" => 8,
-            _ => u32::MAX,
-        };
-        if major < least {
-            return Err(misconfigured(format!(
-                "the server is {name} {version}; Redis 7.0 or newer or Valkey 8 or newer is needed"
-            )));
-        }
-        match (self.cluster, cluster) {
-            (true, false) => {
-                return Err(misconfigured("the server is a cluster node; connect with `redis-cluster://`".to_owned()));
-            }
-            (false, true) => {
-                return Err(misconfigured("the server is not a cluster node; connect with `redis://`".to_owned()));
-            }
-            _ => {}
-        }
-        // A cluster replica is fine: it redirects to the primary of the slot.
-        if self.role != "master" && !cluster {
-            return Err(misconfigured(format!(
-                "the server is a read-only replica (role `{}`); connect to the primary",
-                self.role
-            )));
-        }
-        if !matches!(self.maxmemory_policy, "noeviction" | "") {
-            tracing::warn!(
-                maxmemory_policy = self.maxmemory_policy,
-                maxmemory = self.maxmemory,
-                "the server may evict records before their retention ends, and an evicted operation runs again; \
-                 set `maxmemory-policy noeviction`"
-            );
-        }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn info(lines: &[&str]) -> String {
-        let base =
-            ["# Server", "role:master", "redis_mode:standalone", "maxmemory_policy:noeviction", "gcc_version:12.2.0"];
-        base.iter().chain(lines).flat_map(|line| [line, "\r\n"]).collect()
-    }
-
-    fn check(lines: &[&str]) -> Result<(), String> {
-        ServerInfo::read(&info(lines)).check(false).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn servers_that_can_do_the_work_are_accepted() {
-        assert_eq!(check(&["redis_version:7.0.15"]), Ok(()));
-        assert_eq!(check(&["redis_version:8.4.0"]), Ok(()));
-        assert_eq!(check(&["redis_version:7.2.4", "server_name:valkey", "valkey_version:8.0.1"]), Ok(()));
-    }
-
-    #[test]
-    fn servers_that_compare_are_known() {
-        let compares = |lines: &[&str]| ServerInfo::read(&info(lines)).compares();
-        let valkey = |version: &str| {
-            compares(&["redis_version:7.2.4", "server_name:valkey", &format!("valkey_version:{version}")])
-        };
-        for (version, expected) in [("8.0.9", false), ("8.1.0", true), ("8.10.0", true), ("9.0.1", true)] {
-            assert_eq!(valkey(version), expected, "{version}");
-        }
-        for (version, expected) in
-            [("7.4.2", false), ("8.2.3", false), ("8.4.0", true), ("8.10.0", true), ("9.0.0", true)]
-        {
-            assert_eq!(compares(&[&format!("redis_version:{version}")]), expected, "{version}");
-        }
-    }
-
-    #[test]
-    fn anything_else_is_named_and_refused() {
-        let refused = |lines: &[&str], words: &str| {
-            let error = check(lines).unwrap_err();
-            assert!(error.contains(words), "{error}");
-        };
-        refused(&["redis_version:6.2.14"], "Redis 6.2.14");
-        refused(&["redis_version:7.2.4", "server_name:valkey", "valkey_version:7.2.5"], "Valkey 7.2.5");
-        refused(&["redis_version:7.4.0", "dragonfly_version:df-v1.2"], "dragonfly df-v1.2");
-        refused(&["redis_version:7.0.0", "kvrocks_version:2.9.0"], "kvrocks 2.9.0");
-        refused(&[], "Redis ");
-    }
-
-    #[test]
-    fn replicas_and_cluster_nodes_are_refused() {
-        let refused = |from: &str, to: &str, words: &str| {
-            let text = info(&["redis_version:7.0.15"]).replace(from, to);
-            let error = ServerInfo::read(&text).check(false).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
-        };
-        refused("role:master", "role:slave", "read-only replica");
-        refused("redis_mode:standalone", "redis_mode:cluster", "redis-cluster://");
-        refused("redis_mode:standalone", "server_mode:cluster", "redis-cluster://");
-        let error = ServerInfo::read(&info(&["redis_version:7.0.15"])).check(true).unwrap_err().to_string();
-        assert!(error.contains("`redis://`"), "{error}");
     }
 }

@@ -15,7 +15,7 @@ use futures_util::stream::Stream;
 use redis::{Client, ConnectionInfo, ErrorKind, Pipeline, RedisError, Value, from_redis_value};
 use tokio::sync::{Notify, watch};
 
-use super::connection::{Connection, ServerPlace, elsewhere};
+use super::connection::{Connection, elsewhere};
 use super::failure::ExchangeFailure;
 use super::task::OwnedTask;
 use crate::clock::Clock;
@@ -34,7 +34,7 @@ pub(super) struct Sentinels {
     name: String,
     /// Settings of a connection to the primary, except for its address.
     template: ConnectionInfo,
-    each: Vec<(Client, Connection)>,
+    each: Vec<(Client, Connection<Client>)>,
     clock: Arc<dyn Clock>,
     known: Mutex<Option<Primary>>,
     /// Number of primaries found so far.
@@ -62,8 +62,7 @@ impl Sentinels {
         timeout: Duration,
     ) -> Self {
         let connect = |client: &Client| {
-            let place = ServerPlace::At(Box::new(client.clone()));
-            (client.clone(), Connection::ours(place, Arc::clone(clock), timeout.min(PATIENCE)))
+            (client.clone(), Connection::ours(client.clone(), Arc::clone(clock), timeout.min(PATIENCE)))
         };
         Self {
             name,
@@ -196,7 +195,7 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
 }
 
 /// Returns the answer of one sentinel; `None` if it watches no primary of that name.
-async fn ask(sentinel: &Connection, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
+async fn ask(sentinel: &Connection<Client>, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
     let mut questions = Pipeline::new();
     // The address changes as soon as a replica is promoted, the rest once the failover has ended.
     questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);

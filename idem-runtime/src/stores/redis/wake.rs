@@ -13,9 +13,10 @@ use redis::{Client, RedisError};
 use tokio::sync::watch;
 
 use super::cluster::Cluster;
-use super::connection::ServerPlace;
+use super::connection::Place as _;
+use super::place::ServerPlace;
 use super::task::OwnedTask;
-use crate::clock::{Clock, Sleep, SystemClock};
+use crate::clock::{Clock, SystemClock};
 use crate::combine::race;
 use crate::kit::waiting::WaiterTable;
 use crate::store::StoreError;
@@ -42,8 +43,7 @@ impl PublicationSource {
     /// Returns a client to subscribe with, and the version of its place.
     async fn client(&self) -> Result<(Client, u64), RedisError> {
         match self {
-            Self::One(ServerPlace::At(client)) => Ok((Client::clone(client), 0)),
-            Self::One(ServerPlace::Primary(sentinels)) => sentinels.primary().await,
+            Self::One(place) => place.client().await,
             Self::Cluster(cluster) => {
                 let client = cluster.some_client();
                 client.map(|client| (client, 0)).ok_or((redis::ErrorKind::Io, "no node is known").into())
@@ -52,13 +52,10 @@ impl PublicationSource {
     }
 
     /// Waits until publications arrive at another server.
-    fn moved(&self, version: u64) -> Sleep {
+    async fn moved(&self, version: u64) {
         match self {
-            Self::One(ServerPlace::Primary(sentinels)) => {
-                let sentinels = Arc::clone(sentinels);
-                Box::pin(async move { sentinels.moved(version).await })
-            }
-            Self::One(ServerPlace::At(_)) | Self::Cluster(_) => Box::pin(std::future::pending()),
+            Self::One(place) => place.moved(version).await,
+            Self::Cluster(_) => std::future::pending().await,
         }
     }
 }
@@ -145,7 +142,7 @@ async fn listen(source: PublicationSource, channel: String, waiting: Arc<WaiterT
                     waiting.wake(&String::from_utf8_lossy(message.get_payload_bytes()));
                 }
             };
-            race(hear, source.moved(version)).await;
+            race(hear, pin!(source.moved(version))).await;
             live.send_replace(false);
             // Publications in between are lost: every waiter looks again.
             waiting.wake_all();

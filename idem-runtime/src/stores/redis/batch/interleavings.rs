@@ -125,7 +125,7 @@ fn open() -> (Arc<Dispatch>, FakeServer) {
     let names =
         ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "remove", "renew", "take", "watch"];
     let scripts = Arc::new(Scripts::new(names.map(script)));
-    let connection = Connection::theirs(UserConnection::new(server.clone(), &clock), Arc::clone(&clock), timeout);
+    let connection = ServerConnection::theirs(UserConnection::new(server.clone(), &clock), Arc::clone(&clock), timeout);
     let terms = BatchTerms { clock, timeout, channel: "ends".into(), scripts, one_key: false, compares: true };
     (Arc::new(Dispatch::new(connection, terms, None)), server)
 }

@@ -25,9 +25,9 @@ use std::time::Duration;
 
 use redis::{Cmd, Pipeline, RedisWrite, ServerError, Value};
 
-use super::connection::Connection;
 use super::failure::{ErrorReply, ExchangeFailure};
 use super::limits::SURE;
+use super::place::ServerConnection;
 use super::scripts::{Script, Scripts, TOUCH};
 use crate::clock::{Clock, Instant};
 use crate::kit::replays::Replays;
@@ -495,7 +495,7 @@ impl Drop for ReplyWaiter {
 pub(super) struct Dispatch(Arc<DispatchInner>);
 
 struct DispatchInner {
-    connection: Connection,
+    connection: ServerConnection,
     terms: BatchTerms,
     replicas: Option<Replicas>,
     runtime: Handle,
@@ -528,7 +528,7 @@ impl Drop for LoneOp<'_> {
 impl Dispatch {
     /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an
     /// exchange may take. With `replicas`, an answer counts once they have the written state.
-    pub(super) fn new(connection: Connection, terms: BatchTerms, replicas: Option<Replicas>) -> Self {
+    pub(super) fn new(connection: ServerConnection, terms: BatchTerms, replicas: Option<Replicas>) -> Self {
         Self(Arc::new(DispatchInner {
             connection,
             plain_sets: AtomicU64::new(u64::from(!terms.compares)),
@@ -645,7 +645,7 @@ impl<F: FnOnce()> Drop for DelegatedOp<F> {
 
 impl Dispatch {
     /// Returns the connection, for requests that are not operations.
-    pub(super) fn connection(&self) -> &Connection {
+    pub(super) fn connection(&self) -> &ServerConnection {
         &self.0.connection
     }
 
