@@ -18,14 +18,16 @@ use std::time::Duration;
 use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value};
 use tokio::sync::{Notify, watch};
 
-use super::batch::{BatchTerms, Name, OpAnswer, Replicas};
+use super::command::Name;
 use super::connection::elsewhere;
 use super::failure::{ErrorReply, ExchangeFailure};
 use super::limits::Limits;
-use super::node::{Node, Op};
+use super::node::Node;
+use super::op::{Op, OpAnswer};
 use super::place::{ServerConnection, ServerPlace};
 use super::requirements::prepare;
 use super::task::OwnedTask;
+use super::terms::ExchangeTerms;
 use crate::combine::{all, race};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
@@ -60,8 +62,7 @@ impl NodeNames {
 /// The known state of a cluster, and one runtime's connections to its nodes.
 pub(super) struct Cluster {
     named: Arc<NodeNames>,
-    terms: BatchTerms,
-    replicas: Option<Replicas>,
+    terms: ExchangeTerms,
     for_upkeep: bool,
     map: Mutex<Map>,
     /// Notified when the map may be out of date.
@@ -109,17 +110,11 @@ impl Member {
 
 impl Cluster {
     /// Makes the cluster of `named`, starting from its latest view.
-    pub(super) fn new(
-        named: &Arc<NodeNames>,
-        terms: BatchTerms,
-        replicas: Option<Replicas>,
-        for_upkeep: bool,
-    ) -> Arc<Self> {
+    pub(super) fn new(named: &Arc<NodeNames>, terms: ExchangeTerms, for_upkeep: bool) -> Arc<Self> {
         let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
         let cluster = Self {
             named: Arc::clone(named),
             terms,
-            replicas,
             for_upkeep,
             map: Mutex::new(map),
             doubt: Arc::default(),
@@ -169,7 +164,8 @@ impl Cluster {
             .map(|primary| {
                 let limits = Arc::clone(&limits);
                 Box::pin(async move {
-                    let (_, of_one) = prepare(primary.connection(), true, prefix, self.replicas.is_some()).await?;
+                    let (_, of_one) =
+                        prepare(primary.connection(), true, prefix, self.terms.replicas.is_some()).await?;
                     limits.configure_from(&of_one);
                     Ok(())
                 })
@@ -257,7 +253,7 @@ impl Cluster {
         let client = elsewhere(&self.named.template, &address.0, address.1)?;
         let place = ServerPlace::At(Box::new(client.clone()));
         let connect = |timeout| ServerConnection::ours(place.clone(), Arc::clone(&self.terms.clock), timeout);
-        let node = Node::new(None, connect, self.replicas, &self.terms, self.for_upkeep);
+        let node = Node::new(None, connect, &self.terms, self.for_upkeep);
         let member = Arc::new(Member { address: address.clone(), client, node });
         map.members.insert(address, Arc::clone(&member));
         Ok(member)

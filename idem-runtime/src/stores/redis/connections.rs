@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use redis::{Client, ConnectionInfo};
 
-use super::batch::{BatchTerms, Replicas};
 use super::cluster::{Cluster, NodeNames};
 use super::connection::UserConnection;
 use super::node::Node;
@@ -13,6 +12,7 @@ use super::place::{ServerConnection, ServerPlace};
 use super::route::Route;
 use super::sentinel::Sentinels;
 use super::task::OwnedTask;
+use super::terms::ExchangeTerms;
 use super::wake::{PublicationSource, Wakeups};
 use crate::clock::Clock;
 
@@ -27,7 +27,7 @@ impl Connections {
         Self { route, wakeups }
     }
 
-    pub(super) fn of_cluster(cluster: Arc<Cluster>, terms: &BatchTerms) -> Self {
+    pub(super) fn of_cluster(cluster: Arc<Cluster>, terms: &ExchangeTerms) -> Self {
         let wakeups = Wakeups::new(PublicationSource::Cluster(Arc::clone(&cluster))).on(terms.channel.to_string());
         Self::new(Route::Cluster(cluster), wakeups)
     }
@@ -49,24 +49,24 @@ pub(super) enum ConnectPlan {
 
 impl ConnectPlan {
     /// Opens the connections of the current runtime.
-    pub(super) fn line(&self, terms: &BatchTerms, replicas: Option<Replicas>, for_upkeep: bool) -> Connections {
+    pub(super) fn line(&self, terms: &ExchangeTerms, for_upkeep: bool) -> Connections {
         match self {
             Self::Theirs(theirs) => {
                 let connect = |timeout| ServerConnection::theirs(theirs.clone(), Arc::clone(&terms.clock), timeout);
-                let node = Node::new(None, connect, None, terms, for_upkeep);
+                let node = Node::new(None, connect, terms, for_upkeep);
                 Connections::new(Route::One(node, Vec::new()), Wakeups::polling().on(terms.channel.to_string()))
             }
             Self::At(client) => {
                 let found =
                     ServerLocation { place: ServerPlace::At(client.clone()), watching: Vec::new(), plain: None };
-                found.line(terms, replicas, for_upkeep)
+                found.line(terms, for_upkeep)
             }
             Self::Sentinels { sentinels, name, template } => {
                 let found = ServerLocation::by_sentinels(sentinels, name, template, &terms.clock, terms.timeout);
-                found.line(terms, replicas, for_upkeep)
+                found.line(terms, for_upkeep)
             }
             Self::Cluster(named) => {
-                let cluster = Cluster::new(named, terms.clone(), replicas, for_upkeep);
+                let cluster = Cluster::new(named, terms.clone(), for_upkeep);
                 cluster.keep_asking();
                 Connections::of_cluster(cluster, terms)
             }
@@ -96,10 +96,10 @@ impl ServerLocation {
         Self { place: ServerPlace::Primary(sentinels), watching, plain: None }
     }
 
-    pub(super) fn line(self, terms: &BatchTerms, replicas: Option<Replicas>, for_upkeep: bool) -> Connections {
+    pub(super) fn line(self, terms: &ExchangeTerms, for_upkeep: bool) -> Connections {
         let place = self.place.clone();
         let connect = |timeout| ServerConnection::ours(place.clone(), Arc::clone(&terms.clock), timeout);
-        let node = Node::new(self.plain, connect, replicas, terms, for_upkeep);
+        let node = Node::new(self.plain, connect, terms, for_upkeep);
         let wakeups = Wakeups::new(PublicationSource::One(self.place)).on(terms.channel.to_string());
         Connections::new(Route::One(node, self.watching), wakeups)
     }

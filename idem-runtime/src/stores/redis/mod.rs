@@ -15,15 +15,17 @@
 //! | the servers of a store, as one runtime sees them | `connections`, `wake`, `route`, `cluster` |
 //! | one server, and the operations that share an exchange with it | `requirements`, `node`, `batch` |
 //! | one connection, which is reopened when it breaks | `place`, `sentinel`, `connection`, `stream` |
-//! | data | `scripts`, `rights`, `limits`, `failure`, `task` |
+//! | data | `op`, `command`, `write`, `terms`, `scripts`, `rights`, `limits`, `failure`, `task` |
 
 mod batch;
 mod cluster;
+mod command;
 mod connection;
 mod connections;
 mod failure;
 mod limits;
 mod node;
+mod op;
 mod options;
 mod place;
 mod requirements;
@@ -34,7 +36,9 @@ mod sentinel;
 mod store;
 mod stream;
 mod task;
+mod terms;
 mod wake;
+mod write;
 
 pub use self::options::RedisOptions;
 pub use self::store::RedisStore;

@@ -8,7 +8,6 @@ use redis::Client;
 #[cfg(feature = "with-redis-1")]
 use redis::aio::ConnectionLike;
 
-use super::batch::{BatchTerms, Replicas};
 use super::cluster::{Cluster, NodeNames, first};
 #[cfg(feature = "with-redis-1")]
 use super::connection::UserConnection;
@@ -18,6 +17,7 @@ use super::limits::Limits;
 use super::place::{ServerConnection, ServerPlace};
 use super::requirements::{CheckedServer, prepare};
 use super::store::{Core, RedisInner, RedisStore};
+use super::terms::{ExchangeTerms, Replicas};
 use crate::clock::{Clock, SystemClock};
 use crate::store::{StoreContext, StoreError};
 use crate::sync::PerProcess;
@@ -210,7 +210,7 @@ impl RedisOptions {
         let (prepared, _) = first(tries).await.0?;
         let terms = self.terms(&clock, prepared, true);
         let named = Arc::new(NodeNames::new(&first_node, nodes));
-        let cluster = Cluster::new(&named, terms.clone(), self.replicas, false);
+        let cluster = Cluster::new(&named, terms.clone(), false);
         cluster.ask().await;
         let limits = cluster.prepare(&self.namespace).await?;
         cluster.keep_asking();
@@ -251,7 +251,7 @@ impl RedisOptions {
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
         let plan = ConnectPlan::Theirs(theirs);
-        let line = plan.line(&terms, None, false);
+        let line = plan.line(&terms, false);
         Ok(self.open(plan, line, terms, limits))
     }
 
@@ -262,7 +262,7 @@ impl RedisOptions {
         connection.try_open().await.map_err(|error| not_connected(&error))?;
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
-        let line = ServerLocation { plain: Some(connection), ..found }.line(&terms, self.replicas, false);
+        let line = ServerLocation { plain: Some(connection), ..found }.line(&terms, false);
         Ok(self.open(plan, line, terms, limits))
     }
 
@@ -274,11 +274,12 @@ impl RedisOptions {
         prepare(connection, cluster, &self.namespace, self.replicas.is_some()).await
     }
 
-    fn terms(&self, clock: &Arc<dyn Clock>, prepared: CheckedServer, one_key: bool) -> BatchTerms {
+    fn terms(&self, clock: &Arc<dyn Clock>, prepared: CheckedServer, one_key: bool) -> ExchangeTerms {
         let CheckedServer { scripts, compares } = prepared;
-        BatchTerms {
+        ExchangeTerms {
             clock: Arc::clone(clock),
             timeout: self.response_timeout,
+            replicas: self.replicas,
             channel: format!("{}wake", self.namespace).into(),
             scripts: Arc::new(scripts),
             one_key,
@@ -290,7 +291,7 @@ impl RedisOptions {
         self,
         plan: ConnectPlan,
         line: Connections,
-        terms: BatchTerms,
+        terms: ExchangeTerms,
         limits: impl Into<Arc<Limits>>,
     ) -> RedisStore {
         let core = Core {
@@ -299,7 +300,6 @@ impl RedisOptions {
             ),
             plan,
             terms,
-            replicas: self.replicas,
             prefix: self.namespace.into(),
             limits: limits.into(),
             held: PerProcess::default(),

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use redis::Value;
 
-use super::batch::{Name, OpFuture, RedisCommand};
+use super::batch::OpFuture;
 use super::cluster::Cluster;
+use super::command::{Name, RedisCommand};
 use super::failure::ExchangeFailure;
-use super::node::{Node, Op};
+use super::node::Node;
+use super::op::Op;
 use super::task::OwnedTask;
 use crate::combine::all;
 

@@ -9,15 +9,16 @@ use bytes::Bytes;
 use futures_util::future::join_all;
 use redis::{Cmd, Value};
 
-use super::batch::{
-    BatchTerms, Name, OpAnswer, OpFuture, PendingCompletion, PendingReservation, RedisCommand, Replicas,
-};
+use super::batch::OpFuture;
 use super::cluster::slot_of;
+use super::command::{Name, RedisCommand};
 use super::connections::{ConnectPlan, Connections};
 use super::failure::{ExchangeFailure, corrupt, damaged, failed, unexpected};
 use super::limits::{Limits, SURE};
-use super::node::Op;
+use super::op::{Op, OpAnswer};
 use super::scripts::{Script, Scripts};
+use super::terms::ExchangeTerms;
+use super::write::RecordWrite;
 use crate::clock::{Clock, Instant, wall_millis};
 use crate::key::Key;
 use crate::kit::per_runtime::{Here, PerRuntime};
@@ -95,8 +96,7 @@ pub(super) struct RedisInner {
 pub(super) struct Core {
     pub(super) context: Arc<StoreContext>,
     pub(super) plan: ConnectPlan,
-    pub(super) terms: BatchTerms,
-    pub(super) replicas: Option<Replicas>,
+    pub(super) terms: ExchangeTerms,
     pub(super) prefix: Box<str>,
     pub(super) limits: Arc<Limits>,
     /// Time until which leases of other handles are sure to hold: a duplicate of a hot key then costs one call.
@@ -159,9 +159,9 @@ impl RedisInner {
 
     /// Returns the connections of the current runtime.
     fn line(&self) -> Result<Here<'_, Connections>, StoreError> {
-        let Core { plan, terms, replicas, .. } = &*self.core;
+        let Core { plan, terms, .. } = &*self.core;
         // A connection itself refuses use in another process than its own.
-        let line = self.lines.here_or_inherited(|_| plan.line(terms, *replicas, self.upkeep.is_none()));
+        let line = self.lines.here_or_inherited(|_| plan.line(terms, self.upkeep.is_none()));
         line.ok_or_else(|| failed(ExchangeFailure::Unusable("no tokio runtime: call the store from inside one".into())))
     }
 
@@ -181,7 +181,8 @@ impl RedisInner {
         let line = self.line()?;
         let name = self.name_of(&request.key);
         let first = Record::first(request);
-        let reserving = PendingReservation { name, record: &first, ttl_ms: millis(first.retention(request.ttl)) };
+        let ttl_ms = millis(first.retention(request.ttl));
+        let write = RecordWrite { name, record: &first, reserved_at: None, expected: None, ttl_ms };
         // The record found in place of the earlier one, and the rest of its lease.
         let mut changed: Option<(Bytes, Duration)> = None;
         for look in 0..LOOKS {
@@ -193,17 +194,15 @@ impl RedisInner {
             }
             let (found, left) = match changed.take() {
                 Some((found, left)) => (found, Some(left)),
-                None => {
-                    match looked(line.route.run(name, Op::Reserve(reserving)).await, request.owner).map_err(failed)? {
-                        Value::Nil => {
-                            let mut lease = first.lease(request);
-                            lease.reserved_at = ReservedAt::new(now(self.core.clock()));
-                            return Ok(Reservation::Granted { lease, takeover: false });
-                        }
-                        Value::BulkString(found) => (Bytes::from(found), None),
-                        other => return Err(unexpected(&other)),
+                None => match looked(line.route.run(name, Op::Reserve(write)).await, request.owner).map_err(failed)? {
+                    Value::Nil => {
+                        let mut lease = first.lease(request);
+                        lease.reserved_at = ReservedAt::new(now(self.core.clock()));
+                        return Ok(Reservation::Granted { lease, takeover: false });
                     }
-                }
+                    Value::BulkString(found) => (Bytes::from(found), None),
+                    other => return Err(unexpected(&other)),
+                },
             };
             // A finished record answers without a look at its lease.
             let (seen, [_, began]) = (format::identity(&found).unwrap_or_default(), format::times(&found));
@@ -280,7 +279,7 @@ impl RedisInner {
             command.arg(&*self.core.terms.channel);
         });
         // Replicas must confirm the takeover. A lease that another attempt holds is a valid answer without them.
-        let taken = line.route.run(name, Op::Write(asked.that_brings_a_record())).await;
+        let taken = line.route.run(name, Op::Write(asked.returns_record())).await;
         let taken = match taken {
             // As in `looked`: the lease is another attempt's.
             Err(ExchangeFailure::Unreplicated(taken, why)) => match *taken {
@@ -315,7 +314,7 @@ impl RedisInner {
         op: fn(RedisCommand) -> Op<'static>,
     ) -> Result<Option<StoredValue>, StoreError> {
         let asked = ask(&self.core.scripts().inspect, name, |_| {});
-        let found = line.route.run(name, op(asked.that_brings_a_record())).await;
+        let found = line.route.run(name, op(asked.returns_record())).await;
         let found = found.map_err(failed)?;
         let Value::Array(parts) = found else { return Err(unexpected(&found)) };
         let [value, Value::Int(left), Value::Int(expires_at)] = &parts[..] else {
@@ -666,8 +665,7 @@ impl Store for RedisInner {
     }
 
     fn response_timeout(&self) -> Duration {
-        let timeout = self.core.terms.timeout;
-        self.core.replicas.map_or(timeout, |replicas| replicas.exchange(timeout))
+        self.core.terms.write_timeout()
     }
 
     fn context(&self) -> &StoreContext {
@@ -719,11 +717,11 @@ impl Store for RedisInner {
             limits.check(bytes, clock)?;
             // A large value is not sent twice if the record differs.
             let reserved_at = unchanged_since(lease, clock).filter(|_| bytes < SURE);
-            let pending = reserved_at.map(|_| Record::reserved(lease));
+            let expected = reserved_at.map(|_| Record::reserved(lease));
             let name = self.name_of(&lease.key);
-            let (pending, ttl_ms) = (pending.as_ref(), millis(lease.ttl));
-            let finishing = PendingCompletion { name, record: &record, reserved_at, pending, ttl_ms };
-            let answer = line.route.run(name, Op::Finish(finishing)).await;
+            let (expected, ttl_ms) = (expected.as_ref(), millis(lease.ttl));
+            let write = RecordWrite { name, record: &record, reserved_at, expected, ttl_ms };
+            let answer = line.route.run(name, Op::Finish(write)).await;
             written(&limits.learn(bytes, answer, clock)?)
         })
     }
@@ -741,7 +739,7 @@ impl Store for RedisInner {
                 command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
                 command.arg(&*self.core.terms.channel);
             });
-            let released = line.route.run(name, Op::Write(asked.that_is_kept())).await;
+            let released = line.route.run(name, Op::Write(asked.keep_if_dropped())).await;
             written(&released.map_err(failed)?)
         })
     }

@@ -1,18 +1,26 @@
 //! Operations that gather while lanes come and go, in every order.
 
 use std::future::poll_fn;
-use std::pin::pin;
+use std::pin::{Pin, pin};
+use std::task::Poll;
+use std::time::Duration;
 
-use redis::RedisFuture;
 use redis::aio::ConnectionLike;
+use redis::{Cmd, Pipeline, RedisFuture, Value};
 use shuttle::future::{block_on, yield_now};
 use shuttle::thread;
 use tokio::sync::Semaphore;
 
+use super::super::command::{Name, argument};
+use super::super::connection::UserConnection;
+use super::super::failure::ExchangeFailure;
+use super::super::scripts::{Script, Scripts};
+use super::lanes::LANES;
 use super::*;
-use crate::record::{OwnerToken, State};
-use crate::stores::redis::connection::UserConnection;
-use crate::sync::{TestClock, explore};
+use crate::clock::Clock;
+use crate::record::{OwnerToken, Record, State};
+use crate::sync::atomic::Ordering;
+use crate::sync::{TestClock, explore, lock};
 
 /// A server that recognises each operation by its key. A reservation finds the key itself as the value. A completion is
 /// done (by a script if its key starts with `differs`). The answer to any other command is its first argument (to any
@@ -126,14 +134,15 @@ fn open() -> (Arc<Dispatch>, FakeServer) {
         ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "remove", "renew", "take", "watch"];
     let scripts = Arc::new(Scripts::new(names.map(script)));
     let connection = ServerConnection::theirs(UserConnection::new(server.clone(), &clock), Arc::clone(&clock), timeout);
-    let terms = BatchTerms { clock, timeout, channel: "ends".into(), scripts, one_key: false, compares: true };
-    (Arc::new(Dispatch::new(connection, terms, None)), server)
+    let channel = "ends".into();
+    let terms = ExchangeTerms { clock, timeout, replicas: None, channel, scripts, one_key: false, compares: true };
+    (Arc::new(Dispatch::new(connection, terms)), server)
 }
 
 fn get(key: &str) -> RedisCommand {
     let mut command = Cmd::new();
     command.arg("GET").arg(key);
-    RedisCommand { command, script: None, brings_record: true, is_kept: false }
+    RedisCommand::plain(command).returns_record()
 }
 
 static RECORD: Record = Record::new(OwnerToken::from_bytes([7; 16]), 1, State::Released);
@@ -142,25 +151,26 @@ fn name(key: &str) -> Name<'_> {
     Name { prefix: "", key }
 }
 
-fn reserving(key: &str) -> PendingReservation<'_> {
-    PendingReservation { name: name(key), record: &RECORD, ttl_ms: 1 }
+fn reservation(key: &str) -> Op<'_> {
+    Op::Reserve(RecordWrite { name: name(key), record: &RECORD, reserved_at: None, expected: None, ttl_ms: 1 })
 }
 
-fn finishing(key: &str) -> PendingCompletion<'_> {
-    PendingCompletion { name: name(key), record: &RECORD, reserved_at: Some(1), pending: Some(&RECORD), ttl_ms: 1 }
+fn completion(key: &str) -> Op<'_> {
+    let (record, reserved_at, expected) = (&RECORD, Some(1), Some(&RECORD));
+    Op::Finish(RecordWrite { name: name(key), record, reserved_at, expected, ttl_ms: 1 })
 }
 
 async fn reserve(dispatch: &Dispatch, key: &str) {
-    let answer = dispatch.reserve(&reserving(key)).await;
+    let answer = dispatch.run(reservation(key)).await;
     assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
 }
 
 async fn finish(dispatch: &Dispatch, key: &str) {
-    assert!(matches!(dispatch.finish(&finishing(key)).await, Ok(Value::Int(1))), "not the answer for {key}");
+    assert!(matches!(dispatch.run(completion(key)).await, Ok(Value::Int(1))), "not the answer for {key}");
 }
 
 async fn ask(dispatch: &Dispatch, key: &str) {
-    let answer = dispatch.command(get(key)).await;
+    let answer = dispatch.run(Op::Read(get(key))).await;
     assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
 }
 
@@ -172,12 +182,12 @@ async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
 
 /// Checks that after the end of all lanes no operation is left, and that no lane is still counted.
 async fn all_is_over(dispatch: &Dispatch) {
-    let shared = &dispatch.0;
-    shared.runtime.0.idle().await;
-    assert_eq!(shared.runtime.0.alive(), 0, "a lane is still running");
-    assert_eq!(shared.lanes.load(Ordering::SeqCst), 0, "the place of a lane is lost");
-    assert!(lock(&shared.queue).gathers.is_empty(), "an operation is left that no lane will take");
-    assert!(!shared.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
+    let lanes = &dispatch.0;
+    lanes.runtime.0.idle().await;
+    assert_eq!(lanes.runtime.0.alive(), 0, "a lane is still running");
+    assert_eq!(lanes.running.load(Ordering::SeqCst), 0, "the place of a lane is lost");
+    assert!(lock(&lanes.queue).batches.is_empty(), "an operation is left that no lane will take");
+    assert!(!lanes.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
 }
 
 /// Each operation gets its own answer, even if it gathers while lanes end.
@@ -227,14 +237,14 @@ fn an_operation_without_a_caller_is_not_sent() {
                 thread::spawn(move || {
                     block_on(async {
                         let (reserved, got) = (format!("reserve-{of}"), format!("get-{of}"));
-                        let mut reserving = pin!(dispatch.reserve(&reserving(&reserved)));
+                        let mut reserving = pin!(dispatch.run(reservation(&reserved)));
                         assert!(!poll_once(reserving.as_mut()).await);
-                        let mut asking = pin!(dispatch.command(get(&got)));
+                        let mut asking = pin!(dispatch.run(Op::Read(get(&got))));
                         assert!(!poll_once(asking.as_mut()).await);
                         let (finished, kept) = (format!("finish-{of}"), format!("kept-{of}"));
-                        let mut finish = pin!(dispatch.finish(&finishing(&finished)));
+                        let mut finish = pin!(dispatch.run(completion(&finished)));
                         assert!(!poll_once(finish.as_mut()).await);
-                        let mut keeping = pin!(dispatch.command(get(&kept).that_is_kept()));
+                        let mut keeping = pin!(dispatch.run(Op::Write(get(&kept).keep_if_dropped())));
                         assert!(!poll_once(keeping.as_mut()).await);
                     });
                 })
@@ -269,7 +279,7 @@ fn an_end_is_written_although_its_caller_goes() {
                 thread::spawn(move || {
                     block_on(async {
                         let key = format!("finish-{of}");
-                        let mut finish = pin!(dispatch.finish(&finishing(&key)));
+                        let mut finish = pin!(dispatch.run(completion(&key)));
                         for _ in 0..of {
                             if poll_once(finish.as_mut()).await {
                                 return;
@@ -303,7 +313,7 @@ fn a_runtime_that_shuts_down_leaves_no_caller_waiting() {
                 let dispatch = Arc::clone(&dispatch);
                 thread::spawn(move || {
                     let key = format!("key-{of}");
-                    let answer = block_on(dispatch.reserve(&reserving(&key)));
+                    let answer = block_on(dispatch.run(reservation(&key)));
                     match answer {
                         Ok(Value::BulkString(met)) => assert_eq!(met, key.as_bytes()),
                         Err(ExchangeFailure::NotSent(_) | ExchangeFailure::Lost) => {}

@@ -1,0 +1,122 @@
+//! Meaning of the server's replies, as answers of operations.
+
+use std::sync::Arc;
+use std::vec;
+
+use redis::Value;
+
+use super::super::failure::{ErrorReply, ExchangeFailure};
+use super::super::op::OpAnswer;
+use super::op_batch::WriteEntry;
+use super::replies::Replies;
+
+/// `Ok` if enough replicas have the written state; otherwise the server's reason, if it gave one.
+pub(super) type ReplicationResult = Result<(), Option<Arc<str>>>;
+
+/// The answers to the commands of one exchange, in their order.
+pub(super) struct ExchangeAnswers {
+    values: vec::IntoIter<Value>,
+    replicated: ReplicationResult,
+}
+
+impl ExchangeAnswers {
+    pub(super) fn new(values: Vec<Value>, replicated: ReplicationResult) -> Self {
+        Self { values: values.into_iter(), replicated }
+    }
+
+    /// Takes the next answer. A missing answer must not become nil: nil means "reserved".
+    pub(super) fn next(&mut self) -> OpAnswer {
+        answer(self.values.next().ok_or(ExchangeFailure::Lost)?, &self.replicated)
+    }
+}
+
+/// Turns one reply of the server into the answer of its operation.
+fn answer(value: Value, replicated: &ReplicationResult) -> OpAnswer {
+    match (value, replicated) {
+        (Value::ServerError(error), _) => Err(ExchangeFailure::from(&error)),
+        (value, Ok(())) => Ok(value),
+        (value, Err(why)) => Err(ExchangeFailure::Unreplicated(Box::new(value), why.clone())),
+    }
+}
+
+/// Takes an answer apart again.
+fn parts(answer: OpAnswer) -> Result<(Value, ReplicationResult), ExchangeFailure> {
+    match answer {
+        Ok(value) => Ok((value, Ok(()))),
+        Err(ExchangeFailure::Unreplicated(value, why)) => Ok((*value, Err(why))),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// Reads the look-up of `count` keys. `None` stands for an absent key.
+pub(super) fn looked_up(
+    found: OpAnswer,
+    count: usize,
+) -> Result<impl Iterator<Item = Option<OpAnswer>>, ExchangeFailure> {
+    let (Value::Array(values), replicated) = parts(found)? else { return Err(ExchangeFailure::Lost) };
+    if values.len() != count {
+        return Err(ExchangeFailure::Lost);
+    }
+    // An absent key is reserved later, by a write of its own that replicas confirm.
+    Ok(values.into_iter().map(move |value| (value != Value::Nil).then(|| answer(value, &replicated))))
+}
+
+/// Returns the answer to a completion by the answer to its `SET … IFEQ`; `None` if nothing was written and a script has
+/// to decide.
+pub(super) fn compared(set: OpAnswer) -> Option<OpAnswer> {
+    match parts(set) {
+        Ok((Value::Okay, replicated)) => Some(answer(Value::Int(1), &replicated)),
+        // The record belongs to another attempt, is gone or finished already, or a duplicate waits for it.
+        Ok((Value::Nil, _)) => None,
+        Ok((other, replicated)) => Some(answer(other, &replicated)),
+        Err(failure) => Some(Err(failure)),
+    }
+}
+
+/// Answers the completions that one script call has decided.
+pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided: OpAnswer) {
+    let (value, replicated) = match parts(decided) {
+        Ok(parts) => parts,
+        Err(failure) => return replies.refuse(entries.iter().map(|entry| entry.slot), &failure),
+    };
+    // A letter for each completion, and the error behind each `E`.
+    let (letters, error) = match value {
+        // The script for one key answers with a number.
+        Value::Int(_) if entries.len() == 1 => {
+            return replies.deliver(std::iter::once((entries[0].slot, answer(value, &replicated))));
+        }
+        Value::BulkString(letters) => (letters, Vec::new()),
+        Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
+            Ok([Value::BulkString(letters), Value::BulkString(error)]) => (letters, error),
+            _ => (Vec::new(), Vec::new()),
+        },
+        _ => (Vec::new(), Vec::new()),
+    };
+    replies.deliver(entries.iter().enumerate().map(|(i, entry)| {
+        let answer = match letters.get(i) {
+            Some(b'1') => answer(Value::Int(1), &replicated),
+            Some(b'0') => answer(Value::Int(0), &replicated),
+            Some(b'E') => Err(ExchangeFailure::Refused(ErrorReply::read(&String::from_utf8_lossy(&error)))),
+            _ => Err(ExchangeFailure::Lost),
+        };
+        (entry.slot, answer)
+    }));
+}
+
+/// Returns the size of the record in an answer, in bytes; 0 if it holds none.
+pub(super) fn record_bytes(answer: &OpAnswer) -> usize {
+    let value = match answer {
+        Ok(value) => value,
+        Err(ExchangeFailure::Unreplicated(value, _)) => value,
+        Err(_) => return 0,
+    };
+    match value {
+        Value::BulkString(record) => record.len(),
+        // A record with its retention, or with the rest of its lease.
+        Value::Array(parts) => match parts.first() {
+            Some(Value::BulkString(record)) => record.len(),
+            _ => 0,
+        },
+        _ => 0,
+    }
+}

@@ -1,0 +1,56 @@
+//! Operations in progress, as their callers see them.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use super::super::op::OpAnswer;
+use super::replies::ReplyWaiter;
+
+/// An operation in progress: one future for all ways it may take.
+pub(in super::super) enum OpFuture<'a> {
+    /// In a batch.
+    Gathered(ReplyWaiter),
+    /// Driven by its caller. Boxed: under load most operations gather, and would carry the size of this future.
+    Alone(Pin<Box<dyn Future<Output = OpAnswer> + Send + 'a>>),
+}
+
+impl<'a> OpFuture<'a> {
+    pub(in super::super) fn alone(driven: impl Future<Output = OpAnswer> + Send + 'a) -> Self {
+        Self::Alone(Box::pin(driven))
+    }
+}
+
+impl Future for OpFuture<'_> {
+    type Output = OpAnswer;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<OpAnswer> {
+        match &mut *self {
+            Self::Gathered(reply) => Pin::new(reply).poll(cx),
+            Self::Alone(driven) => driven.as_mut().poll(cx),
+        }
+    }
+}
+
+/// An operation that has to be sent, and is driven by its caller. If the caller goes away before the answer, a lane
+/// takes the operation: it may not have been sent yet, and sending it twice does no harm.
+pub(super) struct DelegatedOp<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> DelegatedOp<F> {
+    /// Calls `hand_over` unless the answer arrives.
+    pub(super) fn new(hand_over: F) -> Self {
+        Self(Some(hand_over))
+    }
+
+    /// Notes that the answer has arrived.
+    pub(super) fn done(mut self) {
+        self.0 = None;
+    }
+}
+
+impl<F: FnOnce()> Drop for DelegatedOp<F> {
+    fn drop(&mut self) {
+        if let Some(hand_over) = self.0.take() {
+            hand_over();
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! The commands of a batch, in the order in which their answers are read.
+
+use std::ops::Range;
+
+use redis::{Cmd, Pipeline};
+
+use super::super::command::{RedisCommand, with_source};
+use super::super::terms::ExchangeTerms;
+use super::super::write::{EncodedWrite, finish};
+use super::op_batch::{BatchEntry, OpBatch, WriteEntry};
+
+/// Number of keys in one script call. Limits the time for which the server does nothing else.
+const FINISHED_AT_ONCE: usize = 64;
+
+/// The first exchange of a batch: reservations, other commands, script calls, comparisons.
+pub(super) struct FirstExchange {
+    pub(super) pipeline: Pipeline,
+    /// True if the reservations are one `MGET`; absent keys are then reserved in the second exchange.
+    pub(super) looks_up: bool,
+    pub(super) commands: Vec<SentCommand>,
+    /// Completions by scripts, as ranges of those in the batch.
+    pub(super) calls: Vec<Range<usize>>,
+    /// Completions by `SET … IFEQ`.
+    pub(super) compared: Vec<WriteEntry>,
+}
+
+/// A command other than `SET`, on its way.
+pub(super) struct SentCommand {
+    pub(super) slot: usize,
+    /// Place of the command in its pipeline.
+    at: usize,
+    source: Option<&'static str>,
+    pub(super) returns_record: bool,
+}
+
+impl SentCommand {
+    /// Makes the same call with the source of its script, which the server of `pipeline` has forgotten.
+    pub(super) fn with_source(&self, pipeline: &Pipeline) -> Option<Cmd> {
+        Some(with_source(pipeline.cmd_iter().nth(self.at)?, self.source?))
+    }
+}
+
+impl FirstExchange {
+    /// Makes the commands of `batch`, whose completions are compared by the server if it `compares`.
+    pub(super) fn new(batch: &mut OpBatch, terms: &ExchangeTerms, compares: bool, looks_up: bool) -> Self {
+        let is_compared = |entry: &mut WriteEntry| compares && entry.op.expected > 0;
+        let compared: Vec<WriteEntry> = batch.completions.extract_if(.., is_compared).collect();
+        let calls: Vec<_> = chunks(batch.completions.len(), terms).collect();
+        let others = batch.commands.len() + calls.len() + compared.len();
+        let mut pipeline = Pipeline::with_capacity(batch.reserves.len() + others);
+        if looks_up {
+            let mut look_up = Cmd::with_capacity(batch.reserves.len() + 1, batch.bytes.len());
+            look_up.arg("MGET");
+            batch.reserves.iter().for_each(|entry| _ = look_up.arg(batch.write(entry).key));
+            pipeline.add_command(look_up);
+        } else {
+            batch.reserves.iter().for_each(|entry| _ = pipeline.add_command(batch.write(entry).reserve()));
+        }
+        let mut commands = Vec::with_capacity(batch.commands.len());
+        for BatchEntry { slot, op } in batch.commands.drain(..) {
+            let RedisCommand { command, source, returns_record, .. } = op;
+            commands.push(SentCommand { slot, at: pipeline.len(), source, returns_record });
+            pipeline.add_command(command);
+        }
+        for call in &calls {
+            pipeline.add_command(finish_call(terms, batch, &batch.completions[call.clone()], false));
+        }
+        compared.iter().for_each(|entry| _ = pipeline.add_command(batch.write(entry).compare()));
+        Self { pipeline, looks_up, commands, calls, compared }
+    }
+}
+
+/// The second exchange of a batch: absent keys after a look-up, then calls of scripts that the server had forgotten.
+#[derive(Default)]
+pub(super) struct SecondExchange<'a> {
+    pub(super) pipeline: Pipeline,
+    pub(super) reserves: Vec<&'a WriteEntry>,
+    /// Slots of the commands.
+    pub(super) commands: Vec<usize>,
+    pub(super) calls: Vec<Range<usize>>,
+}
+
+/// Divides a number of completions among script calls.
+pub(super) fn chunks(len: usize, terms: &ExchangeTerms) -> impl Iterator<Item = Range<usize>> + use<> {
+    let size = if terms.one_key { 1 } else { FINISHED_AT_ONCE };
+    (0..len).step_by(size).map(move |from| from..len.min(from + size))
+}
+
+/// Makes the script call that finishes some completions of a batch.
+pub(super) fn finish_call(terms: &ExchangeTerms, batch: &OpBatch, entries: &[WriteEntry], with_source: bool) -> Cmd {
+    let script = if terms.one_key { &terms.scripts.finish_one } else { &terms.scripts.finish };
+    finish(script, with_source, &terms.channel, entries.iter().map(|entry| batch.write(entry)))
+}
+
+/// Makes the script call that finishes one record.
+pub(super) fn finish_one(terms: &ExchangeTerms, write: EncodedWrite<'_>, with_source: bool) -> Cmd {
+    finish(&terms.scripts.finish_one, with_source, &terms.channel, std::iter::once(write))
+}

@@ -1,0 +1,287 @@
+//! Sends batches and lone operations, and reads their answers.
+//!
+//! A batch is one exchange, unless an answer requires more: absent keys after a look-up, scripts that the server has
+//! forgotten, records that have changed since their reservation. Large records have exchanges of their own.
+
+use super::super::command::RedisCommand;
+use super::super::failure::ExchangeFailure;
+use super::super::limits::SURE;
+use super::super::op::OpAnswer;
+use super::super::place::ServerConnection;
+use super::super::terms::ExchangeTerms;
+use super::super::write::{EncodedWrite, RecordWrite};
+use super::answer::{ExchangeAnswers, compared, deliver_decided, looked_up, record_bytes};
+use super::exchange::Exchanges;
+use super::expectations::Expectations;
+use super::op_batch::{OpBatch, WriteEntry};
+use super::pipeline::{FirstExchange, SecondExchange, SentCommand, chunks, finish_call, finish_one};
+use super::replies::Replies;
+use redis::{Cmd, Pipeline, Value};
+
+/// A batch with at least this many reservations looks up its keys before it reserves, if it expects replays.
+const LOOK_FIRST: usize = 8;
+/// Reason why an operation was not sent.
+pub(super) const STALLED: &str = "the server did not answer what was sent before";
+
+/// A connection, and what its answers lead to expect.
+pub(super) struct BatchSender {
+    exchanges: Exchanges,
+    pub(super) terms: ExchangeTerms,
+    pub(super) expectations: Expectations,
+}
+
+impl BatchSender {
+    pub(super) fn new(connection: ServerConnection, terms: ExchangeTerms) -> Self {
+        let (expectations, replicas) = (Expectations::new(&terms), terms.replicas);
+        Self { exchanges: Exchanges { connection, replicas }, terms, expectations }
+    }
+
+    pub(super) fn connection(&self) -> &ServerConnection {
+        &self.exchanges.connection
+    }
+
+    /// Returns whether the server counts as knowing `SET … IFEQ`.
+    pub(super) fn compares(&self) -> bool {
+        self.expectations.compares(self.connection().generation())
+    }
+
+    /// Sends the command of one reservation.
+    pub(super) async fn reserve(&self, command: &Cmd) -> OpAnswer {
+        let answer = self.exchanges.one(command).await;
+        self.expectations.note_largest(record_bytes(&answer));
+        answer
+    }
+
+    /// Sends one completion.
+    pub(super) async fn finish(&self, write: EncodedWrite<'_>) -> OpAnswer {
+        if !write.expected.is_empty() && self.compares() {
+            let answer = self.exchanges.one(&write.compare()).await;
+            if let Some(answer) = self.compared(answer) {
+                return answer;
+            }
+        }
+        match self.exchanges.one(&finish_one(&self.terms, write, false)).await {
+            Err(failure) if failure.is_unknown_script() => {
+                self.exchanges.one(&finish_one(&self.terms, write, true)).await
+            }
+            answer => answer,
+        }
+    }
+
+    /// Sends one command.
+    pub(super) async fn call(&self, command: &RedisCommand) -> OpAnswer {
+        let answer = self.exchanges.call(command).await;
+        if command.returns_record {
+            self.expectations.note_largest(record_bytes(&answer));
+        }
+        answer
+    }
+
+    /// Sends one command for a key whose slot is migrating to this node.
+    pub(super) async fn asking(&self, command: Cmd) -> OpAnswer {
+        self.exchanges.asking(command).await
+    }
+
+    /// Makes the command that finishes a record by its script, which the server may not have.
+    pub(super) fn finish_with_source(&self, write: &RecordWrite<'_>) -> Cmd {
+        write.command(|write| finish_one(&self.terms, write, true))
+    }
+
+    /// Sends a batch and answers its operations.
+    pub(super) async fn send(&self, batch: &mut OpBatch) {
+        batch.forget_gone();
+        // Large completions are sent alone, after the others: a server that refuses their size closes the connection,
+        // and a batch would lose its answers.
+        let large: Vec<WriteEntry> = batch.completions.extract_if(.., |entry| entry.op.value >= SURE).collect();
+        // Records that would make the answers too large are left for further exchanges.
+        let mut overflow = batch.split_off(self.expectations.records_at_once());
+        loop {
+            if let Err(failure) = self.send_part(batch).await {
+                let unsent = overflow.slots().chain(large.iter().map(|entry| entry.slot));
+                batch.replies.refuse(unsent, &ExchangeFailure::NotSent(STALLED.into()));
+                return batch.replies.refuse_rest(&failure);
+            }
+            if overflow.is_empty() {
+                break;
+            }
+            batch.refill(&mut overflow, self.expectations.records_at_once());
+        }
+        for entry in large {
+            let answer = self.finish(batch.write(&entry)).await;
+            batch.replies.deliver(std::iter::once((entry.slot, answer)));
+        }
+    }
+
+    /// Sends the operations in `batch` and answers them. After an error the rest is still unanswered.
+    async fn send_part(&self, batch: &mut OpBatch) -> Result<(), ExchangeFailure> {
+        let looks_up =
+            batch.reserves.len() >= LOOK_FIRST && self.expectations.replays.are_expected() && !self.terms.one_key;
+        let first = FirstExchange::new(batch, &self.terms, self.compares(), looks_up);
+        let FirstExchange { mut pipeline, looks_up, commands, calls, compared } = first;
+        if pipeline.is_empty() {
+            return Ok(());
+        }
+        let (batch, mut answers) = (&*batch, self.exchanges.many(&mut pipeline).await?);
+        let (mut second, mut largest) = (SecondExchange::default(), None);
+        if looks_up {
+            second.reserves = self.read_look_up(batch, answers.next(), &mut largest);
+            second.reserves.iter().for_each(|entry| _ = second.pipeline.add_command(batch.write(entry).reserve()));
+        } else if !batch.reserves.is_empty() {
+            self.read_reserves(batch, &mut answers, &mut largest);
+        }
+        read_commands(&batch.replies, commands, &pipeline, &mut answers, &mut second, &mut largest);
+        for call in calls {
+            match answers.next() {
+                Err(failure) if failure.is_unknown_script() => {
+                    second.pipeline.add_command(finish_call(
+                        &self.terms,
+                        batch,
+                        &batch.completions[call.clone()],
+                        true,
+                    ));
+                    second.calls.push(call);
+                }
+                answer => deliver_decided(&batch.replies, &batch.completions[call], answer),
+            }
+        }
+        let differing = self.read_compared(&batch.replies, compared, &mut answers);
+        if let Some(largest) = largest {
+            self.expectations.note_largest(largest);
+        }
+        self.send_second(batch, second).await?;
+        self.finish_by_scripts(batch, &differing).await
+    }
+
+    /// Answers reservations.
+    fn read_reserves(&self, batch: &OpBatch, answers: &mut ExchangeAnswers, largest: &mut Option<usize>) {
+        let mut replays = 0;
+        batch.replies.deliver(batch.reserves.iter().map(|entry| {
+            let answer = answers.next();
+            replays += usize::from(matches!(answer, Ok(Value::BulkString(_))));
+            *largest = (*largest).max(Some(record_bytes(&answer)));
+            (entry.slot, answer)
+        }));
+        self.expectations.replays.note(replays, batch.reserves.len());
+    }
+
+    /// Answers the reservations whose keys exist: an existing value is the answer that `SET … NX GET` would have given.
+    /// Returns those of absent keys whose callers still wait. If the look-up failed, it has written nothing, and all
+    /// callers get its failure.
+    fn read_look_up<'a>(
+        &self,
+        batch: &'a OpBatch,
+        answer: OpAnswer,
+        largest: &mut Option<usize>,
+    ) -> Vec<&'a WriteEntry> {
+        let count = batch.reserves.len();
+        let values = match looked_up(answer, count) {
+            Ok(values) => values,
+            Err(failure) => {
+                batch.replies.refuse(batch.reserves.iter().map(|entry| entry.slot), &failure);
+                return Vec::new();
+            }
+        };
+        let mut absent = Vec::new();
+        batch.replies.deliver(batch.reserves.iter().zip(values).filter_map(|(entry, answer)| {
+            let Some(answer) = answer else {
+                absent.push(entry);
+                return None;
+            };
+            *largest = (*largest).max(Some(record_bytes(&answer)));
+            Some((entry.slot, answer))
+        }));
+        self.expectations.replays.note(count - absent.len(), count);
+        let is_gone = batch.replies.gone();
+        absent.retain(|entry| !is_gone(entry.slot));
+        absent
+    }
+
+    /// Answers the completions that the server has compared. Returns those that a script has to decide.
+    fn read_compared(
+        &self,
+        replies: &Replies,
+        compared: Vec<WriteEntry>,
+        answers: &mut ExchangeAnswers,
+    ) -> Vec<WriteEntry> {
+        let mut differing = Vec::new();
+        replies.deliver(compared.into_iter().filter_map(|entry| match self.compared(answers.next()) {
+            Some(answer) => Some((entry.slot, answer)),
+            None => {
+                differing.push(entry);
+                None
+            }
+        }));
+        differing
+    }
+
+    /// Returns the answer to a completion by `SET … IFEQ`; `None` if nothing was written and a script has to decide.
+    fn compared(&self, answer: OpAnswer) -> Option<OpAnswer> {
+        if matches!(&answer, Err(failure) if failure.is_unknown_option()) {
+            self.expectations.note_plain_sets(self.connection().generation());
+            return None;
+        }
+        compared(answer)
+    }
+
+    /// Sends and answers the operations that the first exchange has not settled.
+    async fn send_second(&self, batch: &OpBatch, mut second: SecondExchange<'_>) -> Result<(), ExchangeFailure> {
+        if second.pipeline.is_empty() {
+            return Ok(());
+        }
+        let mut answers = self.exchanges.many(&mut second.pipeline).await?;
+        batch.replies.deliver(second.reserves.into_iter().map(|entry| (entry.slot, answers.next())));
+        batch.replies.deliver(second.commands.into_iter().map(|slot| (slot, answers.next())));
+        for call in second.calls {
+            deliver_decided(&batch.replies, &batch.completions[call], answers.next());
+        }
+        Ok(())
+    }
+
+    /// Finishes `entries` by scripts, in a further exchange; in one more if the server has forgotten the scripts.
+    async fn finish_by_scripts(&self, batch: &OpBatch, entries: &[WriteEntry]) -> Result<(), ExchangeFailure> {
+        let mut calls: Vec<_> = chunks(entries.len(), &self.terms).collect();
+        for with_source in [false, true] {
+            if calls.is_empty() {
+                break;
+            }
+            let mut pipeline = Pipeline::with_capacity(calls.len());
+            for call in &calls {
+                pipeline.add_command(finish_call(&self.terms, batch, &entries[call.clone()], with_source));
+            }
+            let mut answers = self.exchanges.many(&mut pipeline).await?;
+            calls.retain(|call| match answers.next() {
+                Err(failure) if failure.is_unknown_script() && !with_source => true,
+                answer => {
+                    deliver_decided(&batch.replies, &entries[call.clone()], answer);
+                    false
+                }
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Answers the commands other than `SET`. Calls of scripts that the server lost (restart, failover, `SCRIPT FLUSH`)
+/// wrote nothing, and are repeated with their source in the second exchange.
+fn read_commands(
+    replies: &Replies,
+    commands: Vec<SentCommand>,
+    pipeline: &Pipeline,
+    answers: &mut ExchangeAnswers,
+    second: &mut SecondExchange<'_>,
+    largest: &mut Option<usize>,
+) {
+    replies.deliver(commands.into_iter().filter_map(|command| {
+        let answer = answers.next();
+        let is_unknown = matches!(&answer, Err(failure) if failure.is_unknown_script());
+        if let Some(call) = is_unknown.then(|| command.with_source(pipeline)).flatten() {
+            second.pipeline.add_command(call);
+            second.commands.push(command.slot);
+            return None;
+        }
+        if command.returns_record {
+            *largest = (*largest).max(Some(record_bytes(&answer)));
+        }
+        Some((command.slot, answer))
+    }));
+}

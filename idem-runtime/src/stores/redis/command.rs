@@ -1,0 +1,102 @@
+//! Commands other than `SET`, and the names of keys in commands.
+
+use std::fmt;
+
+use redis::{Cmd, RedisWrite};
+
+use super::scripts::Script;
+
+/// The name of a key at the server, in two parts that are joined only when it is sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Name<'a> {
+    pub(super) prefix: &'a str,
+    pub(super) key: &'a str,
+}
+
+impl Name<'_> {
+    pub(super) fn len(&self) -> usize {
+        self.prefix.len() + self.key.len()
+    }
+
+    pub(super) fn write(&self, bytes: &mut Vec<u8>) {
+        bytes.extend_from_slice(self.prefix.as_bytes());
+        bytes.extend_from_slice(self.key.as_bytes());
+    }
+}
+
+impl fmt::Display for Name<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.prefix)?;
+        f.write_str(self.key)
+    }
+}
+
+/// A command, and how to treat it.
+#[derive(Clone)]
+pub(super) struct RedisCommand {
+    pub(super) command: Cmd,
+    /// Source of the script that the command calls, for a server that has forgotten it.
+    pub(super) source: Option<&'static str>,
+    /// True if the answer may be a record.
+    pub(super) returns_record: bool,
+    /// True if the command is sent even if its caller is gone.
+    pub(super) is_kept: bool,
+}
+
+impl RedisCommand {
+    /// Makes a command that calls no script.
+    pub(super) fn plain(command: Cmd) -> Self {
+        Self { command, source: None, returns_record: false, is_kept: false }
+    }
+
+    /// Calls `script` with these keys and arguments.
+    pub(super) fn script<'n>(
+        script: &Script,
+        keys: impl ExactSizeIterator<Item = Name<'n>>,
+        args: impl FnOnce(&mut Cmd),
+    ) -> Self {
+        let mut command = Cmd::with_capacity(3 + 3 * keys.len(), 64 + 128 * keys.len());
+        command.arg("EVALSHA").arg(&script.sha).arg(keys.len());
+        keys.for_each(|key| command.write_arg_fmt(key));
+        args(&mut command);
+        Self { source: Some(script.source), ..Self::plain(command) }
+    }
+
+    /// Marks the answer as one that may be a record.
+    pub(super) fn returns_record(self) -> Self {
+        Self { returns_record: true, ..self }
+    }
+
+    /// Marks the command to be sent even if its caller is gone.
+    pub(super) fn keep_if_dropped(self) -> Self {
+        Self { is_kept: true, ..self }
+    }
+}
+
+/// Returns the same call with the source of its script, which loads it.
+pub(super) fn with_source(call: &Cmd, source: &str) -> Cmd {
+    let mut command = Cmd::new();
+    command.arg("EVAL").arg(source);
+    for argument in call.args_iter().skip(2) {
+        if let redis::Arg::Simple(argument) = argument {
+            command.arg(argument);
+        }
+    }
+    command
+}
+
+/// Returns the first key that a command names.
+pub(super) fn key_of(command: &Cmd) -> &[u8] {
+    match argument(command, 0) {
+        b"EVAL" | b"EVALSHA" => argument(command, 3),
+        _ => argument(command, 1),
+    }
+}
+
+/// Returns an argument of a command, counted from its name; empty if there is none.
+pub(super) fn argument(command: &Cmd, at: usize) -> &[u8] {
+    match command.args_iter().nth(at) {
+        Some(redis::Arg::Simple(argument)) => argument,
+        _ => b"",
+    }
+}

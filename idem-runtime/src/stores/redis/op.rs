@@ -1,0 +1,25 @@
+//! Operations of a store on its keys: one type from the caller to the exchange that carries them.
+
+use redis::Value;
+
+use super::command::RedisCommand;
+use super::failure::ExchangeFailure;
+use super::write::RecordWrite;
+
+/// An operation, for one key (or for several of one slot, if it renews leases).
+#[derive(Clone)]
+pub(super) enum Op<'a> {
+    /// `SET key value NX GET PX ttl`. The answer is nil if the key is now reserved, otherwise the existing value.
+    Reserve(RecordWrite<'a>),
+    /// A completion. The answer is 1 if the record belongs to this attempt and is now finished, otherwise 0.
+    Finish(RecordWrite<'a>),
+    /// A command that renews leases.
+    Renew(RedisCommand),
+    /// Any other command that replicas have to confirm.
+    Write(RedisCommand),
+    /// A command that no replica has to confirm: its answer may get lost with the server.
+    Read(RedisCommand),
+}
+
+/// Answer of an operation.
+pub(super) type OpAnswer = Result<Value, ExchangeFailure>;

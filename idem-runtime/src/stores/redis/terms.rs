@@ -1,0 +1,39 @@
+//! Settings that all connections of a store share.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::scripts::Scripts;
+use crate::clock::Clock;
+
+/// Number of replicas that must have a write before its answer counts, and the time that the server waits for them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Replicas {
+    pub(super) count: usize,
+    pub(super) within: Duration,
+}
+
+/// Settings of the exchanges with a server.
+#[derive(Clone)]
+pub(super) struct ExchangeTerms {
+    pub(super) clock: Arc<dyn Clock>,
+    /// Time limit of one exchange that waits for no replica.
+    pub(super) timeout: Duration,
+    /// The replicas that confirm a write; `None` if its answer counts without them.
+    pub(super) replicas: Option<Replicas>,
+    /// Channel on which ends of attempts are published.
+    pub(super) channel: Arc<str>,
+    pub(super) scripts: Arc<Scripts>,
+    /// True if a command may name only one key, as in a cluster.
+    pub(super) one_key: bool,
+    /// True if the first server that was asked supports `SET … IFEQ`.
+    pub(super) compares: bool,
+}
+
+impl ExchangeTerms {
+    /// Returns the time limit of a write. An exchange that ends in `WAIT` may follow another one that does.
+    pub(super) fn write_timeout(&self) -> Duration {
+        let waits = self.replicas.map_or(Duration::ZERO, |replicas| replicas.within.saturating_mul(2));
+        self.timeout.saturating_add(waits)
+    }
+}

@@ -1,0 +1,120 @@
+//! Writes of whole records, by a reservation or a completion: as a caller describes them, as bytes, and as commands.
+
+use redis::Cmd;
+
+use super::command::Name;
+use super::scripts::Script;
+use crate::record::Record;
+use crate::record::format;
+
+/// A record to write under a key.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RecordWrite<'a> {
+    pub(super) name: Name<'a>,
+    pub(super) record: &'a Record,
+    /// Time of the reservation that a completion ends, in milliseconds since 1970; `None` for a reservation, and if its
+    /// record must have changed since then.
+    pub(super) reserved_at: Option<u64>,
+    /// The record as that reservation wrote it; `None` like `reserved_at`, or if the server can't compare.
+    pub(super) expected: Option<&'a Record>,
+    pub(super) ttl_ms: u64,
+}
+
+impl RecordWrite<'_> {
+    /// Returns the number of bytes of its record.
+    pub(super) fn value_len(&self) -> usize {
+        format::len(self.record)
+    }
+
+    /// Appends key, value and expected record to `bytes`, end to end.
+    pub(super) fn encode(&self, bytes: &mut Vec<u8>) -> WriteLayout {
+        bytes.reserve(self.name.len() + self.value_len() + self.expected.map_or(0, format::len));
+        let at = bytes.len();
+        self.name.write(bytes);
+        let value_at = bytes.len();
+        format::write(self.record, bytes);
+        if let Some(reserved_at) = self.reserved_at {
+            // A script keeps the times that are in the record.
+            format::set_times(&mut bytes[value_at..], reserved_at);
+        }
+        let expected_at = bytes.len();
+        if let Some(expected) = self.expected {
+            format::write(expected, bytes);
+        }
+        let (key, value) = (value_at - at, expected_at - value_at);
+        WriteLayout { at, key, value, expected: bytes.len() - expected_at, ttl_ms: self.ttl_ms }
+    }
+
+    /// Encodes the write into a buffer of its own, for the command that `make` makes of it.
+    pub(super) fn command(&self, make: impl FnOnce(EncodedWrite<'_>) -> Cmd) -> Cmd {
+        let mut bytes = Vec::new();
+        let layout = self.encode(&mut bytes);
+        make(layout.write_in(&bytes))
+    }
+}
+
+/// Place of an encoded write in its buffer, and the lengths of its parts.
+#[derive(Clone, Copy)]
+pub(super) struct WriteLayout {
+    at: usize,
+    key: usize,
+    pub(super) value: usize,
+    pub(super) expected: usize,
+    ttl_ms: u64,
+}
+
+impl WriteLayout {
+    pub(super) fn write_in<'a>(&self, bytes: &'a [u8]) -> EncodedWrite<'a> {
+        let (key, rest) = bytes[self.at..].split_at(self.key);
+        let (value, rest) = rest.split_at(self.value);
+        EncodedWrite { key, value, expected: &rest[..self.expected], ttl_ms: self.ttl_ms }
+    }
+}
+
+/// A write as it is sent. Its value names the attempt.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EncodedWrite<'a> {
+    pub(super) key: &'a [u8],
+    value: &'a [u8],
+    /// Empty if a script has to compare.
+    pub(super) expected: &'a [u8],
+    ttl_ms: u64,
+}
+
+impl EncodedWrite<'_> {
+    /// Makes the command that reserves an absent key. Its answer is nil, or the existing value.
+    pub(super) fn reserve(self) -> Cmd {
+        let mut command = Cmd::with_capacity(7, self.key.len() + self.value.len() + 32);
+        command.arg("SET").arg(self.key).arg(self.value).arg("NX").arg("GET").arg("PX").arg(self.ttl_ms);
+        command
+    }
+
+    /// Makes the command that completes if the record is unchanged since its reservation. Its answer is `OK`, or nil.
+    pub(super) fn compare(self) -> Cmd {
+        let Self { key, value, expected, ttl_ms } = self;
+        let mut command = Cmd::with_capacity(7, key.len() + value.len() + expected.len() + 32);
+        command.arg("SET").arg(key).arg(value).arg("IFEQ").arg(expected).arg("PX").arg(ttl_ms);
+        command
+    }
+}
+
+/// Makes the call of `script` that completes records: with the script's source, or with its hash.
+pub(super) fn finish<'a>(
+    script: &Script,
+    with_source: bool,
+    channel: &str,
+    writes: impl ExactSizeIterator<Item = EncodedWrite<'a>> + Clone,
+) -> Cmd {
+    let (name, script) = if with_source { ("EVAL", script.source) } else { ("EVALSHA", script.sha.as_str()) };
+    let bytes: usize = writes.clone().map(|it| it.key.len() + it.value.len() + 20).sum();
+    let mut command = Cmd::with_capacity(4 + 3 * writes.len(), bytes + script.len() + channel.len() + 16);
+    command.arg(name).arg(script).arg(writes.len());
+    for it in writes.clone() {
+        command.arg(it.key);
+    }
+    command.arg(channel);
+    for it in writes {
+        command.arg(it.value).arg(it.ttl_ms);
+    }
+    command
+}
