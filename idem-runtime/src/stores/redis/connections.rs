@@ -23,13 +23,13 @@ pub(super) struct Connections {
 }
 
 impl Connections {
-    fn new(route: Route, wakeups: Wakeups) -> Self {
-        Self { route, wakeups }
+    fn new(route: Route, source: Option<PublicationSource>, terms: &ExchangeTerms) -> Self {
+        Self { route, wakeups: Wakeups::new(source, &terms.channel) }
     }
 
     pub(super) fn of_cluster(cluster: Arc<Cluster>, terms: &ExchangeTerms) -> Self {
-        let wakeups = Wakeups::new(PublicationSource::Cluster(Arc::clone(&cluster))).on(terms.channel.to_string());
-        Self::new(Route::Cluster(cluster), wakeups)
+        let source = PublicationSource::Cluster(Arc::clone(&cluster));
+        Self::new(Route::Cluster(cluster), Some(source), terms)
     }
 }
 
@@ -49,21 +49,17 @@ pub(super) enum ConnectPlan {
 
 impl ConnectPlan {
     /// Opens the connections of the current runtime.
-    pub(super) fn line(&self, terms: &ExchangeTerms, for_upkeep: bool) -> Connections {
+    pub(super) fn open(&self, terms: &ExchangeTerms, for_upkeep: bool) -> Connections {
         match self {
             Self::Theirs(theirs) => {
                 let connect = |timeout| ServerConnection::theirs(theirs.clone(), Arc::clone(&terms.clock), timeout);
                 let node = Node::new(None, connect, terms, for_upkeep);
-                Connections::new(Route::One(node, Vec::new()), Wakeups::polling().on(terms.channel.to_string()))
+                Connections::new(Route::One(node, Vec::new()), None, terms)
             }
-            Self::At(client) => {
-                let found =
-                    ServerLocation { place: ServerPlace::At(client.clone()), watching: Vec::new(), plain: None };
-                found.line(terms, for_upkeep)
-            }
+            Self::At(client) => ServerLocation::at(client.clone()).open(terms, for_upkeep),
             Self::Sentinels { sentinels, name, template } => {
                 let found = ServerLocation::by_sentinels(sentinels, name, template, &terms.clock, terms.timeout);
-                found.line(terms, for_upkeep)
+                found.open(terms, for_upkeep)
             }
             Self::Cluster(named) => {
                 let cluster = Cluster::new(named, terms.clone(), for_upkeep);
@@ -84,6 +80,10 @@ pub(super) struct ServerLocation {
 }
 
 impl ServerLocation {
+    pub(super) fn at(client: Box<Client>) -> Self {
+        Self { place: ServerPlace::At(client), watching: Vec::new(), plain: None }
+    }
+
     pub(super) fn by_sentinels(
         sentinels: &[Client],
         name: &str,
@@ -96,11 +96,10 @@ impl ServerLocation {
         Self { place: ServerPlace::Primary(sentinels), watching, plain: None }
     }
 
-    pub(super) fn line(self, terms: &ExchangeTerms, for_upkeep: bool) -> Connections {
+    pub(super) fn open(self, terms: &ExchangeTerms, for_upkeep: bool) -> Connections {
         let place = self.place.clone();
         let connect = |timeout| ServerConnection::ours(place.clone(), Arc::clone(&terms.clock), timeout);
         let node = Node::new(self.plain, connect, terms, for_upkeep);
-        let wakeups = Wakeups::new(PublicationSource::One(self.place)).on(terms.channel.to_string());
-        Connections::new(Route::One(node, self.watching), wakeups)
+        Connections::new(Route::One(node, self.watching), Some(PublicationSource::One(self.place)), terms)
     }
 }

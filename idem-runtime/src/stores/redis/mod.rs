@@ -11,24 +11,29 @@
 //!
 //! | layer | files |
 //! |---|---|
-//! | settings and opening; the store and its operations | `options`, `store` |
+//! | settings and opening; the store and its operations | `options`, `store`; `reservation`, `renewal`, `inspection`, `operator`, `access` |
 //! | the servers of a store, as one runtime sees them | `connections`, `wake`, `route`, `cluster` |
 //! | one server, and the operations that share an exchange with it | `requirements`, `node`, `batch` |
 //! | one connection, which is reopened when it breaks | `place`, `sentinel`, `connection`, `stream` |
-//! | data | `op`, `command`, `write`, `terms`, `scripts`, `rights`, `limits`, `failure`, `task` |
+//! | data | `op`, `command`, `write`, `terms`, `scripts`, `rights`, `url`, `limits`, `failure`, `task` |
 
+mod access;
 mod batch;
 mod cluster;
 mod command;
 mod connection;
 mod connections;
 mod failure;
+mod inspection;
 mod limits;
 mod node;
 mod op;
+mod operator;
 mod options;
 mod place;
+mod renewal;
 mod requirements;
+mod reservation;
 pub mod rights;
 mod route;
 mod scripts;
@@ -37,6 +42,7 @@ mod store;
 mod stream;
 mod task;
 mod terms;
+mod url;
 mod wake;
 mod write;
 

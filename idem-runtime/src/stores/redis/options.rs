@@ -1,6 +1,5 @@
-//! Settings, opening a store, and the requirements on the server.
+//! Settings, and opening a store.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,6 +7,7 @@ use redis::Client;
 #[cfg(feature = "with-redis-1")]
 use redis::aio::ConnectionLike;
 
+use super::access::Core;
 use super::cluster::{Cluster, NodeNames, first};
 #[cfg(feature = "with-redis-1")]
 use super::connection::UserConnection;
@@ -16,8 +16,9 @@ use super::failure::{misconfigured, not_connected};
 use super::limits::Limits;
 use super::place::{ServerConnection, ServerPlace};
 use super::requirements::{CheckedServer, prepare};
-use super::store::{Core, RedisInner, RedisStore};
+use super::store::{RedisInner, RedisStore};
 use super::terms::{ExchangeTerms, Replicas};
+use super::url::UrlServers;
 use crate::clock::{Clock, SystemClock};
 use crate::store::{StoreContext, StoreError};
 use crate::sync::PerProcess;
@@ -98,27 +99,12 @@ impl RedisOptions {
     /// # Errors
     /// The errors of [`RedisStore::connect`].
     pub async fn connect(self, url: &str) -> Result<RedisStore, StoreError> {
-        match url.split_once("://") {
-            Some(("redis-sentinel", rest)) => {
-                let url = UrlList::read(rest, &["tls", "protocol", "sentinel_user", "sentinel_password"]);
-                let url = url.map_err(|problem| unreadable(&problem, SENTINEL_FORM))?;
-                let (name, database) = url.path.split_once('/').unwrap_or((url.path, "0"));
-                let sentinels = url.clients(&url.sentinel_login(), 26_379, "0", SENTINEL_FORM)?;
-                let primary = url.clients(url.login, 6379, database, SENTINEL_FORM)?.swap_remove(0);
-                if name.is_empty() {
-                    return Err(unreadable("the name of the primary is missing", SENTINEL_FORM));
-                }
-                self.connect_sentinels(sentinels, name, &primary).await
+        match UrlServers::read(url)? {
+            UrlServers::One(client) => self.connect_client(client).await,
+            UrlServers::Sentinels { sentinels, name, primary } => {
+                self.connect_sentinels(sentinels, &name, &primary).await
             }
-            Some(("redis-cluster", rest)) => {
-                let url = UrlList::read(rest, &["tls", "protocol"]);
-                let url = url.map_err(|problem| unreadable(&problem, CLUSTER_FORM))?;
-                if !matches!(url.path, "" | "0") {
-                    return Err(unreadable("a cluster has no databases", CLUSTER_FORM));
-                }
-                self.connect_cluster(url.clients(url.login, 6379, "0", CLUSTER_FORM)?).await
-            }
-            _ => self.connect_client(client(url, "redis://[user:password@]host[:port][/database]")?).await,
+            UrlServers::Cluster(nodes) => self.connect_cluster(nodes).await,
         }
     }
 
@@ -135,8 +121,7 @@ impl RedisOptions {
 
     async fn connect_client(self, client: Client) -> Result<RedisStore, StoreError> {
         let client = Box::new(client);
-        let found = ServerLocation { place: ServerPlace::At(client.clone()), watching: Vec::new(), plain: None };
-        self.connect_one(found, ConnectPlan::At(client)).await
+        self.connect_one(ServerLocation::at(client.clone()), ConnectPlan::At(client)).await
     }
 
     /// Connects to the primary called `name` through your own clients for its sentinels, and follows it after a
@@ -214,8 +199,8 @@ impl RedisOptions {
         cluster.ask().await;
         let limits = cluster.prepare(&self.namespace).await?;
         cluster.keep_asking();
-        let line = Connections::of_cluster(cluster, &terms);
-        Ok(self.open(ConnectPlan::Cluster(named), line, terms, limits))
+        let connections = Connections::of_cluster(cluster, &terms);
+        Ok(self.open(ConnectPlan::Cluster(named), connections, terms, limits))
     }
 
     /// Uses your own connection, for example an existing `ConnectionManager`. The connection must be multiplexed, so
@@ -251,8 +236,8 @@ impl RedisOptions {
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
         let plan = ConnectPlan::Theirs(theirs);
-        let line = plan.line(&terms, false);
-        Ok(self.open(plan, line, terms, limits))
+        let connections = plan.open(&terms, false);
+        Ok(self.open(plan, connections, terms, limits))
     }
 
     async fn connect_one(self, found: ServerLocation, plan: ConnectPlan) -> Result<RedisStore, StoreError> {
@@ -262,8 +247,8 @@ impl RedisOptions {
         connection.try_open().await.map_err(|error| not_connected(&error))?;
         let (prepared, limits) = self.prepare(&connection, false).await?;
         let terms = self.terms(&clock, prepared, false);
-        let line = ServerLocation { plain: Some(connection), ..found }.line(&terms, false);
-        Ok(self.open(plan, line, terms, limits))
+        let connections = ServerLocation { plain: Some(connection), ..found }.open(&terms, false);
+        Ok(self.open(plan, connections, terms, limits))
     }
 
     async fn prepare(
@@ -290,7 +275,7 @@ impl RedisOptions {
     fn open(
         self,
         plan: ConnectPlan,
-        line: Connections,
+        connections: Connections,
         terms: ExchangeTerms,
         limits: impl Into<Arc<Limits>>,
     ) -> RedisStore {
@@ -304,7 +289,7 @@ impl RedisOptions {
             limits: limits.into(),
             held: PerProcess::default(),
         };
-        RedisStore(RedisInner::new(Arc::new(core), line))
+        RedisStore(RedisInner::new(Arc::new(core), connections))
     }
 }
 
@@ -316,86 +301,4 @@ fn clock() -> Arc<dyn Clock> {
 fn provide_cryptography() {
     #[cfg(feature = "redis-tls")]
     let _ = rustls::crypto::ring::default_provider().install_default();
-}
-
-const SENTINEL_FORM: &str = "redis-sentinel://[user:password@]host[:port][,host…]/name[/database][?tls=true]\
-                             [&sentinel_user=…][&sentinel_password=…]";
-const CLUSTER_FORM: &str = "redis-cluster://[user:password@]host[:port][,host…][?tls=true]";
-
-fn unreadable(problem: &str, form: &str) -> StoreError {
-    misconfigured(format!("the Redis URL can't be used: {problem}; write `{form}`"))
-}
-
-/// Makes the client that `url` describes.
-fn client(url: &str, form: &str) -> Result<Client, StoreError> {
-    if url.starts_with("rediss://") && cfg!(not(feature = "redis-tls")) {
-        return Err(misconfigured("TLS (`rediss://`) needs the feature `redis-tls` of idem-runtime".to_owned()));
-    }
-    // The error of `redis` may quote the URL, and the URL may hold a password.
-    Client::open(url).map_err(|error| match error.detail().filter(|_| !url.contains('@')) {
-        Some(detail) => misconfigured(format!("the Redis URL can't be used: {detail}")),
-        None => misconfigured(format!("the Redis URL can't be used: write `{form}`")),
-    })
-}
-
-/// The parts of a URL that names several servers, as written.
-struct UrlList<'a> {
-    login: &'a str,
-    hosts: Vec<&'a str>,
-    path: &'a str,
-    query: Vec<(&'a str, &'a str)>,
-}
-
-impl<'a> UrlList<'a> {
-    /// Reads the part after `://`. `known` are the allowed parameters.
-    fn read(rest: &'a str, known: &[&str]) -> Result<Self, String> {
-        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
-        let (servers, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let (login, hosts) = servers.rsplit_once('@').unwrap_or(("", servers));
-        let hosts: Vec<&str> = hosts.split(',').collect();
-        if hosts.iter().any(|host| host.is_empty()) {
-            return Err("a host is missing".to_owned());
-        }
-        let query = query.split('&').filter(|parameter| !parameter.is_empty());
-        let query: Vec<_> = query.map(|parameter| parameter.split_once('=').unwrap_or((parameter, ""))).collect();
-        if query.iter().any(|(name, _)| !known.contains(name)) {
-            return Err(format!("its parameters can only be `{}`", known.join("`, `")));
-        }
-        let several = Self { login, hosts, path, query };
-        match several.parameter("tls") {
-            None | Some("true" | "false") => Ok(several),
-            Some(_) => Err("`tls` is `true` or `false`".to_owned()),
-        }
-    }
-
-    fn parameter(&self, name: &str) -> Option<&'a str> {
-        self.query.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
-    }
-
-    fn sentinel_login(&self) -> String {
-        let (user, password) = (self.parameter("sentinel_user"), self.parameter("sentinel_password"));
-        password.map(|password| format!("{}:{password}", user.unwrap_or_default())).unwrap_or_default()
-    }
-
-    /// Makes a client for each server, with this login.
-    fn clients(&self, login: &str, port: u16, database: &str, form: &str) -> Result<Vec<Client>, StoreError> {
-        let one = |host: &&str| {
-            let scheme = if self.parameter("tls") == Some("true") { "rediss" } else { "redis" };
-            let mut url = format!("{scheme}://");
-            if !login.is_empty() {
-                let _ = write!(url, "{login}@");
-            }
-            url.push_str(host);
-            // An IPv6 address is in brackets and contains colons.
-            if !host.rsplit(']').next().unwrap_or(host).contains(':') {
-                let _ = write!(url, ":{port}");
-            }
-            let _ = write!(url, "/{database}");
-            if let Some(protocol) = self.parameter("protocol") {
-                let _ = write!(url, "?protocol={protocol}");
-            }
-            client(&url, form)
-        };
-        self.hosts.iter().map(one).collect()
-    }
 }

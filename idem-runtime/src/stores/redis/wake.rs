@@ -75,18 +75,10 @@ struct Subscription {
 }
 
 impl Wakeups {
-    /// Subscribes at `source`.
-    pub(super) fn new(source: PublicationSource) -> Self {
-        Self { source: Some(source), ..Self::polling() }
-    }
-
-    /// Polls, without a subscription.
-    pub(super) fn polling() -> Self {
-        Self { source: None, channel: String::new(), waiting: Arc::default(), subscription: OnceLock::new() }
-    }
-
-    pub(super) fn on(self, channel: String) -> Self {
-        Self { channel, ..self }
+    /// Subscribes to `channel` at `source`; polls without a source.
+    pub(super) fn new(source: Option<PublicationSource>, channel: &str) -> Self {
+        let (waiting, subscription) = (Arc::default(), OnceLock::new());
+        Self { source, channel: channel.to_owned(), waiting, subscription }
     }
 
     /// Waits until `key` is published, at most `at_most`. `mark` marks the record and returns whether there is an

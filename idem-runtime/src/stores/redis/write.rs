@@ -45,11 +45,10 @@ impl RecordWrite<'_> {
         WriteLayout { at, key, value, expected: bytes.len() - expected_at, ttl_ms: self.ttl_ms }
     }
 
-    /// Encodes the write into a buffer of its own, for the command that `make` makes of it.
-    pub(super) fn command(&self, make: impl FnOnce(EncodedWrite<'_>) -> Cmd) -> Cmd {
+    /// Makes the command of a lone reservation.
+    pub(super) fn reserve(&self) -> Cmd {
         let mut bytes = Vec::new();
-        let layout = self.encode(&mut bytes);
-        make(layout.write_in(&bytes))
+        self.encode(&mut bytes).write_in(&bytes).reserve()
     }
 }
 

@@ -72,7 +72,7 @@ impl Dispatch {
         let Some(turn) = self.0.enter() else { return OpFuture::Gathered(self.0.gather(op)) };
         match op {
             Op::Reserve(write) => {
-                let command = write.command(|write| write.reserve());
+                let command = write.reserve();
                 OpFuture::alone(async move {
                     let _turn = turn;
                     self.0.sender.reserve(&command).await
@@ -109,7 +109,7 @@ impl Dispatch {
     pub(super) fn run_asking<'a>(&'a self, op: Op<'a>) -> OpFuture<'a> {
         let sender = &self.0.sender;
         let command = match op {
-            Op::Reserve(write) => write.command(|write| write.reserve()),
+            Op::Reserve(write) => write.reserve(),
             Op::Finish(write) => sender.finish_with_source(&write),
             Op::Renew(op) | Op::Write(op) | Op::Read(op) => match op.source {
                 Some(source) => with_source(&op.command, source),

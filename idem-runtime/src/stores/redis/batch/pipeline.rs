@@ -15,8 +15,6 @@ const FINISHED_AT_ONCE: usize = 64;
 /// The first exchange of a batch: reservations, other commands, script calls, comparisons.
 pub(super) struct FirstExchange {
     pub(super) pipeline: Pipeline,
-    /// True if the reservations are one `MGET`; absent keys are then reserved in the second exchange.
-    pub(super) looks_up: bool,
     pub(super) commands: Vec<SentCommand>,
     /// Completions by scripts, as ranges of those in the batch.
     pub(super) calls: Vec<Range<usize>>,
@@ -41,20 +39,25 @@ impl SentCommand {
 }
 
 impl FirstExchange {
-    /// Makes the commands of `batch`, whose completions are compared by the server if it `compares`.
+    /// Makes the commands of `batch`. The server compares the records of completions if it `compares`. The reservations
+    /// are one `MGET` if `looks_up`; absent keys are then reserved in the second exchange.
     pub(super) fn new(batch: &mut OpBatch, terms: &ExchangeTerms, compares: bool, looks_up: bool) -> Self {
         let is_compared = |entry: &mut WriteEntry| compares && entry.op.expected > 0;
-        let compared: Vec<WriteEntry> = batch.completions.extract_if(.., is_compared).collect();
+        let by_server: Vec<WriteEntry> = batch.completions.extract_if(.., is_compared).collect();
         let calls: Vec<_> = chunks(batch.completions.len(), terms).collect();
-        let others = batch.commands.len() + calls.len() + compared.len();
+        let others = batch.commands.len() + calls.len() + by_server.len();
         let mut pipeline = Pipeline::with_capacity(batch.reserves.len() + others);
         if looks_up {
-            let mut look_up = Cmd::with_capacity(batch.reserves.len() + 1, batch.bytes.len());
-            look_up.arg("MGET");
-            batch.reserves.iter().for_each(|entry| _ = look_up.arg(batch.write(entry).key));
-            pipeline.add_command(look_up);
+            let mut command = Cmd::with_capacity(batch.reserves.len() + 1, batch.bytes.len());
+            command.arg("MGET");
+            for entry in &batch.reserves {
+                command.arg(batch.write(entry).key);
+            }
+            pipeline.add_command(command);
         } else {
-            batch.reserves.iter().for_each(|entry| _ = pipeline.add_command(batch.write(entry).reserve()));
+            for entry in &batch.reserves {
+                pipeline.add_command(batch.write(entry).reserve());
+            }
         }
         let mut commands = Vec::with_capacity(batch.commands.len());
         for BatchEntry { slot, op } in batch.commands.drain(..) {
@@ -65,8 +68,10 @@ impl FirstExchange {
         for call in &calls {
             pipeline.add_command(finish_call(terms, batch, &batch.completions[call.clone()], false));
         }
-        compared.iter().for_each(|entry| _ = pipeline.add_command(batch.write(entry).compare()));
-        Self { pipeline, looks_up, commands, calls, compared }
+        for entry in &by_server {
+            pipeline.add_command(batch.write(entry).compare());
+        }
+        Self { pipeline, commands, calls, compared: by_server }
     }
 }
 

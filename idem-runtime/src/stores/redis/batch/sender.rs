@@ -3,6 +3,8 @@
 //! A batch is one exchange, unless an answer requires more: absent keys after a look-up, scripts that the server has
 //! forgotten, records that have changed since their reservation. Large records have exchanges of their own.
 
+use redis::{Cmd, Pipeline, Value};
+
 use super::super::command::RedisCommand;
 use super::super::failure::ExchangeFailure;
 use super::super::limits::SURE;
@@ -16,7 +18,6 @@ use super::expectations::Expectations;
 use super::op_batch::{OpBatch, WriteEntry};
 use super::pipeline::{FirstExchange, SecondExchange, SentCommand, chunks, finish_call, finish_one};
 use super::replies::Replies;
-use redis::{Cmd, Pipeline, Value};
 
 /// A batch with at least this many reservations looks up its keys before it reserves, if it expects replays.
 const LOOK_FIRST: usize = 8;
@@ -84,7 +85,8 @@ impl BatchSender {
 
     /// Makes the command that finishes a record by its script, which the server may not have.
     pub(super) fn finish_with_source(&self, write: &RecordWrite<'_>) -> Cmd {
-        write.command(|write| finish_one(&self.terms, write, true))
+        let mut bytes = Vec::new();
+        finish_one(&self.terms, write.encode(&mut bytes).write_in(&bytes), true)
     }
 
     /// Sends a batch and answers its operations.
@@ -117,15 +119,18 @@ impl BatchSender {
         let looks_up =
             batch.reserves.len() >= LOOK_FIRST && self.expectations.replays.are_expected() && !self.terms.one_key;
         let first = FirstExchange::new(batch, &self.terms, self.compares(), looks_up);
-        let FirstExchange { mut pipeline, looks_up, commands, calls, compared } = first;
+        let FirstExchange { mut pipeline, commands, calls, compared } = first;
         if pipeline.is_empty() {
             return Ok(());
         }
         let (batch, mut answers) = (&*batch, self.exchanges.many(&mut pipeline).await?);
+        // The answers are read in the order of the commands. Each kind may leave some for the second exchange.
         let (mut second, mut largest) = (SecondExchange::default(), None);
         if looks_up {
             second.reserves = self.read_look_up(batch, answers.next(), &mut largest);
-            second.reserves.iter().for_each(|entry| _ = second.pipeline.add_command(batch.write(entry).reserve()));
+            for entry in &second.reserves {
+                second.pipeline.add_command(batch.write(entry).reserve());
+            }
         } else if !batch.reserves.is_empty() {
             self.read_reserves(batch, &mut answers, &mut largest);
         }

@@ -1,0 +1,184 @@
+//! Reservations: one look at the record, and a takeover if its lease has lapsed.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use redis::Value;
+
+use super::access::{Access, LOOKS, call, keeps_changing};
+use super::command::Name;
+use super::failure::{ExchangeFailure, corrupt, failed, unexpected};
+use super::op::{Op, OpAnswer};
+use super::write::RecordWrite;
+use crate::record::format::{self, millis};
+use crate::record::{Admission, OwnerToken, Record, Reservation, ReserveRequest, ReservedAt, State};
+use crate::store::{StoreError, StoreErrorKind};
+
+/// Pause before the fourth look. The pause doubles up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+
+/// Reserves the key of `request`, or answers with its record.
+pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Result<Reservation, StoreError> {
+    let name = access.name_of(&request.key);
+    let first = Record::first(request);
+    let ttl_ms = millis(first.retention(request.ttl));
+    let write = RecordWrite { name, record: &first, reserved_at: None, expected: None, ttl_ms };
+    // The record found in place of the earlier one, and the rest of its lease.
+    let mut changed: Option<(Bytes, Duration)> = None;
+    for look in 0..LOOKS {
+        if look > 2 {
+            // After the pause, the record found before is out of date.
+            changed = None;
+            let pause = FIRST_PAUSE.saturating_mul(1 << (look - 3).min(16)).min(LONGEST_PAUSE);
+            access.core.clock().sleep(pause).await;
+        }
+        let (found, left) = match changed.take() {
+            Some((found, left)) => (found, Some(left)),
+            None => match looked(access.run(name, Op::Reserve(write)).await, request.owner).map_err(failed)? {
+                Value::Nil => {
+                    let mut lease = first.lease(request);
+                    lease.reserved_at = ReservedAt::new(access.core.wall_millis());
+                    return Ok(Reservation::Granted { lease, takeover: false });
+                }
+                Value::BulkString(found) => (Bytes::from(found), None),
+                other => return Err(unexpected(&other)),
+            },
+        };
+        // A finished record answers without a look at its lease.
+        let (seen, [_, began]) = (format::identity(&found).unwrap_or_default(), format::times(&found));
+        let record = format::decode_owned(found).map_err(corrupt)?;
+        if record.is_finished() {
+            match record.admit_owned(request, Duration::ZERO) {
+                Admission::Answer(answer) => return Ok(answer.aged(access.core.age(began))),
+                Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
+            }
+        }
+        // A pending record whose lease holds for sure answers without a further call.
+        let pending = record.is_pending();
+        let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
+        if pending && let Some(lapses_in) = holds.or_else(|| access.core.known_to_hold(record.owner)) {
+            match record.admit(request, lapses_in) {
+                Admission::Answer(answer) => return Ok(answer),
+                Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
+            }
+        }
+        // The decision if the lease had lapsed. In every other state there is no lease to ask about.
+        let meeting = record.admit(request, Duration::ZERO);
+        if let Admission::Answer(answer) = &meeting
+            && (!pending || left.is_some())
+        {
+            return Ok(answer.clone());
+        }
+        let asked_at = access.core.now();
+        // Boxed: most calls don't get here, but would carry its size inline.
+        let taken = Box::pin(take(access, name, &seen, &record, &meeting, request.owner)).await?;
+        match (taken, meeting) {
+            (TakeoverAnswer::Held(_), Admission::Answer(answer)) if !depends_on_lease(&answer) => {
+                return Ok(answer);
+            }
+            (TakeoverAnswer::Lapsed, Admission::Answer(answer)) => return Ok(answer),
+            (TakeoverAnswer::Replaced, Admission::Replace { with, takeover }) => {
+                return Ok(Reservation::Granted { lease: with.lease(request), takeover });
+            }
+            (TakeoverAnswer::Held(lapses_in), _) => {
+                access.core.remember(record.owner, asked_at.saturating_add(lapses_in));
+                return Ok(Reservation::InProgress { attempt: record.attempt, lapses_in });
+            }
+            (TakeoverAnswer::Changed(now), _) => changed = now,
+            (taken, meeting) => {
+                let message = format!("the server gave the unexpected answer {taken:?} to {meeting:?}");
+                return Err(StoreError::new(StoreErrorKind::Unconfirmed, message));
+            }
+        }
+    }
+    Err(keeps_changing())
+}
+
+/// Answer of a server to a takeover.
+#[derive(Debug)]
+enum TakeoverAnswer {
+    Replaced,
+    Lapsed,
+    /// Another record is there now, with the rest of its lease; `None` if there is no record.
+    Changed(Option<(Bytes, Duration)>),
+    Held(Duration),
+}
+
+/// Replaces the record `met` if it is still the same and its lease has lapsed. Without a replacement in `meeting`,
+/// only asks for the lease.
+async fn take(
+    access: &Access<'_>,
+    name: Name<'_>,
+    seen: &[u8],
+    met: &Record,
+    meeting: &Admission,
+    owner: OwnerToken,
+) -> Result<TakeoverAnswer, StoreError> {
+    let lease = match met.state {
+        State::Pending { lease, .. } => millis(lease),
+        _ => 0,
+    };
+    let retention = millis(met.retention(Duration::ZERO));
+    let (value, new_retention) = match meeting {
+        Admission::Replace { with, .. } => (format::encode(with), millis(with.retention(Duration::ZERO))),
+        Admission::Answer(_) => (Vec::new(), 0),
+    };
+    let asked = call(&access.core.scripts().take, name, |command| {
+        command.arg(seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
+        command.arg(&*access.core.terms.channel);
+    });
+    // Replicas must confirm the takeover. A lease that another attempt holds is a valid answer without them.
+    let taken = access.run(name, Op::Write(asked.returns_record())).await;
+    let taken = match taken {
+        // As in `looked`: the lease is another attempt's.
+        Err(ExchangeFailure::Unreplicated(taken, why)) => match *taken {
+            Value::Int(1..) if met.owner != owner => *taken,
+            Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
+            taken => return Err(failed(ExchangeFailure::Unreplicated(Box::new(taken), why))),
+        },
+        taken => taken.map_err(failed)?,
+    };
+    match taken {
+        Value::Int(-2) => Ok(TakeoverAnswer::Replaced),
+        Value::Int(-1) => Ok(TakeoverAnswer::Changed(None)),
+        Value::Int(0) => Ok(TakeoverAnswer::Lapsed),
+        Value::Int(left) => Ok(TakeoverAnswer::Held(Duration::from_millis(left.unsigned_abs()))),
+        Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
+            Ok([Value::BulkString(record), Value::Int(left)]) => {
+                let left = Duration::from_millis(u64::try_from(left).unwrap_or_default());
+                Ok(TakeoverAnswer::Changed(Some((Bytes::from(record), left))))
+            }
+            other => Err(unexpected(&Value::Array(other.map_or_else(|parts| parts, Vec::from)))),
+        },
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// Returns whether `answer` would differ if the lease of the record still held.
+fn depends_on_lease(answer: &Reservation) -> bool {
+    matches!(answer, Reservation::Interrupted { .. } | Reservation::AttemptsExhausted { .. })
+}
+
+/// Checks the answer to a reservation. "In progress" may come from an unreplicated record. A result or our own
+/// reservation may not: the caller relies on it.
+fn looked(answer: OpAnswer, owner: OwnerToken) -> OpAnswer {
+    match answer {
+        Err(ExchangeFailure::Unreplicated(found, why)) => match *found {
+            Value::BulkString(found) if is_of_another(&found, owner) => Ok(Value::BulkString(found)),
+            found => Err(ExchangeFailure::Unreplicated(Box::new(found), why)),
+        },
+        answer => answer,
+    }
+}
+
+/// Returns whether the record is an unfinished attempt of another owner, running or abandoned.
+fn is_of_another(found: &[u8], owner: OwnerToken) -> bool {
+    // Both values lead to an error. The decoder's error has more details.
+    format::is_unfinished_of_another(found, owner).unwrap_or(true)
+}
+
+/// Returns whether the record found in place of another is an attempt of another owner whose lease still holds.
+fn is_held_by_another(found: &[Value], owner: OwnerToken) -> bool {
+    matches!(found, [Value::BulkString(record), Value::Int(1..)] if is_of_another(record, owner))
+}
