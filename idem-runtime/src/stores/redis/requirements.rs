@@ -23,28 +23,16 @@ pub(super) async fn prepare(
     prefix: &str,
     replicas: bool,
 ) -> Result<(CheckedServer, Limits), StoreError> {
-    // One pipeline, so that opening a store takes one round trip.
-    let mut questions = Pipeline::new();
-    questions.cmd("INFO");
-    for source in Scripts::SOURCES {
-        questions.cmd("SCRIPT").arg("LOAD").arg(source);
-    }
-    for setting in LIMITS {
-        questions.cmd("CONFIG").arg("GET").arg(setting);
-    }
     // Commands of the needed rights, in a form that changes nothing, for a key that does not exist.
     let is_needed = |right: &&Right| match right.purpose {
         Purpose::Calls => true,
         Purpose::Replicas => replicas,
         Purpose::Opening | Purpose::Wakes | Purpose::Lists => false,
     };
-    let tried: Vec<_> = RIGHTS.iter().filter(is_needed).collect();
+    let rights: Vec<&Right> = RIGHTS.iter().filter(is_needed).collect();
     let probe = format!("{prefix}probe/{:032x}", connection.clock().entropy());
-    for right in &tried {
-        let question = questions.cmd(right.name());
-        right.words(&probe).skip(1).for_each(|word| _ = question.arg(word));
-    }
-    let mut answers = connection.many(&questions).await.map_err(failed)?.into_iter();
+    // The answers are read in the order of the questions.
+    let mut answers = connection.many(&questions(&rights, &probe)).await.map_err(failed)?.into_iter();
     let mut answer = || match answers.next() {
         Some(Value::ServerError(error)) => Err(failed(ExchangeFailure::from(&error))),
         answer => Ok(answer.unwrap_or(Value::Nil)),
@@ -56,7 +44,6 @@ pub(super) async fn prepare(
     };
     let server = ServerInfo::read(&info);
     server.check(cluster)?;
-    let compares = server.compares();
     let mut scripts = Scripts::SOURCES.map(|source| Script { source, sha: String::new() });
     for script in &mut scripts {
         script.sha = match answer()? {
@@ -69,21 +56,41 @@ pub(super) async fn prepare(
     let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
     // The limit applies to the whole request, which is small apart from the value.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
-    // All refused commands are named together, with the first error.
-    let mut refused = (Vec::new(), None);
-    for right in tried {
-        if let Some(error) = answer().err().filter(|error| error.kind() == StoreErrorKind::Misconfigured) {
-            refused.0.push(right.name().to_ascii_lowercase());
-            refused.1.get_or_insert(error);
-        }
-    }
-    if let (commands, Some(first)) = refused {
-        let commands = commands.join("`, `");
-        return Err(misconfigured(format!("the login may not send `{commands}`: {first}")).with_source(first));
-    }
     let limits = Limits::default();
     value.into_iter().chain(request).for_each(|most| limits.configure(most));
-    Ok((CheckedServer { scripts: Scripts::new(scripts), compares }, limits))
+    check_rights(rights.into_iter().map(|right| (right, answer())))?;
+    Ok((CheckedServer { scripts: Scripts::new(scripts), compares: server.compares() }, limits))
+}
+
+/// Makes one pipeline of all questions, so that opening a store takes one round trip.
+fn questions(rights: &[&Right], probe: &str) -> Pipeline {
+    let mut questions = Pipeline::new();
+    questions.cmd("INFO");
+    for source in Scripts::SOURCES {
+        questions.cmd("SCRIPT").arg("LOAD").arg(source);
+    }
+    for setting in LIMITS {
+        questions.cmd("CONFIG").arg("GET").arg(setting);
+    }
+    for right in rights {
+        let question = questions.cmd(right.name());
+        right.words(probe).skip(1).for_each(|word| _ = question.arg(word));
+    }
+    questions
+}
+
+/// Fails if the server refuses a command of the needed rights. The error names all refused commands, with the first
+/// reason.
+fn check_rights<'a>(answers: impl Iterator<Item = (&'a Right, Result<Value, StoreError>)>) -> Result<(), StoreError> {
+    let (mut refused, mut first) = (Vec::new(), None);
+    for (right, answer) in answers {
+        if let Some(error) = answer.err().filter(|error| error.kind() == StoreErrorKind::Misconfigured) {
+            refused.push(right.name().to_ascii_lowercase());
+            first.get_or_insert(error);
+        }
+    }
+    let Some(first) = first else { return Ok(()) };
+    Err(misconfigured(format!("the login may not send `{}`: {first}", refused.join("`, `"))).with_source(first))
 }
 
 /// Settings that limit the size of a value, and of a request.

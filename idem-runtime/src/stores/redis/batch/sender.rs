@@ -3,6 +3,8 @@
 //! A batch is one exchange, unless an answer requires more: absent keys after a look-up, scripts that the server has
 //! forgotten, records that have changed since their reservation. Large records have exchanges of their own.
 
+use std::ops::Range;
+
 use redis::{Cmd, Pipeline, Value};
 
 use super::super::command::RedisCommand;
@@ -135,20 +137,7 @@ impl BatchSender {
             self.read_reserves(batch, &mut answers, &mut largest);
         }
         read_commands(&batch.replies, commands, &pipeline, &mut answers, &mut second, &mut largest);
-        for call in calls {
-            match answers.next() {
-                Err(failure) if failure.is_unknown_script() => {
-                    second.pipeline.add_command(finish_call(
-                        &self.terms,
-                        batch,
-                        &batch.completions[call.clone()],
-                        true,
-                    ));
-                    second.calls.push(call);
-                }
-                answer => deliver_decided(&batch.replies, &batch.completions[call], answer),
-            }
-        }
+        self.read_calls(batch, calls, &mut answers, &mut second);
         let differing = self.read_compared(&batch.replies, compared, &mut answers);
         if let Some(largest) = largest {
             self.expectations.note_largest(largest);
@@ -199,6 +188,26 @@ impl BatchSender {
         let is_gone = batch.replies.gone();
         absent.retain(|entry| !is_gone(entry.slot));
         absent
+    }
+
+    /// Answers the completions by scripts. Calls of a script that the server lost are repeated in the second exchange.
+    fn read_calls(
+        &self,
+        batch: &OpBatch,
+        calls: Vec<Range<usize>>,
+        answers: &mut ExchangeAnswers,
+        second: &mut SecondExchange<'_>,
+    ) {
+        for call in calls {
+            let entries = &batch.completions[call.clone()];
+            match answers.next() {
+                Err(failure) if failure.is_unknown_script() => {
+                    second.pipeline.add_command(finish_call(&self.terms, batch, entries, true));
+                    second.calls.push(call);
+                }
+                answer => deliver_decided(&batch.replies, entries, answer),
+            }
+        }
     }
 
     /// Answers the completions that the server has compared. Returns those that a script has to decide.

@@ -8,6 +8,9 @@
 //!   the latest epoch wins, so a node that was cut off can't bring back an old map. An answer from a node that has lost
 //!   the slot meanwhile is not trusted.
 
+mod slots;
+mod view;
+
 use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,12 +18,15 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
-use redis::{Client, ConnectionAddr, ConnectionInfo, Pipeline, RedisError, Value};
+use redis::{Client, ConnectionAddr, ConnectionInfo, RedisError};
 use tokio::sync::{Notify, watch};
 
+use self::slots::SLOTS;
+pub(super) use self::slots::slot_of;
+use self::view::{Address, Redirect, View};
 use super::command::Name;
 use super::connection::elsewhere;
-use super::failure::{ErrorReply, ExchangeFailure};
+use super::failure::ExchangeFailure;
 use super::limits::Limits;
 use super::node::Node;
 use super::op::{Op, OpAnswer};
@@ -32,7 +38,6 @@ use crate::combine::{all, race};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
-const SLOTS: u16 = 16_384;
 /// Largest number of redirects that an operation follows.
 const REDIRECTS: usize = 6;
 /// Number of nodes that one round asks.
@@ -82,8 +87,6 @@ struct Map {
     /// The nodes that the user named, which are asked even if no view contains them.
     seeds: Vec<Arc<Member>>,
 }
-
-type Address = (String, u16);
 
 /// One node.
 pub(super) struct Member {
@@ -215,7 +218,7 @@ impl Cluster {
             .map(|member| {
                 Box::pin(async move {
                     // Each view counts as soon as it arrives.
-                    if let Some(view) = View::of(member).await {
+                    if let Some(view) = View::ask(member.connection(), &member.address.0).await {
                         self.learn(&Arc::new(view));
                     }
                 })
@@ -370,187 +373,4 @@ pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
     })
     .await;
     (last, tries)
-}
-
-/// The node to which an operation is redirected.
-struct Redirect {
-    to: Address,
-    asking: bool,
-}
-
-impl Redirect {
-    /// Reads `MOVED slot host:port` or `ASK slot host:port`. A missing host means the node that answered.
-    fn read(failure: &ExchangeFailure, from: &str) -> Option<Self> {
-        let ExchangeFailure::Refused(ErrorReply { code, message }) = failure else { return None };
-        let asking = match &**code {
-            "MOVED" => false,
-            "ASK" => true,
-            _ => return None,
-        };
-        let (host, port) = message.split_ascii_whitespace().nth(1)?.rsplit_once(':')?;
-        let host = if host.is_empty() { from } else { host.trim_start_matches('[').trim_end_matches(']') };
-        Some(Self { to: (host.to_owned(), port.parse().ok()?), asking })
-    }
-}
-
-/// One node's view of the cluster.
-pub(super) struct View {
-    epoch: u64,
-    ranges: Vec<Range>,
-}
-
-struct Range {
-    first: u16,
-    last: u16,
-    /// The primary comes first.
-    nodes: Vec<Address>,
-}
-
-impl View {
-    /// Returns the view of `member`, unless it fails to answer or reports that it is out of touch.
-    async fn of(member: &Member) -> Option<Self> {
-        let mut questions = Pipeline::new();
-        questions.cmd("CLUSTER").arg("INFO");
-        questions.cmd("CLUSTER").arg("SLOTS");
-        let answers = member.connection().many(&questions).await.ok()?;
-        let [info, slots] = <[Value; 2]>::try_from(answers).ok()?;
-        Self::read(&text(&info)?, &slots, &member.address.0)
-    }
-
-    fn read(info: &str, slots: &Value, from: &str) -> Option<Self> {
-        let field =
-            |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
-        if field("cluster_state") != Some("ok") {
-            return None;
-        }
-        let epoch = field("cluster_current_epoch")?.parse().ok()?;
-        let Value::Array(slots) = slots else { return None };
-        let ranges = slots.iter().map(|range| Range::read(range, from)).collect::<Option<Vec<_>>>()?;
-        (!ranges.is_empty()).then_some(Self { epoch, ranges })
-    }
-}
-
-impl Range {
-    /// Reads `[first, last, [host, port, id, …], replica, …]`.
-    fn read(range: &Value, from: &str) -> Option<Self> {
-        let Value::Array(parts) = range else { return None };
-        let [Value::Int(first), Value::Int(last), nodes @ ..] = &parts[..] else { return None };
-        let slot = |number: &i64| u16::try_from(*number).ok().filter(|slot| *slot < SLOTS);
-        let (first, last) = (slot(first)?, slot(last)?);
-        let nodes: Vec<Address> = nodes.iter().filter_map(|node| address(node, from)).collect();
-        (first <= last && !nodes.is_empty()).then_some(Self { first, last, nodes })
-    }
-}
-
-/// Returns the address of a node. A missing host means the host of the node that was asked.
-fn address(node: &Value, from: &str) -> Option<Address> {
-    let Value::Array(parts) = node else { return None };
-    let [host, Value::Int(port), ..] = &parts[..] else { return None };
-    let host = text(host).filter(|host| !host.is_empty() && host != "?").unwrap_or_else(|| from.to_owned());
-    Some((host, u16::try_from(*port).ok().filter(|port| *port > 0)?))
-}
-
-fn text(value: &Value) -> Option<String> {
-    match value {
-        Value::BulkString(text) => Some(String::from_utf8_lossy(text).into_owned()),
-        Value::SimpleString(text) | Value::VerbatimString { text, .. } => Some(text.clone()),
-        _ => None,
-    }
-}
-
-/// Returns the slot of a key.
-pub(super) fn slot_of(name: Name<'_>) -> u16 {
-    let mut key = Vec::with_capacity(256);
-    name.write(&mut key);
-    slot(&key)
-}
-
-/// Returns the slot of a key. Only the part between the first `{` and the next `}` counts, unless it is empty: keys
-/// come from users and may hold braces.
-fn slot(key: &[u8]) -> u16 {
-    let position = |bytes: &[u8], wanted: u8| bytes.iter().position(|byte| *byte == wanted);
-    let tag = position(key, b'{').and_then(|open| {
-        let rest = &key[open + 1..];
-        position(rest, b'}').filter(|length| *length > 0).map(|length| &rest[..length])
-    });
-    crc16(tag.unwrap_or(key)) % SLOTS
-}
-
-/// Computes CRC-16/XMODEM.
-fn crc16(bytes: &[u8]) -> u16 {
-    const fn entry(high: u16) -> u16 {
-        let (mut crc, mut bit) = (high << 8, 0);
-        while bit < 8 {
-            crc = if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 };
-            bit += 1;
-        }
-        crc
-    }
-    const TABLE: [u16; 256] = {
-        let (mut table, mut high) = ([0; 256], 0);
-        while high < 256 {
-            #[expect(clippy::cast_possible_truncation, reason = "below 256")]
-            {
-                table[high] = entry(high as u16);
-            }
-            high += 1;
-        }
-        table
-    };
-    bytes.iter().fold(0, |crc, byte| (crc << 8) ^ TABLE[usize::from((crc >> 8) ^ u16::from(*byte))])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn slots_are_those_of_the_servers() {
-        // From `CLUSTER KEYSLOT`.
-        assert_eq!(crc16(b"123456789"), 0x31c3);
-        for (key, of) in [
-            ("{user1000}.following", "user1000"),
-            ("foo{bar}{zap}", "bar"),
-            ("foo{{bar}}zap", "{bar"),
-            ("foo{}{bar}", "foo{}{bar}"),
-            ("}a{b}", "b"),
-            ("a{b", "a{b"),
-        ] {
-            assert_eq!(slot(key.as_bytes()), crc16(of.as_bytes()) % SLOTS, "{key}");
-        }
-        assert_eq!(slot(b"idem:1/test/k"), crc16(b"idem:1/test/k") % SLOTS);
-    }
-
-    #[test]
-    fn redirections_are_read() {
-        let read = |code: &str, message: &str| {
-            let failure = ExchangeFailure::Refused(ErrorReply { code: code.into(), message: message.into() });
-            Redirect::read(&failure, "here").map(|redirect| (redirect.to.0, redirect.to.1, redirect.asking))
-        };
-        assert_eq!(read("MOVED", "3999 127.0.0.1:6381"), Some(("127.0.0.1".into(), 6381, false)));
-        assert_eq!(read("ASK", "3999 [::1]:6381"), Some(("::1".into(), 6381, true)));
-        assert_eq!(read("MOVED", "3999 :6381"), Some(("here".into(), 6381, false)));
-        assert_eq!(read("CLUSTERDOWN", "Hash slot not served"), None);
-        assert_eq!(read("MOVED", "nonsense"), None);
-    }
-
-    #[test]
-    fn views_are_read_and_those_out_of_touch_are_not() {
-        let node = |host: Value, port| Value::Array(vec![host, Value::Int(port), Value::BulkString(b"id".to_vec())]);
-        let named = |host: &str| Value::BulkString(host.as_bytes().to_vec());
-        let range =
-            |first, last, nodes: Vec<Value>| Value::Array([vec![Value::Int(first), Value::Int(last)], nodes].concat());
-        let slots = Value::Array(vec![
-            range(0, 9, vec![node(named("a"), 1), node(named("b"), 2)]),
-            range(10, 16_383, vec![node(Value::Nil, 3)]),
-        ]);
-        let info = "cluster_state:ok\r\ncluster_current_epoch:7\r\n";
-        let view = View::read(info, &slots, "here").unwrap();
-        assert_eq!(view.epoch, 7);
-        assert_eq!(view.ranges[0].nodes, [("a".to_owned(), 1), ("b".to_owned(), 2)]);
-        assert_eq!((view.ranges[1].last, &view.ranges[1].nodes[0]), (16_383, &("here".to_owned(), 3)));
-        assert!(View::read(&info.replace("ok", "fail"), &slots, "here").is_none());
-        assert!(View::read(info, &Value::Array(vec![range(0, 16_384, vec![node(named("a"), 1)])]), "").is_none());
-        assert!(View::read(info, &Value::Array(Vec::new()), "").is_none());
-    }
 }
