@@ -1,5 +1,6 @@
 //! Reservations: one look at the record, and a takeover if its lease has lapsed.
 
+use std::ops::ControlFlow;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -45,31 +46,11 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
                 other => return Err(unexpected(&other)),
             },
         };
-        // A finished record answers without a look at its lease.
-        let (seen, [_, began]) = (format::identity(&found).unwrap_or_default(), format::times(&found));
-        let record = format::decode_owned(found).map_err(corrupt)?;
-        if record.is_finished() {
-            match record.admit_owned(request, Duration::ZERO) {
-                Admission::Answer(answer) => return Ok(answer.aged(access.core.age(began))),
-                Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
-            }
-        }
-        // A pending record whose lease holds for sure answers without a further call.
-        let pending = record.is_pending();
-        let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
-        if pending && let Some(lapses_in) = holds.or_else(|| access.core.known_to_hold(record.owner)) {
-            match record.admit(request, lapses_in) {
-                Admission::Answer(answer) => return Ok(answer),
-                Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
-            }
-        }
-        // The decision if the lease had lapsed. In every other state there is no lease to ask about.
-        let meeting = record.admit(request, Duration::ZERO);
-        if let Admission::Answer(answer) = &meeting
-            && (!pending || left.is_some())
-        {
-            return Ok(answer.clone());
-        }
+        let seen = format::identity(&found).unwrap_or_default();
+        let (record, meeting) = match answer_found(access, request, found, left)? {
+            ControlFlow::Break(answer) => return Ok(answer),
+            ControlFlow::Continue(lapsed) => lapsed,
+        };
         let asked_at = access.core.now();
         // Boxed: most calls don't get here, but would carry its size inline.
         let taken = Box::pin(take(access, name, &seen, &record, &meeting, request.owner)).await?;
@@ -93,6 +74,39 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
         }
     }
     Err(keeps_changing())
+}
+
+/// Answers with the record that was found, if its lease need not be asked for. `left` is the rest of that lease, if it
+/// is known. Otherwise returns the record, and the decision if its lease has lapsed.
+fn answer_found(
+    access: &Access<'_>,
+    request: &ReserveRequest,
+    found: Bytes,
+    left: Option<Duration>,
+) -> Result<ControlFlow<Reservation, (Record, Admission)>, StoreError> {
+    // A finished record answers without a look at its lease.
+    let [_, began] = format::times(&found);
+    let record = format::decode_owned(found).map_err(corrupt)?;
+    if record.is_finished() {
+        match record.admit_owned(request, Duration::ZERO) {
+            Admission::Answer(answer) => return Ok(ControlFlow::Break(answer.aged(access.core.age(began)))),
+            Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
+        }
+    }
+    // A pending record whose lease holds for sure answers without a further call.
+    let pending = record.is_pending();
+    let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
+    if pending && let Some(lapses_in) = holds.or_else(|| access.core.known_to_hold(record.owner)) {
+        match record.admit(request, lapses_in) {
+            Admission::Answer(answer) => return Ok(ControlFlow::Break(answer)),
+            Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
+        }
+    }
+    // In every other state there is no lease to ask about.
+    match record.admit(request, Duration::ZERO) {
+        Admission::Answer(answer) if !pending || left.is_some() => Ok(ControlFlow::Break(answer)),
+        lapsed => Ok(ControlFlow::Continue((record, lapsed))),
+    }
 }
 
 /// Answer of a server to a takeover.
@@ -139,6 +153,11 @@ async fn take(
         },
         taken => taken.map_err(failed)?,
     };
+    read_takeover(taken)
+}
+
+/// Reads the answer of the script.
+fn read_takeover(taken: Value) -> Result<TakeoverAnswer, StoreError> {
     match taken {
         Value::Int(-2) => Ok(TakeoverAnswer::Replaced),
         Value::Int(-1) => Ok(TakeoverAnswer::Changed(None)),
