@@ -17,7 +17,8 @@ pub fn bodies(data: &[u8]) {
     if !is_json(one) || !is_json(other) {
         assert_eq!(is_duplicate, one == other);
     }
-    // Values that `serde_json` can't hold, such as numbers out of the range of a double, are compared by the layer alone.
+    // Values that `serde_json` can't hold, such as numbers out of the range of a double, are compared by the layer
+    // alone.
     if let (Ok(one), Ok(other)) = (serde_json::from_slice::<Value>(one), serde_json::from_slice::<Value>(other)) {
         assert!(!is_duplicate || equal(&one, &other), "{one} and {other}");
         let is_exact = !has_float(&one) && !has_float(&other);

@@ -12,9 +12,9 @@
 //! | an object | `{`, its members in the order of their bytes, `FE`; a member is its name, `FF`, the form of its value |
 //! | an object whose members take more than 32 bytes | `h`, SHA-256 of these members |
 //!
-//! UTF-8 contains neither `FE` nor `FF`, so different values have different forms. An escaped surrogate without its other
-//! half has the three bytes that UTF-8 would give it, so it equals itself alone. An object is replaced by its hash when
-//! it ends, so the form stays about as long as the body, however deep the body nests.
+//! UTF-8 contains neither `FE` nor `FF`, so different values have different forms. An escaped surrogate without its
+//! other half has the three bytes that UTF-8 would give it, so it equals itself alone. An object is replaced by its
+//! hash when it ends, so the form stays about as long as the body, however deep the body nests.
 
 use sha2::{Digest, Sha256};
 

@@ -115,11 +115,11 @@ impl IdempotencyLayer {
         self.with(|it| it.scope = Some(scope))
     }
 
-    /// Keeps the keys of each host apart (default: no): the same key on another host is another operation. Needed if one
-    /// server serves several tenants under several hosts, and a [`Caller`] is unique only within its tenant.
+    /// Keeps the keys of each host apart (default: no): the same key on another host is another operation. Needed if
+    /// one server serves several tenants under several hosts, and a [`Caller`] is unique only within its tenant.
     ///
-    /// The host is `:authority` in HTTP/2 and `Host` in HTTP/1.1, in lower case and without the ports 80 and 443. A request
-    /// that names no host, or several, gets 400. Behind a proxy it is the host that the proxy sends.
+    /// The host is `:authority` in HTTP/2 and `Host` in HTTP/1.1, in lower case and without the ports 80 and 443. A
+    /// request that names no host, or several, gets 400. Behind a proxy it is the host that the proxy sends.
     #[must_use]
     pub fn separate_hosts(self, separate_hosts: bool) -> Self {
         self.with(|it| it.separate_hosts = separate_hosts)
@@ -172,8 +172,8 @@ impl IdempotencyLayer {
     }
 
     /// Sets the time limit for reading a request's body (default: 30 s). A slower request gets 408. No key is reserved
-    /// before the body is read. A body that [streams](IdempotencyLayer::stream_digested) has the same limit for the time
-    /// that its reader waits for the client; its reader then gets an error, and nothing is recorded.
+    /// before the body is read. A body that [streams](IdempotencyLayer::stream_digested) has the same limit for the
+    /// time that its reader waits for the client; its reader then gets an error, and nothing is recorded.
     #[must_use]
     pub fn body_deadline(self, body_deadline: Duration) -> Self {
         self.with(|it| it.body_deadline = body_deadline)
@@ -182,9 +182,9 @@ impl IdempotencyLayer {
     /// Streams a body to the handler if it is too long to be read, or its length is not stated, and `Content-Digest`
     /// holds a `sha-256`, which then stands for the body in the fingerprint (default: no; such a body gets 413).
     ///
-    /// The digest is checked while the body streams, and so is a `sha-512` next to it. If one does not match, the reader
-    /// of the body gets an error, the client gets 400, and nothing is recorded. Effects that the handler had until then
-    /// remain. If the handler does not read the body to its end, the digest is not checked.
+    /// The digest is checked while the body streams, and so is a `sha-512` next to it. If one does not match, the
+    /// reader of the body gets an error, the client gets 400, and nothing is recorded. Effects that the handler had
+    /// until then remain. If the handler does not read the body to its end, the digest is not checked.
     #[must_use]
     pub fn stream_digested(self, stream_digested: bool) -> Self {
         self.with(|it| it.stream_digested = stream_digested)
@@ -239,7 +239,8 @@ impl IdempotencyLayer {
     /// tokio::task_local! { static TENANT: String; }
     ///
     /// # let policy = Policy::new(Duration::from_secs(3600));
-    /// let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::by(|_| TENANT.try_with(Clone::clone).ok()))
+    /// let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::by(|_|
+    /// TENANT.try_with(Clone::clone).ok()))
     ///     .carry(|task| Box::pin(TENANT.scope(TENANT.get(), task)));
     /// ```
     #[must_use]

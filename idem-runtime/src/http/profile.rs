@@ -65,8 +65,8 @@ pub struct Profile {
     pub min_ttl: Duration,
     /// A `ttl` below this gives a warning.
     pub advised_ttl: Duration,
-    /// True if every response to a request with a key repeats the field that holds the key, as it was sent. Problems and
-    /// replays repeat it, too.
+    /// True if every response to a request with a key repeats the field that holds the key, as it was sent. Problems
+    /// and replays repeat it, too.
     pub echoes_key: bool,
     /// True if the handler must not run while the store does not answer.
     pub fails_closed: bool,
@@ -109,8 +109,8 @@ impl Profile {
         }
     }
 
-    /// The Agentic Commerce Protocol: every request has a key, which every response repeats; bodies are compared as JSON,
-    /// and each path is a separate operation.
+    /// The Agentic Commerce Protocol: every request has a key, which every response repeats; bodies are compared as
+    /// JSON, and each path is a separate operation.
     pub const fn acp() -> Self {
         Self {
             name: "acp",

@@ -219,7 +219,8 @@ impl Settings {
         Ok(Some(KeyedRequest { key, name, echo, method, protocol, digests, streams, traceparent }))
     }
 
-    /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names none.
+    /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names
+    /// none.
     fn route<'a>(&self, head: &'a Parts) -> Option<Cow<'a, str>> {
         let route = match self.profile.equality {
             Equality::Json => Cow::Borrowed(uri(head).path()),
@@ -464,7 +465,8 @@ impl Settings {
         let marked = || Ok(Recordable::Ran(StoredResult::Unencodable));
         let defect = || claim.and_then(DigestClaim::defect);
         let refused = |defect| (released(), self.refuse(asked.refusal(Problem::new(defect))));
-        // A body that does not match its digest, or did not arrive, must leave no record, even if the handler succeeded.
+        // A body that does not match its digest, or did not arrive, must leave no record, even if the handler
+        // succeeded.
         if let Some(defect) = defect() {
             return refused(defect);
         }
