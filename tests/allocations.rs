@@ -317,7 +317,7 @@ fn a_large_body_is_compared_as_json_in_a_few_times_its_size() {
         format!("\"{}\"", "\\u00e9".repeat(160_000)),
         members("1"),
         members("{\"a\":[1,{\"b\":2}]}"),
-        nested(&list("1")[1..999_000].trim_end_matches(',').to_owned()),
+        nested(list("1")[1..999_000].trim_end_matches(',')),
         "1".repeat(1_000_000),
         format!("1e{}", "9".repeat(1_000_000)),
     ];

@@ -375,16 +375,8 @@ fn types_are_named_by_nouns() {
         "Met", "Read", "Said", "Seen", "Sent", "Shown", "Taken", "Told", "Undone", "Woken", "Written",
     ];
     /// Nouns that look like participles, and errors that state a condition.
-    const NOUNS: [&str; 8] = [
-        "Finding",
-        "LeaseStanding",
-        "NotRecorded",
-        "OnBeatLost",
-        "Recording",
-        "Ruling",
-        "Setting",
-        "Standing",
-    ];
+    const NOUNS: [&str; 8] =
+        ["Finding", "LeaseStanding", "NotRecorded", "OnBeatLost", "Recording", "Ruling", "Setting", "Standing"];
     /// The wrappers, which the field names by participles (`Buffered`, `Limited`), and the usual name of a private
     /// trait.
     const USUAL: [&str; 5] = ["Cached", "Compressed", "Metered", "Offloaded", "Sealed"];

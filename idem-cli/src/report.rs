@@ -159,13 +159,17 @@ pub(crate) fn printable(text: &str) -> String {
 
 /// Escapes the control characters that JSON allows in texts: terminals obey some of them.
 fn escaped(json: &str) -> String {
-    json.chars().fold(String::with_capacity(json.len()), |mut escaped, c| {
+    let mut escaped = String::with_capacity(json.len());
+    for c in json.chars() {
         match c {
-            '\u{7f}'..='\u{9f}' => escaped.push_str(&format!("\\u{:04x}", u32::from(c))),
+            '\u{7f}'..='\u{9f}' => {
+                // Writing to a `String` never fails.
+                let _ = write!(escaped, "\\u{:04x}", u32::from(c));
+            }
             c => escaped.push(c),
         }
-        escaped
-    })
+    }
+    escaped
 }
 
 /// Output format: one JSON object per line, or text.

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::slice;
 
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
@@ -234,8 +235,12 @@ async fn problems_of_grpc_web_are_trailers_in_the_body() {
         for (asked, answered, body) in [
             ("application/grpc-web", "application/grpc-web+proto", frame.clone()),
             ("application/grpc-web+proto", "application/grpc-web+proto", frame.clone()),
-            ("application/grpc-web-text", "application/grpc-web-text+proto", web_text(&[frame.clone()]).into()),
-            ("application/grpc-web-text+proto", "application/grpc-web-text+proto", web_text(&[frame.clone()]).into()),
+            ("application/grpc-web-text", "application/grpc-web-text+proto", web_text(slice::from_ref(&frame)).into()),
+            (
+                "application/grpc-web-text+proto",
+                "application/grpc-web-text+proto",
+                web_text(slice::from_ref(&frame)).into(),
+            ),
         ] {
             let reply = without_key(version, address, &[("content-type", asked)]).await;
             assert_eq!((reply.status.as_u16(), reply.header("content-type")), (200, Some(answered)), "{asked}");

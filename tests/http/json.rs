@@ -1,4 +1,4 @@
-//! Bodies that are compared as JSON: documents of JSONTestSuite, random documents in random spellings, nested ones.
+//! Bodies that are compared as JSON: documents of `JSONTestSuite`, random documents in random spellings, nested ones.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

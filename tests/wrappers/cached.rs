@@ -477,7 +477,7 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// StoreContext of a store inside a transaction, whose records may be rolled back.
+    /// Context of a store inside a transaction, whose records may be rolled back.
     none: Option<Arc<StoreContext>>,
     /// True if finished records can't be read for now.
     unreadable: bool,

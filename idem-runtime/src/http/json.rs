@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
         }
         let sorted = members.iter().map(|member| member.of(form));
         if form.len() - start > MAX_MEMBERS_BYTES {
-            let hash = sorted.fold(Sha256::new(), |hash, member| hash.chain_update(member)).finalize();
+            let hash = sorted.fold(Sha256::new(), Digest::chain_update).finalize();
             form.truncate(start - 1);
             form.push(b'h');
             form.extend_from_slice(&hash);

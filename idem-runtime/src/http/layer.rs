@@ -239,8 +239,7 @@ impl IdempotencyLayer {
     /// tokio::task_local! { static TENANT: String; }
     ///
     /// # let policy = Policy::new(Duration::from_secs(3600));
-    /// let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::by(|_|
-    /// TENANT.try_with(Clone::clone).ok()))
+    /// let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::by(|_| TENANT.try_with(Clone::clone).ok()))
     ///     .carry(|task| Box::pin(TENANT.scope(TENANT.get(), task)));
     /// ```
     #[must_use]
