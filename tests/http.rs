@@ -21,6 +21,11 @@
 //! | an equal payload under another key is refused | `equal_payloads_under_two_keys_are_two_operations` |
 //! | the record is written after the response | `the_response_is_recorded_before_it_is_sent` |
 //! | an empty key is no key, or has no error of its own | `an_invalid_key_is_refused` |
+//! | a parameter with another name forgets its keys | `a_parameter_can_get_another_name` |
+//! | tenants on two hosts share their keys, or HTTP/2 has no host | `hosts_can_have_keys_of_their_own`, `a_host_in_the_payload_is_the_same_in_both_versions` |
+//! | a nested body ends the process | `a_nested_body_is_refused_and_leaves_no_record` |
+//! | a streamed body holds its slot for ever | `a_streamed_body_has_a_deadline` |
+//! | a plain client gets 200 for each refusal | `only_a_client_of_grpc_is_answered_by_grpc` |
 //! | the loser of a race is not compared | `of_many_duplicates_one_runs`, `a_different_request_is_a_mismatch_while_the_first_runs` |
 #![allow(clippy::disallowed_methods)] // Servers and clients wait on real time.
 
