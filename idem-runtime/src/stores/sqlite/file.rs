@@ -11,7 +11,7 @@ use rusqlite::ffi::ErrorCode;
 use rusqlite::{Connection, OpenFlags};
 
 use super::failure::{code, is_busy, misconfigured, not_written, unavailable};
-use super::options::{SqliteOptions, Synchronous};
+use super::settings::{SqliteSettings, Synchronous};
 use super::sql::{self, TableForm, Texts};
 use crate::clock::{Clock, Instant};
 use crate::record::Finish;
@@ -35,7 +35,7 @@ const STATEMENTS: usize = 32;
 #[derive(Debug)]
 pub(super) struct Database {
     pub(super) path: PathBuf,
-    pub(super) options: SqliteOptions,
+    pub(super) settings: SqliteSettings,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) texts: Texts,
 }
@@ -75,8 +75,8 @@ impl FileConnection {
 }
 
 impl Database {
-    pub(super) fn new(path: &Path, options: SqliteOptions, clock: Arc<dyn Clock>) -> Result<Self, StoreError> {
-        sql::check_name(&options.table).map_err(misconfigured)?;
+    pub(super) fn new(path: &Path, settings: SqliteSettings, clock: Arc<dyn Clock>) -> Result<Self, StoreError> {
+        sql::check_name(&settings.table).map_err(misconfigured)?;
         if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
             return Err(misconfigured(
                 "an in-memory database holds no records; give a file, or use `MemoryStore`".to_owned(),
@@ -86,8 +86,8 @@ impl Database {
         // `file:` is not read as a URI.
         let path = std::path::absolute(path)
             .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
-        let texts = Texts::of(&options.table);
-        Ok(Self { path, options, clock, texts })
+        let texts = Texts::of(&settings.table);
+        Ok(Self { path, settings, clock, texts })
     }
 
     /// Connects. Creates the file and the table if they are missing.
@@ -109,7 +109,7 @@ impl Database {
     /// Returns whether a file of the largest size could hold the result, if the file held nothing else.
     pub(super) fn holds(&self, finish: &Finish) -> bool {
         let bytes = u64::try_from(finish.result().stored_bytes()).unwrap_or(u64::MAX);
-        self.options.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
+        self.settings.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
     }
 
     /// Connects for renewals and late writes.
@@ -136,7 +136,7 @@ impl Database {
             let message = format!("`{}` can't be used in WAL mode: it stays in mode `{mode}`", self.path.display());
             return Err(OpenFailure::Refused(misconfigured(message)));
         }
-        let synchronous = self.options.synchronous;
+        let synchronous = self.settings.synchronous;
         // `fullfsync` is for macOS, where a plain fsync leaves the data in the disk's own cache.
         connection.execute_batch(&format!("{}; PRAGMA fullfsync = ON;", synchronous.pragma()))?;
         connection.set_prepared_statement_cache_capacity(STATEMENTS);
@@ -155,7 +155,7 @@ impl Database {
     /// Limits the size of the file. The last pages are reserved for clean-up: removing a row may take one page before
     /// it frees others.
     pub(super) fn limit_size(&self, connection: &Connection, cleans_up: bool) -> rusqlite::Result<()> {
-        let Some(max_bytes) = self.options.max_bytes else { return Ok(()) };
+        let Some(max_bytes) = self.settings.max_bytes else { return Ok(()) };
         let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
         let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
         let pages = if cleans_up { pages } else { pages - RESERVED_PAGES };
@@ -164,7 +164,7 @@ impl Database {
     }
 
     fn check_table(&self, connection: &Connection, may_create: bool) -> Result<(), OpenFailure> {
-        let table = &self.options.table;
+        let table = &self.settings.table;
         let mut form = self.patiently(|| sql::form(connection, table))?;
         if form == TableForm::Absent && may_create {
             self.patiently(|| connection.execute_batch("BEGIN IMMEDIATE"))?;
@@ -191,7 +191,7 @@ impl Database {
         loop {
             match work() {
                 Err(error)
-                    if is_busy(&error) && self.clock.now().saturating_since(started) < self.options.busy_timeout =>
+                    if is_busy(&error) && self.clock.now().saturating_since(started) < self.settings.busy_timeout =>
                 {
                     std::thread::park_timeout(pause);
                     pause = (pause * 2).min(LONGEST_PAUSE);

@@ -4,33 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::batch;
 use super::file::Database;
-use super::{SqliteStore, batch, sql};
+use super::settings::{SqliteSettings, Synchronous};
+use super::store::SqliteStore;
 use crate::clock::{Clock, SystemClock};
 use crate::store::StoreError;
-
-/// Durability of a commit: whether a loss of power can undo it. The death of a process undoes no commit, and neither
-/// damages the file.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-#[non_exhaustive]
-pub enum Synchronous {
-    /// Each commit waits for the disk, and survives a loss of power. Concurrent calls share commits.
-    #[default]
-    Full,
-    /// Commits don't wait for the disk. A loss of power, or a crash of the operating system, undoes the commits since
-    /// the last checkpoint: seconds of work or more. Operations that had finished run again, attempt numbers start
-    /// anew, and `on_crash = fail` is forgotten with its record.
-    Normal,
-}
-
-impl Synchronous {
-    pub(super) fn pragma(self) -> &'static str {
-        match self {
-            Self::Full => "PRAGMA synchronous = FULL",
-            Self::Normal => "PRAGMA synchronous = NORMAL",
-        }
-    }
-}
 
 /// Settings of a [`SqliteStore`].
 ///
@@ -51,33 +30,10 @@ impl Synchronous {
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(open(&folder)).unwrap();
 /// # std::fs::remove_dir_all(&folder).unwrap();
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Default, Debug)]
 pub struct SqliteOptions {
-    pub(super) table: String,
-    pub(super) synchronous: Synchronous,
-    pub(super) busy_timeout: Duration,
-    pub(super) response_timeout: Duration,
-    pub(super) queue_capacity: usize,
-    pub(super) max_bytes: Option<u64>,
-    pub(super) namespace: String,
-    pub(super) holder: String,
+    settings: SqliteSettings,
     clock: Option<Arc<dyn Clock>>,
-}
-
-impl Default for SqliteOptions {
-    fn default() -> Self {
-        Self {
-            table: sql::NAME.to_owned(),
-            synchronous: Synchronous::Full,
-            busy_timeout: Duration::from_secs(5),
-            response_timeout: Duration::from_secs(10),
-            queue_capacity: 16_384,
-            max_bytes: None,
-            namespace: String::new(),
-            holder: String::new(),
-            clock: None,
-        }
-    }
 }
 
 impl SqliteOptions {
@@ -85,7 +41,7 @@ impl SqliteOptions {
     /// but must not share operations need different tables.
     #[must_use]
     pub fn table(self, table: impl Into<String>) -> Self {
-        Self { table: table.into(), ..self }
+        Self { settings: SqliteSettings { table: table.into(), ..self.settings }, ..self }
     }
 
     /// Name of this application, for its child keys (default: empty).
@@ -95,14 +51,14 @@ impl SqliteOptions {
     /// depend on the name.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
-        Self { namespace: namespace.into(), ..self }
+        Self { settings: SqliteSettings { namespace: namespace.into(), ..self.settings }, ..self }
     }
 
     /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
     /// [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
-        Self { holder: name.into(), ..self }
+        Self { settings: SqliteSettings { holder: name.into(), ..self.settings }, ..self }
     }
 
     /// Durability of commits (default: [`Synchronous::Full`]). Holds for this handle only: every process that opens the
@@ -110,7 +66,7 @@ impl SqliteOptions {
     /// attempt as well.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
-        Self { synchronous, ..self }
+        Self { settings: SqliteSettings { synchronous, ..self.settings }, ..self }
     }
 
     /// Longest time that a call waits for a lock that another process or handle holds on the file (default: 5 s). Then
@@ -118,7 +74,7 @@ impl SqliteOptions {
     /// `response_timeout`.
     #[must_use]
     pub fn busy_timeout(self, busy_timeout: Duration) -> Self {
-        Self { busy_timeout, ..self }
+        Self { settings: SqliteSettings { busy_timeout, ..self.settings }, ..self }
     }
 
     /// Longest time that a call waits for its answer, for any reason (default: 10 s). After a time-out the write may
@@ -126,13 +82,13 @@ impl SqliteOptions {
     /// effect.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
-        Self { response_timeout, ..self }
+        Self { settings: SqliteSettings { response_timeout, ..self.settings }, ..self }
     }
 
     /// Number of calls that may wait for a thread (default: 16 384). A further call is refused immediately.
     #[must_use]
     pub fn queue_capacity(self, queue_capacity: usize) -> Self {
-        Self { queue_capacity: queue_capacity.max(1), ..self }
+        Self { settings: SqliteSettings { queue_capacity: queue_capacity.max(1), ..self.settings }, ..self }
     }
 
     /// Largest size of the file in bytes, including everything else in it (default: no limit but the disk). A full
@@ -140,7 +96,7 @@ impl SqliteOptions {
     /// no record early. An attempt that has begun can always end without a result, because that takes no room.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
-        Self { max_bytes: Some(max_bytes), ..self }
+        Self { settings: SqliteSettings { max_bytes: Some(max_bytes), ..self.settings }, ..self }
     }
 
     /// Clock of the store (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates the records; all processes with
@@ -155,8 +111,8 @@ impl SqliteOptions {
     /// # Errors
     /// The errors of [`SqliteStore::open`].
     pub async fn open(self, path: impl AsRef<Path>) -> Result<SqliteStore, StoreError> {
-        let clock = self.clock.clone().unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let database = Database::new(path.as_ref(), self, Arc::clone(&clock))?;
+        let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
+        let database = Database::new(path.as_ref(), self.settings, Arc::clone(&clock))?;
         Ok(SqliteStore::new(batch::start(database).await?, clock))
     }
 }

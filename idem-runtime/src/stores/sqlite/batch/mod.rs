@@ -27,13 +27,13 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
-use self::queue::{Answer, AnswerTarget, BATCH, Op, OpResult, Queue, SqliteRequest};
+use self::queue::{Answer, AnswerTarget, BATCH, Op, OpResult, Queue, SqliteRequest, nonsense};
 use self::session::Session;
-use super::Synchronous;
 use super::failure::{busy, not_written, unavailable};
 use super::file::{Database, FileConnection};
 use super::fork_guard::Link;
 use super::inline_read::InlineReader;
+use super::settings::Synchronous;
 use crate::clock::{Instant, wall_millis};
 use crate::combine::race;
 use crate::kit::replays::Replays;
@@ -256,7 +256,7 @@ impl Core {
 
     /// Returns the longest time that a call may take.
     fn limit(&self) -> Duration {
-        self.database.options.response_timeout
+        self.database.settings.response_timeout
     }
 
     pub(super) fn ask(self: &Arc<Self>, lane: ThreadChoice, ask: SqliteRequest) -> impl Future<Output = OpResult> {
@@ -312,7 +312,7 @@ impl Core {
                 answered += 1;
                 match said {
                     Ok(Answer::Write(write)) => answer(at, write),
-                    Ok(other) => outcome = Err(super::nonsense(&other)),
+                    Ok(other) => outcome = Err(nonsense(&other)),
                     Err(error) => outcome = Err(error),
                 }
             }
@@ -335,7 +335,7 @@ impl Core {
     fn push(self: &Arc<Self>, queue: &Queue, ops: impl ExactSizeIterator<Item = Op>) -> Result<(), StoreError> {
         let is = |other: &Queue| std::ptr::eq(queue, other);
         // There are as many leases as handlers, so a limit makes no sense.
-        let capacity = if is(&self.upkeep) { usize::MAX } else { self.database.options.queue_capacity };
+        let capacity = if is(&self.upkeep) { usize::MAX } else { self.database.settings.queue_capacity };
         if !queue.push(ops, capacity).map_err(|why| unavailable(why.to_owned()))? {
             return Ok(());
         }
@@ -364,7 +364,7 @@ impl Core {
         let mut company = LateJoiners::of(&self.writes);
         while self.writes.take(&mut batch, None) {
             // A commit that does not wait for the disk is cheap, so the writer does not wait for more operations.
-            let waits = self.database.options.synchronous == Synchronous::Full;
+            let waits = self.database.settings.synchronous == Synchronous::Full;
             while !batch.is_empty() {
                 self.on(&link, Database::reconnect, &mut batch, |session, batch| {
                     while session.write(batch, waits.then_some(&company)) {

@@ -11,7 +11,7 @@ use crate::key::Key;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
 };
-use crate::store::{Filter, Page, StoreError};
+use crate::store::{Filter, Page, StoreError, StoreErrorKind};
 use crate::sync::lock;
 
 /// Largest number of operations in one transaction.
@@ -85,6 +85,11 @@ impl Answer {
         };
         record.state.result().map_or(0, StoredResult::stored_bytes)
     }
+}
+
+/// Returns the error for an answer of the wrong kind. The answer may hold a payload and is not shown.
+pub(in super::super) fn nonsense(_: &Answer) -> StoreError {
+    StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another request")
 }
 
 pub(super) type OpResult = Result<Answer, StoreError>;

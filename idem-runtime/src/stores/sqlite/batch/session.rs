@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use rusqlite::Connection;
 
-use super::super::Synchronous;
 use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written, unconfirmed};
 use super::super::file::FileConnection;
+use super::super::settings::Synchronous;
 use super::super::sql::{Table, Trouble};
 use super::queue::{Answer, AnswerTarget, BATCH_BYTES, Op, OpResult, SqliteRequest};
 use super::{Core, LateJoiners, LockWaitMark, SPARED, same};
@@ -105,7 +105,7 @@ impl<'c> Session<'c> {
         self.patient = false;
         let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, SqliteRequest::Renew(_))).collect();
         let healthy = self.write_at(Synchronous::Normal, &mut renewals)
-            && self.write_at(self.core.database.options.synchronous, batch);
+            && self.write_at(self.core.database.settings.synchronous, batch);
         batch.extend(renewals);
         healthy
     }
@@ -461,6 +461,7 @@ mod tests {
     use tokio::sync::oneshot;
 
     use super::super::super::file::Database;
+    use super::super::super::settings::SqliteSettings;
     use super::super::queue::Queue;
     use super::*;
     use crate::clock::SystemClock;
@@ -468,7 +469,6 @@ mod tests {
     use crate::key::Key;
     use crate::policy::OnCrash;
     use crate::record::{Finish, OwnerToken, Reservation, ReserveRequest, StoredResult, Verdict};
-    use crate::stores::sqlite::SqliteStore;
 
     /// A store without any threads, on a file in a folder that is removed on drop.
     struct ThreadlessStore {
@@ -481,9 +481,9 @@ mod tests {
         fn new(name: &str) -> Self {
             let folder = std::env::temp_dir().join(format!("idem-sqlite-{name}-{}", std::process::id()));
             std::fs::create_dir_all(&folder).unwrap();
-            let options = SqliteStore::options().busy_timeout(Duration::from_millis(1));
-            let database =
-                Database::new(&folder.join("records.db"), options, Arc::new(SystemClock::default())).unwrap();
+            let settings = SqliteSettings { busy_timeout: Duration::from_millis(1), ..SqliteSettings::default() };
+            let clock = Arc::new(SystemClock::default());
+            let database = Database::new(&folder.join("records.db"), settings, clock).unwrap();
             let core = Arc::new(Core::new(Arc::new(database)));
             let connected = core.database.create().unwrap();
             Self { folder, core, connected }
