@@ -99,6 +99,11 @@ pub(super) fn misconfigured(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Misconfigured, message)
 }
 
+/// Returns a copy of an error, for one more operation.
+pub(super) fn same(error: &StoreError) -> StoreError {
+    StoreError::new(error.kind(), error.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use rusqlite::ffi::*;

@@ -3,7 +3,7 @@
 //! A record is a row, and each operation is one or two statements on it ([`sql`]). Concurrent calls share transactions,
 //! and so the wait for the disk ([`batch`]).
 //!
-//! Layers, from the top. A file imports from the layers below its own:
+//! Layers, from the top. Imports stay within a layer or go down:
 //!
 //! | layer | files |
 //! |---|---|

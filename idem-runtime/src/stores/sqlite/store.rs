@@ -78,7 +78,7 @@ pub struct SqliteStore(Arc<SqliteInner>);
 
 impl SqliteStore {
     pub(super) fn new(core: Arc<Core>, clock: Arc<dyn Clock>) -> Self {
-        let context = StoreContext::new("sqlite", clock).system("sqlite").held_by(&core.database.settings.holder);
+        let context = StoreContext::new("sqlite", clock).system("sqlite").held_by(&core.state.database.settings.holder);
         Self(SqliteInner::new(Arc::new(OpenFile(PerProcess::new(core))), Arc::new(context), ThreadChoice::Calls))
     }
 }
@@ -106,7 +106,7 @@ struct OpenFile(PerProcess<Arc<Core>>);
 impl OpenFile {
     /// Returns the file, which is the same for all processes.
     fn database(&self) -> &Database {
-        &self.0.first().database
+        &self.0.first().state.database
     }
 }
 
@@ -135,7 +135,7 @@ impl SqliteInner {
 
     /// Returns the threads of this process.
     fn core(&self) -> &Arc<Core> {
-        self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.database))))
+        self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.state.database))))
     }
 
     fn ask(&self, ask: SqliteRequest) -> impl Future<Output = Result<Answer, StoreError>> {
@@ -224,8 +224,8 @@ impl Store for SqliteInner {
         StoreFuture::new(async move {
             let core = self.core();
             // Counted before the first look: from now on the reader looks for commits of other handles.
-            let _counted = core.count_waiter();
-            let waiter = core.waiting.join(key.as_str());
+            let _counted = core.state.count_waiter();
+            let waiter = core.state.waiting.join(key.as_str());
             let ended = async {
                 loop {
                     let mut woken = pin!(waiter.woken());

@@ -16,31 +16,32 @@
 //! An operation whose caller is gone is dropped before it is executed, unless it ends an attempt. A transaction ends
 //! after some time, or after some bytes of requests or answers; the next one takes the rest.
 
+mod late_joiners;
 pub(super) mod queue;
 mod session;
+mod state;
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 
+use self::late_joiners::LateJoiners;
 use self::queue::{Answer, AnswerTarget, BATCH, Op, OpResult, Queue, SqliteRequest, nonsense};
 use self::session::Session;
-use super::failure::{busy, not_written, unavailable};
+use self::state::{HandleState, LockWaitMark, SPARED};
+use super::failure::{busy, not_written, same, unavailable};
 use super::file::{Database, FileConnection};
 use super::fork_guard::Link;
 use super::inline_read::InlineReader;
 use super::settings::Synchronous;
-use crate::clock::{Instant, wall_millis};
 use crate::combine::race;
 use crate::kit::replays::Replays;
-use crate::kit::waiting::WaiterTable;
 use crate::record::{Lease, Reservation, ReserveRequest};
 use crate::store::{Answers, StoreError, StoreErrorKind};
-use crate::sync::lock;
 
 /// Largest number of renewals and late writes that the upkeep thread takes together: they are small. A time limit ends
 /// its transactions.
@@ -50,15 +51,6 @@ const UPKEEP_BATCH: usize = 8192;
 const TURN: Duration = Duration::from_micros(1500);
 /// Most pauses of [`TURN`] in a row, for a writer of the same handle that still waits.
 const TURNS: u32 = 4;
-/// Time that a reservation waits before it takes over a lease that lapsed while the lock was held. The owner of the
-/// lease asks for that lock every half millisecond.
-pub(super) const SPARED: Duration = Duration::from_millis(250);
-/// Fewest answered callers for which the writer waits.
-const COMPANY: usize = 4;
-/// Clean-up is due after this many reservations: a lone call need not pay for it each time.
-const CLEAN_UP_AFTER: u32 = 8;
-/// Most batches without a wait after the writer has waited in vain.
-const LONGEST_SKIP: u32 = 64;
 /// Interval at which the reader looks for commits of other handles while duplicates wait, and the extra time for each
 /// waiter.
 const POLL: Duration = Duration::from_millis(5);
@@ -75,25 +67,13 @@ pub(super) enum ThreadChoice {
     Upkeep,
 }
 
-/// State that the handle and its threads share, in one process.
+/// Queues and state of a handle, which its threads share with its callers, in one process.
 pub(super) struct Core {
-    pub(super) database: Arc<Database>,
-    pub(super) waiting: WaiterTable,
-    /// Number of waiting duplicates.
-    waiters: AtomicUsize,
+    pub(super) state: HandleState,
     writes: Queue,
     reads: Queue,
     upkeep: Queue,
-    /// True if the upkeep thread waits for the lock: the writer lets it go first.
-    upkeep_waits: AtomicBool,
-    /// True if the writer waits for the lock: the upkeep thread lets it go first after a transaction.
-    writer_waits: AtomicBool,
-    /// Start of the time for which the lock was held, by others and then by the writer, in milliseconds of the wall
-    /// clock; and the end of the time for which leases that lapsed meanwhile are spared.
-    locked: Mutex<Option<(i64, Instant)>>,
     numbers: AtomicU64,
-    /// Number of reservations since the last clean-up.
-    reservations: AtomicU32,
     /// Share of replays among recent reservations. Every answer that changes nothing counts as a replay.
     replays: Replays,
     inline: InlineReader,
@@ -124,53 +104,14 @@ impl Drop for QueueCloser<'_> {
     }
 }
 
-/// Guard that counts a waiting duplicate.
-pub(super) struct WaiterGuard<'a>(&'a AtomicUsize);
-
-impl Drop for WaiterGuard<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-/// Guard that marks a thread as waiting for the lock.
-pub(super) struct LockWaitMark<'a>(&'a AtomicBool);
-
-impl<'a> LockWaitMark<'a> {
-    pub(super) fn upkeep(core: &'a Core) -> Self {
-        Self::noted(&core.upkeep_waits)
-    }
-
-    pub(super) fn writer(core: &'a Core) -> Self {
-        Self::noted(&core.writer_waits)
-    }
-
-    fn noted(waits: &'a AtomicBool) -> Self {
-        waits.store(true, Ordering::SeqCst);
-        Self(waits)
-    }
-}
-
-impl Drop for LockWaitMark<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::SeqCst);
-    }
-}
-
 impl Core {
     pub(super) fn new(database: Arc<Database>) -> Self {
         Self {
-            database,
-            waiting: WaiterTable::default(),
-            waiters: AtomicUsize::new(0),
+            state: HandleState::new(database),
             writes: Queue::default(),
             reads: Queue::default(),
             upkeep: Queue::default(),
-            upkeep_waits: AtomicBool::new(false),
-            writer_waits: AtomicBool::new(false),
-            locked: Mutex::default(),
             numbers: AtomicU64::new(0),
-            reservations: AtomicU32::new(0),
             replays: Replays::new(),
             inline: InlineReader::new(),
         }
@@ -181,53 +122,10 @@ impl Core {
         [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
     }
 
-    /// Returns milliseconds since 1970 by the wall clock of this host.
-    pub(super) fn wall_millis(&self) -> i64 {
-        wall_millis(&*self.database.clock)
-    }
-
-    /// Counts a waiting duplicate.
-    pub(super) fn count_waiter(&self) -> WaiterGuard<'_> {
-        self.waiters.fetch_add(1, Ordering::SeqCst);
-        WaiterGuard(&self.waiters)
-    }
-
-    /// Returns whether the upkeep thread is to get the lock first.
-    pub(super) fn upkeep_waits(&self) -> bool {
-        self.upkeep_waits.load(Ordering::SeqCst)
-    }
-
-    /// Notes that the upkeep thread has the lock, so that the writer asks for the lock as soon as it is free again.
-    pub(super) fn upkeep_has_lock(&self) {
-        self.upkeep_waits.store(false, Ordering::SeqCst);
-    }
-
-    /// Notes that no lease could be renewed from `since`, by the wall clock, until now. Spares the leases that lapsed
-    /// meanwhile for `spared`.
-    pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
-        *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
-    }
-
-    /// Returns the time from which no lease could be renewed, if leases are spared at `now`.
-    pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
-        lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
-    }
-
-    /// Counts `more` reservations. If a clean-up is due, returns the number of reservations since the last one.
-    pub(super) fn reserved(&self, more: u32) -> Option<u32> {
-        let reservations = self.reservations.fetch_add(more, Ordering::Relaxed) + more;
-        let is_due = more > 0 && reservations >= CLEAN_UP_AFTER;
-        is_due.then(|| self.reservations.swap(0, Ordering::Relaxed))
-    }
-
-    pub(super) fn waiters(&self) -> usize {
-        self.waiters.load(Ordering::SeqCst)
-    }
-
     pub(super) async fn reserve(self: &Arc<Self>, lane: ThreadChoice, request: &ReserveRequest) -> OpResult {
         // While most reservations are replays, the reader, or a lone caller itself, can answer most of them.
         let reads = lane == ThreadChoice::Calls && self.replays.are_expected();
-        if reads && let Some(answer) = self.inline.replay(&self.database, request) {
+        if reads && let Some(answer) = self.inline.replay(&self.state.database, request) {
             self.replays.note(1, 1);
             // A task that only replays must yield now and then.
             tokio::task::coop::consume_budget().await;
@@ -239,11 +137,11 @@ impl Core {
             ThreadChoice::Calls if reads => &self.reads,
             ThreadChoice::Calls => &self.writes,
         };
-        let began = self.database.clock.now();
+        let began = self.state.database.clock.now();
         let mut answer = self.ask_one(queue, SqliteRequest::Reserve(request.clone(), true), self.limit()).await?;
         if matches!(answer, Answer::Spared) {
-            self.database.clock.sleep(SPARED).await;
-            let left = self.limit().saturating_sub(self.database.clock.now().saturating_since(began));
+            self.state.database.clock.sleep(SPARED).await;
+            let left = self.limit().saturating_sub(self.state.database.clock.now().saturating_since(began));
             // Boxed: most calls don't get here, but each would carry its size inline.
             answer = Box::pin(self.ask_one(queue, SqliteRequest::Reserve(request.clone(), false), left)).await?;
         }
@@ -256,7 +154,7 @@ impl Core {
 
     /// Returns the longest time that a call may take.
     fn limit(&self) -> Duration {
-        self.database.settings.response_timeout
+        self.state.database.settings.response_timeout
     }
 
     pub(super) fn ask(self: &Arc<Self>, lane: ThreadChoice, ask: SqliteRequest) -> impl Future<Output = OpResult> {
@@ -278,7 +176,7 @@ impl Core {
             self.push(queue, std::iter::once(op))?;
             // Outside a runtime the future is polled only once: it is enough that the operation was handed over.
             let answered = match Handle::try_current() {
-                Ok(_) => race(answer, self.database.clock.sleep(limit)).await,
+                Ok(_) => race(answer, self.state.database.clock.sleep(limit)).await,
                 Err(_) => Some(answer.await),
             };
             match answered {
@@ -321,13 +219,13 @@ impl Core {
                 false => Err(unknown("the thread of the store has ended")),
             }
         };
-        let in_time = race(all, self.database.clock.sleep(self.limit())).await;
+        let in_time = race(all, self.state.database.clock.sleep(self.limit())).await;
         in_time.unwrap_or_else(|| Err(unknown("SQLite did not answer in time")))
     }
 
     fn op(&self, queue: &Queue, ask: SqliteRequest, reply: AnswerTarget) -> Op {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
-        let asked_at = std::ptr::eq(queue, std::ptr::from_ref(&self.upkeep)).then(|| self.database.clock.now());
+        let asked_at = std::ptr::eq(queue, std::ptr::from_ref(&self.upkeep)).then(|| self.state.database.clock.now());
         Op { number, asked_at, ask, reply }
     }
 
@@ -335,7 +233,7 @@ impl Core {
     fn push(self: &Arc<Self>, queue: &Queue, ops: impl ExactSizeIterator<Item = Op>) -> Result<(), StoreError> {
         let is = |other: &Queue| std::ptr::eq(queue, other);
         // There are as many leases as handlers, so a limit makes no sense.
-        let capacity = if is(&self.upkeep) { usize::MAX } else { self.database.settings.queue_capacity };
+        let capacity = if is(&self.upkeep) { usize::MAX } else { self.state.database.settings.queue_capacity };
         if !queue.push(ops, capacity).map_err(|why| unavailable(why.to_owned()))? {
             return Ok(());
         }
@@ -353,7 +251,7 @@ impl Core {
         let _ending = QueueCloser(&self.writes);
         let link = Link::new();
         if let Some(opened) = opened {
-            let created = link.open(|| self.database.create());
+            let created = link.open(|| self.state.database.create());
             let is_store = created.is_ok();
             if opened.send(created).is_err() || !is_store {
                 // The caller is gone, or there is no file.
@@ -364,7 +262,7 @@ impl Core {
         let mut company = LateJoiners::of(&self.writes);
         while self.writes.take(&mut batch, None) {
             // A commit that does not wait for the disk is cheap, so the writer does not wait for more operations.
-            let waits = self.database.settings.synchronous == Synchronous::Full;
+            let waits = self.state.database.settings.synchronous == Synchronous::Full;
             while !batch.is_empty() {
                 self.on(&link, Database::reconnect, &mut batch, |session, batch| {
                     while session.write(batch, waits.then_some(&company)) {
@@ -395,14 +293,16 @@ impl Core {
         while self.reads.take(&mut batch, self.poll()) {
             if batch.len() == 1 && self.replays.are_expected() {
                 // Opened before the answer: a caller that has its answer may fork.
-                self.inline.open(&self.database);
+                self.inline.open(&self.state.database);
             }
             loop {
-                let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.read(batch, &mut version);
+                let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| {
+                    session.read(batch, &mut version, |op| self.hand_on(op))
+                };
                 if !self.on(&link, Database::reconnect, &mut batch, read) {
                     version = None;
                     // Woken waiters ask the store, and get the error.
-                    self.waiting.wake_all();
+                    self.state.waiting.wake_all();
                 }
                 if batch.is_empty() {
                     break;
@@ -423,7 +323,7 @@ impl Core {
             self.upkeep.take_more(&mut batch, UPKEEP_BATCH);
             loop {
                 let asked = batch.len();
-                waits.get_or_insert_with(|| LockWaitMark::upkeep(self));
+                waits.get_or_insert_with(|| LockWaitMark::upkeep(&self.state));
                 let connect = Database::reconnect_for_upkeep;
                 let keep_up = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.keep_up(batch);
                 self.on(&link, connect, &mut batch, keep_up);
@@ -453,7 +353,7 @@ impl Core {
     fn let_others_write(&self) {
         for _ in 0..TURNS {
             thread::park_timeout(TURN);
-            if !self.writer_waits.load(Ordering::SeqCst) {
+            if !self.state.writer_waits() {
                 break;
             }
         }
@@ -461,7 +361,7 @@ impl Core {
 
     /// Fails the operations whose callers are gone, and those that have waited for too long.
     fn give_up(&self, batch: &mut Vec<Op>) {
-        let now = self.database.clock.now();
+        let now = self.state.database.clock.now();
         let late = |op: &Op| op.asked_at.is_some_and(|asked_at| now.saturating_since(asked_at) >= self.limit());
         for op in batch.extract_if(.., |op| op.is_abandoned() || late(op)) {
             op.answer(Err(not_written(&busy())));
@@ -477,13 +377,14 @@ impl Core {
         batch: &mut Vec<Op>,
         work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>) -> bool,
     ) -> bool {
-        if let Err(error) = link.open(|| connect(&self.database)) {
+        if let Err(error) = link.open(|| connect(&self.state.database)) {
             batch.drain(..).for_each(|op| op.answer(Err(same(&error))));
             return false;
         }
         let mut told = Vec::with_capacity(batch.len());
         let slot = link.lock();
-        let healthy = slot.as_ref().is_some_and(|connected| work(&mut Session::new(self, connected, &mut told), batch));
+        let healthy =
+            slot.as_ref().is_some_and(|connected| work(&mut Session::new(&self.state, connected, &mut told), batch));
         drop(slot);
         if !healthy {
             link.close();
@@ -502,57 +403,11 @@ impl Core {
 
     /// Returns the interval at which the reader looks for commits of other handles; `None` while no duplicate waits.
     fn poll(&self) -> Option<Duration> {
-        match self.waiters() {
+        match self.state.waiters() {
             0 => None,
             waiters => Some(POLL + POLL_FOR_EACH.saturating_mul(u32::try_from(waiters).unwrap_or(u32::MAX))),
         }
     }
-}
-
-/// The callers that were just answered. Most return immediately, one by one, with their next step. A commit that does
-/// not wait for them would serve only a few. The batch does the operations that have arrived meanwhile. A lone call is
-/// not delayed.
-struct LateJoiners<'a> {
-    queue: &'a Queue,
-    /// Number of operations that were answered last, and number that waited then.
-    answered: usize,
-    waited: usize,
-    /// Number of batches without a wait, because the answered callers did not return.
-    skip: u32,
-    next_skip: u32,
-}
-
-impl<'a> LateJoiners<'a> {
-    fn of(queue: &'a Queue) -> Self {
-        Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
-    }
-
-    /// Adds waiting operations to a batch that is done. Waits up to `at_most` for the expected ones.
-    fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
-        if self.answered >= COMPANY && self.skip == 0 {
-            self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);
-        }
-    }
-
-    /// Notes that `done` operations are answered.
-    pub(super) fn were_answered(&mut self, done: usize) {
-        if self.skip > 0 {
-            self.skip -= 1;
-        } else if self.answered >= COMPANY {
-            if done.saturating_sub(self.waited) >= self.answered / 4 {
-                self.next_skip = 1;
-            } else {
-                self.skip = self.next_skip;
-                self.next_skip = (self.next_skip * 2).min(LONGEST_SKIP);
-            }
-        }
-        (self.answered, self.waited) = (done, self.queue.len());
-    }
-}
-
-/// Returns a copy of an error, for one more operation.
-pub(super) fn same(error: &StoreError) -> StoreError {
-    StoreError::new(error.kind(), error.to_string())
 }
 
 fn unknown(message: &str) -> StoreError {

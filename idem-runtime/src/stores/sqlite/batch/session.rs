@@ -1,17 +1,17 @@
 //! The work of one thread on its connection: transactions, and their outcomes.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
 use rusqlite::Connection;
 
-use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written, unconfirmed};
+use super::super::failure::{breaks_connection, busy, failed, is_busy, not_committed, not_written, same, unconfirmed};
 use super::super::file::FileConnection;
 use super::super::settings::Synchronous;
 use super::super::sql::{Table, Trouble};
+use super::late_joiners::LateJoiners;
 use super::queue::{Answer, AnswerTarget, BATCH_BYTES, Op, OpResult, SqliteRequest};
-use super::{Core, LateJoiners, LockWaitMark, SPARED, same};
+use super::state::{HandleState, LockWaitMark, SPARED};
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
@@ -68,7 +68,7 @@ pub(super) type PendingAnswers = Vec<(AnswerTarget, OpResult)>;
 /// A thread's use of a connection. Nothing in it outlives that use: a forked child must be able to close the
 /// connection.
 pub(super) struct Session<'c> {
-    core: &'c Arc<Core>,
+    state: &'c HandleState,
     connected: &'c FileConnection,
     table: Table<'c>,
     /// Answers of the open transaction.
@@ -81,9 +81,9 @@ pub(super) struct Session<'c> {
 }
 
 impl<'c> Session<'c> {
-    pub(super) fn new(core: &'c Arc<Core>, connected: &'c FileConnection, told: &'c mut PendingAnswers) -> Self {
-        let table = Table::kept(&connected.connection, &core.database.texts);
-        Self { core, connected, table, answers: Vec::new(), told, patient: true }
+    pub(super) fn new(state: &'c HandleState, connected: &'c FileConnection, told: &'c mut PendingAnswers) -> Self {
+        let table = Table::kept(&connected.connection, &state.database.texts);
+        Self { state, connected, table, answers: Vec::new(), told, patient: true }
     }
 
     fn fail(&mut self, batch: &mut Vec<Op>, error: &StoreError) {
@@ -105,7 +105,7 @@ impl<'c> Session<'c> {
         self.patient = false;
         let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, SqliteRequest::Renew(_))).collect();
         let healthy = self.write_at(Synchronous::Normal, &mut renewals)
-            && self.write_at(self.core.database.settings.synchronous, batch);
+            && self.write_at(self.state.database.settings.synchronous, batch);
         batch.extend(renewals);
         healthy
     }
@@ -160,9 +160,9 @@ impl<'c> Session<'c> {
 
     /// Queues the answers of the operations that were done, and wakes the waiters of their keys.
     fn queue_answers(&mut self, batch: &mut Vec<Op>) {
-        if self.core.waiters() > 0 {
+        if self.state.waiters() > 0 {
             let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
-            ended.for_each(|key| self.core.waiting.wake(key.as_str()));
+            ended.for_each(|key| self.state.waiting.wake(key.as_str()));
         }
         let done = batch.drain(..self.answers.len());
         self.told.extend(done.map(|op| op.reply).zip(self.answers.drain(..)));
@@ -203,12 +203,12 @@ impl<'c> Session<'c> {
 
     /// Removes some expired records. Returns whether there were any.
     fn make_room(&mut self) -> bool {
-        let database = &self.core.database;
+        let database = &self.state.database;
         if database.limit_size(self.connection(), true).is_err() {
             return false;
         }
         let cleaned = self.begin(&mut Vec::new()).and_then(|_| {
-            let cleaned = self.table.clean_up(self.core.wall_millis(), CLEANED_UP_FOR_ROOM);
+            let cleaned = self.table.clean_up(self.state.wall_millis(), CLEANED_UP_FOR_ROOM);
             let removed = cleaned.map_err(|error| TransactionFailure::nothing_written(&error))?;
             self.commit()?;
             Ok(removed)
@@ -222,11 +222,11 @@ impl<'c> Session<'c> {
     /// Gets the lock. Returns the time of the first request for it. If others hold the lock, first answers the replays,
     /// which need no lock. Drops the operations whose callers are gone.
     fn begin(&mut self, batch: &mut Vec<Op>) -> Result<LockRequest, TransactionFailure> {
-        let Core { database, .. } = &**self.core;
-        let asked = LockRequest { wall: self.core.wall_millis(), at: database.clock.now() };
+        let database = &self.state.database;
+        let asked = LockRequest { wall: self.state.wall_millis(), at: database.clock.now() };
         let mut begun = self.try_begin();
         if self.patient && begun.as_ref().is_err_and(is_busy) {
-            let now = self.core.wall_millis();
+            let now = self.state.wall_millis();
             let mut rest = Vec::with_capacity(batch.len());
             for op in batch.drain(..) {
                 match &op.ask {
@@ -238,10 +238,10 @@ impl<'c> Session<'c> {
                 }
             }
             *batch = rest;
-            let _waits = LockWaitMark::writer(self.core);
+            let _waits = LockWaitMark::writer(self.state);
             begun = database.patiently(|| self.try_begin());
             if begun.as_ref().is_err_and(is_busy) {
-                self.core.was_locked_since(self.locked_since(asked), SPARED);
+                self.state.was_locked_since(self.locked_since(asked), SPARED);
             }
         }
         batch.retain(|op| !op.is_abandoned());
@@ -254,16 +254,16 @@ impl<'c> Session<'c> {
 
     /// Returns the time from which no lease could be renewed, by the state of this handle.
     fn locked_since(&self, asked: LockRequest) -> i64 {
-        self.core.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
+        self.state.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
 
     fn try_begin(&self) -> rusqlite::Result<()> {
-        if self.patient && self.core.upkeep_waits() {
+        if self.patient && self.state.upkeep_waits() {
             return Err(busy());
         }
         self.execute("BEGIN IMMEDIATE")?;
         if !self.patient {
-            self.core.upkeep_has_lock();
+            self.state.upkeep_has_lock();
         }
         Ok(())
     }
@@ -294,8 +294,8 @@ impl<'c> Session<'c> {
     ) -> Result<(), TransactionFailure> {
         let asked = self.begin(batch)?;
         let connection = self.connection();
-        let clock = &self.core.database.clock;
-        let (began, now) = (clock.now(), self.core.wall_millis());
+        let clock = &self.state.database.clock;
+        let (began, now) = (clock.now(), self.state.wall_millis());
         let since = self.locked_since(asked).min(now);
         let (mut reservations, mut bytes) = (0, 0);
         let mut patience = WAIT_FOR_COMPANY;
@@ -305,7 +305,7 @@ impl<'c> Session<'c> {
             let n = self.answers.len();
             if n == batch.len()
                 && let Some(company) = company
-                && !self.core.upkeep_waits()
+                && !self.state.upkeep_waits()
             {
                 company.join(batch, std::mem::take(&mut patience));
             }
@@ -332,7 +332,7 @@ impl<'c> Session<'c> {
         // Cleaning up in the same transaction costs no further commit. Its failure matters only if it has ended the
         // transaction.
         if clean_up
-            && let Some(reservations) = self.core.reserved(reservations)
+            && let Some(reservations) = self.state.reserved(reservations)
             && let Err(error) = self.table.clean_up(now, CLEANED_UP * reservations)
         {
             tracing::debug!(%error, "expired records could not be cleaned up");
@@ -345,9 +345,9 @@ impl<'c> Session<'c> {
             }
         }
         self.commit()?;
-        if self.core.wall_millis() - asked.wall >= LONG_LOCK {
+        if self.state.wall_millis() - asked.wall >= LONG_LOCK {
             // An earlier lock does not count: a lease is spared once.
-            self.core.was_locked_since(asked.wall, SPARED);
+            self.state.was_locked_since(asked.wall, SPARED);
         }
         Ok(())
     }
@@ -364,7 +364,7 @@ impl<'c> Session<'c> {
             SqliteRequest::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
             SqliteRequest::Begin(lease) => Answer::Write(table.begin(lease, now)?),
             SqliteRequest::Renew(lease) => Answer::Write(table.renew(lease, now)?),
-            SqliteRequest::Finish(_, finish) if !self.core.database.holds(finish) => {
+            SqliteRequest::Finish(_, finish) if !self.state.database.holds(finish) => {
                 return Err(Trouble::TooLarge(finish.result().stored_bytes()));
             }
             SqliteRequest::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
@@ -377,10 +377,11 @@ impl<'c> Session<'c> {
         })
     }
 
-    /// Answers the operations that change nothing, and hands the rest on to the writer. Returns false if the connection
-    /// is unusable. `version` is the file's version at the last wake-up of waiting duplicates.
-    pub(super) fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> bool {
-        let looked = self.look(batch, version);
+    /// Answers the operations that change nothing. Hands each of the others on immediately, so that the writer does not
+    /// wait for the rest of the batch. Returns false if the connection is unusable. `version` is the file's version at
+    /// the last wake-up of waiting duplicates.
+    pub(super) fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>, hand_on: impl FnMut(Op)) -> bool {
+        let looked = self.look(batch, version, hand_on);
         let Err(failure) = looked else { return true };
         self.roll_back();
         self.fail(batch, &failure.error);
@@ -388,13 +389,18 @@ impl<'c> Session<'c> {
     }
 
     /// Reads from one snapshot, for at most as long as a transaction may take: meanwhile the WAL can't start anew.
-    fn look(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>) -> Result<(), TransactionFailure> {
-        let core = self.core;
-        let database = &core.database;
+    fn look(
+        &mut self,
+        batch: &mut Vec<Op>,
+        version: &mut Option<i64>,
+        mut hand_on: impl FnMut(Op),
+    ) -> Result<(), TransactionFailure> {
+        let state = self.state;
+        let database = &state.database;
         self.connected.files.check().map_err(|error| TransactionFailure::new(error, true))?;
         let failed_to_read = |error: rusqlite::Error| TransactionFailure::nothing_written(&error);
         // Several reads share one snapshot; a lone read needs no explicit transaction.
-        let polls = core.waiters() > 0;
+        let polls = state.waiters() > 0;
         let transaction = batch.len() + usize::from(polls) > 1;
         let began = database.clock.now();
         if transaction {
@@ -406,10 +412,10 @@ impl<'c> Session<'c> {
             let found = found.map_err(failed_to_read)?;
             // Checked before the look-ups of this batch, so that the next poll finds a commit made after them.
             if version.replace(found) != Some(found) {
-                core.waiting.wake_all();
+                state.waiting.wake_all();
             }
         }
-        let (now, mut bytes) = (self.core.wall_millis(), 0);
+        let (now, mut bytes) = (self.state.wall_millis(), 0);
         // Popped from the end, so reversed to keep the order. The rest stays in the batch.
         batch.reverse();
         for n in 0_usize.. {
@@ -433,7 +439,7 @@ impl<'c> Session<'c> {
                         bytes += answer.as_ref().map_or(0, Answer::bytes);
                         self.told.push((op.reply, answer));
                     }
-                    None => core.hand_on(op),
+                    None => hand_on(op),
                 },
             }
             let is_long = || database.clock.now().saturating_since(began) >= LONGEST_TRANSACTION;
@@ -457,6 +463,7 @@ fn quietly<T>(answer: Result<T, Trouble>) -> rusqlite::Result<Result<T, Trouble>
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
+    use std::sync::Arc;
 
     use tokio::sync::oneshot;
 
@@ -473,7 +480,7 @@ mod tests {
     /// A store without any threads, on a file in a folder that is removed on drop.
     struct ThreadlessStore {
         folder: PathBuf,
-        core: Arc<Core>,
+        state: HandleState,
         connected: FileConnection,
     }
 
@@ -484,9 +491,9 @@ mod tests {
             let settings = SqliteSettings { busy_timeout: Duration::from_millis(1), ..SqliteSettings::default() };
             let clock = Arc::new(SystemClock::default());
             let database = Database::new(&folder.join("records.db"), settings, clock).unwrap();
-            let core = Arc::new(Core::new(Arc::new(database)));
-            let connected = core.database.create().unwrap();
-            Self { folder, core, connected }
+            let state = HandleState::new(Arc::new(database));
+            let connected = state.database.create().unwrap();
+            Self { folder, state, connected }
         }
 
         /// Does `work` on `asks`. Returns the number of operations that are left over, and the answers.
@@ -503,7 +510,7 @@ mod tests {
             };
             let mut batch: Vec<_> = asks.into_iter().map(op).collect();
             let mut told = Vec::new();
-            work(&mut Session::new(&self.core, &self.connected, &mut told), &mut batch);
+            work(&mut Session::new(&self.state, &self.connected, &mut told), &mut batch);
             (batch.len(), told.into_iter().map(|(_, answer)| answer).collect())
         }
     }
@@ -545,7 +552,8 @@ mod tests {
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
         let mut version = None;
-        let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.read(batch, &mut version)));
+        let (left, answers) =
+            quiet.work(asks(), |session, batch| assert!(session.read(batch, &mut version, |_| panic!("a replay"))));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
     }
 
@@ -583,7 +591,7 @@ mod tests {
     #[test]
     fn the_writer_lets_upkeep_go_first() {
         let quiet = ThreadlessStore::new("first");
-        let waits = LockWaitMark::upkeep(&quiet.core);
+        let waits = LockWaitMark::upkeep(&quiet.state);
         let asks = || vec![SqliteRequest::Reserve(reserve(1), true)];
         let (_, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(matches!(&answers[..], [Err(error)] if error.kind() == StoreErrorKind::Unavailable), "{answers:?}");
@@ -599,16 +607,16 @@ mod tests {
         const LONG: Duration = Duration::from_secs(600);
         let quiet = ThreadlessStore::new("spared");
         let held = ReserveRequest { lease: Duration::from_millis(1), ..reserve(1) };
-        let before = quiet.core.wall_millis();
+        let before = quiet.state.wall_millis();
         let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
         quiet.work(vec![SqliteRequest::Reserve(held.clone(), true)], write);
-        while quiet.core.wall_millis() <= before + LONG_LOCK {
+        while quiet.state.wall_millis() <= before + LONG_LOCK {
             std::thread::yield_now();
         }
         let duplicate = ReserveRequest { owner: OwnerToken::from_bytes([9; 16]), ..held.clone() };
         let ask = |spares| vec![SqliteRequest::Reserve(duplicate.clone(), spares)];
         // Another connection held the lock from before the lapse until now.
-        quiet.core.was_locked_since(before, LONG);
+        quiet.state.was_locked_since(before, LONG);
         let (_, answers) = quiet.work(ask(true), write);
         assert!(matches!(answers[..], [Ok(Answer::Spared)]), "{answers:?}");
         // The owner gets its own reservation.
@@ -622,15 +630,15 @@ mod tests {
         assert!(taken_over(&answers), "{answers:?}");
         // The lock was held for long, but only after the lapse, so it was not the reason for the lapse.
         let pass = |millis| {
-            let until = quiet.core.wall_millis() + millis;
-            while quiet.core.wall_millis() <= until {
+            let until = quiet.state.wall_millis() + millis;
+            while quiet.state.wall_millis() <= until {
                 std::thread::yield_now();
             }
         };
         pass(10);
-        let since = quiet.core.wall_millis();
+        let since = quiet.state.wall_millis();
         pass(LONG_LOCK);
-        quiet.core.was_locked_since(since, LONG);
+        quiet.state.was_locked_since(since, LONG);
         let third = ReserveRequest { owner: OwnerToken::from_bytes([7; 16]), ..held };
         let (_, answers) = quiet.work(vec![SqliteRequest::Reserve(third, true)], write);
         assert!(taken_over(&answers), "{answers:?}");
@@ -639,19 +647,19 @@ mod tests {
     #[test]
     fn a_lock_that_can_not_be_got_is_noted_from_its_first_try_on() {
         let quiet = ThreadlessStore::new("noted");
-        let core = &quiet.core;
-        let at = core.database.clock.now();
-        let holder = core.database.reconnect().unwrap();
+        let state = &quiet.state;
+        let at = state.database.clock.now();
+        let holder = state.database.reconnect().unwrap();
         holder.connection.execute_batch("BEGIN IMMEDIATE").unwrap();
         let write = |session: &mut Session<'_>, batch: &mut Vec<Op>| assert!(session.write(batch, None));
-        let (before, asks) = (quiet.core.wall_millis(), || vec![SqliteRequest::Reserve(reserve(1), true)]);
+        let (before, asks) = (quiet.state.wall_millis(), || vec![SqliteRequest::Reserve(reserve(1), true)]);
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
-        let since = core.locked_since(at).expect("noted");
-        assert!((before..=quiet.core.wall_millis()).contains(&since));
+        let since = state.locked_since(at).expect("noted");
+        assert!((before..=quiet.state.wall_millis()).contains(&since));
         // A second try keeps that time, if not much has passed in between.
-        core.was_locked_since(since, Duration::from_secs(600));
+        state.was_locked_since(since, Duration::from_secs(600));
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
-        assert_eq!(core.locked_since(at), Some(since));
+        assert_eq!(state.locked_since(at), Some(since));
     }
 
     #[test]

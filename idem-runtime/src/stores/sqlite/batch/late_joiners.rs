@@ -1,0 +1,51 @@
+//! Operations that join a transaction after its batch is done.
+
+use std::time::Duration;
+
+use super::queue::{BATCH, Op, Queue};
+
+/// Fewest answered callers for which the writer waits.
+const COMPANY: usize = 4;
+/// Most batches without a wait after the writer has waited in vain.
+const LONGEST_SKIP: u32 = 64;
+
+/// The callers that were just answered. Most return immediately, one by one, with their next step. A commit that does
+/// not wait for them would serve only a few. The batch does the operations that have arrived meanwhile. A lone call is
+/// not delayed.
+pub(super) struct LateJoiners<'a> {
+    queue: &'a Queue,
+    /// Number of operations that were answered last, and number that waited then.
+    answered: usize,
+    waited: usize,
+    /// Number of batches without a wait, because the answered callers did not return.
+    skip: u32,
+    next_skip: u32,
+}
+
+impl<'a> LateJoiners<'a> {
+    pub(super) fn of(queue: &'a Queue) -> Self {
+        Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
+    }
+
+    /// Adds waiting operations to a batch that is done. Waits up to `at_most` for the expected ones.
+    pub(super) fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
+        if self.answered >= COMPANY && self.skip == 0 {
+            self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);
+        }
+    }
+
+    /// Notes that `done` operations are answered.
+    pub(super) fn were_answered(&mut self, done: usize) {
+        if self.skip > 0 {
+            self.skip -= 1;
+        } else if self.answered >= COMPANY {
+            if done.saturating_sub(self.waited) >= self.answered / 4 {
+                self.next_skip = 1;
+            } else {
+                self.skip = self.next_skip;
+                self.next_skip = (self.next_skip * 2).min(LONGEST_SKIP);
+            }
+        }
+        (self.answered, self.waited) = (done, self.queue.len());
+    }
+}
