@@ -12,9 +12,9 @@ pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
 pub(crate) use tokio::runtime::Handle;
 
 mod per_process;
-pub(crate) use self::per_process::{
-    InheritedLock, PerProcess, Shards, SharedList, SharedOnce, SharedOrAnew, SharedWithChild,
-};
+#[cfg(feature = "memory")]
+pub(crate) use self::per_process::{InheritedLock, SharedWithChild};
+pub(crate) use self::per_process::{PerProcess, Shards, SharedList, SharedOnce, SharedOrAnew};
 
 #[cfg(shuttle)]
 #[path = "shuttle.rs"]
