@@ -108,7 +108,7 @@ impl Subject {
     /// use idem_runtime::conformance::Subject;
     ///
     /// let [store, peer] = Subject::from(MemoryStore::new()).handles();
-    /// assert_eq!(store.name(), peer.name());
+    /// assert_eq!(store.context().name(), peer.context().name());
     /// ```
     pub fn handles(&self) -> [Arc<dyn Store>; 2] {
         [Arc::clone(&self.store), Arc::clone(&self.peer)]
