@@ -37,6 +37,8 @@ mod grpc;
 mod json;
 #[path = "http/keys.rs"]
 mod keys;
+#[path = "http/limits.rs"]
+mod limits;
 #[path = "http/profiles.rs"]
 mod profiles;
 #[path = "http/records.rs"]

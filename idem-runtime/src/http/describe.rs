@@ -35,7 +35,7 @@ fn problems(settings: &Settings) -> Vec<(ProblemKind, u16)> {
                 || settings.profile.requires_key
                 || settings.policy.missing_key == MissingKey::Reject
         }
-        ProblemKind::Unauthenticated | ProblemKind::Forbidden => settings.caller.0.is_some(),
+        ProblemKind::Unauthenticated | ProblemKind::Forbidden | ProblemKind::CallerBusy => settings.caller.0.is_some(),
         ProblemKind::InvalidHost => settings.separate_hosts,
         ProblemKind::Interrupted => settings.policy.on_crash == crate::policy::OnCrash::Fail,
         ProblemKind::AttemptsExhausted => settings.policy.max_attempts.is_some(),
@@ -110,7 +110,11 @@ impl Description {
             entry["description"] = Value::String(said);
             if matches!(
                 kind,
-                ProblemKind::InProgress | ProblemKind::Busy | ProblemKind::StoreUnavailable | ProblemKind::Unrecorded
+                ProblemKind::InProgress
+                    | ProblemKind::Busy
+                    | ProblemKind::CallerBusy
+                    | ProblemKind::StoreUnavailable
+                    | ProblemKind::Unrecorded
             ) {
                 entry["headers"] = json!({
                     "Retry-After": { "description": "Seconds.", "schema": { "type": "integer", "minimum": 1 } }

@@ -39,7 +39,7 @@ impl IdempotencyLayer {
     pub const DEFAULT_MAX_BODY_BYTES: usize = 1024 * 1024;
     /// Time limit for reading a request's body (default: 30 s).
     pub const DEFAULT_BODY_DEADLINE: Duration = Duration::from_secs(30);
-    /// Limit of requests in flight (default: 1024).
+    /// Limit of keys in flight (default: 1024).
     pub const DEFAULT_MAX_IN_FLIGHT: u32 = 1024;
 
     /// Creates a layer by the rules of [`Profile::ietf`], for POST and PATCH, that records in `store`.
@@ -73,7 +73,7 @@ impl IdempotencyLayer {
             on_problem: None,
             problem_base: "urn:idem:http:".to_owned(),
             carry: None,
-            tasks: Arc::new(HandlerTasks::new(Self::DEFAULT_MAX_IN_FLIGHT)),
+            tasks: Arc::new(HandlerTasks::new(Self::DEFAULT_MAX_IN_FLIGHT, None)),
         }))
     }
 
@@ -221,11 +221,24 @@ impl IdempotencyLayer {
         self.with(|it| it.on_problem = Some(Arc::new(hook)))
     }
 
-    /// Sets the limit of requests with a key in flight, including replays and waiting duplicates (default: 1024). A
-    /// request above the limit gets 503.
+    /// Sets the limit of keys in flight (default: 1024). A key is in flight from the start of reading the body of its
+    /// first request. A request with a further key gets 503.
+    ///
+    /// Concurrent requests with one key share its place, because one of them at most runs its handler. The number of
+    /// duplicates, in addition to the first request of each key, has the same limit. So the layer holds at most twice
+    /// as many requests, and each of them holds a body of up to
+    /// [`max_body_bytes`](IdempotencyLayer::max_body_bytes).
     #[must_use]
     pub fn max_in_flight(self, max_in_flight: u32) -> Self {
-        self.with(|it| it.tasks = Arc::new(HandlerTasks::new(max_in_flight)))
+        self.with(|it| it.tasks = Arc::new(it.tasks.with_limit(max_in_flight)))
+    }
+
+    /// Sets the limit of requests in flight of one caller, duplicates included (default: a quarter of
+    /// [`max_in_flight`](IdempotencyLayer::max_in_flight), at least 1). A further request of this caller gets 429. Has
+    /// no effect with [`Caller::single`], which knows no callers.
+    #[must_use]
+    pub fn max_in_flight_per_caller(self, max_in_flight: u32) -> Self {
+        self.with(|it| it.tasks = Arc::new(it.tasks.with_caller_limit(max_in_flight)))
     }
 
     /// Wraps the task in which a handler runs. Called in the request's own task, so it can take along task-locals that
@@ -297,15 +310,16 @@ impl IdempotencyLayer {
             Classification::Refuse(refusal) => return Ok(settings.refuse(refusal)),
             Classification::Protect(asked) => asked,
         };
+        let place = match settings.enter(&asked) {
+            Ok(place) => place,
+            Err(refusal) => return Ok(settings.refuse(refusal)),
+        };
         let print = match settings.print(&head, &asked, &body) {
             Ok(print) => print,
             Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
         };
-        let Ok(counted) = settings.enter() else {
-            return Ok(settings.refuse(asked.busy()));
-        };
         let request = Request::from_parts(asked.mark(head), body);
-        let keyed = PreparedRequest { asked, print, claim: None, counted };
+        let keyed = PreparedRequest { asked, print, claim: None, place };
         Settings::run(settings, keyed, Gate::open(), move || handler(request)).await
     }
 }
@@ -382,16 +396,18 @@ where
             Classification::Protect(mut asked) => {
                 let settings = Arc::clone(&self.settings);
                 Box::pin(async move {
+                    // Counted while its body is read: uploads take memory.
+                    let place = match settings.enter(&asked) {
+                        Ok(place) => place,
+                        Err(refusal) => return Ok(settings.refuse(refusal)),
+                    };
                     let (body, print, claim) = match settings.read(&head, &asked, body).await {
                         Ok(read) => read,
                         Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
                     };
-                    let Ok(counted) = settings.enter() else {
-                        return Ok(settings.refuse(asked.busy()));
-                    };
                     let (gate, busy) = (Gate::closed(), asked.busy());
                     let request = Request::from_parts(asked.mark(head), body);
-                    let keyed = PreparedRequest { asked, print, claim, counted };
+                    let keyed = PreparedRequest { asked, print, claim, place };
                     let run = Settings::run(Arc::clone(&settings), keyed, gate.clone(), move || inner.call(request));
                     match detach(Box::pin(run), &gate, settings.carry.as_ref()).await {
                         Ok(answer) => answer,

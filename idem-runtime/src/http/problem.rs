@@ -45,6 +45,8 @@ pub enum ProblemKind {
     TimedOut,
     /// The limit of requests in flight is reached, or the server is shutting down.
     Busy,
+    /// The limit of requests in flight of one caller is reached.
+    CallerBusy,
     /// The store does not answer, is full, or refuses. The handler did not run.
     StoreUnavailable,
     /// The handler ran, or was cut off, and its response could not be recorded.
@@ -55,7 +57,7 @@ pub enum ProblemKind {
 
 impl ProblemKind {
     /// All kinds.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::MissingKey,
         Self::InvalidKey,
         Self::InvalidBody,
@@ -72,6 +74,7 @@ impl ProblemKind {
         Self::ResultUnavailable,
         Self::TimedOut,
         Self::Busy,
+        Self::CallerBusy,
         Self::StoreUnavailable,
         Self::Unrecorded,
         Self::Misconfigured,
@@ -94,6 +97,7 @@ impl ProblemKind {
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::InProgress | Self::Interrupted | Self::AttemptsExhausted => StatusCode::CONFLICT,
             Self::FingerprintMismatch => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::CallerBusy => StatusCode::TOO_MANY_REQUESTS,
             Self::ResultUnavailable => StatusCode::GONE,
             Self::TimedOut => StatusCode::GATEWAY_TIMEOUT,
             Self::Busy | Self::StoreUnavailable | Self::Unrecorded => StatusCode::SERVICE_UNAVAILABLE,
@@ -123,7 +127,7 @@ impl ProblemKind {
             // DEADLINE_EXCEEDED
             Self::BodyTimeout | Self::TimedOut => "4",
             // RESOURCE_EXHAUSTED
-            Self::BodyTooLarge => "8",
+            Self::BodyTooLarge | Self::CallerBusy => "8",
             // ABORTED
             Self::InProgress => "10",
             // FAILED_PRECONDITION
@@ -215,6 +219,11 @@ impl ProblemKind {
             Self::Busy => (
                 "busy",
                 "The service has as many requests as it can take",
+                "Nothing was done. Send the same request again, with the same key, after the time in Retry-After.",
+            ),
+            Self::CallerBusy => (
+                "caller-busy",
+                "This caller has as many requests running as it may",
                 "Nothing was done. Send the same request again, with the same key, after the time in Retry-After.",
             ),
             Self::StoreUnavailable => (

@@ -19,7 +19,6 @@ use http::request::Parts;
 use http::{Method, Response, StatusCode, Uri};
 use http_body::Body;
 use sha2::{Digest, Sha256, Sha512};
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::body::{
     BoxError, DigestClaim, RecordableBody, RequestBody, ResponseBody, StreamCheck, UnreadBody, collect, read,
@@ -31,7 +30,7 @@ use super::problem::{Problem, ProblemKind};
 use super::profile::{Equality, Recording};
 use super::record::{NotRecorded, RecordResponses, Recordable, encode, stored};
 use super::settings::{IdempotencyKey, Settings};
-use super::tasks::Gate;
+use super::tasks::{Gate, NoPlace, Place};
 use crate::combine::{race, soon};
 use crate::engine::{Operation, Outcome, observe};
 use crate::error::Error;
@@ -75,15 +74,12 @@ pub(super) struct PreparedRequest {
     pub(super) asked: KeyedRequest,
     pub(super) print: Print,
     pub(super) claim: Option<Arc<DigestClaim>>,
-    /// Permit that counts the request as in flight.
-    pub(super) counted: Option<OwnedSemaphorePermit>,
+    /// Place that counts the request as in flight; `None` in shadow mode, if there was none.
+    pub(super) place: Option<Place>,
 }
 
 /// The fingerprint of a request.
 pub(super) type Print = Result<Fingerprint, FingerprintError>;
-
-/// Error: the limit of requests in flight is reached.
-pub(super) struct TooManyInFlight;
 
 /// A problem, and the form in which the client expects it.
 pub(super) struct Refusal {
@@ -96,6 +92,8 @@ pub(super) struct Refusal {
 /// A request with a key.
 pub(super) struct KeyedRequest {
     key: Key,
+    /// Hash by which the requests of the caller are counted; `None` if the layer knows no callers.
+    caller: Option<u64>,
     name: IdempotencyKey,
     /// The field of the key, if the responses repeat it.
     echo: Option<HeaderValue>,
@@ -196,6 +194,7 @@ impl Settings {
                 }
             },
         };
+        let counted = self.caller.0.is_some().then(|| self.tasks.hash(&*caller));
         let route = self.route(head).ok_or_else(|| Problem::new(ProblemKind::InvalidHost))?;
         let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), &route, &caller, &name);
         let key = key.map_err(|error| Problem::of(error.into()))?;
@@ -216,7 +215,7 @@ impl Settings {
         let protocol = ClientProtocol::of(head);
         let traceparent =
             head.headers.get(TRACEPARENT).and_then(|field| field.to_str().ok()?.parse().ok()).map(Box::new);
-        Ok(Some(KeyedRequest { key, name, echo, method, protocol, digests, streams, traceparent }))
+        Ok(Some(KeyedRequest { key, caller: counted, name, echo, method, protocol, digests, streams, traceparent }))
     }
 
     /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names
@@ -284,15 +283,18 @@ impl Settings {
         self.policy.current_mode() == Mode::Shadow
     }
 
-    /// Counts a request as in flight while the returned permit is held. Shadow mode refuses no request.
+    /// Counts a request as in flight while the returned place is held. Shadow mode refuses no request.
     ///
     /// # Errors
-    /// The limit is reached.
-    pub(super) fn enter(&self) -> Result<Option<OwnedSemaphorePermit>, TooManyInFlight> {
-        match self.tasks.enter() {
-            None if !self.is_shadow() => Err(TooManyInFlight),
-            counted => Ok(counted),
-        }
+    /// A limit is reached.
+    pub(super) fn enter(&self, asked: &KeyedRequest) -> Result<Option<Place>, Refusal> {
+        let kind = match self.tasks.enter(&asked.key, asked.caller) {
+            Ok(place) => return Ok(Some(place)),
+            Err(_) if self.is_shadow() => return Ok(None),
+            Err(NoPlace::Layer) => ProblemKind::Busy,
+            Err(NoPlace::Caller) => ProblemKind::CallerBusy,
+        };
+        Err(asked.refusal(Problem::new(kind).retry_after(SOON)))
     }
 
     /// Returns the fingerprint of a request with this `body`.
@@ -348,7 +350,7 @@ impl Settings {
     {
         let mut handler = Some(handler);
         async move {
-            let (this, PreparedRequest { asked, print, claim, counted: _counted }, handler) =
+            let (this, PreparedRequest { asked, print, claim, place: _place }, handler) =
                 (&*settings, &request, &mut handler);
             let enforced = this.policy.current_mode() == Mode::Enforce;
             // The body of the call stores the response here and returns only the recordable result to the engine. So a
@@ -581,6 +583,7 @@ mod tests {
         let key = identity::request_key(Some("s"), "POST", "", "", "k").unwrap();
         let mut asked = KeyedRequest {
             key: key.clone(),
+            caller: None,
             name: IdempotencyKey("k".to_owned()),
             echo: None,
             method: Method::POST,

@@ -1,18 +1,25 @@
-//! Tasks for handlers: a handler that has begun runs in a task of its own, so it outlives its client. All are counted.
+//! Tasks for handlers: a handler that has begun runs in a task of its own, so it outlives its client. All requests are
+//! counted.
 
+use std::collections::HashMap;
+use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::pin::Pin;
+use std::hash::{BuildHasher, Hash};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Notify, oneshot};
 use tokio::task::{JoinError, JoinHandle};
 use tracing::instrument::WithSubscriber;
 use tracing::subscriber::NoSubscriber;
 use tracing::{Dispatch, Instrument, dispatcher};
+
+use crate::key::Key;
+use crate::sync::{Mutex, lock};
 
 /// The future of a handler, which [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) wraps.
 pub type HandlerTask = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -21,45 +28,146 @@ pub type HandlerTask = Pin<Box<dyn Future<Output = ()> + Send>>;
 pub(super) type Carry = Arc<dyn Fn(HandlerTask) -> HandlerTask + Send + Sync>;
 
 /// The requests in flight.
+///
+/// All requests of one key share one place: one of them at most runs its handler, and the others wait for it or are
+/// about to be answered. So the duplicates of a key take no place from other keys. They have a bound of the same size.
 pub(super) struct HandlerTasks {
-    permits: Arc<Semaphore>,
     limit: u32,
-    draining: AtomicBool,
+    /// Bound of each caller, if it was set.
+    caller_limit: Option<u32>,
+    hasher: RandomState,
+    places: Mutex<Places>,
+    /// Wakes `drain` when the last request leaves.
+    is_empty: Notify,
     /// Moving average of the duration of handlers, in microseconds.
     usual: AtomicU64,
     /// True if the warning about an encoded response was logged.
     pub(super) warned: AtomicBool,
 }
 
+/// Number of requests by key and by caller, both as hashes. An entry without requests is removed.
+#[derive(Default)]
+struct Places {
+    is_draining: bool,
+    requests: usize,
+    keys: HashMap<u64, u32>,
+    callers: HashMap<u64, u32>,
+}
+
+impl Places {
+    fn leave(counts: &mut HashMap<u64, u32>, hash: u64) {
+        if let Some(count) = counts.get_mut(&hash) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&hash);
+            }
+        }
+    }
+}
+
+/// Reason why a request can't be counted as in flight.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum NoPlace {
+    /// The layer has as many requests in flight as it may, or is draining.
+    Layer,
+    /// The caller has as many requests in flight as it may.
+    Caller,
+}
+
+/// The place of a request in flight. Dropped when the request is over.
+pub(super) struct Place {
+    tasks: Arc<HandlerTasks>,
+    key: u64,
+    caller: Option<u64>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = lock(&self.tasks.places);
+        places.requests -= 1;
+        Places::leave(&mut places.keys, self.key);
+        if let Some(caller) = self.caller {
+            Places::leave(&mut places.callers, caller);
+        }
+        let is_last = places.requests == 0;
+        drop(places);
+        if is_last {
+            self.tasks.is_empty.notify_waiters();
+        }
+    }
+}
+
 impl HandlerTasks {
-    pub(super) fn new(limit: u32) -> Self {
+    pub(super) fn new(limit: u32, caller_limit: Option<u32>) -> Self {
         Self {
-            permits: Arc::new(Semaphore::new(usize::try_from(limit).unwrap_or(Semaphore::MAX_PERMITS))),
             limit,
-            draining: AtomicBool::new(false),
+            caller_limit,
+            hasher: RandomState::new(),
+            places: Mutex::new(Places::default()),
+            is_empty: Notify::new(),
             usual: AtomicU64::new(0),
             warned: AtomicBool::new(false),
         }
     }
 
-    /// Counts a request as in flight; `None` if the limit is reached, or the layer is draining.
-    pub(super) fn enter(&self) -> Option<OwnedSemaphorePermit> {
-        match self.draining.load(Ordering::SeqCst) {
-            true => None,
-            false => Arc::clone(&self.permits).try_acquire_owned().ok(),
+    /// Returns tasks with another limit.
+    pub(super) fn with_limit(&self, limit: u32) -> Self {
+        Self::new(limit, self.caller_limit)
+    }
+
+    /// Returns tasks with another limit of each caller.
+    pub(super) fn with_caller_limit(&self, caller_limit: u32) -> Self {
+        Self::new(self.limit, Some(caller_limit))
+    }
+
+    /// Returns the limit of each caller (default: a quarter of the whole limit, at least 1).
+    fn caller_limit(&self) -> u32 {
+        self.caller_limit.unwrap_or((self.limit / 4).max(1))
+    }
+
+    /// Returns the hash by which a caller is counted.
+    pub(super) fn hash<T: Hash + ?Sized>(&self, value: &T) -> u64 {
+        self.hasher.hash_one(value)
+    }
+
+    /// Counts a request as in flight while the returned place is held.
+    pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<u64>) -> Result<Place, NoPlace> {
+        let key = self.hash(key);
+        let mut places = lock(&self.places);
+        let is_duplicate = places.keys.contains_key(&key);
+        let taken = if is_duplicate { places.requests - places.keys.len() } else { places.keys.len() };
+        if places.is_draining || taken >= self.limit as usize {
+            return Err(NoPlace::Layer);
         }
+        if let Some(caller) = caller {
+            if places.callers.get(&caller).copied().unwrap_or(0) >= self.caller_limit() {
+                return Err(NoPlace::Caller);
+            }
+            *places.callers.entry(caller).or_default() += 1;
+        }
+        *places.keys.entry(key).or_default() += 1;
+        places.requests += 1;
+        drop(places);
+        Ok(Place { tasks: Arc::clone(self), key, caller })
     }
 
     /// Refuses all further requests, and waits for those in flight.
     pub(super) async fn drain(&self) {
-        self.draining.store(true, Ordering::SeqCst);
-        // This fails only if the semaphore is closed, and no code closes it.
-        drop(self.permits.acquire_many(self.limit).await);
+        lock(&self.places).is_draining = true;
+        loop {
+            let mut left = pin!(self.is_empty.notified());
+            // Listens before it counts, so the last request can't leave unnoticed in between.
+            left.as_mut().enable();
+            if self.count() == 0 {
+                return;
+            }
+            left.await;
+        }
     }
 
     /// Returns the number of requests in flight.
     pub(super) fn count(&self) -> usize {
-        (self.limit as usize).saturating_sub(self.permits.available_permits())
+        lock(&self.places).requests
     }
 
     /// Adds the duration of a handler to the average.
@@ -169,7 +277,7 @@ mod tests {
 
     #[test]
     fn the_usual_time_follows_the_handlers() {
-        let (tasks, seconds) = (HandlerTasks::new(1), Duration::from_secs);
+        let (tasks, seconds) = (HandlerTasks::new(1, None), Duration::from_secs);
         assert_eq!(tasks.usual(), Duration::ZERO);
         tasks.took(seconds(8));
         assert_eq!(tasks.usual(), seconds(8));
