@@ -49,6 +49,8 @@ mod retries;
 mod rig;
 #[path = "http/routers.rs"]
 mod routers;
+#[path = "http/stacks.rs"]
+mod stacks;
 #[path = "http/statuses.rs"]
 mod statuses;
 #[path = "http/stores.rs"]

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
+use std::iter;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
@@ -11,6 +12,7 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
+use http_body_util::LengthLimitError;
 use pin_project_lite::pin_project;
 use sha2::{Digest, Sha256, Sha512};
 
@@ -94,6 +96,7 @@ impl DigestClaim {
         let _ = self.defect.set(defect);
         match defect {
             ProblemKind::BodyTimeout => "the body did not arrive in time".into(),
+            ProblemKind::BodyTooLarge => "the body is too large".into(),
             _ => "the body is not the one of its `Content-Digest`".into(),
         }
     }
@@ -180,8 +183,12 @@ impl StreamCheck {
         self.is_over = !matches!(frame, Some(Ok(_))) || body.is_end_stream();
         match frame {
             Some(Err(error)) => {
-                self.claim.fail(ProblemKind::DigestMismatch);
-                Poll::Ready(Some(Err(error.into())))
+                let error = error.into();
+                self.claim.fail(match is_limit(&*error) {
+                    true => ProblemKind::BodyTooLarge,
+                    false => ProblemKind::DigestMismatch,
+                });
+                Poll::Ready(Some(Err(error)))
             }
             _ if self.is_over && !self.holds() => Poll::Ready(Some(Err(self.claim.fail(ProblemKind::DigestMismatch)))),
             frame => Poll::Ready(frame.map(|frame| frame.map_err(Into::into))),
@@ -254,15 +261,22 @@ pub(super) enum UnreadBody {
     Broken,
 }
 
+/// Returns whether a limit outside of the layer has cut the body.
+fn is_limit(error: &(dyn std::error::Error + 'static)) -> bool {
+    iter::successors(Some(error), |error| error.source()).any(|error| error.is::<LengthLimitError>())
+}
+
 /// Reads a request's body of at most `limit` bytes.
-pub(super) async fn read<B: Body<Data = Bytes>>(
-    body: B,
-    limit: usize,
-) -> Result<(Bytes, Option<HeaderMap>), UnreadBody> {
+pub(super) async fn read<B>(body: B, limit: usize) -> Result<(Bytes, Option<HeaderMap>), UnreadBody>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    let unread = |error: B::Error| if is_limit(&*error.into()) { UnreadBody::TooLarge } else { UnreadBody::Broken };
     let mut body = pin!(body);
     let (mut frames, mut trailers) = (Frames::default(), None);
     while let Some(frame) = next_frame(body.as_mut()).await {
-        match frame.map_err(|_| UnreadBody::Broken)?.into_data() {
+        match frame.map_err(unread)?.into_data() {
             Ok(data) => {
                 frames.push(data);
                 if frames.size > limit {

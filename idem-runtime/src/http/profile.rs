@@ -18,8 +18,12 @@ use super::problem::{Problem, ProblemKind};
 pub enum Recording {
     /// The response is recorded, and every duplicate gets it.
     Record,
-    /// The key is freed: the next request with this key runs the handler again.
+    /// The key is freed: the next request with this key runs the handler again. The effect did not happen, or may
+    /// happen again.
     Release,
+    /// The run counts as one that was cut off: its effects are not known. Under `on_crash = retry` the key is freed,
+    /// under `fail` the operation is interrupted.
+    Interrupt,
     /// The operation is recorded without its response: duplicates get 410, and the handler never runs again. For
     /// responses that are streamed, or must not be stored.
     Mark,
@@ -141,27 +145,33 @@ impl Profile {
     }
 }
 
-/// Records 2xx, 3xx, and the 4xx that depend on the request alone. A status that depends on credentials, on the moment
-/// or on the server frees the key. A gRPC response is judged by the status in its trailers.
+/// Records 2xx, 3xx, and the 4xx that depend on the request alone. A status that depends on credentials or on the
+/// moment frees the key. 408 and 5xx prove nothing: a time limit or a guard against panics between the layer and the
+/// handler sends them as well. A gRPC response is judged by the status in its trailers.
 fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Recording {
     let grpc = trailers.get("grpc-status").or_else(|| head.headers.get("grpc-status"));
-    let is_final = match grpc.map(HeaderValue::as_bytes) {
+    match grpc.map(HeaderValue::as_bytes) {
         // OK, and the errors of clients: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, FAILED_PRECONDITION,
         // OUT_OF_RANGE, UNIMPLEMENTED.
-        Some(status) => [&b"0"[..], b"3", b"5", b"6", b"9", b"11", b"12"].contains(&status),
+        Some(b"0" | b"3" | b"5" | b"6" | b"9" | b"11" | b"12") => Recording::Record,
+        // PERMISSION_DENIED, RESOURCE_EXHAUSTED, ABORTED, UNAUTHENTICATED.
+        Some(b"7" | b"8" | b"10" | b"16") => Recording::Release,
+        // CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE, DATA_LOSS.
+        Some(_) => Recording::Interrupt,
         None => match head.status.as_u16() {
-            401 | 403 | 408 | 409 | 421 | 425 | 429 => false,
-            status => status < 500,
+            401 | 403 | 409 | 421 | 425 | 429 => Recording::Release,
+            408 | 500.. => Recording::Interrupt,
+            _ => Recording::Record,
         },
-    };
-    if is_final { Recording::Record } else { Recording::Release }
+    }
 }
 
 /// Records everything except responses that an endpoint gives before it begins: credentials, concurrent requests, rate
 /// limits.
 fn record_what_began(head: &Parts, _: &HeaderMap) -> Recording {
     match head.status.as_u16() {
-        401 | 403 | 408 | 409 | 425 | 429 => Recording::Release,
+        401 | 403 | 409 | 425 | 429 => Recording::Release,
+        408 => Recording::Interrupt,
         _ => Recording::Record,
     }
 }

@@ -74,12 +74,23 @@ pub(super) struct PreparedRequest {
     pub(super) asked: KeyedRequest,
     pub(super) print: Print,
     pub(super) claim: Option<Arc<DigestClaim>>,
+    /// Meaning of an error of the handler.
+    pub(super) on_error: ErrorMeaning,
     /// Place that counts the request as in flight; `None` in shadow mode, if there was none.
     pub(super) place: Option<Place>,
 }
 
 /// The fingerprint of a request.
 pub(super) type Print = Result<Fingerprint, FingerprintError>;
+
+/// Meaning of a handler's error.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum ErrorMeaning {
+    /// The handler has returned it: the key is free.
+    Returned,
+    /// A tower service has failed. The services in it, such as a time limit, may have cut off the handler.
+    CutOff,
+}
 
 /// A problem, and the form in which the client expects it.
 pub(super) struct Refusal {
@@ -350,7 +361,7 @@ impl Settings {
     {
         let mut handler = Some(handler);
         async move {
-            let (this, PreparedRequest { asked, print, claim, place: _place }, handler) =
+            let (this, PreparedRequest { asked, print, claim, on_error, place: _place }, handler) =
                 (&*settings, &request, &mut handler);
             let enforced = this.policy.current_mode() == Mode::Enforce;
             // The body of the call stores the response here and returns only the recordable result to the engine. So a
@@ -367,7 +378,13 @@ impl Settings {
                         let (result, response) = this.judge(asked, response, claim.as_deref()).await;
                         (result, Ok(response))
                     }
-                    Err(error) => (Err(NotRecorded::Freed(Release::Returned)), Err(error)),
+                    Err(error) => {
+                        let release = match on_error {
+                            ErrorMeaning::Returned => Release::Returned,
+                            ErrorMeaning::CutOff => this.cut_off(),
+                        };
+                        (Err(NotRecorded::Freed(release)), Err(error))
+                    }
                 };
                 *lock(&answered) = Some(answer);
                 result
@@ -464,6 +481,7 @@ impl Settings {
         claim: Option<&DigestClaim>,
     ) -> (Result<Recordable, NotRecorded>, Response<ResponseBody<R>>) {
         let released = || Err(NotRecorded::Freed(Release::Returned));
+        let interrupted = || Err(NotRecorded::Freed(self.cut_off()));
         let marked = || Ok(Recordable::Ran(StoredResult::Unencodable));
         let defect = || claim.and_then(DigestClaim::defect);
         let refused = |defect| (released(), self.refuse(asked.refusal(Problem::new(defect))));
@@ -484,6 +502,7 @@ impl Settings {
         // First decision, by the head alone: a response that is not recorded is streamed.
         match rule(&head, &HeaderMap::new()) {
             Recording::Release => return (released(), as_it_comes(head, body)),
+            Recording::Interrupt => return (interrupted(), as_it_comes(head, body)),
             Recording::Mark => return (marked(), as_it_comes(head, body)),
             Recording::Record if self.is_passed_on(&head, &asked.method) => {
                 return (marked(), as_it_comes(head, body));
@@ -500,6 +519,7 @@ impl Settings {
                 let judged = trailers.as_ref().or(in_body.as_ref());
                 let result = match judged.map_or(Recording::Record, |trailers| rule(&head, trailers)) {
                     Recording::Release => released(),
+                    Recording::Interrupt => interrupted(),
                     Recording::Mark => marked(),
                     Recording::Record => {
                         let keeps = |name: &HeaderName| {
@@ -518,13 +538,16 @@ impl Settings {
             }
             RecordableBody::Broken(body) => {
                 tracing::warn!(key = %asked.key, "the body of a response broke off; nothing is recorded");
-                // Handled like any other handler that did not finish.
-                let release = match self.policy.on_crash {
-                    OnCrash::Retry => Release::Returned,
-                    OnCrash::Fail => Release::Interrupted,
-                };
-                (Err(NotRecorded::Freed(release)), Response::from_parts(head, body))
+                (interrupted(), Response::from_parts(head, body))
             }
+        }
+    }
+
+    /// Returns the end of a run that was cut off.
+    fn cut_off(&self) -> Release {
+        match self.policy.on_crash {
+            OnCrash::Retry => Release::Returned,
+            OnCrash::Fail => Release::Interrupted,
         }
     }
 
