@@ -55,3 +55,5 @@ mod stacks;
 mod statuses;
 #[path = "http/stores.rs"]
 mod stores;
+#[path = "http/ucp.rs"]
+mod ucp;

@@ -51,7 +51,7 @@ fn problems(settings: &Settings) -> Vec<(ProblemKind, u16)> {
 
 impl Description {
     pub(super) fn of(settings: &Settings) -> Self {
-        let Settings { header, marker, profile, policy, methods, .. } = settings;
+        let Settings { header, marker, profile, policy, .. } = settings;
         let is_required = profile.requires_key || policy.missing_key == MissingKey::Reject;
         // The phrases of the text that depend on the settings.
         let need = match &settings.required {
@@ -59,7 +59,7 @@ impl Description {
             None if is_required => "required",
             None => "optional",
         };
-        let methods: Vec<_> = methods.iter().map(ToString::to_string).collect();
+        let methods: Vec<_> = settings.methods().iter().map(ToString::to_string).collect();
         let same = match profile.equality {
             Equality::Bytes => "A retry repeats path, query and body byte for byte.",
             Equality::Json => "A retry repeats path and body; the body is compared as JSON.",

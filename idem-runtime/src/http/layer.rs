@@ -61,7 +61,7 @@ impl IdempotencyLayer {
             separate_hosts: false,
             header: HeaderName::from_static("idempotency-key"),
             marker: HeaderName::from_static("idempotent-replayed"),
-            methods: vec![Method::POST, Method::PATCH],
+            methods: None,
             covers: None,
             required: None,
             fingerprint_headers: Vec::new(),
@@ -125,14 +125,15 @@ impl IdempotencyLayer {
         self.with(|it| it.separate_hosts = separate_hosts)
     }
 
-    /// Sets the methods that the layer covers (default: POST and PATCH). Requests with other methods pass.
+    /// Sets the methods that the layer covers (default: POST and PATCH, and PUT under [`Profile::ucp`]). Requests with
+    /// other methods pass.
     #[must_use]
     pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
-        self.with(|it| it.methods = methods.into_iter().collect())
+        self.with(|it| it.methods = Some(methods.into_iter().collect()))
     }
 
-    /// Selects the requests of these methods that the layer covers (default: all). Other requests pass, with or without
-    /// a key.
+    /// Selects the requests of these methods that the layer covers (default: all but the [reads](Profile::reads) of the
+    /// profile). Other requests pass, with or without a key.
     #[must_use]
     pub fn covers(self, covers: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.covers = Some(Arc::new(covers)))

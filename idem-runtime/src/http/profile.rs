@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderValue};
 use http::response::Parts;
-use http::{Response, StatusCode};
+use http::{Method, Response, StatusCode};
 use serde_json::json;
 
 use super::problem::{Problem, ProblemKind};
@@ -54,6 +54,12 @@ pub enum Equality {
 pub struct Profile {
     /// Name of the protocol.
     pub name: &'static str,
+    /// Methods of the operations that have a key, unless the layer sets
+    /// [others](super::IdempotencyLayer::methods).
+    pub methods: &'static [Method],
+    /// Last parts of the paths whose requests only read, whatever their method: such requests pass, with or without a
+    /// key. [`covers`](super::IdempotencyLayer::covers) decides in place of this list.
+    pub reads: &'static [&'static str],
     /// True if every request of a covered method needs a key, regardless of the policy's `missing_key`.
     pub requires_key: bool,
     /// Minimum number of characters of a key.
@@ -85,6 +91,8 @@ impl Profile {
     pub const fn ietf() -> Self {
         Self {
             name: "ietf",
+            methods: &[Method::POST, Method::PATCH],
+            reads: &[],
             requires_key: false,
             min_key_chars: 1,
             equality: Equality::Bytes,
@@ -128,11 +136,16 @@ impl Profile {
         }
     }
 
-    /// The Universal Commerce Protocol: keys have 128 bits, bodies are compared by their bytes, another request under a
-    /// used key gets 409, and no handler runs without its store.
+    /// The Universal Commerce Protocol, version 2026-08-25: POST and PUT need keys of 128 bits, except for the reads of
+    /// the catalog; bodies are compared by their bytes, another request under a used key gets 409, and no handler runs
+    /// without its store.
     pub const fn ucp() -> Self {
         Self {
             name: "ucp",
+            // PATCH is not in the protocol; a server that has it is protected as under the other profiles.
+            methods: &[Method::POST, Method::PUT, Method::PATCH],
+            reads: &["/catalog/search", "/catalog/lookup", "/catalog/product"],
+            requires_key: true,
             // Length of 128 bits in base64.
             min_key_chars: 22,
             mismatch: StatusCode::CONFLICT,

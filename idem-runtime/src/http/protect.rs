@@ -152,8 +152,7 @@ impl Settings {
     /// Classifies a request by its head and by the length of its body, if it is stated.
     pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Classification {
         let mode = self.policy.current_mode();
-        let is_covered = self.methods.contains(&head.method) && self.covers.as_ref().is_none_or(|covers| covers(head));
-        if !is_covered || mode == Mode::Off {
+        if !self.covers(head) || mode == Mode::Off {
             return Classification::Pass;
         }
         match self.asked(head, length) {
@@ -172,6 +171,14 @@ impl Settings {
                 Classification::Refuse(Refusal { problem, protocol, echo })
             }
         }
+    }
+
+    fn covers(&self, head: &Parts) -> bool {
+        let is_read = || {
+            let path = uri(head).path().trim_end_matches('/');
+            self.profile.reads.iter().any(|end| path.ends_with(end))
+        };
+        self.methods().contains(&head.method) && self.covers.as_ref().map_or_else(|| !is_read(), |covers| covers(head))
     }
 
     /// Returns the field of the key, as it was sent, if responses repeat it. Several fields are not repeated.

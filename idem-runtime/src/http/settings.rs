@@ -86,7 +86,8 @@ pub(super) struct Settings {
     pub(super) separate_hosts: bool,
     pub(super) header: HeaderName,
     pub(super) marker: HeaderName,
-    pub(super) methods: Vec<Method>,
+    /// Methods that are covered, in place of those of the profile.
+    pub(super) methods: Option<Vec<Method>>,
     pub(super) covers: Option<HeadRule>,
     pub(super) required: Option<HeadRule>,
     pub(super) fingerprint_headers: Vec<HeaderName>,
@@ -102,6 +103,11 @@ pub(super) struct Settings {
 }
 
 impl Settings {
+    /// Returns the methods that the layer covers.
+    pub(super) fn methods(&self) -> &[Method] {
+        self.methods.as_deref().unwrap_or(self.profile.methods)
+    }
+
     /// Returns whether a request without a key is refused.
     pub(super) fn requires(&self, head: &Parts) -> bool {
         match &self.required {
