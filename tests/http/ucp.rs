@@ -164,3 +164,11 @@ async fn the_settings_of_a_layer_win_over_the_methods_and_reads_of_the_profile()
     }
     assert_eq!(stage.begun(), 3);
 }
+
+#[test]
+fn the_contract_names_the_operations_without_a_key() {
+    let said = ucp().describe().text;
+    assert!(said.contains("required on POST, PUT, PATCH. It has no effect on /catalog/search, "), "{said}");
+    let said = ucp().covers(|_| true).describe().text;
+    assert!(said.contains("required on POST, PUT, PATCH. Its value"), "{said}");
+}

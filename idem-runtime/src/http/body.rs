@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::poll_fn;
-use std::iter;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
@@ -263,7 +262,7 @@ pub(super) enum UnreadBody {
 
 /// Returns whether a limit outside of the layer has cut the body.
 fn is_limit(error: &(dyn std::error::Error + 'static)) -> bool {
-    iter::successors(Some(error), |error| error.source()).any(|error| error.is::<LengthLimitError>())
+    error.is::<LengthLimitError>() || error.source().is_some_and(is_limit)
 }
 
 /// Reads a request's body of at most `limit` bytes.

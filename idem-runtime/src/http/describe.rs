@@ -60,6 +60,10 @@ impl Description {
             None => "optional",
         };
         let methods: Vec<_> = settings.methods().iter().map(ToString::to_string).collect();
+        let reads = match (profile.reads, &settings.covers) {
+            ([], _) | (_, Some(_)) => String::new(),
+            (reads, None) => format!(" It has no effect on {}, which only read.", reads.join(", ")),
+        };
         let same = match profile.equality {
             Equality::Bytes => "A retry repeats path, query and body byte for byte.",
             Equality::Json => "A retry repeats path and body; the body is compared as JSON.",
@@ -90,7 +94,7 @@ impl Description {
         let min = profile.min_key_chars;
         let text = format!(
             "# Idempotency\n\n\
-             `{header}` is {need} on {}. Its value is a string of {min} to {MAX_KEY_BYTES} printable ASCII characters, \
+             `{header}` is {need} on {}.{reads} Its value is a string of {min} to {MAX_KEY_BYTES} printable ASCII characters, \
              quoted (`\"8e03978e-40d5-43e8-bc93-6894a57f9324\"`) or bare; both are the same key. Make a new one for each \
              operation, a UUID for example. {owner}{hosts}\n\n\
              A key is remembered for {} after its operation has ended. Until then a request with the same key gets the \

@@ -139,6 +139,7 @@ impl ProblemKind {
         }
     }
 
+    #[expect(clippy::too_many_lines, reason = "one text for each kind, to be read together")]
     const fn about(self) -> (&'static str, &'static str, &'static str) {
         match self {
             Self::MissingKey => (

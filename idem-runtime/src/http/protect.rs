@@ -103,8 +103,8 @@ pub(super) struct Refusal {
 /// A request with a key.
 pub(super) struct KeyedRequest {
     key: Key,
-    /// Hash by which the requests of the caller are counted; `None` if the layer knows no callers.
-    caller: Option<u64>,
+    /// The caller, whose requests are counted; `None` if the layer knows no callers.
+    caller: Option<Arc<str>>,
     name: IdempotencyKey,
     /// The field of the key, if the responses repeat it.
     echo: Option<HeaderValue>,
@@ -212,7 +212,6 @@ impl Settings {
                 }
             },
         };
-        let counted = self.caller.0.is_some().then(|| self.tasks.hash(&*caller));
         let route = self.route(head).ok_or_else(|| Problem::new(ProblemKind::InvalidHost))?;
         let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), &route, &caller, &name);
         let key = key.map_err(|error| Problem::of(error.into()))?;
@@ -229,11 +228,12 @@ impl Settings {
         if streams.is_none() && length.is_some() && !is_short {
             return problem(ProblemKind::BodyTooLarge);
         }
+        let caller = self.caller.0.is_some().then(|| Arc::from(caller));
         let (name, echo, method) = (IdempotencyKey(name), self.echo(head), head.method.clone());
         let protocol = ClientProtocol::of(head);
         let traceparent =
             head.headers.get(TRACEPARENT).and_then(|field| field.to_str().ok()?.parse().ok()).map(Box::new);
-        Ok(Some(KeyedRequest { key, caller: counted, name, echo, method, protocol, digests, streams, traceparent }))
+        Ok(Some(KeyedRequest { key, caller, name, echo, method, protocol, digests, streams, traceparent }))
     }
 
     /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names
@@ -306,7 +306,7 @@ impl Settings {
     /// # Errors
     /// A limit is reached.
     pub(super) fn enter(&self, asked: &KeyedRequest) -> Result<Option<Place>, Refusal> {
-        let kind = match self.tasks.enter(&asked.key, asked.caller) {
+        let kind = match self.tasks.enter(&asked.key, asked.caller.as_ref()) {
             Ok(place) => return Ok(Some(place)),
             Err(_) if self.is_shadow() => return Ok(None),
             Err(NoPlace::Layer) => ProblemKind::Busy,

@@ -2,10 +2,9 @@
 //! counted.
 
 use std::collections::HashMap;
-use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::hash::{BuildHasher, Hash};
+use std::hash::Hash;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -35,7 +34,6 @@ pub(super) struct HandlerTasks {
     limit: u32,
     /// Bound of each caller, if it was set.
     caller_limit: Option<u32>,
-    hasher: RandomState,
     places: Mutex<Places>,
     /// Wakes `drain` when the last request leaves.
     is_empty: Notify,
@@ -45,21 +43,21 @@ pub(super) struct HandlerTasks {
     pub(super) warned: AtomicBool,
 }
 
-/// Number of requests by key and by caller, both as hashes. An entry without requests is removed.
+/// Number of requests by key and by caller. An entry without requests is removed.
 #[derive(Default)]
 struct Places {
     is_draining: bool,
     requests: usize,
-    keys: HashMap<u64, u32>,
-    callers: HashMap<u64, u32>,
+    keys: HashMap<Key, u32>,
+    callers: HashMap<Arc<str>, u32>,
 }
 
 impl Places {
-    fn leave(counts: &mut HashMap<u64, u32>, hash: u64) {
-        if let Some(count) = counts.get_mut(&hash) {
+    fn leave<T: Hash + Eq>(counts: &mut HashMap<T, u32>, counted: &T) {
+        if let Some(count) = counts.get_mut(counted) {
             *count -= 1;
             if *count == 0 {
-                counts.remove(&hash);
+                counts.remove(counted);
             }
         }
     }
@@ -77,16 +75,16 @@ pub(super) enum NoPlace {
 /// The place of a request in flight. Dropped when the request is over.
 pub(super) struct Place {
     tasks: Arc<HandlerTasks>,
-    key: u64,
-    caller: Option<u64>,
+    key: Key,
+    caller: Option<Arc<str>>,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         let mut places = lock(&self.tasks.places);
         places.requests -= 1;
-        Places::leave(&mut places.keys, self.key);
-        if let Some(caller) = self.caller {
+        Places::leave(&mut places.keys, &self.key);
+        if let Some(caller) = &self.caller {
             Places::leave(&mut places.callers, caller);
         }
         let is_last = places.requests == 0;
@@ -102,7 +100,6 @@ impl HandlerTasks {
         Self {
             limit,
             caller_limit,
-            hasher: RandomState::new(),
             places: Mutex::new(Places::default()),
             is_empty: Notify::new(),
             usual: AtomicU64::new(0),
@@ -125,30 +122,24 @@ impl HandlerTasks {
         self.caller_limit.unwrap_or((self.limit / 4).max(1))
     }
 
-    /// Returns the hash by which a caller is counted.
-    pub(super) fn hash<T: Hash + ?Sized>(&self, value: &T) -> u64 {
-        self.hasher.hash_one(value)
-    }
-
     /// Counts a request as in flight while the returned place is held.
-    pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<u64>) -> Result<Place, NoPlace> {
-        let key = self.hash(key);
+    pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<&Arc<str>>) -> Result<Place, NoPlace> {
         let mut places = lock(&self.places);
-        let is_duplicate = places.keys.contains_key(&key);
+        let is_duplicate = places.keys.contains_key(key);
         let taken = if is_duplicate { places.requests - places.keys.len() } else { places.keys.len() };
         if places.is_draining || taken >= self.limit as usize {
             return Err(NoPlace::Layer);
         }
         if let Some(caller) = caller {
-            if places.callers.get(&caller).copied().unwrap_or(0) >= self.caller_limit() {
+            if places.callers.get(caller).copied().unwrap_or(0) >= self.caller_limit() {
                 return Err(NoPlace::Caller);
             }
-            *places.callers.entry(caller).or_default() += 1;
+            *places.callers.entry(Arc::clone(caller)).or_default() += 1;
         }
-        *places.keys.entry(key).or_default() += 1;
+        *places.keys.entry(key.clone()).or_default() += 1;
         places.requests += 1;
         drop(places);
-        Ok(Place { tasks: Arc::clone(self), key, caller })
+        Ok(Place { tasks: Arc::clone(self), key: key.clone(), caller: caller.cloned() })
     }
 
     /// Refuses all further requests, and waits for those in flight.
