@@ -123,7 +123,7 @@ async fn a_key_of_one_checkout_is_not_that_of_another() {
 
 #[tokio::test]
 async fn changes_need_a_key_and_reads_have_none() {
-    // Whatever the policy says about missing keys.
+    // The policy has no say about missing keys.
     for policy in [POLICY, POLICY.missing_key(MissingKey::Run)] {
         let store = idem_runtime::MemoryStore::new();
         let layer = IdempotencyLayer::new(&store, policy, Caller::single()).profile(Profile::ucp());

@@ -20,7 +20,7 @@ use super::body::{BoxError, RequestBody, ResponseBody};
 use super::describe::Description;
 use super::problem::Problem;
 use super::profile::{Profile, Recording};
-use super::protect::{Classification, ErrorMeaning, PreparedRequest};
+use super::protect::{Classification, ErrorOrigin, PreparedRequest};
 use super::settings::{Caller, Settings};
 use super::tasks::{Gate, HandlerTask, HandlerTasks, detach};
 use crate::key::is_scope;
@@ -320,7 +320,7 @@ impl IdempotencyLayer {
             Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
         };
         let request = Request::from_parts(asked.mark(head), body);
-        let keyed = PreparedRequest { asked, print, claim: None, on_error: ErrorMeaning::Returned, place };
+        let keyed = PreparedRequest { asked, print, claim: None, on_error: ErrorOrigin::Handler, place };
         Settings::run(settings, keyed, Gate::open(), move || handler(request)).await
     }
 }
@@ -408,7 +408,7 @@ where
                     };
                     let (gate, busy) = (Gate::closed(), asked.busy());
                     let request = Request::from_parts(asked.mark(head), body);
-                    let keyed = PreparedRequest { asked, print, claim, on_error: ErrorMeaning::CutOff, place };
+                    let keyed = PreparedRequest { asked, print, claim, on_error: ErrorOrigin::Service, place };
                     let run = Settings::run(Arc::clone(&settings), keyed, gate.clone(), move || inner.call(request));
                     match detach(Box::pin(run), &gate, settings.carry.as_ref()).await {
                         Ok(answer) => answer,

@@ -36,8 +36,9 @@
 //!   `max_attempts`, modes and every [`Store`](crate::Store) work alike, and [`current`](crate::current) gives the
 //!   handler its attempt.
 //!
-//! Place the layer inside of compression, and outside of each layer that the handler's effect depends on. Without
-//! tower, hand requests to [`IdempotencyLayer::respond`].
+//! Place the layer inside of compression, authentication and CORS, and outside of each layer that the handler's effect
+//! depends on. Under `on_crash = fail` a time limit or a guard against panics inside of it interrupts the operation, so
+//! set the policy's `timeout` instead. Without tower, hand requests to [`IdempotencyLayer::respond`].
 
 mod body;
 #[cfg(feature = "http-client")]

@@ -136,9 +136,9 @@ impl Profile {
         }
     }
 
-    /// The Universal Commerce Protocol, by its text of 2026-08-22: POST and PUT need keys of 128 bits, except for the reads of
-    /// the catalog; bodies are compared by their bytes, another request under a used key gets 409, and no handler runs
-    /// without its store.
+    /// The Universal Commerce Protocol, by its text of 2026-08-22: POST and PUT need keys of 128 bits, except for the
+    /// reads of the catalog; bodies are compared by their bytes, another request under a used key gets 409, and no
+    /// handler runs without its store.
     pub const fn ucp() -> Self {
         Self {
             name: "ucp",

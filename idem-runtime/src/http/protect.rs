@@ -74,8 +74,8 @@ pub(super) struct PreparedRequest {
     pub(super) asked: KeyedRequest,
     pub(super) print: Print,
     pub(super) claim: Option<Arc<DigestClaim>>,
-    /// Meaning of an error of the handler.
-    pub(super) on_error: ErrorMeaning,
+    /// Origin of an error in place of a response.
+    pub(super) on_error: ErrorOrigin,
     /// Place that counts the request as in flight; `None` in shadow mode, if there was none.
     pub(super) place: Option<Place>,
 }
@@ -83,13 +83,13 @@ pub(super) struct PreparedRequest {
 /// The fingerprint of a request.
 pub(super) type Print = Result<Fingerprint, FingerprintError>;
 
-/// Meaning of a handler's error.
+/// Origin of an error in place of a response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum ErrorMeaning {
+pub(super) enum ErrorOrigin {
     /// The handler has returned it: the key is free.
-    Returned,
+    Handler,
     /// A tower service has failed. The services in it, such as a time limit, may have cut off the handler.
-    CutOff,
+    Service,
 }
 
 /// A problem, and the form in which the client expects it.
@@ -387,8 +387,8 @@ impl Settings {
                     }
                     Err(error) => {
                         let release = match on_error {
-                            ErrorMeaning::Returned => Release::Returned,
-                            ErrorMeaning::CutOff => this.cut_off(),
+                            ErrorOrigin::Handler => Release::Returned,
+                            ErrorOrigin::Service => this.cut_off(),
                         };
                         (Err(NotRecorded::Freed(release)), Err(error))
                     }
