@@ -161,3 +161,20 @@ async fn a_body_that_an_outer_limit_cuts_is_a_413() {
     }
     assert_eq!(send(address, post("k2", "short")).await.text(), "5 bytes");
 }
+
+#[test]
+fn each_status_of_grpc_has_a_meaning() {
+    let head = Response::new(()).into_parts().0;
+    let meaning = |status: u32| {
+        let trailers = [("grpc-status".parse().unwrap(), status.into())].into_iter().collect();
+        (Profile::ietf().recording)(&head, &trailers)
+    };
+    for (statuses, expected) in [
+        (&[0, 3, 5, 6, 9, 11, 12][..], Recording::Record),
+        (&[7, 8, 10, 16], Recording::Release),
+        // A time limit is CANCELLED or DEADLINE_EXCEEDED, a panic UNKNOWN or INTERNAL.
+        (&[1, 2, 4, 13, 14, 15, 99], Recording::Interrupt),
+    ] {
+        assert_eq!(statuses.iter().map(|status| meaning(*status)).collect::<Vec<_>>(), vec![expected; statuses.len()]);
+    }
+}
