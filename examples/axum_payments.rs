@@ -6,7 +6,7 @@
 //!
 //! The program prints commands for another terminal: a first request, a duplicate, another payload, a duplicate of a
 //! running request, a client that hangs up. Kill the server and start it again between any two of them: no customer is
-//! charged twice.
+//! charged twice. SIGTERM and Ctrl-C wait for the payments in flight.
 //!
 //! `GET /count` returns the number of charges, `GET /contract` the contract for clients. Arguments: the address to
 //! listen on (default: `127.0.0.1:8080`), the file (default: one in the folder for temporary files), and the profile
@@ -17,6 +17,8 @@
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
 use std::error::Error;
+use std::future::Future;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,6 +33,8 @@ use axum::{Json, Router};
 use idem_runtime::http::{Caller, IdempotencyLayer, Profile};
 use idem_runtime::{MissingKey, Policy, SqliteStore, current};
 use serde::{Deserialize, Serialize};
+#[cfg(unix)]
+use tokio::signal::unix::{SignalKind, signal};
 
 /// A crash blocks a key for 5 s, and a response is retained for a day.
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600)).lease(Duration::from_secs(5));
@@ -146,6 +150,26 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
+/// Ends at Ctrl-C, and at SIGTERM, which containers send. A container must wait longer for the end of the process than a
+/// payment takes.
+#[cfg(unix)]
+fn stop_signal() -> io::Result<impl Future<Output = ()>> {
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    Ok(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+    })
+}
+
+#[cfg(not(unix))]
+fn stop_signal() -> io::Result<impl Future<Output = ()>> {
+    Ok(async {
+        tokio::signal::ctrl_c().await.ok();
+    })
+}
+
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -175,15 +199,16 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .route("/contract", get(async move || contract))
         .with_state(Bank::default());
 
+    // Before the first connection: until then a signal ends the process.
+    let stop = stop_signal()?;
     let listener = tokio::net::TcpListener::bind(&address).await?;
     println!("Listening on {}, records in {}. In another terminal:", listener.local_addr()?, file.display());
     println!("{}", LINES.replace("localhost:8080", &listener.local_addr()?.to_string()));
     axum::serve(listener, app)
-        .with_graceful_shutdown(async {
-            tokio::signal::ctrl_c().await.ok();
-        })
+        // No new connections; requests in flight get their responses.
+        .with_graceful_shutdown(stop)
         .await?;
-    // Wait for payments whose clients have gone.
+    // Wait for payments whose clients have gone, and for late writes of the store.
     layer.drain().await;
     Ok(())
 }
