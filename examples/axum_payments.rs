@@ -150,8 +150,8 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// Ends at Ctrl-C, and at SIGTERM, which containers send. A container must wait longer for the end of the process than a
-/// payment takes.
+/// Ends at Ctrl-C, and at SIGTERM, which containers send. A container must wait longer for the end of the process than
+/// a payment takes.
 #[cfg(unix)]
 fn stop_signal() -> io::Result<impl Future<Output = ()>> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);

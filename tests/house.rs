@@ -262,6 +262,62 @@ fn the_readme_names_the_versions_that_are_used() {
     assert!(readme.lines().count() <= 250, "README.md is longer than what is read in five minutes");
 }
 
+#[test]
+fn the_page_about_http_begins_with_a_program_that_is_built() {
+    let example = read(&root().join("examples/axum_front.rs"));
+    let (_, program) = example.split_once("// On the page from here on.\n").expect("the program");
+    let page = read(&root().join("docs/http.md"));
+    let (_, rest) = page.split_once("```rust\n").expect("a program");
+    let (told, _) = rest.split_once("```").expect("its end");
+    assert_eq!(told, program, "docs/http.md and examples/axum_front.rs have the same program");
+}
+
+/// Name and documented default of each method of `source` that sets something.
+fn settings(source: &str) -> Vec<(String, String)> {
+    let (mut comment, mut settings) = (String::new(), Vec::new());
+    let mut lines = source.lines().map(str::trim);
+    while let Some(line) = lines.next() {
+        if let Some(text) = line.strip_prefix("///") {
+            comment += text;
+        } else if let Some(rest) = line.strip_prefix("pub fn ") {
+            let mut signature = rest.to_owned();
+            while !signature.contains('{') {
+                signature += lines.next().expect("the end of a signature");
+            }
+            let (name, arguments) = signature.split_once(['(', '<']).expect("arguments");
+            if arguments.contains("self,") && arguments.contains("-> Self") {
+                let default = comment.split_once("(default: ").map(|(_, rest)| rest);
+                let default = default.unwrap_or_else(|| panic!("`{name}` names no default"));
+                let end = default.find([')', ';', ',']).unwrap_or(default.len());
+                // `Profile::ietf()` has a parenthesis of its own.
+                let end = if default[end..].starts_with(")`") { end + 2 } else { end };
+                settings.push((name.to_owned(), default[..end].to_owned()));
+            }
+            comment.clear();
+        } else if !line.starts_with("#[") {
+            comment.clear();
+        }
+    }
+    settings
+}
+
+#[test]
+fn the_page_about_http_lists_every_setting_with_its_default() {
+    let there = settings(&read(&root().join("idem-runtime/src/http/layer.rs")));
+    let page = read(&root().join("docs/http.md"));
+    let (_, rest) = page.split_once("## Settings").expect("the section");
+    let (section, _) = rest.split_once("\n## ").expect("the next section");
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let told: Vec<_> = rows
+        .map(|row| {
+            let cells: Vec<_> = row.split('|').map(str::trim).collect();
+            (cells[1].trim_matches('`').to_owned(), cells[2].to_owned())
+        })
+        .collect();
+    assert!(there.len() > 15, "{} settings are too few: the check reads nothing", there.len());
+    assert_eq!(told, there, "docs/http.md and layer.rs have the same settings, in one order");
+}
+
 /// The sentences of a page or of the comments of a source, without code.
 fn sentences(text: &str, is_page: bool) -> Vec<String> {
     let (mut paragraphs, mut is_code) = (vec![String::new()], false);

@@ -82,7 +82,7 @@ impl IdempotencyLayer {
         self
     }
 
-    /// Sets the rules of a protocol.
+    /// Sets the rules of a protocol (default: `Profile::ietf()`).
     ///
     /// # Panics
     /// If the policy violates them: a `ttl` below the minimum of the profile, or `on_store_error = run` where the
@@ -102,7 +102,7 @@ impl IdempotencyLayer {
         self.with(|it| it.profile = profile)
     }
 
-    /// Sets the scope of the keys of this layer, in place of the route's template: routes with one scope share their
+    /// Sets the scope of the keys of this layer (default: the route's template): routes with one scope share their
     /// keys. Without a scope, and without a known template (that is, without axum), all routes share their keys. The
     /// layer then refuses the same key on another path as another request.
     ///
@@ -216,7 +216,7 @@ impl IdempotencyLayer {
         self.with(|it| it.problem_base = base.into())
     }
 
-    /// Changes or replaces the response to a problem.
+    /// Changes or replaces the response to a problem (default: no change).
     #[must_use]
     pub fn on_problem(self, hook: impl Fn(&Problem, &mut Response<Bytes>) + Send + Sync + 'static) -> Self {
         self.with(|it| it.on_problem = Some(Arc::new(hook)))
@@ -242,9 +242,9 @@ impl IdempotencyLayer {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_caller_limit(max_in_flight)))
     }
 
-    /// Wraps the task in which a handler runs. Called in the request's own task, so it can take along task-locals that
-    /// outer layers have set. The current tracing span is taken along without this; other thread-locals and task-locals
-    /// of outer layers are not.
+    /// Wraps the task in which a handler runs (default: no wrapper). Called in the request's own task, so it can take
+    /// along task-locals that outer layers have set. The current tracing span is taken along without this; other
+    /// thread-locals and task-locals of outer layers are not.
     ///
     /// ```
     /// # use std::time::Duration;
