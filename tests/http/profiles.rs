@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use axum::body::Body;
 use http::{Method, Request, StatusCode};
+use http_body_util::BodyExt;
 use idem_runtime::http::{Caller, Equality, IdempotencyLayer, Profile, Recording};
 use idem_runtime::{MemoryStore, MissingKey, OnStoreError, StoreErrorKind};
 use idem_tests::{Fault, FaultyStore, StoreCall};
@@ -42,6 +43,63 @@ async fn stripe_replays_begun_requests() {
     assert_eq!(other.status, 400);
     assert_eq!(json(&other)["error"]["type"], "idempotency_error");
     assert_eq!(json(&other)["error"]["code"], "fingerprint_mismatch");
+}
+
+#[tokio::test]
+async fn stripe_forgets_what_failed_validation() {
+    let address = serve_handler(with(Profile::stripe()), async move |request: Request<Body>| {
+        let path = request.uri().path().to_owned();
+        let body = request.into_body().collect().await.unwrap().to_bytes();
+        let status = if body == "corrected" { 200 } else { path[1..4].parse().unwrap() };
+        let mut response = answer(status, &[], body);
+        if path.ends_with("/final") {
+            response.extensions_mut().insert(Recording::Record);
+        }
+        response
+    })
+    .await;
+    for status in [400, 415, 422] {
+        let (path, key) = (format!("/{status}"), format!("k{status}"));
+        assert_eq!(send(address, post_to(&path, &key, "wrong")).await.status, status);
+        let corrected = send(address, post_to(&path, &key, "corrected")).await;
+        assert_eq!((corrected.status.as_u16(), corrected.text()), (200, "corrected"), "after {status}");
+        // From here on the key belongs to the corrected request.
+        assert!(send(address, post_to(&path, &key, "corrected")).await.is_replay());
+        assert_eq!(send(address, post_to(&path, &key, "wrong")).await.status, 400);
+    }
+    // A handler that has begun says so.
+    assert_eq!(send(address, post_to("/400/final", "k", "wrong")).await.status, 400);
+    assert!(send(address, post_to("/400/final", "k", "wrong")).await.is_replay());
+    assert_eq!(send(address, post_to("/400/final", "k", "corrected")).await.status, 400);
+}
+
+#[tokio::test]
+async fn an_operation_that_has_begun_before_is_never_forgotten() {
+    let store = FaultyStore::new(&MemoryStore::new());
+    // As on the page about HTTP.
+    let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).recording(|head, trailers| match head.status {
+        StatusCode::BAD_REQUEST => Recording::Forget,
+        _ => (Profile::ietf().recording)(head, trailers),
+    });
+    let statuses = std::sync::Mutex::new(vec![400, 400, 500, 201, 400]);
+    let statuses = std::sync::Arc::new(statuses);
+    let address = serve_handler(layer, async move || {
+        let status = statuses.lock().unwrap().pop().unwrap();
+        answer(status, &[], "")
+    })
+    .await;
+    let ask = async |key: &str, body: &'static str| send(address, post_to("/pay", key, body)).await.status.as_u16();
+    // Forgotten: another payload is a new operation.
+    assert_eq!(ask("a", "wrong").await, 400);
+    assert_eq!(ask("a", "corrected").await, 201);
+    // The first attempt failed in its middle, so its payload counts after the second, too.
+    assert_eq!(ask("b", "1").await, 500);
+    assert_eq!(ask("b", "1").await, 400);
+    assert_eq!(ask("b", "2").await, 422);
+    // Without its store the layer only frees the key.
+    store.always(StoreCall::Decide, Fault::Before(StoreErrorKind::Unavailable));
+    assert_eq!(ask("c", "1").await, 400);
+    assert_eq!(ask("c", "2").await, 422);
 }
 
 #[tokio::test]

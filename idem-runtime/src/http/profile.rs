@@ -18,9 +18,15 @@ use super::problem::{Problem, ProblemKind};
 pub enum Recording {
     /// The response is recorded, and every duplicate gets it.
     Record,
-    /// The key is freed: the next request with this key runs the handler again. The effect did not happen, or may
-    /// happen again.
+    /// The key is freed: the next same request with this key runs the handler again. Another request is refused until
+    /// the record expires.
     Release,
+    /// The key is forgotten: the next request with this key is a new operation, with any payload. For a request that
+    /// failed validation, before it had an effect.
+    ///
+    /// An operation that was started before, by an earlier request or by an attempt that was cut off, is only freed: its
+    /// effects may have happened, and belong to its payload. So is one whose store does not answer.
+    Forget,
     /// The run counts as one that was cut off: its effects are not known. Under `on_crash = retry` the key is freed,
     /// under `fail` the operation is interrupted.
     Interrupt,
@@ -106,8 +112,11 @@ impl Profile {
         }
     }
 
-    /// The rules of Stripe's API: every response of an endpoint is recorded, including 500; another request under a
-    /// used key gets 400; every response repeats the key.
+    /// The rules of Stripe's API: every response of an endpoint that has begun is recorded, including 500; another
+    /// request under a used key gets 400; every response repeats the key.
+    ///
+    /// 400, 415 and 422 count as failed validation, before the endpoint began, so the key is forgotten: a corrected
+    /// request can use it. A handler that refuses with such a status after it has begun inserts [`Recording::Record`].
     pub const fn stripe() -> Self {
         Self {
             name: "stripe",
@@ -179,10 +188,11 @@ fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Rec
     }
 }
 
-/// Records everything except responses that an endpoint gives before it begins: credentials, concurrent requests, rate
-/// limits.
+/// Records everything except responses that an endpoint gives before it begins: validation, credentials, concurrent
+/// requests, rate limits.
 fn record_what_began(head: &Parts, _: &HeaderMap) -> Recording {
     match head.status.as_u16() {
+        400 | 415 | 422 => Recording::Forget,
         401 | 403 | 409 | 425 | 429 => Recording::Release,
         408 => Recording::Interrupt,
         _ => Recording::Record,

@@ -35,8 +35,10 @@ use crate::combine::{race, soon};
 use crate::engine::{Operation, Outcome, observe};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key};
+use crate::metrics::StoreOp;
 use crate::policy::{Mode, OnCrash, Policy};
-use crate::record::{Release, StoredResult, Traceparent};
+use crate::record::{Decision, Release, State, StoredResult, Traceparent};
+use crate::store::StoreError;
 use crate::sync::{Mutex, lock};
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
@@ -402,6 +404,10 @@ impl Settings {
             let call = observe(operation.recorded_by(RecordResponses).run(body))
                 .traceparent(asked.traceparent.as_deref().copied());
             let (result, outcome) = call.await;
+            // Boxed: few requests get here.
+            if enforced && outcome.attempt() == Some(1) && matches!(result, Err(NotRecorded::Forgotten)) {
+                Box::pin(this.forget(&asked.key)).await;
+            }
             let answer = lock(&answered).take();
             this.answer(asked, result, answer, outcome, enforced)
         }
@@ -435,7 +441,7 @@ impl Settings {
                         true
                     }
                     Ok(_) => enforced && !outcome.recorded(),
-                    Err(NotRecorded::Freed(_)) => false,
+                    Err(NotRecorded::Freed(_) | NotRecorded::Forgotten) => false,
                 };
                 if is_lost {
                     response.headers_mut().insert(RECORDED, HeaderValue::from_static("false"));
@@ -452,7 +458,7 @@ impl Settings {
                 self.refuse(asked.refusal(Problem::of(error).retry_within(limit)))
             }
             // A body that has returned has stored its answer, so this does not happen.
-            (Ok(Recordable::Ran(_)) | Err(NotRecorded::Freed(_)), None) => {
+            (Ok(Recordable::Ran(_)) | Err(NotRecorded::Freed(_) | NotRecorded::Forgotten), None) => {
                 self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
             }
         };
@@ -461,6 +467,24 @@ impl Settings {
         }
         response.extensions_mut().insert::<Outcome>(outcome);
         Ok(response)
+    }
+
+    /// Removes the released record of `key`, and with it the payload that it names, unless another attempt has begun.
+    /// If the store fails, the record stays: another payload is then refused.
+    async fn forget(&self, key: &Key) {
+        let store = &*self.store;
+        let removing = async {
+            let found = store.inspect(key).watched(store, StoreOp::Inspect).await?;
+            if let Some(found) = found.filter(|it| it.record.attempt == 1 && it.record.state == State::Released) {
+                let decision = Decision::forget(key, &found).reason("the request failed validation");
+                // Refused if another attempt has begun meanwhile: then its record counts.
+                let _ = store.decide(&decision).watched(store, StoreOp::Decide).await?;
+            }
+            Ok::<_, StoreError>(())
+        };
+        if let Err(error) = removing.await {
+            tracing::warn!(%key, %error, "the key is freed, and another request under it is refused");
+        }
     }
 
     /// Runs a handler, and notes its duration.
@@ -510,6 +534,7 @@ impl Settings {
         match rule(&head, &HeaderMap::new()) {
             Recording::Release => return (released(), as_it_comes(head, body)),
             Recording::Interrupt => return (interrupted(), as_it_comes(head, body)),
+            Recording::Forget => return (Err(NotRecorded::Forgotten), as_it_comes(head, body)),
             Recording::Mark => return (marked(), as_it_comes(head, body)),
             Recording::Record if self.is_passed_on(&head, &asked.method) => {
                 return (marked(), as_it_comes(head, body));
@@ -527,6 +552,7 @@ impl Settings {
                 let result = match judged.map_or(Recording::Record, |trailers| rule(&head, trailers)) {
                     Recording::Release => released(),
                     Recording::Interrupt => interrupted(),
+                    Recording::Forget => Err(NotRecorded::Forgotten),
                     Recording::Mark => marked(),
                     Recording::Record => {
                         let keeps = |name: &HeaderName| {

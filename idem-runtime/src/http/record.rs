@@ -213,6 +213,8 @@ pub(super) enum Recordable {
 pub(super) enum NotRecorded {
     /// The handler ran, and its response frees the key.
     Freed(Release),
+    /// The handler ran, and its response frees the key for any payload.
+    Forgotten,
     /// The engine refused the call with this error.
     Refused(Error),
 }
@@ -235,6 +237,8 @@ impl Recorder<Recordable, NotRecorded> for RecordResponses {
             }
             Ok(Recordable::Ran(stored)) => AttemptEnd::Finish(Finish::Completed(stored.clone())),
             Err(NotRecorded::Freed(release)) => AttemptEnd::Release(*release),
+            // The payload in the record goes after the release.
+            Err(NotRecorded::Forgotten) => AttemptEnd::Release(Release::Returned),
             // A body never returns either of these.
             Ok(Recordable::Replayed(_)) | Err(NotRecorded::Refused(_)) => AttemptEnd::Release(Release::Returned),
         }
