@@ -31,6 +31,8 @@
 
 #[path = "http/clients.rs"]
 mod clients;
+#[path = "http/contracts.rs"]
+mod contracts;
 #[path = "http/grpc.rs"]
 mod grpc;
 #[path = "http/json.rs"]

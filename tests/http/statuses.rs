@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use http::header::{self, HeaderName};
+use http::header;
 use http::{HeaderValue, Method};
 use idem_runtime::http::{Caller, IdempotencyLayer, ProblemKind};
 use idem_runtime::store::Filter;
@@ -341,33 +341,4 @@ async fn a_shadow_refuses_nothing() {
     let digest = HeaderValue::from_static("sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:");
     lie.headers_mut().insert("content-digest", digest);
     assert_eq!(send(address, lie).await.text(), "run 1");
-}
-
-#[tokio::test]
-async fn the_description_fits_the_layer() {
-    let layer = with(POLICY.ttl(Duration::from_secs(3 * 86_400)).max_attempts(3))
-        .fingerprint_headers([HeaderName::from_static("x-account")])
-        .problem_base("https://api.example.com/problems/");
-    let said = layer.describe();
-    for part in [
-        "`idempotency-key` is required on POST, PATCH",
-        "1 to 255 printable",
-        "remembered for 3 days",
-        "`idempotent-replayed: true`",
-        "these headers: `x-account`",
-        "| 409 | `https://api.example.com/problems/in-progress` |",
-        "| 409 | `https://api.example.com/problems/attempts-exhausted` |",
-    ] {
-        assert!(said.text.contains(part), "{part}: {}", said.text);
-    }
-    // There are no callers, and no attempt is ever interrupted.
-    assert!(!said.text.contains("unauthenticated") && !said.text.contains("problems/interrupted"), "{}", said.text);
-    let openapi: serde_json::Value = serde_json::from_str(&said.openapi).unwrap();
-    assert_eq!(openapi["x-idempotency-ttl"], 3 * 86_400);
-    assert_eq!(openapi["parameters"][0]["name"], "idempotency-key");
-    assert_eq!(openapi["parameters"][0]["required"], true);
-    assert_eq!(openapi["parameters"][0]["schema"]["maxLength"], 255);
-    assert!(openapi["responses"]["409"]["headers"]["Retry-After"].is_object());
-    let statuses: Vec<_> = openapi["responses"].as_object().unwrap().keys().map(String::as_str).collect();
-    assert_eq!(statuses, ["400", "408", "409", "410", "413", "422", "500", "503", "504"]);
 }
