@@ -88,7 +88,7 @@ fn every_response_refers_to_the_headers_of_the_layer() {
         for (status, response) in responses {
             let mut names = Vec::new();
             references(&response["headers"], &mut |to| names.push(to.to_owned()));
-            for header in ["IdempotentReplayed", "IdempotencyRecorded"] {
+            for header in ["IdempotentReplayed", "IdempotencyRecorded", "IdempotencyReplayable"] {
                 let header = format!("#/components/headers/{header}");
                 assert!(names.contains(&header), "{status} does not refer to {header}: {response:#}");
             }

@@ -499,15 +499,52 @@ async fn a_handler_can_not_forge_the_marks_of_the_layer() {
         ("idempotent-replayed", "true"),
         ("idempotent-replayed", "maybe"),
         ("idempotency-recorded", "false"),
+        ("idempotency-replayable", "false"),
         ("x-own", "1"),
     ];
     for status in [200, 500] {
         let (address, _) = serve_responses(layer(), move |_, _| answer(status, FORGED, "")).await;
         let first = send(address, post("k", "")).await;
         assert_eq!(first.status.as_u16(), status);
-        assert_eq!((first.header("idempotent-replayed"), first.header("idempotency-recorded")), (None, None));
+        for mark in ["idempotent-replayed", "idempotency-recorded", "idempotency-replayable"] {
+            assert_eq!(first.header(mark), None, "{mark}");
+        }
         let again = send(address, post("k", "")).await;
         assert_eq!(again.headers.get_all("idempotent-replayed").iter().count(), usize::from(status == 200));
         assert_eq!((again.is_replay(), again.header("x-own")), (status == 200, Some("1")));
+        assert_eq!(again.header("idempotency-replayable"), None);
+    }
+}
+
+#[tokio::test]
+async fn the_first_client_learns_that_its_response_is_not_kept() {
+    let policy = POLICY.max_result_bytes(1000);
+    let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single());
+    let (address, _) = serve_responses(layer, |_, request| {
+        let mut response = match request.uri().path() {
+            "/large" => answer(200, &[], "x".repeat(1001)),
+            // The body fits, and its headers do not.
+            "/head" => answer(200, &[("x-a", "1")], "x".repeat(1000)),
+            "/events" => answer(200, &[("content-type", "text/event-stream")], "data: 1\n\n"),
+            "/encoded" => answer(200, &[("content-encoding", "br")], "x"),
+            "/error" => answer(500, &[("content-encoding", "br")], "x"),
+            _ => answer(200, &[], "x"),
+        };
+        if request.uri().path() == "/mark" {
+            response.extensions_mut().insert(Recording::Mark);
+        }
+        response
+    })
+    .await;
+    for path in ["/large", "/head", "/events", "/encoded", "/mark"] {
+        let first = send(address, post_to(path, &format!("k{}", &path[1..]), "")).await;
+        assert_eq!((first.status.as_u16(), first.header("idempotency-replayable")), (200, Some("false")), "{path}");
+        assert_eq!(first.header("idempotency-recorded"), None);
+        let again = send(address, post_to(path, &format!("k{}", &path[1..]), "")).await;
+        assert_eq!(again.problem(), (410, "result-unavailable".to_owned()), "{path}");
+    }
+    for path in ["/plain", "/error"] {
+        let first = send(address, post_to(path, &format!("k{}", &path[1..]), "")).await;
+        assert_eq!(first.header("idempotency-replayable"), None, "{path}");
     }
 }

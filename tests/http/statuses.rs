@@ -342,3 +342,35 @@ async fn a_shadow_refuses_nothing() {
     lie.headers_mut().insert("content-digest", digest);
     assert_eq!(send(address, lie).await.text(), "run 1");
 }
+
+#[tokio::test]
+async fn a_problem_names_its_occurrence_and_says_whether_to_retry() {
+    let stage = Stage::closed();
+    let address = serve_stage(with(POLICY), &stage).await;
+    let first = tokio::spawn(send(address, post("k", "1")));
+    stage.entered().await;
+    let mut instances = std::collections::HashSet::new();
+    for (request, name, retryable) in [
+        (post("k", "1"), "in-progress", true),
+        (post("k", "1"), "in-progress", true),
+        (post("k", "2"), "fingerprint-mismatch", false),
+        (post("", "2"), "invalid-key", false),
+    ] {
+        let reply = send(address, request).await;
+        assert_eq!(reply.problem().1, name);
+        let body: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
+        assert_eq!(body["retryable"], retryable, "{name}");
+        let instance = body["instance"].as_str().unwrap();
+        assert!(instance.starts_with("urn:uuid:") && instance.len() == 45, "{instance}");
+        assert!(instances.insert(instance.to_owned()), "{instance} names two occurrences");
+    }
+    stage.go();
+    first.await.unwrap();
+}
+
+#[test]
+fn a_retry_helps_where_the_moment_is_the_reason() {
+    use ProblemKind::{BodyTimeout, Busy, InProgress, StoreUnavailable, TimedOut, Unrecorded};
+    let retryable: Vec<_> = ProblemKind::ALL.into_iter().filter(|kind| kind.is_retryable()).collect();
+    assert_eq!(retryable, [BodyTimeout, InProgress, TimedOut, Busy, StoreUnavailable, Unrecorded]);
+}

@@ -132,6 +132,7 @@ fn operation(settings: &Settings, problems: &[(ProblemKind, u16)]) -> Value {
     let mut headers = Map::new();
     headers.insert(settings.marker.to_string(), reference("headers", "IdempotentReplayed"));
     headers.insert("Idempotency-Recorded".to_owned(), reference("headers", "IdempotencyRecorded"));
+    headers.insert("Idempotency-Replayable".to_owned(), reference("headers", "IdempotencyReplayable"));
     if settings.profile.echoes_key {
         headers.insert(settings.header.to_string(), reference("headers", "IdempotencyKey"));
     }
@@ -169,6 +170,7 @@ fn components(settings: &Settings) -> Value {
     let mut headers = json!({
         "IdempotentReplayed": flag("The response is that of an earlier request with the same key.", "true"),
         "IdempotencyRecorded": flag("The operation ran, and its response is not recorded.", "false"),
+        "IdempotencyReplayable": flag("The operation is recorded, and this response is not: duplicates get 410.", "false"),
         "RetryAfter": { "description": "Seconds.", "schema": { "type": "integer", "minimum": 1 } },
     });
     if profile.echoes_key {

@@ -105,6 +105,20 @@ impl ProblemKind {
         }
     }
 
+    /// Returns whether the same request with the same key may succeed later, without a change by the client or by an
+    /// operator.
+    pub const fn is_retryable(self) -> bool {
+        matches!(
+            self,
+            Self::BodyTimeout
+                | Self::InProgress
+                | Self::TimedOut
+                | Self::Busy
+                | Self::StoreUnavailable
+                | Self::Unrecorded
+        )
+    }
+
     /// Returns the title of the problem.
     pub const fn title(self) -> &'static str {
         self.about().1
@@ -252,6 +266,8 @@ pub struct Problem {
     kind: ProblemKind,
     status: StatusCode,
     type_uri: String,
+    /// Empty without a layer.
+    instance: String,
     retry_after: Option<Duration>,
     /// Boxed: it is large, and most problems have none.
     error: Option<Box<Error>>,
@@ -259,7 +275,14 @@ pub struct Problem {
 
 impl Problem {
     pub(super) fn new(kind: ProblemKind) -> Self {
-        Self { kind, status: kind.status(), type_uri: String::new(), retry_after: None, error: None }
+        Self {
+            kind,
+            status: kind.status(),
+            type_uri: String::new(),
+            instance: String::new(),
+            retry_after: None,
+            error: None,
+        }
     }
 
     pub(super) fn retry_after(self, retry_after: Duration) -> Self {
@@ -312,6 +335,11 @@ impl Problem {
         Self { status, type_uri, ..self }
     }
 
+    /// Gives this occurrence of the problem a name of these random bits.
+    pub(super) fn named(self, random: u128) -> Self {
+        Self { instance: format!("urn:uuid:{}", uuid(random)), ..self }
+    }
+
     /// Returns the reason why there is no response from the handler.
     pub fn kind(&self) -> ProblemKind {
         self.kind
@@ -325,6 +353,11 @@ impl Problem {
     /// The `type` of RFC 9457.
     pub fn type_uri(&self) -> &str {
         &self.type_uri
+    }
+
+    /// The `instance` of RFC 9457: a random URI that names this occurrence. The layer's log has it, too.
+    pub fn instance(&self) -> &str {
+        &self.instance
     }
 
     /// Returns the time until a retry is likely to succeed, in whole seconds, at least 1. `None` if a retry alone does
@@ -341,13 +374,17 @@ impl Problem {
 
     /// Returns the default response: `application/problem+json` of RFC 9457.
     pub(super) fn response(&self) -> Response<Bytes> {
-        let Self { kind, status, type_uri, .. } = self;
-        let body = serde_json::json!({
+        let Self { kind, status, type_uri, instance, .. } = self;
+        let mut body = serde_json::json!({
             "type": type_uri,
             "title": kind.title(),
             "status": status.as_u16(),
             "detail": kind.detail(),
+            "retryable": kind.is_retryable(),
         });
+        if !instance.is_empty() {
+            body["instance"] = instance.as_str().into();
+        }
         let mut response = self.with_body("application/problem+json", &body);
         if type_uri.starts_with("http") || type_uri.starts_with('/') {
             let link = format!("<{type_uri}>; rel=\"describedby\"");
@@ -376,6 +413,13 @@ impl Problem {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
     }
+}
+
+/// Formats random bits as a UUID of version 4.
+pub(super) fn uuid(random: u128) -> String {
+    let bits = random & !(0xf << 76) & !(0x3 << 62) | 0x4 << 76 | 0x2 << 62;
+    let hex = format!("{bits:032x}");
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
 }
 
 impl fmt::Display for Problem {

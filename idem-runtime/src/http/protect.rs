@@ -44,6 +44,8 @@ use crate::sync::{Mutex, lock};
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// Field that marks a response as not recorded although its handler ran.
 const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
+/// Field that marks a response as not kept although its operation is recorded.
+const REPLAYABLE: HeaderName = HeaderName::from_static("idempotency-replayable");
 /// Shortest retry time: for a busy layer, and for a running request while no handler's duration is known.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -435,6 +437,7 @@ impl Settings {
                 // The layer's own fields: a handler that sends them would deceive the client.
                 response.headers_mut().remove(&self.marker);
                 response.headers_mut().remove(RECORDED);
+                response.headers_mut().remove(REPLAYABLE);
                 let is_lost = match &result {
                     Err(NotRecorded::Refused(error)) => {
                         tracing::error!(%error, "the response is sent, and it is not recorded");
@@ -445,6 +448,8 @@ impl Settings {
                 };
                 if is_lost {
                     response.headers_mut().insert(RECORDED, HeaderValue::from_static("false"));
+                } else if enforced && outcome.recorded() && !outcome.result_stored() {
+                    response.headers_mut().insert(REPLAYABLE, HeaderValue::from_static("false"));
                 }
                 response
             }
@@ -609,10 +614,16 @@ impl Settings {
             ProblemKind::FingerprintMismatch => self.profile.mismatch,
             kind => kind.status(),
         };
-        let problem = problem.at(status, &self.problem_base);
+        let problem = problem.at(status, &self.problem_base).named(self.store.context().clock().entropy());
+        let instance = problem.instance();
         match problem.error() {
-            Some(error) if status.is_server_error() => tracing::warn!(%error, %problem, "a request is refused"),
-            error => tracing::debug!(error = error.map(tracing::field::display), %problem, "a request is refused"),
+            Some(error) if status.is_server_error() => {
+                tracing::warn!(%error, %problem, instance, "a request is refused");
+            }
+            error => {
+                let error = error.map(tracing::field::display);
+                tracing::debug!(error, %problem, instance, "a request is refused");
+            }
         }
         let mut response = protocol.response(&problem).unwrap_or_else(|| (self.profile.problem)(&problem));
         if let (StatusCode::UNAUTHORIZED, Some(principal)) = (response.status(), &self.caller.0) {

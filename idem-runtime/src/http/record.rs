@@ -40,6 +40,7 @@ const NEVER: &[&str] = &[
     "connection",
     "date",
     "idempotency-recorded",
+    "idempotency-replayable",
     "keep-alive",
     "proxy-authenticate",
     "proxy-authentication-info",

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 
 use crate::clock::{Clock, SystemClock};
 use crate::engine::Attempt;
+use crate::http::problem::uuid;
 
 /// Longest key that [`CallKey::new`] takes, in bytes.
 const MAX_KEY_BYTES: usize = 255;
@@ -56,9 +57,7 @@ impl CallKey {
 
     /// Formats random bits as a UUID of version 4.
     pub(super) fn from_bits(random: u128) -> Self {
-        let bits = random & !(0xf << 76) & !(0x3 << 62) | 0x4 << 76 | 0x2 << 62;
-        let hex = format!("{bits:032x}");
-        Self([&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-"))
+        Self(uuid(random))
     }
 
     /// Takes the key that the caller has set in the field `name`; `None` if there is none.
