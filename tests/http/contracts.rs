@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use http::HeaderName;
-use idem_runtime::http::{Caller, IdempotencyLayer, Profile};
+use idem_runtime::http::{Caller, IdempotencyLayer, JsonMembers, Profile};
 use idem_runtime::{InProgress, MemoryStore, MissingKey, OnCrash, Policy};
 use serde_json::{Value, json};
 
@@ -169,6 +169,11 @@ fn a_contract_names_no_setting_that_the_profile_ignores() {
     assert!(!text.contains("x-account") && !text.contains("query"), "{text}");
     assert!(text.contains("is required on") && text.contains("missing-key"), "{text}");
     assert_eq!(contract(&layer)["components"]["parameters"]["IdempotencyKey"]["required"], true);
+    // Settings that count are named.
+    let chosen = layer.clone().fingerprint_members(JsonMembers::without(["sent_at"])).key_format(|_| true);
+    let text = chosen.describe().text;
+    assert!(text.contains("its body without these members: `sent_at`, compared as JSON"), "{text}");
+    assert!(text.contains("checks its form"), "{text}");
     // A rule of the layer is stronger than its profile.
     let layer = layer.required(|_| false);
     assert_eq!(contract(&layer)["components"]["parameters"]["IdempotencyKey"]["required"], false);

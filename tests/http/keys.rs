@@ -2,7 +2,7 @@
 
 use http::header::HeaderName;
 use http::{HeaderValue, Method, Request};
-use idem_runtime::http::{Caller, IdempotencyKey, IdempotencyLayer};
+use idem_runtime::http::{Caller, IdempotencyKey, IdempotencyLayer, JsonMembers, Profile};
 use idem_runtime::{MemoryStore, MissingKey, Policy};
 use idem_tests::{FaultyStore, StoreCall};
 
@@ -444,4 +444,46 @@ async fn a_host_in_the_payload_is_the_same_in_both_versions() {
 fn a_policy_that_can_not_be_honoured_is_refused_when_the_layer_is_built() {
     let policy = Policy::new(std::time::Duration::ZERO);
     drop(IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()));
+}
+
+#[tokio::test]
+async fn chosen_members_of_a_body_make_the_payload() {
+    let digest = "sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:";
+    let layer = layer().fingerprint_members(JsonMembers::without(["sent_at"])).stream_digested(true);
+    let (address, _) = serve_counter(layer).await;
+    let ask = async |body: &'static str| send(address, post("k", body)).await;
+    assert_eq!(ask(r#"{"amount":5,"sent_at":1}"#).await.text(), "run 1");
+    for same in [r#"{"amount":5,"sent_at":2}"#, r#"{ "amount": 5.0 }"#] {
+        assert!(ask(same).await.is_replay(), "{same}");
+    }
+    assert_eq!(ask(r#"{"amount":6,"sent_at":1}"#).await.problem(), (422, "fingerprint-mismatch".to_owned()));
+    assert_eq!(ask(r#"{"amount":5,"amount":6}"#).await.problem(), (400, "invalid-body".to_owned()));
+    // Path, query and the body's digest are checked as before.
+    let reply = send(address, post_to("/pay?x=1", "k", r#"{"amount":5}"#)).await;
+    assert_eq!(reply.problem(), (422, "fingerprint-mismatch".to_owned()));
+    let mut lie = post("k", r#"{"amount":5}"#);
+    lie.headers_mut().insert("content-digest", digest.parse().unwrap());
+    assert_eq!(send(address, lie).await.problem(), (400, "digest-mismatch".to_owned()));
+    // Bytes that are not JSON are compared as bytes.
+    assert_eq!(send(address, post("k2", "amount=5")).await.text(), "run 2");
+    assert!(send(address, post("k2", "amount=5")).await.is_replay());
+    assert_eq!(send(address, post("k2", "amount=6")).await.status, 422);
+}
+
+#[tokio::test]
+async fn a_key_has_the_form_that_the_service_asks_for() {
+    let (address, stage) = serve_counter(layer().key_format(|key| key.starts_with("order-"))).await;
+    assert_eq!(send(address, post("order-1", "")).await.text(), "run 1");
+    // Quotes are not part of a key.
+    assert!(send(address, post("\"order-1\"", "")).await.is_replay());
+    for refused in ["1", "\"1\"", "Order-1"] {
+        assert_eq!(send(address, post(refused, "")).await.problem(), (400, "invalid-key".to_owned()));
+    }
+    assert_eq!(stage.begun(), 1);
+    // The limits of the library and of the profile hold, too.
+    let long = format!("order-{}", "x".repeat(250));
+    assert_eq!(send(address, post(&long, "")).await.problem(), (400, "invalid-key".to_owned()));
+    let ucp = layer().profile(Profile::ucp()).key_format(|_| true);
+    let (address, _) = serve_counter(ucp).await;
+    assert_eq!(send(address, post("short", "")).await.status, 400);
 }

@@ -90,6 +90,7 @@ fn text(settings: &Settings, problems: &[(ProblemKind, u16)]) -> String {
         Some(_) => "Keys belong to the caller that the credentials name.",
         None => "All clients share their keys.",
     };
+    let format = if settings.key_format.is_some() { " The service checks its form." } else { "" };
     let hosts = if settings.separate_hosts { " Each host has keys of its own." } else { "" };
     let echo = if profile.echoes_key { " Every response repeats the field of the key." } else { "" };
     // One table row for each problem that can happen.
@@ -101,7 +102,7 @@ fn text(settings: &Settings, problems: &[(ProblemKind, u16)]) -> String {
     format!(
         "# Idempotency\n\n\
          `{header}` is {need} on {}.{reads} Its value is a string of {} to {MAX_KEY_BYTES} printable ASCII characters, \
-         quoted (`\"8e03978e-40d5-43e8-bc93-6894a57f9324\"`) or bare; both are the same key. Make a new one for each \
+         quoted (`\"8e03978e-40d5-43e8-bc93-6894a57f9324\"`) or bare; both are the same key.{format} Make a new one for each \
          operation, a UUID for example. {owner}{hosts}\n\n\
          A key is remembered for {} after its operation has ended. Until then a request with the same key gets the \
          response of the first one, marked with `{marker}: true`. After that it is a new operation.{echo}\n\n\
@@ -116,14 +117,18 @@ fn text(settings: &Settings, problems: &[(ProblemKind, u16)]) -> String {
 
 /// Writes the parts of a request that a retry repeats.
 fn same(settings: &Settings) -> String {
-    match (settings.profile.equality, &settings.fingerprint_headers[..]) {
-        (Equality::Json, _) => "A retry repeats path and body; the body is compared as JSON.".to_owned(),
-        (Equality::Bytes, []) => "A retry repeats path, query and body byte for byte.".to_owned(),
+    let (target, headers) = match (settings.profile.equality, &settings.fingerprint_headers[..]) {
+        (Equality::Json, _) => ("path", String::new()),
+        (Equality::Bytes, []) => ("path, query", String::new()),
         (Equality::Bytes, names) => {
             let names: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
-            let names = names.join(", ");
-            format!("A retry repeats path, query and body byte for byte, and these headers: {names}.")
+            ("path, query", format!(" It repeats these headers: {}.", names.join(", ")))
         }
+    };
+    match &settings.fingerprint_members {
+        Some(members) => format!("A retry repeats {target}, and {}, compared as JSON.{headers}", members.words()),
+        None if settings.compares_json() => format!("A retry repeats {target} and body; the body is compared as JSON."),
+        None => format!("A retry repeats {target} and body byte for byte.{headers}"),
     }
 }
 

@@ -7,7 +7,7 @@ use http::uri::{Authority, Uri};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-use super::json::{self, JsonDefect};
+use super::json::{self, JsonDefect, JsonMembers};
 use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, SumHash, is_scope};
 use crate::sync::SharedOnce;
 
@@ -153,12 +153,13 @@ impl BodyPrint {
         Self::Sha256(hex(&Sha256::digest(bytes)))
     }
 
-    /// Compares `bytes` by their meaning as JSON. Bytes that are not JSON are compared as bytes.
+    /// Compares `bytes`, or the `chosen` members, by their meaning as JSON. Bytes that are not JSON are compared as
+    /// bytes.
     ///
     /// # Errors
     /// The body nests too deep, or an object has two members of one name.
-    pub(super) fn of_json(bytes: &[u8]) -> Result<Self, JsonDefect> {
-        match json::print(bytes) {
+    pub(super) fn of_json(bytes: &[u8], chosen: Option<&JsonMembers>) -> Result<Self, JsonDefect> {
+        match json::print(bytes, chosen) {
             Ok(print) => Ok(Self::Json(hex(&print))),
             Err(JsonDefect::NotJson) => Ok(Self::of_bytes(bytes)),
             Err(defect) => Err(defect),
@@ -170,7 +171,7 @@ impl BodyPrint {
 #[cfg(feature = "conformance")]
 #[doc(hidden)]
 pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {
-    Fingerprint::of(&BodyPrint::of_json(body).ok()?).ok()
+    Fingerprint::of(&BodyPrint::of_json(body, None).ok()?).ok()
 }
 
 impl<'a> Payload<'a> {
@@ -293,7 +294,7 @@ mod tests {
 
     #[test]
     fn bytes_that_are_not_json_are_compared_as_bytes() {
-        let of = |body: &[u8]| Fingerprint::of(&BodyPrint::of_json(body).unwrap()).unwrap();
+        let of = |body: &[u8]| Fingerprint::of(&BodyPrint::of_json(body, None).unwrap()).unwrap();
         let bodies =
             [&b"no json"[..], b"no  json", b"\"caf\xe9\"", b"\"caf\xe8\"", b"\"\xef\xbf\xbd\"", b"[1", b"[1]", b""];
         let prints: std::collections::HashSet<_> = bodies.into_iter().map(of).collect();

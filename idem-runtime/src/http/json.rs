@@ -42,10 +42,53 @@ pub(super) enum JsonDefect {
     TwoMembers,
 }
 
-/// Returns the print of a JSON body. The first defect in the order of the bytes decides.
-pub(super) fn print(body: &[u8]) -> Result<[u8; 32], JsonDefect> {
+/// Members of a JSON body that count when two requests are compared; see
+/// [`fingerprint_members`](super::IdempotencyLayer::fingerprint_members).
+///
+/// ```
+/// use idem_runtime::http::JsonMembers;
+///
+/// let payment = JsonMembers::only(["amount", "currency", "card"]);
+/// let without_the_time = JsonMembers::without(["sent_at"]);
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct JsonMembers {
+    names: Vec<String>,
+    /// True if the members with these names count, false if all others do.
+    are_chosen: bool,
+}
+
+impl JsonMembers {
+    /// Chooses these members of the body's object, with all that is in them. Other members may differ.
+    pub fn only<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
+        Self { names: names.into_iter().map(Into::into).collect(), are_chosen: true }
+    }
+
+    /// Chooses all members of the body's object except these, which may differ.
+    pub fn without<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
+        Self { names: names.into_iter().map(Into::into).collect(), are_chosen: false }
+    }
+
+    fn chooses(&self, name: &[u8]) -> bool {
+        self.names.iter().any(|it| it.as_bytes() == name) == self.are_chosen
+    }
+
+    /// Describes the members, for clients.
+    pub(super) fn words(&self) -> String {
+        let names: Vec<_> = self.names.iter().map(|name| format!("`{name}`")).collect();
+        let names = names.join(", ");
+        match self.are_chosen {
+            true => format!("these members of its body: {names}"),
+            false => format!("its body without these members: {names}"),
+        }
+    }
+}
+
+/// Returns the print of a JSON body, or of its `chosen` members. The first defect in the order of the bytes decides.
+pub(super) fn print(body: &[u8], chosen: Option<&JsonMembers>) -> Result<[u8; 32], JsonDefect> {
     let text = std::str::from_utf8(body).map_err(|_| JsonDefect::NotJson)?;
-    let mut reader = Reader { rest: text.as_bytes(), form: Vec::new(), open: Vec::new(), members: Vec::new() };
+    let (form, open, members) = (Vec::new(), Vec::new(), Vec::new());
+    let mut reader = Reader { rest: text.as_bytes(), form, open, members, chosen };
     reader.document()?;
     Ok(Sha256::digest(&reader.form).into())
 }
@@ -85,6 +128,8 @@ struct Reader<'a> {
     open: Vec<Container>,
     /// Members of all open objects; those of the innermost object are the last.
     members: Vec<Member>,
+    /// Members of the outermost object that belong to the form; `None` for all.
+    chosen: Option<&'a JsonMembers>,
 }
 
 impl<'a> Reader<'a> {
@@ -209,8 +254,10 @@ impl<'a> Reader<'a> {
         if members.windows(2).any(|pair| pair[0].name(form) == pair[1].name(form)) {
             return Err(JsonDefect::TwoMembers);
         }
-        let sorted = members.iter().map(|member| member.of(form));
-        if form.len() - start > MAX_MEMBERS_BYTES {
+        let chosen = self.chosen.filter(|_| self.open.len() == 1);
+        let sorted = members.iter().filter(|member| chosen.is_none_or(|it| it.chooses(member.name(form))));
+        let sorted = sorted.map(|member| member.of(form));
+        if sorted.clone().map(<[u8]>::len).sum::<usize>() > MAX_MEMBERS_BYTES {
             let hash = sorted.fold(Sha256::new(), Digest::chain_update).finalize();
             form.truncate(start - 1);
             form.push(b'h');
@@ -387,6 +434,42 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+
+    fn print(body: &[u8]) -> Result<[u8; 32], JsonDefect> {
+        super::print(body, None)
+    }
+
+    #[test]
+    fn chosen_members_alone_count() {
+        let only = JsonMembers::only(["amount", "card"]);
+        let without = JsonMembers::without(["sent_at"]);
+        let of = |members: &JsonMembers, body: &str| super::print(body.as_bytes(), Some(members));
+        let long = "x".repeat(100);
+        let body = r#"{"amount":5,"card":{"no":"1","sent_at":1},"sent_at":1}"#;
+        // The order of members, other members and their length do not count.
+        for (members, same) in [
+            (&only, r#"{"card":{"sent_at":1,"no":"1"},"amount":5.0}"#.to_owned()),
+            (&only, format!(r#"{{"a":"{long}","amount":5,"card":{{"no":"1","sent_at":1}},"z":[{{"amount":1}}]}}"#)),
+            (&without, format!(r#"{{"amount":5,"sent_at":"{long}","card":{{"no":"1","sent_at":1}}}}"#)),
+            (&without, r#"{"sent_at":2,"amount":5,"card":{"no":"1","sent_at":1}}"#.to_owned()),
+        ] {
+            assert_eq!(of(members, &same), of(members, body), "{same}");
+        }
+        // Chosen members count with all that is in them, and in their own place.
+        for other in [
+            r#"{"amount":6,"card":{"no":"1","sent_at":1},"sent_at":1}"#,
+            r#"{"amount":5,"card":{"no":"1","sent_at":2},"sent_at":1}"#,
+            r#"{"amount":5,"sent_at":1}"#,
+            r#"{"body":{"amount":5,"card":{"no":"1","sent_at":1},"sent_at":1}}"#,
+            r#"[{"amount":5,"card":{"no":"1","sent_at":1},"sent_at":1}]"#,
+        ] {
+            assert_ne!(of(&only, other), of(&only, body), "{other}");
+            assert_ne!(of(&without, other), of(&without, body), "{other}");
+        }
+        // A body without an object is compared as a whole, and a repeated name is refused, chosen or not.
+        assert_ne!(of(&only, r#"[{"a":1}]"#), of(&only, r#"[{"a":2}]"#));
+        assert_eq!(of(&only, r#"{"a":1,"a":2}"#), Err(JsonDefect::TwoMembers));
+    }
 
     #[test]
     fn json_is_compared_by_its_content() {

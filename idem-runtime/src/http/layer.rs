@@ -18,6 +18,7 @@ use tower_service::Service;
 
 use super::body::{BoxError, RequestBody, ResponseBody};
 use super::describe::Description;
+use super::json::JsonMembers;
 use super::problem::Problem;
 use super::profile::{Profile, Recording};
 use super::protect::{Classification, ErrorOrigin, PreparedRequest};
@@ -64,7 +65,9 @@ impl IdempotencyLayer {
             methods: None,
             covers: None,
             required: None,
+            key_format: None,
             fingerprint_headers: Vec::new(),
+            fingerprint_members: None,
             max_body_bytes: Self::DEFAULT_MAX_BODY_BYTES,
             body_deadline: Self::DEFAULT_BODY_DEADLINE,
             stream_digested: false,
@@ -152,6 +155,23 @@ impl IdempotencyLayer {
         self.with(|it| it.header = header)
     }
 
+    /// Sets the form of keys: a key that `accepts` does not accept gets 400 (default: any printable text). Called with
+    /// the text of the key, without its quotes. The profile's
+    /// [`min_key_chars`](super::Profile::min_key_chars) and the limit of 255 characters hold, too.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::http::{Caller, IdempotencyLayer};
+    /// # use idem_runtime::{MemoryStore, Policy};
+    /// # let policy = Policy::new(Duration::from_secs(3600));
+    /// let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single())
+    ///     .key_format(|key| key.len() == 36 && key.bytes().all(|byte| byte == b'-' || byte.is_ascii_hexdigit()));
+    /// ```
+    #[must_use]
+    pub fn key_format(self, accepts: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        self.with(|it| it.key_format = Some(Arc::new(accepts)))
+    }
+
     /// Sets the field that marks a replay (default: `Idempotent-Replayed`).
     #[must_use]
     pub fn replay_marker(self, marker: HeaderName) -> Self {
@@ -163,6 +183,19 @@ impl IdempotencyLayer {
     #[must_use]
     pub fn fingerprint_headers(self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.with(|it| it.fingerprint_headers = names.into_iter().collect())
+    }
+
+    /// Compares only these members of a body that is a JSON object (default: the whole body), so that a retry may have
+    /// another time stamp, for example. Members of inner objects can't be chosen alone.
+    ///
+    /// All bodies are then compared [as JSON](super::Equality::Json), with its limits: one that nests deeper than 400
+    /// levels or repeats a name gets 400. A body that is no object is compared as a whole, and one that is not JSON by
+    /// its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path, query and headers count as before.
+    ///
+    /// A change of this setting changes fingerprints: a retry across it gets 422.
+    #[must_use]
+    pub fn fingerprint_members(self, members: JsonMembers) -> Self {
+        self.with(|it| it.fingerprint_members = Some(members))
     }
 
     /// Sets the longest request body that is read (default: 1 MiB). A longer body gets 413. If the request states its

@@ -65,6 +65,7 @@ pub use self::extract::KeyRejection;
 #[cfg(feature = "conformance")]
 pub use self::identity::json_fingerprint;
 pub use self::identity::request_key;
+pub use self::json::JsonMembers;
 pub use self::layer::{Idempotency, IdempotencyLayer};
 pub use self::problem::{Problem, ProblemKind};
 pub use self::profile::{Equality, Profile, Recording};

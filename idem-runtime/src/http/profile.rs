@@ -24,8 +24,8 @@ pub enum Recording {
     /// The key is forgotten: the next request with this key is a new operation, with any payload. For a request that
     /// failed validation, before it had an effect.
     ///
-    /// An operation that was started before, by an earlier request or by an attempt that was cut off, is only freed: its
-    /// effects may have happened, and belong to its payload. So is one whose store does not answer.
+    /// An operation that was started before, by an earlier request or by an attempt that was cut off, is only freed:
+    /// its effects may have happened, and belong to its payload. So is one whose store does not answer.
     Forget,
     /// The run counts as one that was cut off: its effects are not known. Under `on_crash = retry` the key is freed,
     /// under `fail` the operation is interrupted.

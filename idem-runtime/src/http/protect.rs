@@ -195,7 +195,7 @@ impl Settings {
         let problem = |kind| Err(Problem::new(kind));
         // The key comes first: a request without a key may pass, without any of the other checks.
         let name = match field::key(&head.headers, &self.header) {
-            Ok(name) if name.len() >= self.profile.min_key_chars => name,
+            Ok(name) if self.accepts(&name) => name,
             Err(KeyFieldProblem::Missing) if !self.requires(head) => return Ok(None),
             Err(KeyFieldProblem::Missing) => return problem(ProblemKind::MissingKey),
             _ => return problem(ProblemKind::InvalidKey),
@@ -227,8 +227,7 @@ impl Settings {
         // A body that is too long to be read needs a digest that can stand for it.
         let Some(digests) = field::digests(&head.headers) else { return problem(ProblemKind::DigestMismatch) };
         let is_short = length.is_some_and(|length| length <= self.max_body_bytes as u64);
-        let streams =
-            digests.sha256.filter(|_| self.stream_digested && !is_short && self.profile.equality == Equality::Bytes);
+        let streams = digests.sha256.filter(|_| self.stream_digested && !is_short && !self.compares_json());
         if streams.is_none() && length.is_some() && !is_short {
             return problem(ProblemKind::BodyTooLarge);
         }
@@ -337,10 +336,11 @@ impl Settings {
         if is_lie {
             return Err(Problem::new(ProblemKind::DigestMismatch));
         }
-        let print = match (self.profile.equality, sha256) {
-            (Equality::Json, _) => BodyPrint::of_json(body).map_err(|_| Problem::new(ProblemKind::InvalidBody))?,
-            (Equality::Bytes, Some(digest)) => BodyPrint::of_digest(&digest),
-            (Equality::Bytes, None) => BodyPrint::of_bytes(body),
+        let print = match sha256 {
+            _ if self.compares_json() => BodyPrint::of_json(body, self.fingerprint_members.as_ref())
+                .map_err(|_| Problem::new(ProblemKind::InvalidBody))?,
+            Some(digest) => BodyPrint::of_digest(&digest),
+            None => BodyPrint::of_bytes(body),
         };
         Ok(self.print_of(head, print))
     }

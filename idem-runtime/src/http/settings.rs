@@ -9,8 +9,9 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Response};
 
+use super::json::JsonMembers;
 use super::problem::Problem;
-use super::profile::{Profile, Recording};
+use super::profile::{Equality, Profile, Recording};
 use super::tasks::{Carry, HandlerTasks};
 use crate::policy::{MissingKey, Policy};
 use crate::store::Store;
@@ -69,6 +70,8 @@ pub struct IdempotencyKey(pub String);
 
 pub(super) type HeadRule = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
+pub(super) type KeyRule = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+
 pub(super) type ResponseRule = Arc<dyn Fn(&http::response::Parts, &HeaderMap) -> Recording + Send + Sync>;
 
 pub(super) type HeaderRule = Arc<dyn Fn(&HeaderName) -> bool + Send + Sync>;
@@ -90,7 +93,9 @@ pub(super) struct Settings {
     pub(super) methods: Option<Vec<Method>>,
     pub(super) covers: Option<HeadRule>,
     pub(super) required: Option<HeadRule>,
+    pub(super) key_format: Option<KeyRule>,
     pub(super) fingerprint_headers: Vec<HeaderName>,
+    pub(super) fingerprint_members: Option<JsonMembers>,
     pub(super) max_body_bytes: usize,
     pub(super) body_deadline: Duration,
     pub(super) stream_digested: bool,
@@ -106,6 +111,16 @@ impl Settings {
     /// Returns the methods that the layer covers.
     pub(super) fn methods(&self) -> &[Method] {
         self.methods.as_deref().unwrap_or(self.profile.methods)
+    }
+
+    /// Returns whether bodies are compared as JSON.
+    pub(super) fn compares_json(&self) -> bool {
+        self.profile.equality == Equality::Json || self.fingerprint_members.is_some()
+    }
+
+    /// Returns whether `key` has the form that the layer asks for.
+    pub(super) fn accepts(&self, key: &str) -> bool {
+        key.len() >= self.profile.min_key_chars && self.key_format.as_ref().is_none_or(|format| format(key))
     }
 
     /// Returns whether a request without a key is refused.
