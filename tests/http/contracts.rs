@@ -1,4 +1,4 @@
-//! The contract that a layer publishes. `data/openapi-3.0.json` and `openapi-3.1.json` are the schemas of OpenAPI
+//! The contract that a layer publishes. `data/openapi-3.0.json` and `openapi-3.1.json` are the schemas of `OpenAPI`
 //! (<https://spec.openapis.org>, Apache License 2.0), which a document with the contract must fit.
 
 use std::time::Duration;

@@ -238,10 +238,10 @@ impl Recorder<Recordable, NotRecorded> for RecordResponses {
             }
             Ok(Recordable::Ran(stored)) => AttemptEnd::Finish(Finish::Completed(stored.clone())),
             Err(NotRecorded::Freed(release)) => AttemptEnd::Release(*release),
-            // The payload in the record goes after the release.
-            Err(NotRecorded::Forgotten) => AttemptEnd::Release(Release::Returned),
-            // A body never returns either of these.
-            Ok(Recordable::Replayed(_)) | Err(NotRecorded::Refused(_)) => AttemptEnd::Release(Release::Returned),
+            // The first is removed after its release. A body never returns either of the others.
+            Err(NotRecorded::Forgotten | NotRecorded::Refused(_)) | Ok(Recordable::Replayed(_)) => {
+                AttemptEnd::Release(Release::Returned)
+            }
         }
     }
 
