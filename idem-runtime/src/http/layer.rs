@@ -346,7 +346,7 @@ impl IdempotencyLayer {
         };
         let place = match settings.enter(&asked) {
             Ok(place) => place,
-            Err(refusal) => return Ok(settings.refuse(refusal)),
+            Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
         };
         let print = match settings.print(&head, &asked, &body) {
             Ok(print) => print,
@@ -433,7 +433,7 @@ where
                     // Counted while its body is read: uploads take memory.
                     let place = match settings.enter(&asked) {
                         Ok(place) => place,
-                        Err(refusal) => return Ok(settings.refuse(refusal)),
+                        Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
                     };
                     let (body, print, claim) = match settings.read(&head, &asked, body).await {
                         Ok(read) => read,

@@ -308,14 +308,14 @@ impl Settings {
     ///
     /// # Errors
     /// A limit is reached.
-    pub(super) fn enter(&self, asked: &KeyedRequest) -> Result<Option<Place>, Refusal> {
+    pub(super) fn enter(&self, asked: &KeyedRequest) -> Result<Option<Place>, Problem> {
         let kind = match self.tasks.enter(&asked.key, asked.caller.as_ref()) {
             Ok(place) => return Ok(Some(place)),
             Err(_) if self.is_shadow() => return Ok(None),
             Err(NoPlace::Layer) => ProblemKind::Busy,
             Err(NoPlace::Caller) => ProblemKind::CallerBusy,
         };
-        Err(asked.refusal(Problem::new(kind).retry_after(SOON)))
+        Err(Problem::new(kind).retry_after(SOON))
     }
 
     /// Returns the fingerprint of a request with this `body`.
