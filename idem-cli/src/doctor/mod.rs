@@ -11,6 +11,7 @@ mod redis;
 mod sqlite;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use serde_json::json;
 
@@ -96,23 +97,33 @@ impl Findings {
     }
 }
 
+/// Adds findings about the server, which only its own driver can ask.
+#[allow(unused_variables, reason = "a build without stores examines none")]
+async fn examine(
+    server: Server<'_>,
+    namespace: Option<&str>,
+    timeout: Duration,
+    findings: &mut Findings,
+) -> Result<(), Stop> {
+    match server {
+        #[cfg(feature = "dynamodb")]
+        Server::Dynamo(table) => dynamodb::examine(table, timeout, findings).await,
+        #[cfg(feature = "postgres")]
+        Server::Postgres(database) => postgres::examine(database, timeout, findings).await,
+        #[cfg(feature = "redis")]
+        Server::Redis(servers) => redis::examine(servers, namespace.unwrap_or(NAMESPACE), timeout, findings).await,
+        #[cfg(feature = "sqlite")]
+        Server::Sqlite(file) => sqlite::examine(file, findings),
+        #[cfg(not(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite")))]
+        Server::Absent(never) => match *never {},
+    }
+}
+
 pub(crate) async fn main(arguments: &DoctorArguments) -> Result<ExitCode, Stop> {
     let place = arguments.store.place()?;
     let (namespace, timeout) = (arguments.store.namespace()?, arguments.store.timeout());
     let mut findings = Findings::default();
-    match place.server() {
-        #[cfg(feature = "dynamodb")]
-        Server::Dynamo(table) => dynamodb::examine(table, timeout, &mut findings).await?,
-        #[cfg(feature = "postgres")]
-        Server::Postgres(database) => postgres::examine(database, timeout, &mut findings).await?,
-        #[cfg(feature = "redis")]
-        Server::Redis(servers) => {
-            let namespace = namespace.as_deref().unwrap_or(NAMESPACE);
-            redis::examine(servers, namespace, timeout, &mut findings).await?;
-        }
-        #[cfg(feature = "sqlite")]
-        Server::Sqlite(file) => sqlite::examine(file, &mut findings)?,
-    }
+    examine(place.server(), namespace.as_deref(), timeout, &mut findings).await?;
     match place.open(namespace, timeout).await {
         Ok(store) => probe::probe(&*store, &mut findings).await,
         Err(Stop::Unreachable(found)) => findings.error(

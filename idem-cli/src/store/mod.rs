@@ -120,6 +120,10 @@ pub(crate) enum Server<'a> {
     Redis(&'a redis::Servers),
     #[cfg(feature = "sqlite")]
     Sqlite(&'a sqlite::File),
+    /// A build without stores has no place.
+    #[cfg(not(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite")))]
+    #[expect(dead_code, reason = "it only gives the lifetime a use")]
+    Absent(&'a std::convert::Infallible),
 }
 
 /// Parses a URL. The error does not contain the URL, which may hold a password.
