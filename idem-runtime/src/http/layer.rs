@@ -135,8 +135,8 @@ impl IdempotencyLayer {
         self.with(|it| it.methods = Some(methods.into_iter().collect()))
     }
 
-    /// Selects the requests of these methods that the layer covers (default: all but the [reads](Profile::reads) of the
-    /// profile). Other requests pass, with or without a key.
+    /// Selects the requests of these methods that the layer covers (default: all but the profile's `reads`). Other
+    /// requests pass, with or without a key.
     #[must_use]
     pub fn covers(self, covers: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.covers = Some(Arc::new(covers)))
@@ -267,9 +267,9 @@ impl IdempotencyLayer {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_limit(max_in_flight)))
     }
 
-    /// Sets the limit of requests in flight of one caller, duplicates included (default: a quarter of
-    /// [`max_in_flight`](IdempotencyLayer::max_in_flight), at least 1). A further request of this caller gets 429. Has
-    /// no effect with [`Caller::single`], which knows no callers.
+    /// Sets the limit of requests in flight of one caller, duplicates included (default: a quarter of `max_in_flight`,
+    /// at least 1). A further request of this caller gets 429. Has no effect with [`Caller::single`], which knows no
+    /// callers.
     #[must_use]
     pub fn max_in_flight_per_caller(self, max_in_flight: u32) -> Self {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_caller_limit(max_in_flight)))
