@@ -75,6 +75,30 @@ fn imports_go_down_from_floor_to_floor() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// The rows of the picture are heights of the table: a module of an upper row never lies below one of a lower row. The
+/// stores stand next to the rows.
+#[test]
+fn the_picture_of_the_modules_agrees_with_the_table() {
+    let page = read(&root().join("ARCHITECTURE.md"));
+    let (_, rest) = page.split_once("## Modules").expect("the section");
+    let picture = rest.split("```").nth(1).expect("the picture");
+    let words = |text: &str| -> Vec<String> {
+        text.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect()
+    };
+    let (floors, drawn) = (floors(), words(picture));
+    let missing: Vec<_> = floors.iter().filter(|floor| !drawn.contains(floor)).collect();
+    assert!(missing.is_empty(), "not in the picture: {missing:?}");
+    let mut from = 0;
+    for row in ["doors", "protocol", "contract", "ground"] {
+        let line = picture.lines().find_map(|line| line.trim_start().strip_prefix(row)).expect("a row");
+        let modules = words(line).into_iter().filter(|word| !["stores", "kit"].contains(&word.as_str()));
+        let heights: Vec<_> = modules.filter_map(|word| floors.iter().position(|floor| *floor == word)).collect();
+        let (top, bottom) = (heights.iter().min().expect("modules"), heights.iter().max().expect("modules"));
+        assert!(*top >= from, "a module of the row `{row}` lies above one of the row before");
+        from = bottom + 1;
+    }
+}
+
 /// Two clocks can't be compared, and a test moves only those that it knows: a clock is an argument. `MADE` holds the
 /// files without a clock that is passed to them; the list only shrinks.
 #[test]
