@@ -215,6 +215,18 @@ pub(crate) fn confirm(yes: bool, about: &str, question: &str) -> Result<(), Stop
     }
 }
 
+/// Parses a time limit, `10`, `10s` or `2m`: from one second to one hour.
+pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
+    let (number, unit) = match (text.strip_suffix('s'), text.strip_suffix('m')) {
+        (Some(number), _) => (number, 1),
+        (_, Some(number)) => (number, 60),
+        _ => (text, 1),
+    };
+    let seconds = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
+    let limit = seconds.filter(|seconds| (1..=3600).contains(seconds)).map(Duration::from_secs);
+    limit.ok_or_else(|| "a time limit is written as `10`, `10s` or `2m`: from one second to one hour".to_owned())
+}
+
 /// Formats a duration for a person: its two largest units.
 pub(crate) fn human(duration: Duration) -> String {
     let seconds = duration.as_secs();
@@ -271,6 +283,16 @@ mod tests {
         let escaped = escaped(&object.to_string());
         assert_eq!(escaped, "{\"reason\":\"a\\u009b2J\\u001bé\"}");
         assert_eq!(serde_json::from_str::<Value>(&escaped).unwrap(), object);
+    }
+
+    #[test]
+    fn a_time_limit_may_have_a_unit() {
+        for (text, seconds) in [("10", 10), ("5s", 5), ("2m", 120), ("60m", 3600), ("3600", 3600)] {
+            assert_eq!(time_limit(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "0", "0s", "s", "61m", "3601", "1h", "-1", "5 s", "18446744073709551615m"] {
+            assert!(time_limit(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ use run::Checker;
 use serde_json::json;
 use wire::Server;
 
-use crate::report::CLOSED_PIPE;
+use crate::report::{CLOSED_PIPE, time_limit};
 
 const BUILT_IN: &str = include_str!("../../cases/http.json");
 
@@ -55,9 +55,9 @@ pub(crate) struct HttpArguments {
     /// Credentials of a caller in the file, as `first=Authorization: Bearer …`; may be given more than once
     #[arg(long = "caller", value_name = "NAME=HEADER")]
     callers: Vec<String>,
-    /// Time limit for an answer, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u64).range(1..=3600))]
-    timeout: u64,
+    /// Time limit for an answer, as `10s` or `2m`
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time_limit)]
+    timeout: Duration,
     /// Prints one JSON object per line
     #[arg(long)]
     json: bool,
@@ -105,7 +105,7 @@ async fn check(arguments: &HttpArguments) -> Result<bool, Stop> {
     })?;
     let file = file(arguments).map_err(Stop::Error)?;
     let chosen = choose(&file, arguments).map_err(Stop::Error)?;
-    let patience = Duration::from_secs(arguments.timeout);
+    let patience = arguments.timeout;
     let checker = Checker { server: &server, file: &file, profile: arguments.profile, patience };
     // Before the first case: check that the server answers and has a counter.
     checker.count().await.map_err(|error| Stop::Error(format!("{}: {error}", arguments.url)))?;

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use idem_runtime::Store;
 
-use crate::report::{Stop, hidden};
+use crate::report::{Stop, hidden, time_limit};
 
 const FORMS: &str = "sqlite:PATH[?table=NAME], redis://[user:password@]host[:port][/database], rediss://…, \
                      redis-cluster://host[:port][,host…], redis-sentinel://host[:port][,host…]/name, \
@@ -37,9 +37,9 @@ pub(crate) struct StoreArguments {
     /// default)
     #[arg(long, value_name = "NAME")]
     namespace: Option<String>,
-    /// Time limit for an answer of the store, in seconds
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = clap::value_parser!(u64).range(1..=3600))]
-    timeout: u64,
+    /// Time limit for an answer of the store, as `10s` or `2m`
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time_limit)]
+    timeout: Duration,
 }
 
 impl StoreArguments {
@@ -60,7 +60,7 @@ impl StoreArguments {
     }
 
     pub(crate) fn timeout(&self) -> Duration {
-        Duration::from_secs(self.timeout)
+        self.timeout
     }
 
     pub(crate) fn place(&self) -> Result<Box<dyn Place>, Stop> {
