@@ -12,7 +12,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::Response;
 use bytes::Bytes;
 use http_body::Frame;
@@ -101,7 +101,7 @@ mistakes! {
     RunningIsAwaited,
     /// 409 has no `Retry-After`.
     NoRetryAfter,
-    /// 409 has the code of another problem.
+    /// A refusal has the code of another problem.
     WrongCode,
     /// The server reads first and writes later, so two requests may both find no record.
     ReadThenWrite,
@@ -181,9 +181,25 @@ enum Refusal {
 
 /// Starts a server that runs until the test ends.
 pub(crate) async fn serve(profile: &'static str, mistake: Mistake) -> SocketAddr {
+    listen(app(profile, mistake)).await
+}
+
+/// Starts a server without a mistake that closes each connection after a response.
+pub(crate) async fn serve_and_close(profile: &'static str) -> SocketAddr {
+    let close = async |mut response: Response| {
+        response.headers_mut().insert("connection", HeaderValue::from_static("close"));
+        response
+    };
+    listen(app(profile, Mistake::None).layer(axum::middleware::map_response(close))).await
+}
+
+fn app(profile: &'static str, mistake: Mistake) -> Router {
     let (records, connections) = (Mutex::default(), Mutex::default());
     let server = Arc::new(Server { profile, mistake, runs: AtomicU64::new(0), records, connections });
-    let app = Router::new().fallback(handle).with_state(server);
+    Router::new().fallback(handle).with_state(server)
+}
+
+async fn listen(app: Router) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let app = app.into_make_service_with_connect_info::<SocketAddr>();
@@ -424,6 +440,7 @@ impl Server {
         };
         let code = match refusal {
             Refusal::Running if !self.has(Mistake::WrongCode) => "idempotency_in_flight",
+            Refusal::Key if !self.has(Mistake::WrongCode) => "idempotency_key_required",
             _ => "idempotency_conflict",
         };
         let (content_type, body) = match self.profile {

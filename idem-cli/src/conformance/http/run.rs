@@ -197,8 +197,14 @@ impl Checker<'_> {
                 let mut connection = self.connect().await?;
                 self.in_time(connection.write(&message.bytes.repeat(count.into()))).await?;
                 let mut replies = Vec::new();
-                for _ in 0..count {
-                    replies.push(self.in_time(connection.reply()).await?);
+                while replies.len() < usize::from(count) {
+                    match self.in_time(connection.next_reply()).await? {
+                        Some(reply) => replies.push(reply),
+                        None if replies.is_empty() => return Err("the server closed the connection".to_owned()),
+                        // A server may close a connection after a response. RFC 9112, 9.6: what it has not answered may
+                        // be asked again over another one.
+                        None => replies.push(self.exchange(&message.bytes).await?),
+                    }
                 }
                 Ok(replies)
             }
