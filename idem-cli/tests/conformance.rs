@@ -80,6 +80,7 @@ const CAUGHT: &[(Mistake, &str, &[&str])] = &[
     (Mistake::ErrorsForgotten, "stripe", &["server_error_is_replayed"]),
     (Mistake::ServerErrorForgotten, "stripe", &["server_error_is_replayed"]),
     (Mistake::ServerErrorRecorded, "acp", &["server_error_is_tried_again"]),
+    (Mistake::KeyNotRepeated, "acp", &["key_is_repeated"]),
     (Mistake::NotMarked, "stripe", &["replay_is_marked"]),
     (Mistake::AllMarked, "acp", &["replay_is_marked"]),
     (Mistake::HeadersLost, "ietf", &["replay_keeps_headers"]),

@@ -131,6 +131,8 @@ mistakes! {
     ServerErrorForgotten,
     /// A server error is recorded.
     ServerErrorRecorded,
+    /// The responses do not repeat the key.
+    KeyNotRepeated,
     /// A replay is not marked.
     NotMarked,
     /// Every response is marked as a replay.
@@ -216,10 +218,15 @@ async fn handle(
         let count = json!({ "runs": server.runs.load(Ordering::SeqCst) });
         return Response::new(Body::from(count.to_string()));
     }
-    match server.pay(peer, request).await {
+    let key = request.headers().get("idempotency-key").cloned();
+    let mut response = match server.pay(peer, request).await {
         Ok(response) => response,
         Err(refusal) => server.refuse(refusal),
+    };
+    if let Some(key) = key.filter(|_| server.profile == "acp" && !server.has(Mistake::KeyNotRepeated)) {
+        response.headers_mut().insert("idempotency-key", key);
     }
+    response
 }
 
 impl Server {

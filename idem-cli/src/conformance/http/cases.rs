@@ -201,6 +201,8 @@ pub(super) enum Field {
     Number { at_least: u64 },
     /// Present this many times.
     Count { count: usize },
+    /// Present once, with the key of this name.
+    Key { key: String },
 }
 
 impl File {

@@ -115,7 +115,7 @@ impl Checker<'_> {
                     false => vec![self.send_around(&message, &step.while_running, &place, run).await?],
                 };
                 for reply in &received {
-                    self.check(&step.expect, reply, &run.replies).map_err(at)?;
+                    self.check(&step.expect, reply, run).map_err(at)?;
                 }
                 alike(&received).map_err(at)?;
                 if let (Some(label), Some(reply)) = (&step.label, received.into_iter().find(|it| it.status != 409)) {
@@ -279,14 +279,14 @@ impl Checker<'_> {
         answer.unwrap_or_else(|_| Err(format!("no answer within {} s", self.patience.as_secs())))
     }
 
-    fn check(&self, expect: &Expect, reply: &Reply, replies: &HashMap<String, Reply>) -> Result<(), String> {
+    fn check(&self, expect: &Expect, reply: &Reply, run: &Run) -> Result<(), String> {
         let status = reply.status;
         if let Some(expected) = expect.status.as_ref().and_then(|status| status.of(self.profile))
             && !expected.allows(&status)
         {
             return Err(format!("status {status}, not {expected}: `{}`", reply.excerpt()));
         }
-        let labelled = |label: &String| replies.get(label).ok_or_else(|| format!("there is no response `{label}`"));
+        let labelled = |label: &String| run.replies.get(label).ok_or_else(|| format!("there is no response `{label}`"));
         if let Some(label) = &expect.same_as {
             let original = labelled(label)?;
             // If the case allows several statuses, a refusal need not equal the response.
@@ -311,7 +311,7 @@ impl Checker<'_> {
         {
             return Err(format!("the response is that of another operation: `{}`", reply.excerpt()));
         }
-        fields(&expect.headers, reply)?;
+        fields(&expect.headers, reply, &run.unique)?;
         if let Some(expected) = &expect.body
             && !holds(&reply.json(), expected)
         {
@@ -337,7 +337,7 @@ fn alike(replies: &[Reply]) -> Result<(), String> {
     }
 }
 
-fn fields(expected: &BTreeMap<String, Field>, reply: &Reply) -> Result<(), String> {
+fn fields(expected: &BTreeMap<String, Field>, reply: &Reply, unique: &str) -> Result<(), String> {
     for (name, expected) in expected {
         let values = reply.field(name);
         match expected {
@@ -348,6 +348,9 @@ fn fields(expected: &BTreeMap<String, Field>, reply: &Reply) -> Result<(), Strin
                 [value] if value.parse::<u64>().is_ok_and(|value| value >= *at_least) => {}
                 _ => return Err(format!("{name} is {values:?}, not a whole number of at least {at_least}")),
             },
+            Field::Key { key: of } if values != [key(unique, of)] => {
+                return Err(format!("{name} is {values:?}, not the key of the request"));
+            }
             Field::Count { count } if values.len() != *count => {
                 return Err(format!("{name} is there {}, not {count}", times(values.len() as u64)));
             }
