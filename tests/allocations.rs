@@ -110,8 +110,8 @@ fn over_redis_each_call_is_encoded_once_and_decoded_in_place() {
     of_64_at_once(&runtime, 20, ships);
     let [replay, replay_bytes] = of_64_at_once(&runtime, 40, ships);
     println!("first run: {first} ({first_bytes} bytes), replay: {replay} ({replay_bytes} bytes)");
-    // A replay: the key, the store's future, the value that the store returned and its trail, the texts of the result,
-    // here and in the value to compare with; the task of `join_all`, and a share of the batch.
+    // A replay: the key, the store's future, the value that the store returned and its provenance, the texts of the
+    // result, here and in the value to compare with; the task of `join_all`, and a share of the batch.
     assert!(replay < 4 + 2 * TEXTS + 1 + 2, "{replay}");
     // A first run: the key, two futures of the store, the encoded result, the texts of the body and of the value to
     // compare with, two commands with their arguments; the task and a share of two batches.

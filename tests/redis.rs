@@ -22,7 +22,7 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::operator::OperatorError;
 use idem_runtime::record::format;
-use idem_runtime::record::{Record, State, StoredResult, Trail};
+use idem_runtime::record::{Provenance, Record, State, StoredResult};
 use idem_runtime::store::{
     Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
     Standing, Verdict, renew_all,
@@ -45,10 +45,10 @@ async fn connect(server: &RedisServer) -> RedisStore {
 
 // The stored form.
 
-/// Trail with every optional part.
-fn trail() -> Trail {
+/// Provenance with every optional part.
+fn provenance() -> Provenance {
     let traceparent = TRACEPARENT.parse().ok();
-    Trail::default()
+    Provenance::default()
         .with_holder(Holder::new("host/7/name"))
         .with_traceparent(traceparent)
         .with_decision("alice", "INC-7")
@@ -63,7 +63,7 @@ fn the_written_form_is_pinned() {
         record.attempts_used = 2;
         record.fingerprint = fingerprint;
         if fingerprint.is_some() {
-            record.trail = trail();
+            record.provenance = provenance();
         }
         record
     };

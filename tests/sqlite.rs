@@ -94,7 +94,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
             let noted = Decision::break_lease(&request.key, &found).by("alice").reason("INC-7");
             assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
             record.owner = idem_tests::decided(record.owner, 1);
-            record.trail = record.trail.with_decision("alice", "INC-7");
+            record.provenance = record.provenance.with_decision("alice", "INC-7");
         }
         match end {
             None => {}

@@ -42,7 +42,8 @@ fn key(name: &str) -> Key {
     Key::new("pay", name).unwrap()
 }
 
-// ---- PostgreSQL ------------------------------------------------------------------------------------------------------
+// ---- PostgreSQL
+// ------------------------------------------------------------------------------------------------------
 
 /// Schema for one test, with a table of payments next to the records.
 struct Bank {
@@ -582,7 +583,7 @@ async fn a_record_made_in_a_transaction_names_its_holder() {
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// Checks the trail of a record that was made in this process, by a handle of this name, under a trace.
+/// Checks the provenance of a record that was made in this process, by a handle of this name, under a trace.
 async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
     let found = store.inspect(&key(name)).await.unwrap().unwrap();
     let told = found.holder().unwrap();
@@ -1174,7 +1175,8 @@ async fn a_transaction_of_the_library_that_is_dropped_is_rolled_back() {
     assert_eq!(bank.payments().await, 1);
 }
 
-// ---- PostgreSQL through sqlx -----------------------------------------------------------------------------------------
+// ---- PostgreSQL through sqlx
+// -----------------------------------------------------------------------------------------
 
 type SqlxTransaction<'c> = OpenTransaction<sqlx::Transaction<'c, sqlx::Postgres>>;
 
@@ -1424,7 +1426,8 @@ async fn a_transaction_of_sqlx_does_the_same() {
     assert!(matches!(&error, Error::Store { source, .. } if source.kind() == StoreErrorKind::Aborted), "{error:?}");
 }
 
-// ---- SQLite ----------------------------------------------------------------------------------------------------------
+// ---- SQLite
+// ----------------------------------------------------------------------------------------------------------
 
 /// File with a table of payments.
 struct Till {
@@ -1892,7 +1895,8 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
     assert_eq!((outcome.disposition(), outcome.recorded()), (Disposition::DeadLetter, true), "{outcome:?}");
 }
 
-// ---- Processes that die ----------------------------------------------------------------------------------------------
+// ---- Processes that die
+// ----------------------------------------------------------------------------------------------
 
 const KEYS: usize = 400;
 const RACERS: usize = 7;

@@ -145,10 +145,10 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
         result_bytes,
         Cell::Int(lapses_at),
         Cell::Int(expires_at),
-        told(record.trail.holder().map(|holder| holder.to_string())),
-        told(record.trail.traceparent().map(|parent| parent.to_string())),
-        told(record.trail.decided_by().map(str::to_owned)),
-        told(record.trail.decided_reason().map(str::to_owned)),
+        told(record.provenance.holder().map(|holder| holder.to_string())),
+        told(record.provenance.traceparent().map(|parent| parent.to_string())),
+        told(record.provenance.decided_by().map(str::to_owned)),
+        told(record.provenance.decided_reason().map(str::to_owned)),
         Cell::Int(1),
         Cell::Int(2),
         Cell::Bool(begun),
@@ -206,7 +206,8 @@ fn corrupt<T>(answer: Result<T, StoreError>) -> Option<T> {
     answer.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{error}")).ok()
 }
 
-// ---- SQLite ----------------------------------------------------------------------------------------------------------
+// ---- SQLite
+// ----------------------------------------------------------------------------------------------------------
 
 thread_local! {
     // The columns have no types, so that each value stays as it was written.
@@ -275,7 +276,8 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
     }
 }
 
-// ---- PostgreSQL ------------------------------------------------------------------------------------------------------
+// ---- PostgreSQL
+// ------------------------------------------------------------------------------------------------------
 
 /// A row in the driver's form: bytes, and the types named by the server.
 struct Row(Vec<(Type, Option<Vec<u8>>)>);
@@ -326,7 +328,8 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
     }
 }
 
-// ---- DynamoDB --------------------------------------------------------------------------------------------------------
+// ---- DynamoDB
+// --------------------------------------------------------------------------------------------------------
 
 /// Reads an item with these attributes as DynamoDB stores it.
 fn dynamo(row: &Columns) -> Option<Record> {

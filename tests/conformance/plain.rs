@@ -13,7 +13,7 @@ use futures::future::{Either, join_all, select};
 use idem_runtime::clock::{Clock, Instant, SystemClock};
 use idem_runtime::codec::CodecName;
 use idem_runtime::conformance::Subject;
-use idem_runtime::record::{Record, State, StoredResult, Trail};
+use idem_runtime::record::{Provenance, Record, State, StoredResult};
 use idem_runtime::store::{
     Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Inspection, Lease, OwnerToken, Page,
     Release, Reservation, ReserveRequest, Revision, Standing, StoreContext, StoreFuture, Verdict,
@@ -282,7 +282,7 @@ impl Plain {
 
     fn pending(&self, request: &ReserveRequest, attempt: u32, starts: u32, record: Option<&Slot>) -> Slot {
         let now = self.now();
-        let before = record.map(|slot| &slot.record.trail);
+        let before = record.map(|slot| &slot.record.provenance);
         let recorded =
             record.and_then(|slot| slot.record.fingerprint).filter(|_| !self.is(M::FingerprintLostAtTakeover));
         let state = State::Pending {
@@ -318,7 +318,7 @@ impl Plain {
                 let mut record = Record::new(request.owner, attempt, state);
                 record.attempts_used = starts;
                 record.fingerprint = fingerprint;
-                record.trail = self.trail(request, before);
+                record.provenance = self.provenance(request, before);
                 record
             },
             lapses_at: now.saturating_add(request.lease),
@@ -326,10 +326,10 @@ impl Plain {
         }
     }
 
-    /// Returns the trail of a record for `request`. `before`: trail of the replaced record.
-    fn trail(&self, request: &ReserveRequest, before: Option<&Trail>) -> Trail {
+    /// Returns the provenance of a record for `request`. `before`: provenance of the replaced record.
+    fn provenance(&self, request: &ReserveRequest, before: Option<&Provenance>) -> Provenance {
         let before = before.cloned().unwrap_or_default();
-        let asked = &request.trail;
+        let asked = &request.provenance;
         let holder = match asked.holder() {
             Some(_) if self.is(M::HolderForgotten) => None,
             Some(holder) if self.is(M::HolderCutShort) => {
@@ -345,13 +345,13 @@ impl Plain {
             None if self.is(M::TraceparentStays) => before.traceparent(),
             traceparent => traceparent,
         };
-        let trail = holder.map_or_else(Trail::default, |holder| Trail::default().with_holder(holder));
-        let trail = trail.with_traceparent(traceparent);
+        let provenance = holder.map_or_else(Provenance::default, |holder| Provenance::default().with_holder(holder));
+        let provenance = provenance.with_traceparent(traceparent);
         match self.is(M::DecisionForgottenByTheNext) {
-            true => trail,
+            true => provenance,
             false => {
                 let (by, reason) = (before.decided_by(), before.decided_reason());
-                trail.with_decision(by.unwrap_or_default(), reason.unwrap_or_default())
+                provenance.with_decision(by.unwrap_or_default(), reason.unwrap_or_default())
             }
         }
     }
@@ -577,7 +577,7 @@ impl Plain {
             self.wake(false);
             return Verdict::Applied;
         }
-        // Apply the end. The record keeps its fingerprint and trail, except for the mistakes that lose them.
+        // Apply the end. The record keeps its fingerprint and provenance, except for the mistakes that lose them.
         let record = &mut found.record;
         record.attempts_used = record.attempts_used.saturating_sub(refund);
         if release == Some(Release::NotStarted) && self.is(M::NotStartedTakesNumberBack) {
@@ -588,7 +588,7 @@ impl Plain {
             record.fingerprint = None;
         }
         if self.is(if release.is_some() { M::HolderLostAtRelease } else { M::HolderLostAtFinish }) {
-            record.trail = Trail::default();
+            record.provenance = Provenance::default();
         }
         if release.is_none() && self.is(M::FinishRestartsFirstSeen) {
             found.first_seen = now;
@@ -727,7 +727,7 @@ impl Plain {
         if !excused && !self.is_seen(found, decision) {
             let mut changed = DecisionAnswer::changed(self.inspection(found).standing());
             if let (DecisionAnswer::Changed { decided_by, .. }, Some(_)) = (&mut changed, &found.decided) {
-                *decided_by = found.record.trail.decided_by().map(Box::from);
+                *decided_by = found.record.provenance.decided_by().map(Box::from);
             }
             return changed;
         }
@@ -798,7 +798,7 @@ impl Plain {
         if let Some(found) = slot.as_mut().filter(|_| !self.is(M::DecisionUnnamed)) {
             let says_something = !decision.by.is_empty() || !decision.reason.is_empty();
             if says_something || !self.is(M::DecisionNamesPileUp) {
-                found.record.trail = found.record.trail.with_decision(&decision.by, &decision.reason);
+                found.record.provenance = found.record.provenance.with_decision(&decision.by, &decision.reason);
             }
         }
         // Waiters of the attempt have to look again.
@@ -969,7 +969,7 @@ impl Plain {
                 *result = StoredResult::LeftOut { codec: *codec, size: Some(bytes.len() as u64) };
             }
             if self.is(M::ListTellsNoHolder) {
-                seen.record.trail = Trail::default();
+                seen.record.provenance = Provenance::default();
             }
             records.push((key, seen));
         }

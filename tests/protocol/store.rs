@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
-use idem_runtime::record::{Admission, Record, Ruling, State, StoredResult, Trail};
+use idem_runtime::record::{Admission, Provenance, Record, Ruling, State, StoredResult};
 use idem_runtime::store::{Action, Decision, Inspection, OwnerToken, Reservation, ReserveRequest, Verdict};
 use idem_runtime::{Key, OnCrash};
 use idem_tests::decided;
@@ -112,7 +112,7 @@ impl Slot {
         let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
         record.attempts_used = self.starts.into();
         record.fingerprint = self.mark.map(fingerprint);
-        record.trail = Trail::default().with_decision(NAMES[usize::from(self.by)], "");
+        record.provenance = Provenance::default().with_decision(NAMES[usize::from(self.by)], "");
         record
     }
 
@@ -133,7 +133,10 @@ impl Slot {
             owner,
             decisions,
             by: small(
-                NAMES.iter().position(|name| *name == record.trail.decided_by().unwrap_or_default()).expect("known"),
+                NAMES
+                    .iter()
+                    .position(|name| *name == record.provenance.decided_by().unwrap_or_default())
+                    .expect("known"),
             ),
             attempt: small(record.attempt),
             starts: small(record.attempts_used),

@@ -284,7 +284,8 @@ impl History {
             other => unreachable!("{other:?}"),
         };
         let (owner, decisions) = self.descent(|token| *token == record.owner);
-        let by = if decisions > 0 { record.trail.decided_by().unwrap_or_default().to_owned() } else { String::new() };
+        let by =
+            if decisions > 0 { record.provenance.decided_by().unwrap_or_default().to_owned() } else { String::new() };
         Entry {
             owner,
             decisions,

@@ -19,8 +19,8 @@ use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 use crate::record::standing::Standing;
 use crate::record::{
-    Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Revision,
-    StoredResult, Trail, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Provenance, Release, Reservation, ReserveRequest,
+    Revision, StoredResult, Verdict,
 };
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
@@ -190,7 +190,7 @@ impl Case {
             fingerprint: None,
             on_crash: OnCrash::Retry,
             max_attempts: None,
-            trail: Trail::default(),
+            provenance: Provenance::default(),
         }
     }
 

@@ -9,8 +9,8 @@ use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::standing::Standing;
 use crate::record::{
-    Action, Decision, DecisionAnswer, Finish, Inspection, Record, Release, Reservation, ReserveRequest, Revision,
-    State, Trail, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Provenance, Record, Release, Reservation, ReserveRequest,
+    Revision, State, Verdict,
 };
 use crate::store::{Filter, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
@@ -268,7 +268,7 @@ async fn damaged(case: &Case, key: &Key) -> Inspection {
     assert_eq!(found.standing(), Standing::Damaged, "a value that is not a record is damaged");
     assert!(found.damage.as_ref().is_some_and(|why| !why.is_empty()), "a damaged record says why");
     assert_eq!((found.attempt(), found.record.state.result()), (0, None), "a damaged record tells nothing");
-    assert_eq!(found.record.trail, Trail::NONE, "a damaged record has no trail");
+    assert_eq!(found.record.provenance, Provenance::NONE, "a damaged record has no provenance");
     let revision = found.revision();
     assert_eq!(revision.to_string().parse(), Ok(revision), "the revision of a damaged record is read back");
     assert!(revision.to_string().starts_with("0-damaged-"), "the revision of a damaged record is {revision}");

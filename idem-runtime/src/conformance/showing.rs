@@ -5,8 +5,8 @@ use crate::clock::Instant;
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{
-    Action, Decision, DecisionAnswer, Finish, Holder, Inspection, Lease, Release, Reservation, ReserveRequest,
-    Traceparent, Trail, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Holder, Inspection, Lease, Provenance, Release, Reservation,
+    ReserveRequest, Traceparent, Verdict,
 };
 
 const FIRST: Holder<'static> = Holder::new("host-1/17/first \u{fc}");
@@ -18,8 +18,8 @@ fn traceparent(digit: char) -> Traceparent {
 }
 
 impl Case {
-    async fn shows(&self, key: &Key, trail: &Trail, when: &str) {
-        assert_eq!(self.recorded(key).await.record.trail, *trail, "{when}");
+    async fn shows(&self, key: &Key, provenance: &Provenance, when: &str) {
+        assert_eq!(self.recorded(key).await.record.provenance, *provenance, "{when}");
     }
 
     async fn held_by(&self, key: &Key, holder: Holder<'_>) -> Lease {
@@ -33,10 +33,10 @@ pub(super) async fn holder_survives(case: &Case) {
         let key = case.key(end);
         let request = case.request(&key).holder(FIRST);
         let lease = case.reserved(&request, 1, "a key that was never used").await;
-        assert_eq!(lease.trail, request.trail, "the lease tells who holds it");
-        case.shows(&key, &request.trail, "reserved").await;
+        assert_eq!(lease.provenance, request.provenance, "the lease tells who holds it");
+        case.shows(&key, &request.provenance, "reserved").await;
         assert_eq!(case.renew(&lease).await, Verdict::Applied);
-        case.shows(&key, &request.trail, "renewed").await;
+        case.shows(&key, &request.provenance, "renewed").await;
         let ended = match end {
             "finished" => case.finish(&lease, &completed("1")).await,
             "failed" => case.finish(&lease, &Finish::Failed(stored("1"))).await,
@@ -44,7 +44,7 @@ pub(super) async fn holder_survives(case: &Case) {
             _ => case.release(&lease, Release::Interrupted).await,
         };
         assert_eq!(ended, Verdict::Applied);
-        case.shows(&key, &request.trail, end).await;
+        case.shows(&key, &request.provenance, end).await;
     }
     let key = case.key("longest");
     let longest = "é".repeat(Holder::MAX_BYTES / 2);
@@ -59,21 +59,21 @@ pub(super) async fn holder_is_the_latest(case: &Case) {
     case.lapse().await;
     let second = case.request(&key).holder(SECOND);
     case.takes_over(&second, 2, "a lapsed lease").await;
-    case.shows(&key, &second.trail, "taken over").await;
+    case.shows(&key, &second.provenance, "taken over").await;
 
     let key = case.key("released");
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let nobody = case.request(&key);
     case.reserved(&nobody, 2, "a released key").await;
-    case.shows(&key, &Trail::default(), "the next attempt, of nobody in particular").await;
+    case.shows(&key, &Provenance::default(), "the next attempt, of nobody in particular").await;
 }
 
 pub(super) async fn traceparent_survives(case: &Case) {
     let key = case.key("");
     let traced = case.short(&key).holder(FIRST).traceparent(traceparent('a'));
     case.reserved(&traced, 1, "a key that was never used").await;
-    case.shows(&key, &traced.trail, "reserved").await;
+    case.shows(&key, &traced.provenance, "reserved").await;
     case.lapse().await;
     let second = case.request(&key).holder(SECOND).traceparent(traceparent('b'));
     let lease = case.takes_over(&second, 2, "a lapsed lease").await;
@@ -82,7 +82,11 @@ pub(super) async fn traceparent_survives(case: &Case) {
         match case.reserve(&case.request(&key).traceparent(traceparent('c'))).await {
             Reservation::Finished { record, .. } => {
                 let of_the_run = Some(traceparent('b'));
-                assert_eq!(record.trail.traceparent(), of_the_run, "a replay tells the trace of the run that made it");
+                assert_eq!(
+                    record.provenance.traceparent(),
+                    of_the_run,
+                    "a replay tells the trace of the run that made it"
+                );
             }
             other => panic!("should be replayed, was answered {other:?}"),
         }
@@ -91,7 +95,7 @@ pub(super) async fn traceparent_survives(case: &Case) {
     let lease = case.reserved(&case.request(&key).traceparent(traceparent('a')), 1, "a key that was never used").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     case.reserved(&case.request(&key), 2, "a released key").await;
-    case.shows(&key, &Trail::default(), "the next attempt, without a trace").await;
+    case.shows(&key, &Provenance::default(), "the next attempt, without a trace").await;
 }
 
 impl Case {
@@ -220,8 +224,8 @@ pub(super) async fn replays_show_their_age(case: &Case) {
 
 pub(super) async fn decision_is_named(case: &Case) {
     let fail = |key: &Key| ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) }.holder(FIRST);
-    let reason = "é".repeat(Trail::MAX_REASON_BYTES / 2);
-    let by = "a".repeat(Trail::MAX_BY_BYTES);
+    let reason = "é".repeat(Provenance::MAX_REASON_BYTES / 2);
+    let by = "a".repeat(Provenance::MAX_BY_BYTES);
     // Each decision replaces the name and the reason of the one before.
     for action in [Action::Reopen, Action::Resolve(completed("1")), Action::BreakLease] {
         let name = action.name();
@@ -231,17 +235,17 @@ pub(super) async fn decision_is_named(case: &Case) {
         if name != "break_lease" {
             assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
         }
-        case.shows(&key, &request.trail, "nobody has decided").await;
+        case.shows(&key, &request.provenance, "nobody has decided").await;
         let decision = case.decision(&key, 1, action.clone()).await.by(&*by).reason(&*reason);
         for _ in 0..2 {
             assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied);
-            case.shows(&key, &request.trail.with_decision(&by, &reason), name).await;
+            case.shows(&key, &request.provenance.with_decision(&by, &reason), name).await;
         }
         let again = case.decision(&key, 1, action.clone()).await.by("bob");
         assert_eq!(case.decide(&again).await, DecisionAnswer::Applied);
-        case.shows(&key, &request.trail.with_decision("bob", ""), "the last decision").await;
+        case.shows(&key, &request.provenance.with_decision("bob", ""), "the last decision").await;
         assert_eq!(case.decides(&key, 1, action).await, DecisionAnswer::Applied);
-        case.shows(&key, &request.trail, "a decision of nobody in particular").await;
+        case.shows(&key, &request.provenance, "a decision of nobody in particular").await;
     }
 
     // A refused decision leaves no name. An applied one stays named in the records of later attempts.
@@ -254,9 +258,9 @@ pub(super) async fn decision_is_named(case: &Case) {
     assert_eq!(case.decide(&Decision { seen: refused.seen.with_attempt(1), ..refused }).await, DecisionAnswer::Applied);
     let request = case.request(&key).holder(SECOND);
     let lease = case.reserved(&request, 2, "a reopened key").await;
-    let trail = request.trail.with_decision("alice", "INC-7");
-    assert_eq!(lease.trail, trail, "the next attempt keeps what the operator said");
-    case.shows(&key, &trail, "the next attempt keeps what the operator said").await;
+    let provenance = request.provenance.with_decision("alice", "INC-7");
+    assert_eq!(lease.provenance, provenance, "the next attempt keeps what the operator said");
+    case.shows(&key, &provenance, "the next attempt keeps what the operator said").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
-    case.shows(&key, &trail, "the result of the next attempt").await;
+    case.shows(&key, &provenance, "the result of the next attempt").await;
 }

@@ -10,7 +10,7 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
 use crate::policy::{Backoff, Policy};
-use crate::record::{Lease, OwnerToken, ReservedAt, Trail, Verdict};
+use crate::record::{Lease, OwnerToken, Provenance, ReservedAt, Verdict};
 use crate::store::{Store, renew_all};
 
 thread_local! {
@@ -72,7 +72,7 @@ impl Attempt {
             ttl: policy.ttl,
             on_crash: policy.on_crash,
             fingerprint: None,
-            trail: Trail::default(),
+            provenance: Provenance::default(),
             reserved_at: ReservedAt::default(),
         };
         Self::new(store, lease, Instant::new(Duration::ZERO), policy.backoff)

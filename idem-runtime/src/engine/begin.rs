@@ -294,7 +294,7 @@ impl<'a> Request<'a> {
             fingerprint,
             on_crash: policy.on_crash,
             max_attempts: policy.max_attempts,
-            trail: store.context().trail(),
+            provenance: store.context().provenance(),
         };
         let reserve = match observer::traceparent() {
             Some(traceparent) => reserve.traceparent(traceparent),
@@ -446,9 +446,20 @@ impl<'a> Request<'a> {
         Step::Decided(match reservation {
             Reservation::Finished { record, age } => {
                 let Policy { on_undecodable, ttl, backoff, .. } = *policy;
-                let Record { owner, attempt, state, trail, .. } = record;
+                let Record { owner, attempt, state, provenance, .. } = record;
                 let (key, store, seed) = (key.clone(), name, owner.seed());
-                Start::Replay(Replay { key, store, state, attempt, seed, trail, age, ttl, backoff, on_undecodable })
+                Start::Replay(Replay {
+                    key,
+                    store,
+                    state,
+                    attempt,
+                    seed,
+                    provenance,
+                    age,
+                    ttl,
+                    backoff,
+                    on_undecodable,
+                })
             }
             Reservation::Granted { lease, takeover } => {
                 if takeover {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::key::Key;
 use crate::policy::{Backoff, OnUndecodable};
-use crate::record::{State, Trail};
+use crate::record::{Provenance, State};
 
 /// A record whose result is returned.
 pub(super) struct Replay {
@@ -17,7 +17,7 @@ pub(super) struct Replay {
     pub(super) attempt: u32,
     /// Seed for the pauses of that attempt.
     pub(super) seed: u64,
-    pub(super) trail: Trail,
+    pub(super) provenance: Provenance,
     /// Age of the record, if the store reports it.
     pub(super) age: Option<Duration>,
     /// Time for which the policy of the call keeps a result.

@@ -171,7 +171,7 @@ impl Facts {
             if let Some(age) = age {
                 span.record("idem.age_ms", millis(*age));
             }
-            if let Some(run) = replay.trail.traceparent() {
+            if let Some(run) = replay.provenance.traceparent() {
                 span.record("idem.original_trace", run.trace_id());
             }
         }

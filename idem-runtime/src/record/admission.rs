@@ -71,8 +71,8 @@ impl Record {
             return Some(Admission::Answer(Reservation::AttemptsExhausted { attempts: counted }));
         }
         let fingerprint = request.fingerprint.or(self.fingerprint);
-        let trail = request.trail.after(&self.trail);
-        let with = Self::pending(request, self.attempt + 1, counted + 1, fingerprint, trail);
+        let provenance = request.provenance.after(&self.provenance);
+        let with = Self::pending(request, self.attempt + 1, counted + 1, fingerprint, provenance);
         Some(Admission::Replace { with, takeover })
     }
 

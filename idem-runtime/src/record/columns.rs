@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::format::{FormatError, millis};
-use super::{OwnerToken, Record, State, StoredResult, Trail};
+use super::{OwnerToken, Provenance, Record, State, StoredResult};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -72,10 +72,10 @@ impl<'a> Parts<'a> {
             result: None,
             result_bytes: None,
             reading: ReadExtent::Whole,
-            holder: record.trail.holder().map(|holder| holder.as_str()),
-            traceparent: record.trail.traceparent_text(),
-            decided_by: record.trail.decided_by(),
-            decided_reason: record.trail.decided_reason(),
+            holder: record.provenance.holder().map(|holder| holder.as_str()),
+            traceparent: record.provenance.traceparent_text(),
+            decided_by: record.provenance.decided_by(),
+            decided_reason: record.provenance.decided_reason(),
         };
         // Only a pending or a finished record has further parts.
         match &record.state {
@@ -154,7 +154,9 @@ impl<'a> Parts<'a> {
                 None => None,
             },
             state,
-            trail: Trail::of_texts([self.holder, self.traceparent, self.decided_by, self.decided_reason].map(text)),
+            provenance: Provenance::of_texts(
+                [self.holder, self.traceparent, self.decided_by, self.decided_reason].map(text),
+            ),
         };
         (record.attempt > 0 && record.attempts_used <= record.attempt).then_some(record)
     }
@@ -177,7 +179,7 @@ mod tests {
             attempts_used: 2,
             fingerprint,
             state,
-            trail: Trail::of_texts(["host/7/name", "", "alice", "INC-7"]),
+            provenance: Provenance::of_texts(["host/7/name", "", "alice", "INC-7"]),
         }
     }
 

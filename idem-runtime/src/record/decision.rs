@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::standing::Standing;
-use super::{Finish, Inspection, Record, Revision, State, StoredResult, Trail, Verdict};
+use super::{Finish, Inspection, Provenance, Record, Revision, State, StoredResult, Verdict};
 use crate::key::Key;
 use crate::policy::OnCrash;
 
@@ -21,10 +21,10 @@ pub struct Decision {
     /// Change of the record.
     pub action: Action,
     /// Name of the operator, for the record; empty if no name is given. At most
-    /// [`MAX_BY_BYTES`](super::Trail::MAX_BY_BYTES) are kept.
+    /// [`MAX_BY_BYTES`](super::Provenance::MAX_BY_BYTES) are kept.
     pub by: Box<str>,
     /// Reason of the decision, for the record; empty if none is given. At most
-    /// [`MAX_REASON_BYTES`](super::Trail::MAX_REASON_BYTES) are kept.
+    /// [`MAX_REASON_BYTES`](super::Provenance::MAX_REASON_BYTES) are kept.
     pub reason: Box<str>,
 }
 
@@ -271,14 +271,14 @@ impl Record {
         let is_seen = standing == seen.standing || (decision.ends_live_lease() && standing == Standing::Lapsed);
         if self.owner.tag() != seen.owner || !is_seen {
             let other = self.owner.tag() != seen.owner;
-            let decided_by = self.trail.decided_by().filter(|_| other).map(Box::from);
+            let decided_by = self.provenance.decided_by().filter(|_| other).map(Box::from);
             return Ruling::Answer(DecisionAnswer::Changed { standing, decided_by });
         }
         // The decision takes effect, if the state of the record allows it.
         let decided = |state| {
-            let (owner, trail) = (self.owner.succeeded(), self.trail.with_decision(by, reason));
+            let (owner, provenance) = (self.owner.succeeded(), self.provenance.with_decision(by, reason));
             let (attempt, attempts_used, fingerprint) = (self.attempt, self.attempts_used, self.fingerprint);
-            Self { owner, attempt, attempts_used, fingerprint, state, trail }
+            Self { owner, attempt, attempts_used, fingerprint, state, provenance }
         };
         let released = || Ruling::Replace(Self { attempts_used: 0, ..decided(State::Released) });
         match (action, &self.state) {
@@ -325,7 +325,7 @@ impl Record {
         is_its_end
             && self.owner.preceded().tag() == decision.seen.owner
             // The record stores the name shortened, so shorten it here too.
-            && Trail::NONE.with_decision(&decision.by, "").decided_by() == self.trail.decided_by()
+            && Provenance::NONE.with_decision(&decision.by, "").decided_by() == self.provenance.decided_by()
     }
 
     /// Returns the standing of the operation, if the lease of a pending record lapses in `lapses_in`.

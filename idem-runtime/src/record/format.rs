@@ -5,7 +5,7 @@
 //! | 0–3 | `idem` |
 //! | 4 | version of the format: 1 |
 //! | 5 | state: `P`ending, `R`eleased, `I`nterrupted, `C`ompleted, `F`ailed |
-//! | 6 | flags: 1 a duplicate waits for this record, 2 `on_crash = fail`, 4 has a fingerprint, 8 has a trail, 16 the body has begun |
+//! | 6 | flags: 1 a duplicate waits for this record, 2 `on_crash = fail`, 4 has a fingerprint, 8 has a provenance, 16 the body has begun |
 //! | 7 | payload: 0 none, 1 stored, 2 too large, 3 unencodable |
 //! | 8–23 | owner token |
 //! | 24–27 | attempt |
@@ -14,7 +14,7 @@
 //! | 40–47 | time when the latest attempt began, see below; 0 if it is not written |
 //! | 48–79 | fingerprint, if there is one |
 //! | then | pending: lease and ttl, milliseconds, 8 bytes each |
-//! | then | trail, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
+//! | then | provenance, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
 //! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
 //!
 //! Both times are in milliseconds since 1970 by the store's clock, or by the holder's clock if the record was replaced
@@ -27,7 +27,7 @@ use std::time::Duration;
 use bytes::Buf;
 use bytes::Bytes;
 
-use super::{OwnerToken, Record, State, StoredResult, Trail};
+use super::{OwnerToken, Provenance, Record, State, StoredResult};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -49,7 +49,7 @@ pub const FLAGS_AT: usize = 6;
 pub const FLAG_WAITED_FOR: u8 = 1;
 const FLAG_ON_CRASH_FAIL: u8 = 2;
 const FLAG_FINGERPRINT: u8 = 4;
-const FLAG_TRAIL: u8 = 8;
+const FLAG_PROVENANCE: u8 = 8;
 /// Flag of a pending record whose body has begun.
 const FLAG_BEGUN: u8 = 16;
 
@@ -125,11 +125,11 @@ fn room_for(record: &Record) -> usize {
         State::Released | State::Interrupted => 0,
         State::Completed(payload) | State::Failed(payload) => room(payload),
     };
-    let trail = match &record.trail {
-        trail if trail.is_empty() => 0,
-        trail => 5 + trail.texts().iter().map(|text| text.len()).sum::<usize>(),
+    let provenance = match &record.provenance {
+        provenance if provenance.is_empty() => 0,
+        provenance => 5 + provenance.texts().iter().map(|text| text.len()).sum::<usize>(),
     };
-    HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + trail
+    HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + provenance
 }
 
 /// Appends `record` to `out`.
@@ -146,9 +146,9 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     if record.fingerprint.is_some() {
         flags |= FLAG_FINGERPRINT;
     }
-    let trail = &record.trail;
-    if !trail.is_empty() {
-        flags |= FLAG_TRAIL;
+    let provenance = &record.provenance;
+    if !provenance.is_empty() {
+        flags |= FLAG_PROVENANCE;
     }
     // The times, which come last, stay 0: the store sets them.
     let mut header = [0; HEADER_BYTES];
@@ -166,8 +166,8 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
         out.extend_from_slice(&millis(*lease).to_be_bytes());
         out.extend_from_slice(&millis(*ttl).to_be_bytes());
     }
-    if flags & FLAG_TRAIL != 0 {
-        trail.write(out);
+    if flags & FLAG_PROVENANCE != 0 {
+        provenance.write(out);
     }
     match &record.state {
         State::Completed(StoredResult::Encoded { codec, bytes })
@@ -224,13 +224,16 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Like [`decode`], but takes the result out of `value` without counting a reference to its memory. Of the trail of a
-/// finished record it reads only the trace, because a replay needs no more.
+/// Like [`decode`], but takes the result out of `value` without counting a reference to its memory. Of the provenance
+/// of a finished record it reads only the trace, because a replay needs no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;
-    let read =
-        if matches!(value[5], b'C' | b'F') { read_with(&value, None, Trail::read_trace) } else { read(&value, None) };
+    let read = if matches!(value[5], b'C' | b'F') {
+        read_with(&value, None, Provenance::read_trace)
+    } else {
+        read(&value, None)
+    };
     let (mut record, payload_at) = read.ok_or(FormatError::Damaged)?;
     if let (Some(at), Some(payload)) = (payload_at, payload(&mut record)) {
         value.advance(at);
@@ -290,32 +293,32 @@ fn check(value: &[u8]) -> Result<(), FormatError> {
 /// Reads the record in `value`, without its result. Returns the position of the result too, if it is stored and not
 /// left out.
 fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
-    read_with(value, len, Trail::read)
+    read_with(value, len, Provenance::read)
 }
 
-/// Reads a trail, and returns it with the bytes that follow.
-type ReadTrail = fn(&[u8]) -> Option<(Trail, &[u8])>;
+/// Reads a provenance, and returns it with the bytes that follow.
+type ReadProvenance = fn(&[u8]) -> Option<(Provenance, &[u8])>;
 
-/// Like `read`, with `read_trail` for the trail.
-fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<(Record, Option<usize>)> {
+/// Like `read`, with `read_provenance` for the provenance.
+fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) -> Option<(Record, Option<usize>)> {
     // The header.
     let mut rest = Reader(value);
     let [_, _, _, _, _, state, flags, tag] = rest.array()?;
     let owner = OwnerToken::from_bytes(rest.array()?);
     let attempt = u32::from_be_bytes(rest.array()?);
     let starts = u32::from_be_bytes(rest.array()?);
-    let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_TRAIL | FLAG_BEGUN;
+    let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_PROVENANCE | FLAG_BEGUN;
     let _times: [u8; HEADER_BYTES - IDENTITY_END] = rest.array()?;
     // The parts that the flags and the state announce.
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
     let pending = (state, tag) == (b'P', 0);
     let [lease, ttl] = if pending { [rest.millis()?, rest.millis()?] } else { [Duration::ZERO; 2] };
-    let trail = if flags & FLAG_TRAIL == 0 {
-        Trail::NONE
+    let provenance = if flags & FLAG_PROVENANCE == 0 {
+        Provenance::NONE
     } else {
-        let (trail, after) = read_trail(rest.0)?;
+        let (provenance, after) = read_provenance(rest.0)?;
         rest.0 = after;
-        trail
+        provenance
     };
     // The result: its place if the value is whole, its size if `value` is only the start of the record.
     let left_out = len.map(|len| len.checked_sub(value.len() - rest.0.len())).map(Option::unwrap_or_default);
@@ -342,7 +345,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_trail: ReadTrail) -> Option<
     };
     // Refuse unknown flags, impossible counters and additional bytes.
     let sound = attempt > 0 && starts <= attempt && flags & !known == 0 && rest.0.is_empty();
-    let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, trail };
+    let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, provenance };
     sound.then_some((record, payload_at))
 }
 
@@ -359,8 +362,8 @@ impl Reader<'_> {
         Some(Duration::from_millis(u64::from_be_bytes(self.array()?)))
     }
 
-    /// Reads the head of the result; its bytes follow. `left_out`: number of bytes of the record after its trail, if
-    /// the result is left out.
+    /// Reads the head of the result; its bytes follow. `left_out`: number of bytes of the record after its provenance,
+    /// if the result is left out.
     fn payload(&mut self, tag: u8, left_out: Option<usize>) -> Option<StoredResult> {
         match tag {
             1 => {

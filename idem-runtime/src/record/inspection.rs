@@ -12,7 +12,8 @@ use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Inspection {
-    /// The record. A record that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a trail.
+    /// The record. A record that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a
+    /// provenance.
     pub record: Record,
     /// Reason why the record can't be read; `None` if it can. Never contains bytes of the record.
     pub damage: Option<Box<str>>,
@@ -94,22 +95,22 @@ impl Inspection {
 
     /// Returns the latest holder of the key: the store handle that made the latest attempt.
     pub fn holder(&self) -> Option<Holder<'_>> {
-        self.record.trail.holder()
+        self.record.provenance.holder()
     }
 
     /// Returns the trace of the latest attempt: if there is a result, the trace of the run that made it.
     pub fn traceparent(&self) -> Option<Traceparent> {
-        self.record.trail.traceparent()
+        self.record.provenance.traceparent()
     }
 
     /// Returns the operator who decided about the record last.
     pub fn decided_by(&self) -> Option<&str> {
-        self.record.trail.decided_by()
+        self.record.provenance.decided_by()
     }
 
     /// Returns the reason of that decision.
     pub fn decided_reason(&self) -> Option<&str> {
-        self.record.trail.decided_reason()
+        self.record.provenance.decided_reason()
     }
 }
 

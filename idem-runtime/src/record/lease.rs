@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::owner::OwnerToken;
-use super::{Record, ReserveRequest, Trail};
+use super::{Provenance, Record, ReserveRequest};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
@@ -28,7 +28,7 @@ pub struct Lease {
     /// Fingerprint in the record.
     pub fingerprint: Option<Fingerprint>,
     /// Further information in the record, for people.
-    pub trail: Trail,
+    pub provenance: Provenance,
     /// Time of the reservation, in milliseconds since 1970 by the wall clock of this process. Only a store sets it
     /// whose record stays exactly the bytes that the reservation wrote, as long as no other write follows.
     pub(crate) reserved_at: ReservedAt,

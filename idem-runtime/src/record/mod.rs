@@ -8,11 +8,11 @@ pub mod format;
 pub(crate) mod inspection;
 pub(crate) mod lease;
 pub(crate) mod owner;
+pub(crate) mod provenance;
 pub(crate) mod request;
 pub(crate) mod reservation;
 pub(crate) mod revision;
 pub(crate) mod standing;
-pub(crate) mod trail;
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,12 +30,12 @@ pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
 pub(crate) use self::inspection::Inspection;
 pub(crate) use self::lease::{Lease, ReservedAt};
 pub(crate) use self::owner::{OwnerToken, Owners};
+pub(crate) use self::provenance::Holder;
+pub use self::provenance::{Provenance, Traceparent, TraceparentError};
 #[allow(unused_imports, reason = "without a store no code inspects")]
 pub(crate) use self::request::{Finish, Release, ReserveRequest, Verdict};
 pub(crate) use self::reservation::Reservation;
 pub(crate) use self::revision::Revision;
-pub(crate) use self::trail::Holder;
-pub use self::trail::{Traceparent, TraceparentError, Trail};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -55,7 +55,7 @@ pub struct Record {
     /// State of the operation.
     pub state: State,
     /// Latest holder of the key, and further information for people. No decision depends on it.
-    pub trail: Trail,
+    pub provenance: Provenance,
 }
 
 /// State of an operation.
@@ -146,12 +146,12 @@ impl Record {
     /// Makes the record of attempt number `attempt` in this state, as the first attempt that counts against
     /// `max_attempts`.
     pub const fn new(owner: OwnerToken, attempt: u32, state: State) -> Self {
-        Self { owner, attempt, attempts_used: 1, fingerprint: None, state, trail: Trail::NONE }
+        Self { owner, attempt, attempts_used: 1, fingerprint: None, state, provenance: Provenance::NONE }
     }
 
     /// Makes the record of a key's first attempt.
     pub fn first(request: &ReserveRequest) -> Self {
-        Self::pending(request, 1, 1, request.fingerprint, request.trail.clone())
+        Self::pending(request, 1, 1, request.fingerprint, request.provenance.clone())
     }
 
     pub(super) fn pending(
@@ -159,10 +159,10 @@ impl Record {
         attempt: u32,
         starts: u32,
         fingerprint: Option<Fingerprint>,
-        trail: Trail,
+        provenance: Provenance,
     ) -> Self {
         let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash, begun: false };
-        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, trail }
+        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, provenance }
     }
 
     /// Returns the lease that `request` holds on this pending record.
@@ -176,7 +176,7 @@ impl Record {
             ttl: request.ttl,
             on_crash: request.on_crash,
             fingerprint: self.fingerprint,
-            trail: self.trail.clone(),
+            provenance: self.provenance.clone(),
             reserved_at: ReservedAt::default(),
         }
     }
@@ -196,7 +196,7 @@ impl Record {
             attempts_used: lease.attempts_used,
             fingerprint: lease.fingerprint,
             state,
-            trail: lease.trail.clone(),
+            provenance: lease.provenance.clone(),
         }
     }
 

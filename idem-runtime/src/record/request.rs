@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::{Holder, OwnerToken, State, StoredResult, Traceparent, Trail};
+use super::{Holder, OwnerToken, Provenance, State, StoredResult, Traceparent};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
@@ -26,14 +26,14 @@ pub struct ReserveRequest {
     /// Largest number of attempts that may start.
     pub max_attempts: Option<NonZeroU32>,
     /// Holder of the request, and further information for the record.
-    pub trail: Trail,
+    pub provenance: Provenance,
 }
 
 impl ReserveRequest {
     /// Makes a request without a holder, a fingerprint and a limit of attempts. It may take over a lapsed attempt.
     pub const fn new(key: Key, owner: OwnerToken, lease: Duration, ttl: Duration) -> Self {
-        let (fingerprint, max_attempts, trail) = (None, None, Trail::NONE);
-        Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, trail }
+        let (fingerprint, max_attempts, provenance) = (None, None, Provenance::NONE);
+        Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, provenance }
     }
 
     /// Sets [`key`](Self::key).
@@ -82,13 +82,13 @@ impl ReserveRequest {
     /// handle.
     #[must_use]
     pub fn holder(self, holder: Holder<'_>) -> Self {
-        Self { trail: self.trail.with_holder(holder), ..self }
+        Self { provenance: self.provenance.with_holder(holder), ..self }
     }
 
     /// Sets the trace that the run is a part of.
     #[must_use]
     pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
-        Self { trail: self.trail.with_traceparent(traceparent.into()), ..self }
+        Self { provenance: self.provenance.with_traceparent(traceparent.into()), ..self }
     }
 }
 

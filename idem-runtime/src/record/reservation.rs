@@ -33,8 +33,8 @@ pub enum Reservation {
     /// Completed or failed: replay it.
     #[non_exhaustive]
     Finished {
-        /// The record. Its trail holds at least the trace of the run. A store may leave out the rest of the trail,
-        /// which [`inspect`](crate::Store::inspect) returns.
+        /// The record. Its provenance holds at least the trace of the run. A store may leave out the rest of the
+        /// provenance, which [`inspect`](crate::Store::inspect) returns.
         record: Record,
         /// Age of the record: the time since its attempt began, or since the attempt ended if the store has no other
         /// time. `None` if the store does not report an age. No decision depends on the age.

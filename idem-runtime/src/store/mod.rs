@@ -40,11 +40,11 @@ pub use crate::record::decision::{Action, Decision, DecisionAnswer};
 pub use crate::record::inspection::Inspection;
 pub use crate::record::lease::Lease;
 pub use crate::record::owner::OwnerToken;
+pub use crate::record::provenance::Holder;
 pub use crate::record::request::{Finish, Release, ReserveRequest, Verdict};
 pub use crate::record::reservation::Reservation;
 pub use crate::record::revision::{Revision, RevisionError};
 pub use crate::record::standing::Standing;
-pub use crate::record::trail::Holder;
 use crate::sync::lock;
 
 /// A place that keeps records.
@@ -64,8 +64,9 @@ use crate::sync::lock;
 ///   been cleaned up.
 /// - **One clock.** The store measures leases and retentions by its own clock, and never compares the clocks of two
 ///   machines.
-/// - **Traceable.** A record keeps the [`Trail`](crate::record::Trail) that `admit`, `decide` and the lease give it,
-///   and the store records when the key was first seen and when the latest attempt began. No decision depends on them.
+/// - **Traceable.** A record keeps the [`Provenance`](crate::record::Provenance) that `admit`, `decide` and the lease
+///   give it, and the store records when the key was first seen and when the latest attempt began. No decision depends
+///   on them.
 /// - **Bounded.** Every call ends; a store that can hang has a timeout of its own.
 /// - **Cancel safe.** Any returned future may be dropped at any time; its write then happened in full or not at all.
 ///

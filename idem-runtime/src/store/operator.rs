@@ -62,13 +62,13 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     }
 
     /// Sets the name of the person, for the record and the event of each decision (default: empty). A record keeps
-    /// [`Trail::MAX_BY_BYTES`](crate::record::Trail::MAX_BY_BYTES) of it.
+    /// [`Provenance::MAX_BY_BYTES`](crate::record::Provenance::MAX_BY_BYTES) of it.
     pub fn by(self, by: impl Into<String>) -> Self {
         Self { by: by.into(), ..self }
     }
 
     /// Sets the reason of the decisions, for the record and the event of each (default: empty). A record keeps
-    /// [`Trail::MAX_REASON_BYTES`](crate::record::Trail::MAX_REASON_BYTES) of it.
+    /// [`Provenance::MAX_REASON_BYTES`](crate::record::Provenance::MAX_REASON_BYTES) of it.
     pub fn reason(self, reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), ..self }
     }

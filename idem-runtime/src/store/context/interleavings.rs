@@ -53,7 +53,7 @@ impl World {
             fingerprint: None,
             on_crash: OnCrash::Retry,
             max_attempts: None,
-            trail: crate::record::Trail::default(),
+            provenance: crate::record::Provenance::default(),
         };
         match block_on(self.store.reserve(&request)) {
             Ok(Reservation::Granted { lease, .. }) => lease,

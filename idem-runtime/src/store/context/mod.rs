@@ -31,8 +31,8 @@ use super::outage::Outage;
 use crate::clock::{Clock, Instant};
 use crate::key::Key;
 use crate::metrics::{Metrics, Snapshot, StoreOp};
-use crate::record::trail::{self, Holder};
-use crate::record::{OwnerToken, Owners, Trail};
+use crate::record::provenance::{self, Holder};
+use crate::record::{OwnerToken, Owners, Provenance};
 use crate::sync::PerProcess;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -188,7 +188,7 @@ impl StoreContext {
     /// copy of the parent's store, and its holder still has the process number of the parent.
     pub fn holder(&self) -> Holder<'static> {
         let Identity { holder, handle, .. } = &self.identity;
-        let here = || *holder.here_or_else(|| trail::here(handle));
+        let here = || *holder.here_or_else(|| provenance::here(handle));
         match self.mode {
             // Reading the process number is a system call.
             RenewalMode::Copied => holder.latest().copied().unwrap_or_else(here),
@@ -196,9 +196,9 @@ impl StoreContext {
         }
     }
 
-    /// Returns the trail of a request of this handle.
-    pub(crate) fn trail(&self) -> Trail {
-        Trail::held(self.holder())
+    /// Returns the provenance of a request of this handle.
+    pub(crate) fn provenance(&self) -> Provenance {
+        Provenance::held(self.holder())
     }
 
     /// Clock of the store handle.

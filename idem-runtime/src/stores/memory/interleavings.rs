@@ -22,7 +22,7 @@ pub(crate) fn request(store: &impl Store, key: u32) -> ReserveRequest {
         fingerprint: None,
         on_crash: OnCrash::Retry,
         max_attempts: None,
-        trail: crate::record::Trail::default(),
+        provenance: crate::record::Provenance::default(),
     }
 }
 

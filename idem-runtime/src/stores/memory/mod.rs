@@ -20,8 +20,8 @@ use crate::clock::{Instant, as_nanos};
 use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
-    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest,
-    Ruling, Trail, Verdict,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Provenance, Record, Release, Reservation,
+    ReserveRequest, Ruling, Verdict,
 };
 use crate::store::{
     Answers, Cursor, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -172,11 +172,11 @@ impl Shard {
         Some(self.slots.get_mut(place)).filter(|slot| slot.expires_at > now)
     }
 
-    fn insert(&mut self, slot: Slot, trail: Trail) {
+    fn insert(&mut self, slot: Slot, provenance: Provenance) {
         let hash = slot.hash();
         self.next_due = self.next_due.min(slot.listed_at);
         let place = self.slots.insert(slot);
-        self.slots.set_trail(place, trail);
+        self.slots.set_provenance(place, provenance);
         self.places.insert_unique(spread(hash), place, |place| spread(self.slots.get(*place).hash()));
         self.order.push(place, &self.slots);
     }
@@ -295,8 +295,8 @@ impl MemoryInner {
             }
             let record = Record::first(request);
             let lease = record.lease(request);
-            let trail = record.trail.clone();
-            shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now), trail);
+            let provenance = record.provenance.clone();
+            shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now), provenance);
             return Ok(Reservation::Granted { lease, takeover: false });
         };
         let slot = shard.slots.get(place);
@@ -310,11 +310,11 @@ impl MemoryInner {
             }
         };
         let lease = with.lease(request);
-        let trail = with.trail.clone();
+        let provenance = with.provenance.clone();
         let slot = shard.slots.get_mut(place);
         slot.set(with, &request.key);
         slot.begin(is_first, now);
-        shard.slots.set_trail(place, trail);
+        shard.slots.set_provenance(place, provenance);
         shard.date(place, ttl, now);
         shard.wake(&request.key);
         Ok(Reservation::Granted { lease, takeover })
@@ -429,9 +429,9 @@ impl MemoryInner {
         match shard.slots.record(place).decide(decision, slot.lapses_in(now)) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(record) => {
-                let trail = record.trail.clone();
+                let provenance = record.provenance.clone();
                 shard.slots.get_mut(place).set(record, key);
-                shard.slots.set_trail(place, trail);
+                shard.slots.set_provenance(place, provenance);
             }
             Ruling::Remove => {
                 shard.expire(place, now);

@@ -16,7 +16,7 @@ use super::{Nanos, span};
 use crate::codec::CodecName;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Holder, OwnerToken, Record, Release, State, StoredResult, Trail};
+use crate::record::{Finish, Holder, OwnerToken, Provenance, Record, Release, State, StoredResult};
 
 /// Number of slots in a chunk, a power of two.
 const CHUNK: usize = 32;
@@ -120,20 +120,20 @@ impl PendingByte {
 }
 
 /// Describes the start of a slot's bytes (a fingerprint, if there is one, and the stored form of the key), and where
-/// the trail is stored.
+/// the provenance is stored.
 #[derive(Clone, Copy)]
 struct Head(u16);
 
 impl Head {
     const FINGERPRINTED: u16 = 1 << 15;
-    /// The trail is the one of the store's own handles.
-    const OWN_TRAIL: u16 = 1 << 14;
-    /// The trail is in [`Slots::trails`].
-    const OTHER_TRAIL: u16 = 1 << 13;
-    const FLAGS: u16 = Self::FINGERPRINTED | Self::OWN_TRAIL | Self::OTHER_TRAIL;
+    /// The provenance is the one of the store's own handles.
+    const OWN_PROVENANCE: u16 = 1 << 14;
+    /// The provenance is in [`Slots::provenances`].
+    const OTHER_PROVENANCE: u16 = 1 << 13;
+    const FLAGS: u16 = Self::FINGERPRINTED | Self::OWN_PROVENANCE | Self::OTHER_PROVENANCE;
 
     fn new(key: &Key, fingerprint: Option<&Fingerprint>) -> Self {
-        const { assert!(Key::MAX_BYTES < Self::OTHER_TRAIL as usize) };
+        const { assert!(Key::MAX_BYTES < Self::OTHER_PROVENANCE as usize) };
         let len = u16::try_from(key.as_str().len()).expect("a key has at most `Key::MAX_BYTES`");
         Self(len | if fingerprint.is_some() { Self::FINGERPRINTED } else { 0 })
     }
@@ -212,7 +212,7 @@ impl Form {
 
 impl Slot {
     /// Makes a slot that is listed `ttl` from now. If the attempt finishes immediately, the record expires at that
-    /// time, so the slot need not move then. The trail is not part of a slot: only [`Slots`] handles trails.
+    /// time, so the slot need not move then. The provenance is not part of a slot: only [`Slots`] handles provenances.
     pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, hash, fingerprint.as_ref(), &state);
@@ -222,14 +222,14 @@ impl Slot {
         slot
     }
 
-    /// Replaces the record, but neither its times nor, until [`Slots::set_trail`] is called, its trail.
+    /// Replaces the record, but neither its times nor, until [`Slots::set_provenance`] is called, its provenance.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
-        let trail = self.head().map_or(0, |head| head.0 & (Head::OWN_TRAIL | Head::OTHER_TRAIL));
+        let provenance = self.head().map_or(0, |head| head.0 & (Head::OWN_PROVENANCE | Head::OTHER_PROVENANCE));
         *self = Self { owner, attempt, starts, body, ..*self };
         if let Some(head) = self.head_mut() {
-            head.0 |= trail;
+            head.0 |= provenance;
         }
     }
 
@@ -333,7 +333,7 @@ impl Slot {
         };
         let fingerprint = head.fingerprint(self.bytes());
         let (owner, attempt, attempts_used) = (self.owner, self.attempt, self.starts);
-        Record { owner, attempt, attempts_used, fingerprint, state, trail: Trail::NONE }
+        Record { owner, attempt, attempts_used, fingerprint, state, provenance: Provenance::NONE }
     }
 
     /// Ends a pending attempt with a result.
@@ -441,15 +441,15 @@ pub(super) struct Slots {
     /// First vacant slot.
     vacant: u32,
     taken: usize,
-    /// Holder text of the store's own handles. Most trails consist of it.
+    /// Holder text of the store's own handles. Most provenances consist of it.
     own: Option<&'static str>,
-    /// Trails with other or more content.
-    trails: BTreeMap<u32, Trail>,
+    /// Provenances with other or more content.
+    provenances: BTreeMap<u32, Provenance>,
 }
 
 impl Default for Slots {
     fn default() -> Self {
-        Self { chunks: Vec::new(), vacant: NONE, taken: 0, own: None, trails: BTreeMap::new() }
+        Self { chunks: Vec::new(), vacant: NONE, taken: 0, own: None, provenances: BTreeMap::new() }
     }
 }
 
@@ -459,38 +459,40 @@ impl Slots {
         Self { own: Some(own), ..Self::default() }
     }
 
-    /// Returns the record at `place`, with its trail.
+    /// Returns the record at `place`, with its provenance.
     pub(super) fn record(&self, place: u32) -> Record {
         let slot = self.get(place);
         let mut record = slot.record();
-        record.trail = match slot.head() {
-            Some(Head(head)) if head & Head::OWN_TRAIL != 0 => {
-                self.own.map(|own| Trail::held(Holder::new(own))).unwrap_or_default()
+        record.provenance = match slot.head() {
+            Some(Head(head)) if head & Head::OWN_PROVENANCE != 0 => {
+                self.own.map(|own| Provenance::held(Holder::new(own))).unwrap_or_default()
             }
-            Some(Head(head)) if head & Head::OTHER_TRAIL != 0 => self.trails.get(&place).cloned().unwrap_or_default(),
-            _ => Trail::NONE,
+            Some(Head(head)) if head & Head::OTHER_PROVENANCE != 0 => {
+                self.provenances.get(&place).cloned().unwrap_or_default()
+            }
+            _ => Provenance::NONE,
         };
         record
     }
 
-    /// Sets the trail of the record at `place`.
-    pub(super) fn set_trail(&mut self, place: u32, trail: Trail) {
-        let is_own = match (trail.handle(), self.own) {
+    /// Sets the provenance of the record at `place`.
+    pub(super) fn set_provenance(&mut self, place: u32, provenance: Provenance) {
+        let is_own = match (provenance.handle(), self.own) {
             (Some(text), Some(own)) => std::ptr::eq(text, own),
             _ => false,
         };
         let flag = match () {
-            () if is_own => Head::OWN_TRAIL,
-            () if trail.is_empty() => 0,
-            () => Head::OTHER_TRAIL,
+            () if is_own => Head::OWN_PROVENANCE,
+            () if provenance.is_empty() => 0,
+            () => Head::OTHER_PROVENANCE,
         };
         let Some(head) = self.get_mut(place).head_mut() else { return };
         let before = head.0;
-        head.0 = (before & !(Head::OWN_TRAIL | Head::OTHER_TRAIL)) | flag;
-        if flag == Head::OTHER_TRAIL {
-            self.trails.insert(place, trail);
-        } else if before & Head::OTHER_TRAIL != 0 {
-            self.trails.remove(&place);
+        head.0 = (before & !(Head::OWN_PROVENANCE | Head::OTHER_PROVENANCE)) | flag;
+        if flag == Head::OTHER_PROVENANCE {
+            self.provenances.insert(place, provenance);
+        } else if before & Head::OTHER_PROVENANCE != 0 {
+            self.provenances.remove(&place);
         }
     }
 
@@ -532,7 +534,7 @@ impl Slots {
 
     pub(super) fn remove(&mut self, place: u32) {
         let next = self.vacant;
-        self.set_trail(place, Trail::NONE);
+        self.set_provenance(place, Provenance::NONE);
         self.get_mut(place).body = Body::Vacant { next };
         self.vacant = place;
         self.taken -= 1;
@@ -646,7 +648,7 @@ mod tests {
             attempts_used: 1,
             fingerprint: None,
             state,
-            trail: Trail::NONE,
+            provenance: Provenance::NONE,
         };
         let mut slot = Slot::new(record, &Key::new("renew", 1).unwrap(), 0, span(ttl), 0);
         for (now, lapses_at) in [(50, 150), (40, 150), (60, 160), (0, 160)] {
@@ -668,7 +670,7 @@ mod tests {
                 attempts_used: 1,
                 fingerprint: None,
                 state: State::Released,
-                trail: Trail::NONE,
+                provenance: Provenance::NONE,
             };
             Slot::new(record, &key, 0, ttl, 0)
         };

@@ -60,7 +60,7 @@ impl Reservations {
         let on_crash_fail: Vec<bool> = asked.iter().map(|it| on_crash_fail(it)).collect();
         let (leases, ttls) = (column(|it| sql::millis(it.lease)), column(|it| sql::millis(it.ttl)));
         let holders: Vec<_> = asked.iter().map(|it| holder(it)).collect();
-        let traceparents: Vec<_> = asked.iter().map(|it| it.trail.traceparent_text()).collect();
+        let traceparents: Vec<_> = asked.iter().map(|it| it.provenance.traceparent_text()).collect();
         let params: [&(dyn ToSql + Sync); 8] = [
             &names,
             &HiddenParam(owners),
@@ -100,7 +100,7 @@ fn fingerprint(request: &ReserveRequest) -> Option<&[u8]> {
 }
 
 fn holder(request: &ReserveRequest) -> Option<&str> {
-    request.trail.holder().map(|holder| holder.as_str())
+    request.provenance.holder().map(|holder| holder.as_str())
 }
 
 fn on_crash_fail(request: &ReserveRequest) -> bool {
@@ -149,7 +149,7 @@ impl Work for Reservations {
             &sql::millis(request.lease),
             &sql::millis(request.ttl),
             &holder(request),
-            &request.trail.traceparent_text(),
+            &request.provenance.traceparent_text(),
         ];
         let rows = self.server.rows(&self.server.sql.reserve, &params, Effect::Writes).await?;
         let mut met = LookupResult::Unseen;

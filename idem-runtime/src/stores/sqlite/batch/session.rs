@@ -530,7 +530,7 @@ mod tests {
             fingerprint: None,
             on_crash: OnCrash::Retry,
             max_attempts: None,
-            trail: crate::record::Trail::default(),
+            provenance: crate::record::Provenance::default(),
         }
     }
 

@@ -192,9 +192,9 @@ impl fmt::Display for TraceparentError {
 impl std::error::Error for TraceparentError {}
 
 /// Information in a record for people: its latest holder, the trace of that run, and the operator and reason of the
-/// last decision. No decision depends on a trail.
+/// last decision. No decision depends on a provenance.
 #[derive(Clone, Default)]
-pub struct Trail(SmallValue);
+pub struct Provenance(SmallValue);
 
 /// A small value, mostly without an allocation: every request, record and lease contains one.
 #[derive(Clone, Default)]
@@ -208,20 +208,20 @@ enum SmallValue {
     Told(Arc<[u8]>),
 }
 
-impl Trail {
-    /// The empty trail.
+impl Provenance {
+    /// The empty provenance.
     pub(crate) const NONE: Self = Self(SmallValue::Nothing);
     /// Length of the longest name of an operator that is kept, in bytes.
     pub const MAX_BY_BYTES: usize = 96;
     /// Length of the longest reason that is kept, in bytes.
     pub const MAX_REASON_BYTES: usize = 500;
 
-    /// Makes the trail of a store handle of this process.
+    /// Makes the provenance of a store handle of this process.
     pub(crate) const fn held(holder: Holder<'static>) -> Self {
         Self(SmallValue::Held(holder.0))
     }
 
-    /// Returns the text of a store handle of this process, if the trail holds nothing else.
+    /// Returns the text of a store handle of this process, if the provenance holds nothing else.
     #[cfg(feature = "memory")]
     pub(crate) fn handle(&self) -> Option<&'static str> {
         match &self.0 {
@@ -230,7 +230,7 @@ impl Trail {
         }
     }
 
-    /// Returns whether the trail is empty.
+    /// Returns whether the provenance is empty.
     pub fn is_empty(&self) -> bool {
         match &self.0 {
             SmallValue::Nothing => true,
@@ -268,7 +268,7 @@ impl Trail {
         Some(reason).filter(|reason| !reason.is_empty())
     }
 
-    /// Returns the texts of the trail: holder, `traceparent`, operator and reason.
+    /// Returns the texts of the provenance: holder, `traceparent`, operator and reason.
     pub(crate) fn texts(&self) -> [&str; 4] {
         match &self.0 {
             SmallValue::Nothing => [""; 4],
@@ -277,7 +277,7 @@ impl Trail {
         }
     }
 
-    /// Appends the trail in the written form of a record; see [`format`](super::format).
+    /// Appends the provenance in the written form of a record; see [`format`](super::format).
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         match &self.0 {
             SmallValue::Told(written) => out.extend_from_slice(written),
@@ -285,8 +285,8 @@ impl Trail {
         }
     }
 
-    /// Reads a trail that [`write`](Self::write) wrote at the start of `bytes`. Returns it with the bytes that follow.
-    /// Returns `None` for all other bytes: each trail has only one written form.
+    /// Reads a provenance that [`write`](Self::write) wrote at the start of `bytes`. Returns it with the bytes that
+    /// follow. Returns `None` for all other bytes: each provenance has only one written form.
     pub(super) fn read(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let ([holder, traceparent, by, reason], rest) = split(bytes)?;
         let is_plain = |text: &str, most: usize| text.len() <= most && is_plain_text(text);
@@ -304,21 +304,21 @@ impl Trail {
     #[cfg(feature = "redis")]
     pub(super) fn read_trace(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (texts, rest) = split_bytes(bytes)?;
-        let trail = match texts {
+        let provenance = match texts {
             [_, [], ..] => Self::NONE,
             [_, traceparent, ..] => Self::of_texts(["", std::str::from_utf8(traceparent).ok()?, "", ""]),
         };
-        Some((trail, rest))
+        Some((provenance, rest))
     }
 
-    /// Returns the trail with another holder.
+    /// Returns the provenance with another holder.
     #[must_use]
     pub fn with_holder(&self, holder: Holder<'_>) -> Self {
         let [_, traceparent, by, reason] = self.texts();
         Self::of_texts([holder.as_str(), traceparent, by, reason])
     }
 
-    /// Returns the trail with another trace.
+    /// Returns the provenance with another trace.
     #[must_use]
     pub fn with_traceparent(&self, traceparent: Option<Traceparent>) -> Self {
         let [holder, before, by, reason] = self.texts();
@@ -329,7 +329,7 @@ impl Trail {
         }
     }
 
-    /// Returns the trail with another operator and reason; an empty text stands for none.
+    /// Returns the provenance with another operator and reason; an empty text stands for none.
     #[must_use]
     pub fn with_decision(&self, by: &str, reason: &str) -> Self {
         if by.is_empty() && reason.is_empty() && self.decided_by().is_none() && self.decided_reason().is_none() {
@@ -339,7 +339,7 @@ impl Trail {
         Self::of_texts([holder, traceparent, by, reason])
     }
 
-    /// Returns this trail, to replace `before`. The operator and reason of the last decision stay.
+    /// Returns this provenance, to replace `before`. The operator and reason of the last decision stay.
     pub(super) fn after(&self, before: &Self) -> Self {
         let (by, reason) = (before.decided_by(), before.decided_reason());
         match (by, reason) {
@@ -348,8 +348,8 @@ impl Trail {
         }
     }
 
-    /// Makes a trail from texts of any origin. Texts that can't be kept are left out, because no decision depends on a
-    /// trail.
+    /// Makes a provenance from texts of any origin. Texts that can't be kept are left out, because no decision depends
+    /// on a provenance.
     pub(crate) fn of_texts(texts: [&str; 4]) -> Self {
         if texts.iter().all(|text| text.is_empty()) {
             return Self::NONE;
@@ -369,7 +369,7 @@ impl Trail {
     }
 }
 
-/// Appends the texts of a trail in the written form of a record.
+/// Appends the texts of a provenance in the written form of a record.
 fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
     for text in [holder, traceparent, by] {
         out.push(u8::try_from(text.len()).unwrap_or_default());
@@ -407,7 +407,7 @@ fn split_bytes(bytes: &[u8]) -> Option<([&[u8]; 4], &[u8])> {
     Some((texts, rest))
 }
 
-impl PartialEq for Trail {
+impl PartialEq for Provenance {
     fn eq(&self, other: &Self) -> bool {
         match (&self.0, &other.0) {
             (SmallValue::Told(a), SmallValue::Told(b)) => a == b,
@@ -416,11 +416,11 @@ impl PartialEq for Trail {
     }
 }
 
-impl Eq for Trail {}
+impl Eq for Provenance {}
 
-impl fmt::Debug for Trail {
+impl fmt::Debug for Provenance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut shown = f.debug_struct("Trail");
+        let mut shown = f.debug_struct("Provenance");
         let texts = [
             ("holder", self.holder().map(|holder| holder.as_str())),
             ("traceparent", self.traceparent_text()),
@@ -476,23 +476,25 @@ mod tests {
     }
 
     #[test]
-    fn a_trail_holds_its_input() {
-        let nothing = Trail::default();
+    fn a_provenance_holds_its_input() {
+        let nothing = Provenance::default();
         assert!(
-            nothing.is_empty() && nothing == Trail::held(Holder::new("")) && nothing.with_decision("", "").is_empty()
+            nothing.is_empty()
+                && nothing == Provenance::held(Holder::new(""))
+                && nothing.with_decision("", "").is_empty()
         );
-        let held = Trail::held(Holder::new("host/1"));
+        let held = Provenance::held(Holder::new("host/1"));
         assert_eq!(held, nothing.with_holder(Holder::new("host/1")));
         let told = held.with_traceparent(PARENT.parse().ok()).with_decision("alice", "INC-7");
-        let texts = Trail::of_texts(["host/1", PARENT, "alice", "INC-7"]);
+        let texts = Provenance::of_texts(["host/1", PARENT, "alice", "INC-7"]);
         assert_eq!(told, texts);
         assert_ne!(told, held);
         assert_eq!(held.after(&told), held.with_decision("alice", "INC-7"), "the trace is that of the latest run");
         assert_eq!(told.with_decision("", "").decided_by(), None);
         let long = held.with_decision(&"é".repeat(100), &"é".repeat(1000));
-        assert_eq!(long.decided_by().unwrap().len(), Trail::MAX_BY_BYTES);
-        assert_eq!(long.decided_reason().unwrap().len(), Trail::MAX_REASON_BYTES);
-        assert!(Trail::of_texts(["", "nonsense", "", ""]).is_empty());
+        assert_eq!(long.decided_by().unwrap().len(), Provenance::MAX_BY_BYTES);
+        assert_eq!(long.decided_reason().unwrap().len(), Provenance::MAX_REASON_BYTES);
+        assert!(Provenance::of_texts(["", "nonsense", "", ""]).is_empty());
         assert_eq!(told.texts(), ["host/1", PARENT, "alice", "INC-7"]);
     }
     #[cfg(feature = "redis")]
@@ -504,13 +506,13 @@ mod tests {
             (["", PARENT, "", ""], PARENT),
         ] {
             let mut written = Vec::new();
-            Trail::of_texts(texts).write(&mut written);
+            Provenance::of_texts(texts).write(&mut written);
             written.extend_from_slice(b"rest");
-            let (whole, rest) = Trail::read(&written).unwrap();
+            let (whole, rest) = Provenance::read(&written).unwrap();
             assert_eq!((whole.texts(), rest), (texts, &b"rest"[..]));
-            let (trail, rest) = Trail::read_trace(&written).unwrap();
-            assert_eq!((trail.texts(), rest), (["", trace, "", ""], &b"rest"[..]));
-            assert!((0..written.len() - 4).all(|cut| Trail::read_trace(&written[..cut]).is_none()));
+            let (provenance, rest) = Provenance::read_trace(&written).unwrap();
+            assert_eq!((provenance.texts(), rest), (["", trace, "", ""], &b"rest"[..]));
+            assert!((0..written.len() - 4).all(|cut| Provenance::read_trace(&written[..cut]).is_none()));
         }
     }
 }
