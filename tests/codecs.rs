@@ -968,7 +968,7 @@ async fn bytes_keep_the_rules_of_other_results() {
     let reason = self::reason(world.unavailable::<Json, _>(POLICY, vec![0_u8]).await);
     assert!(matches!(reason, ResultProblem::TooLarge { size: 101, .. }), "{reason:?}");
 
-    // A user's codec that reads no other codec's results does not read bytes either.
+    // A user's codec without `READS_OTHERS` does not read results of the codec `bytes` either.
     let world = World::default();
     world.value::<Json, _>(POLICY, vec![7_u8]).await.0.unwrap();
     let reason = self::reason(world.unavailable::<Own, _>(POLICY, vec![7_u8]).await);

@@ -144,7 +144,7 @@ fn statics(code: &str) -> impl Iterator<Item = (&str, &str)> {
 fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
     // Locks and what is made once: a thread that does not exist in the child may be at work in each.
     const WAITS: [&str; 7] = ["Mutex", "RwLock", "LazyLock", "OnceLock", "Once<", "Condvar", "Notify"];
-    // A child tries the list for a while, and is refused after that.
+    // The exception: a forked child tries to lock `LINKS` for about 0.1 s, and then returns an error.
     const ALLOWED: [(&str, &str); 1] = [("stores/sqlite/fork_guard.rs", "LINKS")];
     let sources = root().join("idem-runtime/src");
     let (mut found, mut wrong) = (0, Vec::new());

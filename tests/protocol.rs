@@ -257,7 +257,7 @@ fn the_pages_name_the_invariants_that_are_checked() {
     };
     let checked: BTreeSet<_> = Rule::ALL.iter().filter_map(|rule| number(rule.name())).collect();
     let mut ranges: Vec<(String, u8, u8)> = Vec::new();
-    // "S" before "L", as on the pages.
+    // Sorts the invariants S before L, as both pages list them.
     for (letter, number) in checked.iter().filter(|it| it.0 == "S").chain(checked.iter().filter(|it| it.0 == "L")) {
         match ranges.last_mut().filter(|last| last.0 == *letter && last.2 + 1 == *number) {
             Some(last) => last.2 = *number,

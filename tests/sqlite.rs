@@ -534,7 +534,7 @@ async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
     let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
     assert_eq!(kind(&store.finish(&leases[0], &result(256 * 1024)).await), StoreErrorKind::TooLarge);
     assert_eq!(kind(&store.upkeep().finish(&leases[0], &result(1024 * 1024)).await), StoreErrorKind::TooLarge);
-    // The engine leaves the result out, and the operation is recorded.
+    // If a result is too large for the file, the engine records the operation without its result.
     let runs = AtomicU32::new(0);
     let body = async {
         runs.fetch_add(1, Ordering::SeqCst);

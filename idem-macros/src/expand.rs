@@ -24,9 +24,10 @@
 //!          }
 //! ```
 //!
-//! Generated locals have the hygiene of this macro, so they shadow no name of the user. Their names are odd, because a
-//! constant of the same name would turn a binding into a comparison. Items are not hygienic: each `static` stands in a
-//! block without tokens of the user, and traits are imported without a name.
+//! Generated locals have the hygiene of this macro, so they shadow no name of the user. Generated locals have unusual
+//! names: if the user had a constant of the same name, `let NAME = …` would be a pattern that compares with the
+//! constant, not a binding. Items are not hygienic: each `static` stands in a block without tokens of the user, and
+//! traits are imported without a name.
 
 use std::time::Duration;
 

@@ -372,7 +372,8 @@ pub(crate) enum Ending {
     LeftOut {
         ok: bool,
     },
-    /// Clean-up of a reservation that may have landed, or may yet: reserves again, and then releases the key.
+    /// Clean-up after a reservation without an answer, whose request may have taken effect, or still may. The clean-up
+    /// reserves the key again and then releases the key.
     CleanUp(Reserving),
     /// Releases the key that the clean-up has reserved.
     GiveBack,
@@ -416,8 +417,8 @@ pub(crate) struct CallFacts {
     pub(crate) recorded: bool,
     /// The reservation was released.
     pub(crate) released: bool,
-    /// Its last write was given up: the store can't do it, or could not be reached for a lease. A shadow gives up
-    /// immediately.
+    /// The call has given up its last write: the store can't do the write, or stayed unreachable for the length of a
+    /// lease. A shadow gives up immediately.
     pub(crate) abandoned: bool,
     /// Time until which the store has promised to keep other attempts out.
     pub(crate) promised_until: u8,

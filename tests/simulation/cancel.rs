@@ -78,7 +78,7 @@ enum Scenario {
     MarkAnswerLost,
     /// The mark is made, and no try of it is answered.
     MarkUnanswered,
-    /// The mark lands after the lease.
+    /// The lease lapses before the mark reaches the store.
     MarkTooLate,
     /// `max_attempts = 1`.
     OnlyAttempt,
@@ -354,7 +354,7 @@ impl Stage {
         let state = record.as_ref().map(|record| &record.state);
         let is_marked = matches!(state, Some(State::Pending { begun: true, .. }));
         let protected = self.scenario != S::Unprotected;
-        // Scenarios with another attempt, whose result decides.
+        // In these scenarios another attempt determines the answer to the second call.
         match self.scenario {
             S::Replay | S::WaitsForResult => {
                 assert!(!started && !ran && again == Ok(1), "{context}");

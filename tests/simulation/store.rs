@@ -1,6 +1,7 @@
-//! Store that keeps the contract and is otherwise as bad as possible. Each simulated process has its own handle, with a
-//! line in between on which calls are slow, fail before or after their effect, hang, overtake each other, and land
-//! after their caller has given up. Requests and answers are entered in the [`History`].
+//! Store that keeps the contract and is otherwise as bad as possible. Each simulated process has its own handle. A
+//! simulated line connects the handle to the store. On this line calls are slow, fail before or after their effect,
+//! hang, and overtake each other. A call may take effect after its caller has given up. Requests and answers are
+//! entered in the [`History`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

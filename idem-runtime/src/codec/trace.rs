@@ -104,7 +104,8 @@ impl TracedParts {
         Self { kind, name, list: Vec::new(), is_sorted: false }
     }
 
-    /// A value whose parts have no order that counts.
+    /// Trace of a sequence or a map. The parts are sorted before the comparison, so that their order makes no
+    /// difference.
     fn unordered(kind: &'static str) -> Self {
         Self { is_sorted: true, ..Self::new(kind, "") }
     }

@@ -527,7 +527,7 @@ impl Settings {
             return refused(defect);
         }
         let (mut head, body) = response.into_parts();
-        // The handler's own decision wins over the layer's rule, and that over the profile's.
+        // The handler's decision overrides the layer's rule. The layer's rule overrides the profile's rule.
         let own = head.extensions.remove::<Recording>();
         let rule = |head: &http::response::Parts, trailers: &HeaderMap| match (own, &self.recording) {
             (Some(own), _) => own,

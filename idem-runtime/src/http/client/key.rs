@@ -144,8 +144,8 @@ impl CallName {
         Self { name: name.into(), key: None }
     }
 
-    /// A name that carries its key, for a client that is called in another task: a `tower::buffer::Buffer`, or one that
-    /// the handler spawns.
+    /// Makes a name that carries its key. Use it if the client runs in another task than the handler: behind a
+    /// `tower::buffer::Buffer`, or in a task that the handler spawns.
     ///
     /// ```
     /// # use http::Request;

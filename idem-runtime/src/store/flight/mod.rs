@@ -91,7 +91,8 @@ enum WaitEnd {
 pub(crate) enum WaitOutcome {
     /// No attempt holds the key, and this is the record.
     Told(Arc<Inspection>),
-    /// The key may be free. Reserve it, and then call [`settle`](WaitTicket::settle) for the others.
+    /// Turn of this member: the key may be free. Reserve the key, and then call [`settle`](WaitTicket::settle) for the
+    /// others.
     Turn,
     /// The record is unknown: reserve the key.
     Ask,

@@ -652,7 +652,7 @@ impl Store for CachedInner {
         }
         StoreFuture::new(async move {
             let told = self.inner.wait(key, attempt, at_most).await?;
-            // Counts as a first replay.
+            // The answer to a wait counts as a first replay.
             if told.as_ref().is_some_and(|found| is_final(&found.record)) {
                 self.cache.note_finished(key);
             }

@@ -44,8 +44,8 @@ impl Database {
     }
 
     /// Returns the number of connections that operations with large results may take, in addition to a lone one.
-    /// Together they leave about half of all connections to other operations. The connections for renewals have none to
-    /// spare.
+    /// Together they leave about half of all connections to other operations. Returns 0 for the pool of renewals: large
+    /// operations take no connection there.
     pub(super) fn for_large(&self) -> usize {
         if self.spare.is_some() { 0 } else { self.sessions.size().saturating_sub(1) / 2 }
     }

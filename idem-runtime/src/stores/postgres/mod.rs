@@ -393,7 +393,7 @@ impl PostgresInner {
         let asked = LeaseParams::new(leases, places);
         let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
             Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
-            // A row was locked while the statement was under way. The next statement leaves it alone.
+            // A row was locked while the statement was under way. The next statement does not wait for the locked row.
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
             renewed => renewed?,
         };

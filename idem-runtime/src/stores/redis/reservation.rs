@@ -119,8 +119,8 @@ enum TakeoverAnswer {
     Held(Duration),
 }
 
-/// Replaces the record `met` if it is still the same and its lease has lapsed. Without a replacement in `meeting`,
-/// only asks for the lease.
+/// Replaces the record `met` if it is still the same and its lease has lapsed. If `meeting` holds no replacement,
+/// writes nothing and returns the state of the lease.
 async fn take(
     access: &Access<'_>,
     name: Name<'_>,

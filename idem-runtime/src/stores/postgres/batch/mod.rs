@@ -157,7 +157,8 @@ impl<W: Work> Lanes<W> {
         }))
     }
 
-    /// Runs `operation`. The first poll hands it over; see [`Work::OUTLIVES`].
+    /// Runs `operation`. After its first poll, an operation with [`Work::OUTLIVES`] is done even if the call is
+    /// dropped.
     pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
         if self.0.enter() {
             let mut lone = LoneOp { shared: &self.0, operation: None };

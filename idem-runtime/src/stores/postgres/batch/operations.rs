@@ -36,7 +36,7 @@ impl Reservations {
         Self { server, replays: Replays::new() }
     }
 
-    /// Sends one of the requests for each key that is still `Unseen`, if its caller still waits.
+    /// Sends for each `Unseen` key the first request whose caller still waits.
     async fn reserve_unseen(&self, batch: &[QueuedOp<Self>], keys: &mut [OfKey<'_>]) -> Result<(), OpFailure> {
         let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
         let mut places: HashMap<&str, usize> = HashMap::new();

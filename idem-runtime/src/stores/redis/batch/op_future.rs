@@ -31,8 +31,8 @@ impl Future for OpFuture<'_> {
     }
 }
 
-/// An operation that has to be sent, and is driven by its caller. If the caller goes away before the answer, a lane
-/// takes the operation: it may not have been sent yet, and sending it twice does no harm.
+/// An operation that has to be sent, and is driven by its caller. A drop before the answer calls `hand_over`, which
+/// gives an operation that must be done to a lane. A second send has no further effect.
 pub(super) struct DelegatedOp<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> DelegatedOp<F> {
