@@ -1,7 +1,7 @@
 //! Records in a SQLite file.
 //!
-//! A record is a row, and each operation is one or two statements on it ([`sql`]). Concurrent calls share a transaction,
-//! so they wait for the disk together ([`batch`]).
+//! A record is a row, and each operation is one or two statements on it ([`sql`]). Concurrent calls share a
+//! transaction, so they wait for the disk together ([`batch`]).
 //!
 //! Layers, from the top. Imports stay within a layer or go down:
 //!
