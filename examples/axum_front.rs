@@ -60,7 +60,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let app = Router::new().route("/payments", post(pay)).layer(layer.clone()).layer(from_fn(authenticate));
 
     let stop = stop_signal()?;
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
+    let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:8080".to_owned());
+    let listener = tokio::net::TcpListener::bind(address).await?;
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     // Payments whose clients have gone go on: wait for them.
     layer.drain().await;
