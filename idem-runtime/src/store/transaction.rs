@@ -15,14 +15,11 @@ use crate::record::{
 pub trait Sealed {}
 
 /// The transaction of a driver, which an `OpenTransaction` can hold.
-pub trait DriverTransaction: Sealed {
+pub trait DriverTransaction: Sealed + Sized {
     /// Form in which concurrent calls use the transaction.
-    type Shared;
+    type Shared: From<Self>;
 
-    #[doc(hidden)]
-    fn share(self) -> Self::Shared;
-
-    /// Undoes [`share`](DriverTransaction::share).
+    /// Undoes the conversion into [`Shared`](DriverTransaction::Shared).
     #[doc(hidden)]
     fn unshare(shared: Self::Shared) -> Self;
 }

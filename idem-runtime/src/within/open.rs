@@ -43,7 +43,7 @@ impl<T: DriverTransaction> OpenTransaction<T> {
     /// Guards a transaction like [`new`](OpenTransaction::new), with the clock of a test.
     pub fn with_clock(transaction: T, clock: Arc<dyn Clock>) -> Self {
         let notes = TransactionNotes { calls: CallStack::default(), journal: None, clock };
-        Self { shared: transaction.share(), notes }
+        Self { shared: transaction.into(), notes }
     }
 
     /// Guards a transaction that the library has begun: its attempts are counted after a rollback.

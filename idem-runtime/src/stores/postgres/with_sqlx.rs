@@ -37,10 +37,6 @@ impl Sealed for sqlx::Transaction<'_, Postgres> {}
 impl DriverTransaction for sqlx::Transaction<'_, Postgres> {
     type Shared = Mutex<Self>;
 
-    fn share(self) -> Mutex<Self> {
-        Mutex::new(self)
-    }
-
     fn unshare(shared: Mutex<Self>) -> Self {
         shared.into_inner()
     }

@@ -17,10 +17,6 @@ impl Sealed for Transaction<'_> {}
 impl DriverTransaction for Transaction<'_> {
     type Shared = Self;
 
-    fn share(self) -> Self {
-        self
-    }
-
     fn unshare(shared: Self) -> Self {
         shared
     }
@@ -46,10 +42,6 @@ impl Sealed for deadpool_postgres::Transaction<'_> {}
 #[cfg(feature = "with-deadpool-postgres-0_14")]
 impl DriverTransaction for deadpool_postgres::Transaction<'_> {
     type Shared = Self;
-
-    fn share(self) -> Self {
-        self
-    }
 
     fn unshare(shared: Self) -> Self {
         shared

@@ -23,10 +23,6 @@ impl Sealed for Transaction<'_> {}
 impl DriverTransaction for Transaction<'_> {
     type Shared = Self;
 
-    fn share(self) -> Self {
-        self
-    }
-
     fn unshare(shared: Self) -> Self {
         shared
     }
