@@ -8,6 +8,7 @@ use http::header::{self, HeaderMap, HeaderValue};
 use http::{Response, StatusCode};
 
 use crate::error::Error;
+use crate::key::uuid;
 
 /// Reason why a request is not handed to its handler, or has no response to replay.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -337,7 +338,7 @@ impl Problem {
 
     /// Gives this occurrence of the problem a name of these random bits.
     pub(super) fn named(self, random: u128) -> Self {
-        Self { instance: format!("urn:uuid:{}", uuid(random)), ..self }
+        Self { instance: format!("urn:uuid:{}", uuid(random, 4)), ..self }
     }
 
     /// Returns the reason why there is no response from the handler.
@@ -413,13 +414,6 @@ impl Problem {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
     }
-}
-
-/// Formats random bits as a UUID of version 4.
-pub(super) fn uuid(random: u128) -> String {
-    let bits = random & !(0xf << 76) & !(0x3 << 62) | 0x4 << 76 | 0x2 << 62;
-    let hex = format!("{bits:032x}");
-    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
 }
 
 impl fmt::Display for Problem {

@@ -108,13 +108,15 @@ impl KeyDisplay {
                 }
                 None => f.write_str(text),
             },
-            Self::Hashed => {
-                let digest = Sha256::digest(stored);
-                f.write_str(HASH)?;
-                digest.iter().take(8).try_for_each(|byte| write!(f, "{byte:02x}"))
-            }
+            Self::Hashed => write_hash(stored, f),
         }
     }
+}
+
+/// Writes `%hash:` and the first 16 hexadecimal digits of the SHA-256 of `text`.
+pub(crate) fn write_hash(text: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    f.write_str(HASH)?;
+    Sha256::digest(text).iter().take(8).try_for_each(|byte| write!(f, "{byte:02x}"))
 }
 
 /// Returns whether `text` is a hidden display of a key, and not the text of a key.

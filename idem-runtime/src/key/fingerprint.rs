@@ -18,7 +18,7 @@
 //!
 //! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last entry counts.
 
-use std::fmt::{self, Display, Write as _};
+use std::fmt::{self, Display};
 use std::io;
 
 use serde::Serialize;
@@ -167,19 +167,15 @@ pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
         text(&mut hash, b's', part.as_bytes());
     }
     let digest: [u8; 32] = hash.finalize().into();
-    let mut uuid = [0; 16];
-    uuid.copy_from_slice(&digest[..16]);
-    uuid[6] = 0x80 | (uuid[6] & 0x0f);
-    uuid[8] = 0x80 | (uuid[8] & 0x3f);
-    let mut text = String::with_capacity(36);
-    for (at, byte) in uuid.iter().enumerate() {
-        if matches!(at, 4 | 6 | 8 | 10) {
-            text.push('-');
-        }
-        // Writing to a `String` never fails.
-        let _ = write!(text, "{byte:02x}");
-    }
-    text
+    let [bits @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = digest;
+    uuid(u128::from_be_bytes(bits), 8)
+}
+
+/// Formats bits as a UUID of this version (RFC 9562), which replaces six of them.
+pub(crate) fn uuid(bits: u128, version: u8) -> String {
+    let bits = bits & !(0xf << 76) & !(0x3 << 62) | u128::from(version) << 76 | 0x2 << 62;
+    let hex = format!("{bits:032x}");
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
 }
 
 const PREFIX: &[u8] = b"idem fingerprint 1\n";

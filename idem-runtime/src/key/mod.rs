@@ -16,9 +16,13 @@ pub use self::builder::{KeyBuilder, KeyPart};
 pub(crate) use self::display::DisplayByte;
 pub use self::display::KeyDisplay;
 use self::display::KeyHash;
+#[cfg(feature = "http-client")]
+pub(crate) use self::display::write_hash;
 #[cfg(feature = "http")]
 pub(crate) use self::fingerprint::SumHash;
 pub(crate) use self::fingerprint::child_key;
+#[cfg(feature = "http")]
+pub(crate) use self::fingerprint::uuid;
 pub use self::fingerprint::{Fingerprint, FingerprintError, PayloadDigest};
 pub use self::problem::{KeyError, KeyProblem, Site};
 pub use self::scope::Scope;

@@ -4,11 +4,10 @@ use std::borrow::Cow;
 use std::fmt;
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use sha2::{Digest, Sha256};
 
 use crate::clock::{Clock, SystemClock};
 use crate::engine::Attempt;
-use crate::http::problem::uuid;
+use crate::key::{uuid, write_hash};
 
 /// Longest key that [`CallKey::new`] takes, in bytes.
 const MAX_KEY_BYTES: usize = 255;
@@ -57,7 +56,7 @@ impl CallKey {
 
     /// Formats random bits as a UUID of version 4.
     pub(super) fn from_bits(random: u128) -> Self {
-        Self(uuid(random))
+        Self(uuid(random, 4))
     }
 
     /// Takes the key that the caller has set in the field `name`; `None` if there is none.
@@ -101,8 +100,8 @@ impl fmt::Debug for CallKey {
     /// Shows `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the text, as
     /// [`KeyDisplay::Hashed`](crate::KeyDisplay::Hashed) does.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("CallKey(%hash:")?;
-        Sha256::digest(&self.0)[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))?;
+        f.write_str("CallKey(")?;
+        write_hash(&self.0, f)?;
         f.write_str(")")
     }
 }
