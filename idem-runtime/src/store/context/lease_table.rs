@@ -112,6 +112,8 @@ pub(super) struct LeaseEntry {
     pub(super) failing: Option<Box<RenewalFailure>>,
     /// Never [`LeaseStanding::Lapsed`], which depends only on the time.
     pub(super) standing: LeaseStanding,
+    /// True once the attempt is being ended with its lease. A renewal that is refused afterwards may have met that end.
+    pub(super) is_ending: bool,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
 }
@@ -148,6 +150,14 @@ impl LeaseEntry {
     /// Time by which the renewal task must check this lease again.
     pub(super) fn next(&self) -> Instant {
         self.due.min(self.stop_at).min(self.give_up_at())
+    }
+
+    /// Ends the body: nothing but its store can end the attempt from here on.
+    pub(super) fn end_body(&mut self, stop_at: Instant) {
+        self.stop_at = stop_at;
+        self.pause = LongestPause::NONE;
+        self.waker = None;
+        self.is_ending = self.standing != LeaseStanding::Lost;
     }
 
     pub(super) fn turn(&mut self, standing: LeaseStanding) -> Option<Waker> {
@@ -196,9 +206,9 @@ impl LeaseTable {
         self.0.iter().map(|shard| shard.len()).sum()
     }
 
-    /// Whether an attempt of `key` runs that has not lost its lease.
+    /// Whether an attempt of `key` runs, or is being ended, and had its lease until then.
     pub(super) fn runs(&self, key: &Key) -> bool {
-        let runs = |it: &LeaseEntry| it.lease.key == *key && it.standing != LeaseStanding::Lost;
+        let runs = |it: &LeaseEntry| it.lease.key == *key && (it.standing != LeaseStanding::Lost || it.is_ending);
         self.0.iter().any(|shard| shard.values().any(runs))
     }
 

@@ -9,9 +9,7 @@ use tokio::sync::Notify;
 
 use super::deliveries::{Callback, CallbackEnd, Delivery, DeliveryTable, DueBeat};
 use super::late_writes::{FlushGuard, LateWrites};
-use super::lease_table::{
-    LeaseEntry, LeaseStanding, LeaseTable, Limits, LongestPause, RenewalFailure, RenewalStates, no_answer,
-};
+use super::lease_table::{LeaseEntry, LeaseStanding, LeaseTable, Limits, RenewalFailure, RenewalStates, no_answer};
 use crate::clock::{Clock, Instant, as_nanos};
 use crate::combine::race;
 use crate::key::Key;
@@ -111,7 +109,7 @@ impl Leases {
         self.table.len()
     }
 
-    /// Whether an attempt of `key` runs that has not lost its lease.
+    /// Whether an attempt of `key` runs, or is being ended, and had its lease until then.
     pub(super) fn runs(&self, key: &Key) -> bool {
         self.table.runs(key)
     }
@@ -159,6 +157,7 @@ impl Leases {
             pause: limits.pause,
             failing: None,
             standing: LeaseStanding::Held,
+            is_ending: false,
             waker: None,
         };
         let next = nanos(entry.next());
@@ -216,9 +215,7 @@ impl Leases {
     /// on only the store accepts or refuses its result.
     pub(crate) fn body_returned(&self, owner: OwnerToken) {
         if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {
-            entry.stop_at = Instant::new(Duration::MAX);
-            entry.pause = LongestPause::NONE;
-            entry.waker = None;
+            entry.end_body(Instant::new(Duration::MAX));
         }
     }
 
@@ -229,9 +226,7 @@ impl Leases {
         let resumes = {
             let mut shard = self.table.shard_of(owner);
             let Some(entry) = shard.get_mut(&owner) else { return };
-            entry.stop_at = stop_at;
-            entry.pause = LongestPause::NONE;
-            entry.waker = None;
+            entry.end_body(stop_at);
             let resumes = matches!(entry.standing, LeaseStanding::TimedOut | LeaseStanding::Unrenewed);
             if resumes {
                 entry.standing = LeaseStanding::Held;
