@@ -312,8 +312,18 @@ fn is_unordered<I: ?Sized>() -> bool {
 /// A serializer that hashes the canonical form.
 struct Hasher<'a> {
     hash: &'a mut Sha256,
-    /// The array that contains the value as an element.
-    array: Option<&'a mut Array>,
+    position: Position<'a>,
+}
+
+/// Position of a value in the value around it.
+enum Position<'a> {
+    /// Neither an element nor a name.
+    Plain,
+    /// An element of this array.
+    Element(&'a mut Array),
+    /// The name of an entry. A name is a text in JSON: `1` becomes `"1"`. A value that can't be a name in JSON is
+    /// hashed as a value.
+    Name,
 }
 
 /// The array so far. The form of its hash is decided at its end.
@@ -360,19 +370,34 @@ fn byte(sign: &str, whole: &str, exponent: i128) -> Option<u8> {
 
 impl<'a> Hasher<'a> {
     fn new(hash: &'a mut Sha256) -> Self {
-        Self { hash, array: None }
+        Self { hash, position: Position::Plain }
     }
 
     fn reborrow(&mut self) -> Hasher<'_> {
-        Hasher { hash: self.hash, array: self.array.as_deref_mut() }
+        let position = match &mut self.position {
+            Position::Plain => Position::Plain,
+            Position::Element(array) => Position::Element(array),
+            Position::Name => Position::Name,
+        };
+        Hasher { hash: self.hash, position }
     }
 
     /// Returns the hash, for any value except a byte in an array.
     fn out(self) -> &'a mut Sha256 {
-        if let Some(array) = self.array {
+        if let Position::Element(array) = self.position {
             array.mix(self.hash);
         }
         self.hash
+    }
+
+    /// Returns whether the value is the name of an entry.
+    fn is_name(&self) -> bool {
+        matches!(self.position, Position::Name)
+    }
+
+    /// Returns whether the value is an element of an array that has only bytes so far.
+    fn follows_bytes(&self) -> bool {
+        matches!(&self.position, Position::Element(array) if !array.mixed)
     }
 
     fn tag(self, tag: u8) {
@@ -381,14 +406,17 @@ impl<'a> Hasher<'a> {
 
     /// Hashes a number from 0 to 255.
     fn byte(self, byte: u8) {
-        match self.array {
-            Some(array) if !array.mixed => array.bytes.push(byte),
-            _ => Hasher::new(self.hash).number(itoa::Buffer::new().format(byte)),
+        match self.position {
+            Position::Element(array) if !array.mixed => array.bytes.push(byte),
+            _ => self.number(itoa::Buffer::new().format(byte)),
         }
     }
 
     /// Hashes a number in its JSON form.
     fn number(self, written: &str) {
+        if self.is_name() {
+            return text(self.hash, b's', written.as_bytes());
+        }
         let (sign, rest) = written.strip_prefix('-').map_or(("", written), |rest| ("-", rest));
         let (digits, exponent) = rest.split_once(['e', 'E']).unwrap_or((rest, "0"));
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
@@ -411,7 +439,7 @@ impl<'a> Hasher<'a> {
         // A byte in an array of bytes so far: keep the short form of the array.
         let mut number = itoa::Buffer::new();
         let is_zero = whole.is_empty() && significant.is_empty();
-        if self.array.as_ref().is_some_and(|array| !array.mixed) && significant.is_empty() {
+        if self.follows_bytes() && significant.is_empty() {
             let value = if is_zero { Some(0) } else { byte(sign, whole, exponent) };
             if let Some(value) = value {
                 return self.byte(value);
@@ -474,7 +502,7 @@ struct Elements<'a> {
 
 impl Elements<'_> {
     fn element<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FingerprintError> {
-        value.serialize(Hasher { hash: self.hash, array: Some(&mut self.array) })
+        value.serialize(Hasher { hash: self.hash, position: Position::Element(&mut self.array) })
     }
 }
 
@@ -566,7 +594,11 @@ impl<'a> ser::Serializer for Hasher<'a> {
     }
 
     fn serialize_bool(self, value: bool) -> Result<(), FingerprintError> {
-        self.tag(if value { b't' } else { b'f' });
+        match (self.is_name(), value) {
+            (true, _) => text(self.hash, b's', if value { b"true" } else { b"false" }),
+            (false, true) => self.tag(b't'),
+            (false, false) => self.tag(b'f'),
+        }
         Ok(())
     }
 
@@ -765,7 +797,7 @@ impl ser::SerializeMap for Object<'_> {
 
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<(), FingerprintError> {
         let mut hash = Sha256::new();
-        key.serialize(Name(Hasher::new(&mut hash)))?;
+        key.serialize(Hasher { hash: &mut hash, position: Position::Name })?;
         self.entries.name = hash.finalize().into();
         Ok(())
     }
@@ -830,7 +862,7 @@ impl ser::SerializeTupleVariant for TupleVariant<'_> {
     type Error = FingerprintError;
 
     fn serialize_field<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FingerprintError> {
-        value.serialize(Hasher { hash: &mut self.payload, array: Some(&mut self.array) })
+        value.serialize(Hasher { hash: &mut self.payload, position: Position::Element(&mut self.array) })
     }
 
     fn end(mut self) -> Result<(), FingerprintError> {
@@ -861,154 +893,6 @@ impl ser::SerializeStructVariant for StructVariant<'_> {
         let mut payload = Sha256::new();
         self.fields.finish(&mut payload);
         variant(self.outer, self.name, payload)
-    }
-}
-
-/// Name of an entry. A name is a text in JSON: `1` becomes `"1"`. A value that can't be a name in JSON is hashed as a
-/// value.
-struct Name<'a>(Hasher<'a>);
-
-macro_rules! whole_names {
-    ($($method:ident($type:ty))*) => { $(
-        fn $method(self, value: $type) -> Result<(), FingerprintError> {
-            self.0.serialize_str(itoa::Buffer::new().format(value))
-        }
-    )* };
-}
-
-macro_rules! float_names {
-    ($($method:ident($type:ty))*) => { $(
-        fn $method(self, value: $type) -> Result<(), FingerprintError> {
-            match value.is_finite() {
-                true => self.0.serialize_str(FloatText::of(value)?.as_str()),
-                false => self.0.serialize_unit(),
-            }
-        }
-    )* };
-}
-
-impl<'a> ser::Serializer for Name<'a> {
-    type Ok = ();
-    type Error = FingerprintError;
-    type SerializeSeq = Elements<'a>;
-    type SerializeTuple = Elements<'a>;
-    type SerializeTupleStruct = Elements<'a>;
-    type SerializeTupleVariant = TupleVariant<'a>;
-    type SerializeMap = Object<'a>;
-    type SerializeStruct = Struct<'a>;
-    type SerializeStructVariant = StructVariant<'a>;
-
-    whole_names! {
-        serialize_i8(i8) serialize_i16(i16) serialize_i32(i32) serialize_i64(i64) serialize_i128(i128)
-        serialize_u8(u8) serialize_u16(u16) serialize_u32(u32) serialize_u64(u64) serialize_u128(u128)
-    }
-
-    float_names! { serialize_f32(f32) serialize_f64(f64) }
-
-    fn serialize_bool(self, value: bool) -> Result<(), FingerprintError> {
-        self.0.serialize_str(if value { "true" } else { "false" })
-    }
-
-    fn serialize_char(self, value: char) -> Result<(), FingerprintError> {
-        self.0.serialize_char(value)
-    }
-
-    fn serialize_str(self, value: &str) -> Result<(), FingerprintError> {
-        self.0.serialize_str(value)
-    }
-
-    fn serialize_bytes(self, value: &[u8]) -> Result<(), FingerprintError> {
-        self.0.serialize_bytes(value)
-    }
-
-    fn serialize_none(self) -> Result<(), FingerprintError> {
-        self.0.serialize_none()
-    }
-
-    fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<(), FingerprintError> {
-        value.serialize(self)
-    }
-
-    fn serialize_unit(self) -> Result<(), FingerprintError> {
-        self.0.serialize_unit()
-    }
-
-    fn serialize_unit_struct(self, name: &'static str) -> Result<(), FingerprintError> {
-        self.0.serialize_unit_struct(name)
-    }
-
-    fn serialize_unit_variant(
-        self,
-        _name: &'static str,
-        _index: u32,
-        variant: &'static str,
-    ) -> Result<(), FingerprintError> {
-        self.0.serialize_str(variant)
-    }
-
-    fn serialize_newtype_struct<T: Serialize + ?Sized>(
-        self,
-        name: &'static str,
-        value: &T,
-    ) -> Result<(), FingerprintError> {
-        match name {
-            DIGEST => self.0.serialize_newtype_struct(name, value),
-            _ => value.serialize(self),
-        }
-    }
-
-    fn serialize_newtype_variant<T: Serialize + ?Sized>(
-        self,
-        name: &'static str,
-        index: u32,
-        variant: &'static str,
-        value: &T,
-    ) -> Result<(), FingerprintError> {
-        self.0.serialize_newtype_variant(name, index, variant, value)
-    }
-
-    fn serialize_seq(self, len: Option<usize>) -> Result<Elements<'a>, FingerprintError> {
-        self.0.serialize_seq(len)
-    }
-
-    fn serialize_tuple(self, len: usize) -> Result<Elements<'a>, FingerprintError> {
-        self.0.serialize_tuple(len)
-    }
-
-    fn serialize_tuple_struct(self, name: &'static str, len: usize) -> Result<Elements<'a>, FingerprintError> {
-        self.0.serialize_tuple_struct(name, len)
-    }
-
-    fn serialize_tuple_variant(
-        self,
-        name: &'static str,
-        index: u32,
-        variant: &'static str,
-        len: usize,
-    ) -> Result<TupleVariant<'a>, FingerprintError> {
-        self.0.serialize_tuple_variant(name, index, variant, len)
-    }
-
-    fn serialize_map(self, len: Option<usize>) -> Result<Object<'a>, FingerprintError> {
-        self.0.serialize_map(len)
-    }
-
-    fn serialize_struct(self, name: &'static str, len: usize) -> Result<Struct<'a>, FingerprintError> {
-        self.0.serialize_struct(name, len)
-    }
-
-    fn serialize_struct_variant(
-        self,
-        name: &'static str,
-        index: u32,
-        variant: &'static str,
-        len: usize,
-    ) -> Result<StructVariant<'a>, FingerprintError> {
-        self.0.serialize_struct_variant(name, index, variant, len)
-    }
-
-    fn collect_str<T: Display + ?Sized>(self, value: &T) -> Result<(), FingerprintError> {
-        self.0.collect_str(value)
     }
 }
 
