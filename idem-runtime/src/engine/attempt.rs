@@ -10,7 +10,7 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::key::Key;
 use crate::policy::{Backoff, Policy};
-use crate::record::{Lease, OwnerToken, Provenance, ReservedAt, Verdict};
+use crate::record::{Lease, LeaseMark, OwnerToken, Provenance, Verdict};
 use crate::store::{Store, renew_all};
 
 thread_local! {
@@ -73,7 +73,7 @@ impl Attempt {
             on_crash: policy.on_crash,
             fingerprint: None,
             provenance: Provenance::default(),
-            reserved_at: ReservedAt::default(),
+            mark: LeaseMark::default(),
         };
         Self::new(store, lease, Instant::new(Duration::ZERO), policy.backoff)
     }

@@ -19,7 +19,7 @@ use crate::error::{Error, Mismatch};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::metrics::StoreOp;
 use crate::policy::{Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, Policy, PolicyProblem};
-use crate::record::{Admission, Inspection, Lease, Record, Reservation, ReserveRequest, ReservedAt, Verdict};
+use crate::record::{Admission, Inspection, Lease, LeaseMark, Record, Reservation, ReserveRequest, Verdict};
 use crate::store::flight::{WaitOutcome, WaitTicket, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
@@ -361,7 +361,7 @@ impl<'a> Request<'a> {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
                             // The record no longer equals the bytes that the reservation wrote.
-                            lease.reserved_at = ReservedAt::default();
+                            lease.mark = LeaseMark::default();
                         }
                     }
                     Ok(PreparedLease::Lost) => return Step::AskAgain,

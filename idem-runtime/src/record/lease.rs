@@ -1,5 +1,7 @@
 //! The lease of an attempt.
 
+use std::fmt;
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use super::owner::OwnerToken;
@@ -29,39 +31,53 @@ pub struct Lease {
     pub fingerprint: Option<Fingerprint>,
     /// Further information in the record, for people.
     pub provenance: Provenance,
-    /// Time of the reservation, in milliseconds since 1970 by the wall clock of this process. Only a store sets it
-    /// whose record stays exactly the bytes that the reservation wrote, as long as no other write follows.
-    pub(crate) reserved_at: ReservedAt,
+    /// Number that the store set at the reservation, for its own use.
+    pub mark: LeaseMark,
 }
 
-/// Time when a lease was reserved, if the store records it. Comparisons ignore the time: a lease with the time equals
-/// the same lease without it. The six bytes, big-endian, fit into space that a lease had left.
-#[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct ReservedAt(
-    #[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "no other store sets it"))] [u8; 6],
-);
+/// Number of a store's own in a [`Lease`]: up to 48 bits, 0 by default.
+///
+/// A store sets the mark in the lease that its `reserve` returns, and finds the mark in every later call for that
+/// attempt. The engine sets the mark back to 0 when a later write has changed the record before the body begins.
+/// Comparisons ignore the mark: a lease with a mark equals the same lease without one.
+///
+/// ```
+/// use idem_runtime::store::LeaseMark;
+///
+/// assert_eq!(LeaseMark::new(7).get().map(u64::from), Some(7));
+/// assert_eq!(LeaseMark::default().get(), None);
+/// ```
+// The six bytes fit into space that a lease had left.
+#[derive(Clone, Copy, Default)]
+pub struct LeaseMark([u8; 6]);
 
-#[cfg(feature = "redis")]
-impl ReservedAt {
-    pub(crate) fn new(millis: u64) -> Self {
-        let [_, _, millis @ ..] = millis.to_be_bytes();
-        Self(millis)
+impl LeaseMark {
+    /// Creates a mark of the lower 48 bits of `number`.
+    pub const fn new(number: u64) -> Self {
+        let [_, _, a, b, c, d, e, f] = number.to_be_bytes();
+        Self([a, b, c, d, e, f])
     }
 
-    pub(crate) fn millis(self) -> Option<u64> {
-        let mut millis = [0; 8];
-        millis[2..].copy_from_slice(&self.0);
-        Some(u64::from_be_bytes(millis)).filter(|millis| *millis > 0)
+    /// Returns the number, or `None` if it is 0.
+    pub const fn get(self) -> Option<NonZeroU64> {
+        let [a, b, c, d, e, f] = self.0;
+        NonZeroU64::new(u64::from_be_bytes([0, 0, a, b, c, d, e, f]))
     }
 }
 
-impl PartialEq for ReservedAt {
+impl fmt::Debug for LeaseMark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LeaseMark").field(&self.get().map_or(0, NonZeroU64::get)).finish()
+    }
+}
+
+impl PartialEq for LeaseMark {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for ReservedAt {}
+impl Eq for LeaseMark {}
 
 impl Lease {
     /// Makes the lease of attempt number `attempt` that `request` asked for, as the first attempt that counts against

@@ -28,7 +28,7 @@ pub use self::decision::Ruling;
 pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
 #[allow(unused_imports, reason = "without a store no code inspects")]
 pub(crate) use self::inspection::Inspection;
-pub(crate) use self::lease::{Lease, ReservedAt};
+pub(crate) use self::lease::{Lease, LeaseMark};
 pub(crate) use self::owner::{OwnerToken, Owners};
 pub(crate) use self::provenance::Holder;
 pub use self::provenance::{Provenance, Traceparent, TraceparentError};
@@ -177,7 +177,7 @@ impl Record {
             on_crash: request.on_crash,
             fingerprint: self.fingerprint,
             provenance: self.provenance.clone(),
-            reserved_at: ReservedAt::default(),
+            mark: LeaseMark::default(),
         }
     }
 

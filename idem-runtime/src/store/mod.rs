@@ -38,7 +38,7 @@ use crate::metrics::StoreOp;
 use crate::policy::{Policy, PolicyProblem};
 pub use crate::record::decision::{Action, Decision, DecisionAnswer};
 pub use crate::record::inspection::Inspection;
-pub use crate::record::lease::Lease;
+pub use crate::record::lease::{Lease, LeaseMark};
 pub use crate::record::owner::OwnerToken;
 pub use crate::record::provenance::Holder;
 pub use crate::record::request::{Finish, Release, ReserveRequest, Verdict};

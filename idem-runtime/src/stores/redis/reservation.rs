@@ -12,7 +12,7 @@ use super::failure::{ExchangeFailure, corrupt, failed, unexpected};
 use super::op::{Op, OpAnswer};
 use super::write::RecordWrite;
 use crate::record::format::{self, millis};
-use crate::record::{Admission, OwnerToken, Record, Reservation, ReserveRequest, ReservedAt, State};
+use crate::record::{Admission, LeaseMark, OwnerToken, Record, Reservation, ReserveRequest, State};
 use crate::store::{StoreError, StoreErrorKind};
 
 /// Pause before the fourth look. The pause doubles up to [`LONGEST_PAUSE`].
@@ -39,7 +39,7 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
             None => match looked(access.run(name, Op::Reserve(write)).await, request.owner).map_err(failed)? {
                 Value::Nil => {
                     let mut lease = first.lease(request);
-                    lease.reserved_at = ReservedAt::new(access.core.wall_millis());
+                    lease.mark = LeaseMark::new(access.core.wall_millis());
                     return Ok(Reservation::Granted { lease, takeover: false });
                 }
                 Value::BulkString(found) => (Bytes::from(found), None),

@@ -100,7 +100,7 @@ impl RedisInner {
 /// Returns the time at which `lease` was reserved, in milliseconds since 1970, if its record may be unchanged since
 /// then: a renewal, which is due after a third of the lease, changes it.
 fn unchanged_since(lease: &Lease, core: &Core) -> Option<u64> {
-    let reserved_at = lease.reserved_at.millis()?;
+    let reserved_at = lease.mark.get()?.get();
     let age = Duration::from_millis(core.wall_millis().saturating_sub(reserved_at));
     (age < lease.duration / 3).then_some(reserved_at)
 }
