@@ -21,10 +21,10 @@ use crate::record::{Lease, OwnerToken, Verdict};
 use crate::store::{StoreContext, StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
-/// Number of looks of an operation at a record that keeps changing. Each retry means that another attempt won, so the
-/// loop ends on its own; the limit guards against bugs and faulty servers.
+/// Number of times that one operation reads a record that keeps changing. Only a write of another attempt causes a
+/// retry, so the loop ends without this limit; the limit guards against bugs and faulty servers.
 pub(super) const LOOKS: u32 = 20;
-/// Number of leases of other handles that are remembered as held.
+/// Largest number of entries in [`Core::held`].
 const REMEMBERED: usize = 1024;
 
 /// State that all handles of a store share.
@@ -34,7 +34,8 @@ pub(super) struct Core {
     pub(super) terms: ExchangeTerms,
     pub(super) prefix: Box<str>,
     pub(super) limits: Arc<Limits>,
-    /// Time until which leases of other handles are sure to hold: a duplicate of a hot key then costs one call.
+    /// Times until which leases of other handles certainly hold. With them, a duplicate of a hot key costs one round
+    /// trip.
     pub(super) held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 
@@ -56,9 +57,9 @@ impl Core {
         u64::try_from(wall_millis(self.clock())).unwrap_or_default()
     }
 
-    /// Returns the age of a record whose attempt `began` then. `began` is a time of the holder or of the server, and
-    /// the answer does not contain their present time. So the age is measured by the wall clock of this host, as
-    /// exactly as the clocks agree.
+    /// Returns the age of an attempt that began at `began`. The clock of the holder or of the server set `began`, but
+    /// no answer contains the present time of that clock. So this function uses the wall clock of this host, and the
+    /// age is wrong by the difference of the two clocks.
     pub(super) fn age(&self, began: Option<u64>) -> Option<Duration> {
         let now = self.wall_millis();
         began.map(|began| Duration::from_millis(now.saturating_sub(began)))
@@ -98,7 +99,7 @@ impl Access<'_> {
         Name { prefix: &self.core.prefix, key: key.as_str() }
     }
 
-    /// Runs an operation on the server of its key. Await the result as soon as it is made.
+    /// Runs an operation on the server that serves its key. Await the returned future immediately.
     pub(super) fn run<'a>(&'a self, name: Name<'a>, op: Op<'a>) -> OpFuture<'a> {
         self.connections.route.run(name, op)
     }
@@ -109,7 +110,7 @@ pub(super) fn call(script: &Script, name: Name<'_>, args: impl FnOnce(&mut Cmd))
     RedisCommand::script(script, std::iter::once(name), args)
 }
 
-/// Returns owner token and number of an attempt, side by side as in its record.
+/// Returns the owner token and the number of an attempt, in the bytes that a record holds.
 pub(super) fn attempt_of(lease: &Lease) -> [u8; 20] {
     let mut attempt = [0; 20];
     attempt[..16].copy_from_slice(lease.owner.as_bytes());
@@ -117,7 +118,7 @@ pub(super) fn attempt_of(lease: &Lease) -> [u8; 20] {
     attempt
 }
 
-/// Reads the answer of a write.
+/// Reads the server's answer to a write.
 pub(super) fn written(value: &Value) -> Result<Verdict, StoreError> {
     match value {
         Value::Int(1) => Ok(Verdict::Applied),
@@ -126,7 +127,7 @@ pub(super) fn written(value: &Value) -> Result<Verdict, StoreError> {
     }
 }
 
-/// Returns the error after the last look.
+/// Returns the error for a record that changed between all [`LOOKS`] reads of an operation.
 pub(super) fn keeps_changing() -> StoreError {
     StoreError::new(StoreErrorKind::Unavailable, format!("the record kept changing; gave up after {LOOKS} looks"))
 }

@@ -6,7 +6,7 @@ use redis::{Cmd, RedisWrite};
 
 use super::scripts::Script;
 
-/// The name of a key at the server, in two parts that are joined only when it is sent.
+/// The name of a key at the server, in two parts that are joined only when a command is encoded.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Name<'a> {
     pub(super) prefix: &'a str,
@@ -31,7 +31,7 @@ impl fmt::Display for Name<'_> {
     }
 }
 
-/// A command, and how to treat it.
+/// A command, and the properties that decide how it is sent.
 #[derive(Clone)]
 pub(super) struct RedisCommand {
     pub(super) command: Cmd,
@@ -73,7 +73,7 @@ impl RedisCommand {
     }
 }
 
-/// Returns the same call with the source of its script, which loads it.
+/// Returns the same call with the source of its script, from which the server loads the script.
 pub(super) fn with_source(call: &Cmd, source: &str) -> Cmd {
     let mut command = Cmd::new();
     command.arg("EVAL").arg(source);
@@ -93,7 +93,7 @@ pub(super) fn key_of(command: &Cmd) -> &[u8] {
     }
 }
 
-/// Returns an argument of a command, counted from its name; empty if there is none.
+/// Returns argument `at` of a command, where argument 0 is its name; empty if the command has fewer arguments.
 pub(super) fn argument(command: &Cmd, at: usize) -> &[u8] {
     match command.args_iter().nth(at) {
         Some(redis::Arg::Simple(argument)) => argument,

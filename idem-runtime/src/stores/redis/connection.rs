@@ -17,13 +17,14 @@ use crate::combine::race;
 use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
 
-/// Pause after a failure to connect, for all callers.
+/// Pause after a failure to connect. Callers in this pause get the same error.
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
-/// Number of connections that an exchange waits for at most: each may lead to a primary that is replaced meanwhile.
+/// Largest number of new connections that one exchange waits for: a primary may be replaced while its connection is
+/// being opened.
 const CONNECTIONS: usize = 4;
-/// Longest duration of an exchange, in time limits, while bytes move on its connection.
+/// Longest duration of an exchange while bytes move on its connection, as a multiple of the time limit.
 const LONGEST: u32 = 15;
-/// A timer this late shows that the runtime was busy elsewhere, and did not read either.
+/// A timer that fires this late shows that the runtime was busy, and so did not read any answer either.
 const LATE: Duration = Duration::from_millis(100);
 
 /// A user's connection: multiplexed, so that clones share it.
@@ -37,7 +38,7 @@ impl<C: ConnectionLike + Clone + Send + Sync + 'static> SharedConnection for C {
     }
 }
 
-/// The user's own connection, which reconnects on its own, and the process that it belongs to.
+/// The user's own connection, which reconnects without the store's help, and the process that opened it.
 pub(super) struct UserConnection {
     connection: Box<dyn SharedConnection>,
     process: Process,
@@ -99,8 +100,9 @@ enum End<P> {
     Ours(Arc<Own<P>>),
 }
 
-/// A connection that this store opens, and reopens after it broke or did not answer in time. If the network silently
-/// drops everything, the connection would otherwise stay open until the system gives up, many minutes later.
+/// A connection that this store opens, and reopens after it broke or did not answer in time. Without the time limit, a
+/// connection over a network that silently drops packets would stay open until the operating system gives up, many
+/// minutes later.
 struct Own<P> {
     clock: Arc<dyn Clock>,
     timeout: Duration,
@@ -117,7 +119,8 @@ struct OpenState {
     way: Option<OpenConnection>,
     /// Time and error of the last failed try to connect.
     failed: Option<(Instant, RedisError)>,
-    /// Set while a connection is being opened, for all callers. Closed once that has succeeded or failed.
+    /// Set while a task opens a connection for all callers. The channel is closed when that task has succeeded or
+    /// failed.
     connecting: Option<watch::Receiver<()>>,
 }
 
@@ -125,7 +128,7 @@ struct OpenState {
 #[derive(Clone)]
 struct OpenConnection {
     generation: u64,
-    /// Version of its place when it was opened.
+    /// Version of the server's place when this connection was opened.
     version: u64,
     connection: MultiplexedConnection,
     pulse: Arc<Pulse>,
@@ -183,7 +186,7 @@ impl<P: Place> Connection<P> {
         }
     }
 
-    /// Sends many commands in one write. The error of a single command is a value in its place.
+    /// Sends the commands in one write. The error of a single command is one of the returned values.
     pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, ExchangeFailure> {
         // Not `query_async`: it turns the error of one command into the failure of the whole pipeline.
         let count = commands.len();
@@ -204,7 +207,8 @@ impl<P: Place> Connection<P> {
         answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(ExchangeFailure::Lost) })
     }
 
-    /// Returns the time that an operation may wait to be sent: longer while the server keeps answering earlier ones.
+    /// Returns the time that an operation may wait to be sent: longer while the server keeps answering earlier
+    /// operations.
     pub(super) fn patience(&self) -> Duration {
         let pulse = match &self.end {
             End::Theirs(theirs) => Some(Arc::clone(&theirs.pulse)),
@@ -215,7 +219,8 @@ impl<P: Place> Connection<P> {
         if moves { self.timeout.saturating_mul(LONGEST) } else { self.timeout }
     }
 
-    /// Returns the number of the present connection, counted from 1. Another connection may lead to another server.
+    /// Returns the number of the present connection, counted from 1. A connection with another number may lead to
+    /// another server.
     pub(super) fn generation(&self) -> u64 {
         match &self.end {
             End::Theirs(_) => 1,
@@ -223,7 +228,7 @@ impl<P: Place> Connection<P> {
         }
     }
 
-    /// Refuses to use a connection of a parent process: a forked process must not write to its socket.
+    /// Refuses to use a connection of a parent process: a forked child must not write to its parent's socket.
     fn check_process(&self) -> Result<(), ExchangeFailure> {
         if self.process.is_this() {
             return Ok(());
@@ -233,9 +238,9 @@ impl<P: Place> Connection<P> {
         Err(ExchangeFailure::Unusable(reason.into()))
     }
 
-    /// Runs `exchange`. Gives up once no byte has moved on its connection for the time limit, or after [`LONGEST`] time
-    /// limits. Time in which the runtime was busy elsewhere does not count. `is_news`: the bytes of this connection
-    /// can't be counted, so its answers count as movement.
+    /// Runs `exchange`. Gives up when no byte has moved on its connection for the time limit, or after [`LONGEST`] time
+    /// limits. Time in which the runtime was busy does not count. If `is_news`, the answer counts as movement, because
+    /// the bytes of this connection can't be observed.
     async fn in_time<T>(
         &self,
         pulse: &Pulse,
@@ -269,7 +274,8 @@ impl<P: Place> Connection<P> {
         }
     }
 
-    /// Opens the connection. Returns the error of the client unchanged: some errors occur only at the first connection.
+    /// Opens the connection. Returns the error of the client unchanged, because some mistakes in its settings show only
+    /// at the first connection.
     pub(super) async fn try_open(&self) -> Result<(), RedisError> {
         match &self.end {
             End::Theirs(_) => Ok(()),
@@ -296,19 +302,19 @@ impl<P: Place> Own<P> {
                 {
                     return Err(error.clone());
                 }
-                // A closed channel means that its runtime has dropped the task.
+                // A closed channel that is still set means that a runtime dropped the task that opened the connection.
                 match open.connecting.clone().filter(|connecting| connecting.has_changed().is_ok()) {
                     Some(connecting) => connecting,
                     None => {
                         let (done, connecting) = watch::channel(());
                         open.connecting = Some(connecting.clone());
-                        // Runs in its own task: a caller that is no longer polled would block all others.
+                        // A task opens the connection: a caller that is no longer polled would block all other callers.
                         tokio::spawn(Arc::clone(self).connect(done));
                         connecting
                     }
                 }
             };
-            // Closed when the task is done.
+            // The channel is closed when the task ends.
             let _ = connecting.changed().await;
         }
         Err((ErrorKind::Io, "every new connection was replaced at once").into())
@@ -358,10 +364,10 @@ impl<P: Place> Own<P> {
         })
     }
 
-    /// Drops the connection if its answers show that it is unusable. Callers that still wait for an answer on it keep
-    /// it.
+    /// Forgets the connection if its answers show that it is unusable. Callers that still wait for an answer keep their
+    /// clone of it.
     ///
-    /// Returns an error if another server is the primary by now: the old one's answer may be lost with it.
+    /// Returns an error if another server is the primary by now: the write that the old primary answered may be lost.
     fn look_after(
         &self,
         way: &OpenConnection,
@@ -385,12 +391,12 @@ impl<P: Place> Own<P> {
 
 /// Returns whether the connection is unusable after this error.
 fn ends(error: &ServerError) -> bool {
-    // A primary became a replica: a new connection may lead to the new primary. Or the server closes the connection
-    // because it could not read a request.
+    // `READONLY` means that the primary became a replica: a new connection may lead to the new primary. After a
+    // `Protocol error` the server closes the connection, because it could not read a request.
     error.code() == "READONLY" || error.details().is_some_and(|details| details.starts_with("Protocol error"))
 }
 
-/// Returns a client of the server at `host` and `port`, with the other settings of `info`.
+/// Returns a client of the server at `host` and `port`, with all other settings from `info`.
 pub(super) fn elsewhere(info: &redis::ConnectionInfo, host: &str, port: u16) -> Result<Client, RedisError> {
     let host = host.to_owned();
     let addr = match info.addr().clone() {

@@ -33,7 +33,7 @@ impl Connections {
     }
 }
 
-/// The way in which a runtime connects to the servers.
+/// The settings from which each runtime opens its connections.
 pub(super) enum ConnectPlan {
     /// Over the user's own connection.
     Theirs(UserConnection),

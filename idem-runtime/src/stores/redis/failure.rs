@@ -13,19 +13,19 @@ use crate::store::{StoreError, StoreErrorKind};
 pub(super) enum ExchangeFailure {
     /// The server refused this operation and wrote nothing for it.
     Refused(ErrorReply),
-    /// There was no connection, or none that took the operation in time: nothing was sent.
+    /// No connection could be opened, or the connection did not take the operation in time: nothing was sent.
     NotSent(Arc<str>),
-    /// No connection is possible in this process or runtime: nothing was sent, and nothing will be.
+    /// This process or runtime can't use a connection: nothing was sent, and a retry does not help.
     Unusable(Arc<str>),
     /// The exchange broke off: the operation may have taken effect.
     Broken(Arc<RedisError>),
     /// No answer came in time: the operation may have taken effect.
     TimedOut,
-    /// The runtime dropped the exchange, the answer makes no sense, or its server had been replaced by then: the
-    /// operation may have taken effect.
+    /// The runtime dropped the exchange, the answer makes no sense, or the answering server had already been replaced:
+    /// the operation may have taken effect.
     Lost,
-    /// The server gave this answer, but too few replicas have the write: it may get lost with the server. The second
-    /// field is the server's reason, if it gave one.
+    /// The server gave this answer, but too few replicas have the write: the write may get lost with the server. The
+    /// second field is the reason that the server gave, if any.
     Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 
@@ -37,7 +37,7 @@ pub(super) struct ErrorReply {
 }
 
 impl ErrorReply {
-    /// Reads an error that a script passes on: the first word is its code.
+    /// Reads the text of an error that a script returned. The first word is the error's code.
     pub(super) fn read(text: &str) -> Self {
         let (code, message) = text.split_once(' ').unwrap_or((text, ""));
         Self { code: code.into(), message: message.into() }
@@ -69,15 +69,15 @@ impl ExchangeFailure {
     }
 
     /// Returns whether the server does not support an option of a command. In that case nothing was written. Every
-    /// error with the general code `ERR` counts, because servers word this error differently, except a request that
-    /// could not be read at all.
+    /// error with the general code `ERR` counts, because the text differs from server to server. A request that the
+    /// server could not read (`Protocol error`) does not count.
     pub(super) fn is_unknown_option(&self) -> bool {
         matches!(self, Self::Refused(ErrorReply { code, message })
             if &**code == "ERR" && !message.starts_with("Protocol error"))
     }
 
-    /// Converts the error of a connection that could not be opened, so nothing was sent. The server may have given a
-    /// reason.
+    /// Converts the error of a connection that could not be opened, so nothing was sent. An error reply of the server
+    /// keeps its code.
     pub(super) fn not_opened(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::of(error),
@@ -85,8 +85,8 @@ impl ExchangeFailure {
         }
     }
 
-    /// Classifies the error of an exchange. An error reply of the server is a value instead, except while a connection
-    /// is being set up. In both cases nothing was written.
+    /// Classifies the error of an exchange. Only during the set-up of a connection is an error reply of the server such
+    /// an error, and then nothing was written; later, an error reply is a value.
     pub(super) fn of(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::Refused(ErrorReply {
@@ -99,7 +99,7 @@ impl ExchangeFailure {
             | ErrorKind::RESP3NotSupported => Self::NotSent(error.to_string().into()),
             _ if error.is_connection_refusal() => Self::NotSent(error.to_string().into()),
             _ if error.is_timeout() => Self::TimedOut,
-            // A closed connection looks the same whether or not the command was written.
+            // A closed connection does not show whether the server received the command.
             _ => Self::Broken(Arc::new(error)),
         }
     }
@@ -151,8 +151,8 @@ fn refused(ErrorReply { code, message }: &ErrorReply) -> StoreError {
     StoreError::new(kind, format!("{what}: {code} {message}"))
 }
 
-/// Texts of servers for a missing right of the login in a script, or for an unknown command, which may have been
-/// renamed.
+/// Texts of servers for a command that a script may not send: the login lacks the right, or the command is unknown,
+/// perhaps because it was renamed.
 const FORBIDDEN: [&str; 5] = [
     "The user executing the script can't",
     "ACL failure in script",
@@ -186,7 +186,8 @@ pub(super) fn corrupt(error: format::FormatError) -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
 }
 
-/// Returns the error for an answer that no command of this store can have. The value may be a payload and is not shown.
+/// Returns the error for an answer that no command of this store can have. The error does not show the value, which may
+/// be a payload.
 pub(super) fn unexpected(value: &Value) -> StoreError {
     let kind = match value {
         Value::Nil => "nil",

@@ -1,4 +1,4 @@
-//! Looks at records: for waiters, operators and lists.
+//! Reads records without changing them, for waiters, operators and lists.
 
 use std::time::Duration;
 
@@ -13,8 +13,7 @@ use crate::record::format::{self, millis};
 use crate::record::{Inspection, Record, State};
 use crate::store::StoreError;
 
-/// Returns the value under `name`, read as an [`Op::Read`] or, once replicas have confirmed it, as an
-/// [`Op::Write`].
+/// Returns the value under `name`. `op` is [`Op::Read`], or [`Op::Write`] if replicas have to confirm the value.
 pub(super) async fn look_at(
     access: &Access<'_>,
     name: Name<'_>,
@@ -37,7 +36,7 @@ pub(super) async fn look_at(
     Ok(Some(StoredValue { value, left: *left, found }))
 }
 
-/// Returns the record of `name`, without its result; with it if the record can't be read otherwise.
+/// Returns the record of `name` without its result. Reads the whole record only if its start alone can't be decoded.
 pub(super) async fn glance(access: &Access<'_>, name: Name<'_>) -> Result<Option<Inspection>, StoreError> {
     let asked = call(&access.core.scripts().glance, name, |command| {
         command.arg(format::START_BYTES);
@@ -86,15 +85,16 @@ impl StoredValue {
 }
 
 /// Makes the inspection of a record whose retention ends in `left` milliseconds, at `expires_at` by the server's clock.
-/// Each is negative if there is no such time.
+/// A negative number stands for a missing expiry; a negative `expires_at` also for a time that the login may not ask
+/// for.
 fn inspection(record: Record, value: &Bytes, left: i64, expires_at: i64) -> Result<Inspection, StoreError> {
-    // Negative without an expiry: a record without a lease is then kept forever.
+    // `left` is negative for a value without an expiry. A record that has neither expiry nor lease is kept forever.
     let expires_in = u64::try_from(left).map_or(Duration::MAX, Duration::from_millis);
     let [mut seen, mut began] = format::times(value);
     let lapses_in = match record.state {
         State::Pending { .. } if left < 0 => return Err(damaged()),
         State::Pending { lease, ttl, .. } => {
-            // Not renewed yet: its retention runs since the attempt began.
+            // The lease was not renewed yet, so the retention of the record began with the attempt.
             let since = u64::try_from(expires_at).ok().and_then(|at| at.checked_sub(millis(lease) + millis(ttl)));
             began = began.or(since);
             seen = seen.or(began);

@@ -1,9 +1,9 @@
 //! The largest size of a value that the server takes.
 //!
 //! A server refuses a value over `proto-max-bulk-len` by closing the connection, and its reason may get lost with the
-//! connection. So the store does not send such a value: it asks for the limit when it connects. If it may not ask, or
-//! if something in between has its own limit, the store learns the limit from failures. Values that may be too large
-//! have their own connection, so that its end affects no other operation.
+//! connection. So the store asks for the limit when it connects, and does not send a larger value. If the login may not
+//! ask, or if a proxy has a smaller limit, the store learns the limit from failures. Values that may be too large are
+//! sent over a separate connection: if that connection is closed, no other operation fails.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -21,12 +21,13 @@ pub(super) const SURE: usize = 1024 * 1024;
 const DEFAULT: usize = 512 * 1024 * 1024;
 /// Number of connections in a row that must break under a large value before the value counts as the reason.
 const BREAKS: u32 = 4;
-/// Time for which a learned limit counts: the server's limit may be raised, and the network may have been the reason.
+/// Time for which a learned limit counts. Afterwards the store tries again: an operator may have raised the server's
+/// limit, or the network may have been the reason for the failures.
 const LEARNED_FOR: Duration = Duration::from_secs(60);
 
-/// The limits of the servers of a store: those of the strictest.
+/// The strictest limits among the servers of a store.
 pub(super) struct Limits {
-    /// Smallest limit that a server has reported; [`UNTOLD`] if none has.
+    /// Smallest limit that a server has reported; [`UNTOLD`] if no server has reported a limit.
     told: AtomicUsize,
     learned: PerProcess<Mutex<LearnedLimits>>,
 }
@@ -54,7 +55,7 @@ impl Limits {
         self.told.fetch_min(most, Ordering::Relaxed);
     }
 
-    /// Also notes the limit reported to `other`.
+    /// Notes the limit that servers reported to `other`, too.
     pub(super) fn configure_from(&self, other: &Self) {
         self.configure(other.told.load(Ordering::Relaxed));
     }
@@ -76,7 +77,7 @@ impl Limits {
         }
     }
 
-    /// Learns from the answer to a write of `bytes` bytes.
+    /// Learns a limit from the answer to a write of `bytes` bytes.
     pub(super) fn learn(
         &self,
         bytes: usize,
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_believed_for_a_while() {
+    fn a_refused_size_counts_as_too_large_for_a_while() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         let refused = || {
             let message = "Protocol error: invalid bulk length";
@@ -154,14 +155,14 @@ mod tests {
         assert_eq!(kind(limits.learn(3 * MIB, refused(), &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);
         assert!(limits.check(3 * MIB - 1, &clock).is_ok());
-        // A small value that shared the connection is not too large.
+        // A small value whose connection was closed for the large value is not too large.
         assert_eq!(kind(limits.learn(10, refused(), &clock)), StoreErrorKind::Unavailable);
         clock.advance(LEARNED_FOR);
         assert!(limits.check(3 * MIB, &clock).is_ok());
     }
 
     #[test]
-    fn connections_that_break_again_and_again_are_a_reason() {
+    fn a_value_under_which_connections_keep_breaking_is_too_large() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         let broken = || Err(ExchangeFailure::Broken(Arc::new(RedisError::from((ErrorKind::Io, "closed")))));
         for _ in 1..BREAKS {

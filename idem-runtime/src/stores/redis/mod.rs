@@ -2,10 +2,10 @@
 //!
 //! A record is one string in the [format](crate::record::format) that all byte stores share. `SET key record NX GET PX
 //! retention` reserves a key or returns its record in one round trip. The only clock is the server's: each renewal sets
-//! the full retention anew, so the age of a lease is the retention minus the rest of it. Only changes of an existing
-//! record need a script. A completion needs none if the server has `SET … IFEQ` and the record is unchanged since its
-//! reservation. Each script checks the owner token; the scripts of a renewal and of a completion also check the
-//! attempt's number.
+//! the full retention anew, so the age of a lease is the full retention minus the remaining retention. Only changes of
+//! an existing record need a script. A completion needs no script if the server has `SET … IFEQ` and the record is
+//! unchanged since its reservation. Each script checks the owner token; the scripts of a renewal and of a completion
+//! also check the attempt's number.
 //!
 //! Layers, from the top. A file imports from the layers below its own:
 //!
@@ -61,8 +61,8 @@ impl RedisStore {
     ///   answer of the latest failover. The store follows the primary on its own.
     /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]`; the hosts are some of its nodes.
     ///
-    /// The latter two take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write characters with a meaning in
-    /// URLs as `%XX`.
+    /// The URLs for sentinels and clusters take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write
+    /// characters with a meaning in URLs as `%XX`.
     ///
     /// # Errors
     /// [`Misconfigured`] for an invalid URL, a refused login, a server that is too old or not Redis, a replica, a name

@@ -1,4 +1,4 @@
-//! One server, and the connection of each kind of operation to it.
+//! One server, and a connection to it for each kind of operation.
 
 use std::time::Duration;
 
@@ -14,15 +14,16 @@ pub(super) struct Node {
     plain: Dispatch,
     /// For operations that replicas have to confirm. A separate connection: `WAIT` blocks every later command on it.
     confirmed: Option<Dispatch>,
-    /// For renewals, if they have their own connection.
+    /// For renewals, in a node for upkeep.
     renewing: Option<Dispatch>,
-    /// For results that a server may refuse by closing the connection, and that take long on a slow network.
+    /// For large results. A server may refuse a large result by closing the connection, and a slow network carries it
+    /// slowly.
     large: Dispatch,
 }
 
 impl Node {
-    /// Makes a node with the connections that `connect` makes, each at first use. `plain`, if given, is already open. A
-    /// node for upkeep renews leases over its own connection, so that no late result delays them.
+    /// Makes a node whose connections `connect` makes, each at first use. `plain` is a connection that is already open,
+    /// if there is one. A node for upkeep renews leases over its own connection, so that no late result delays them.
     pub(super) fn new(
         plain: Option<ServerConnection>,
         connect: impl Fn(Duration) -> ServerConnection,
@@ -54,7 +55,7 @@ impl Node {
         }
     }
 
-    /// Hands `op` over.
+    /// Runs `op` over the connection for its kind.
     pub(super) fn run<'a>(&'a self, op: Op<'a>) -> OpFuture<'a> {
         self.dispatch(&op).run(op)
     }

@@ -1,4 +1,4 @@
-//! Operations of a store on its keys: one type from the caller to the exchange that carries them.
+//! Operations of a store on its keys. One type describes an operation from the caller to the exchange.
 
 use redis::Value;
 
@@ -6,7 +6,7 @@ use super::command::RedisCommand;
 use super::failure::ExchangeFailure;
 use super::write::RecordWrite;
 
-/// An operation, for one key (or for several of one slot, if it renews leases).
+/// An operation on one key. A renewal may name several keys of one slot.
 #[derive(Clone)]
 pub(super) enum Op<'a> {
     /// `SET key value NX GET PX ttl`. The answer is nil if the key is now reserved, otherwise the existing value.
@@ -17,7 +17,7 @@ pub(super) enum Op<'a> {
     Renew(RedisCommand),
     /// Any other command that replicas have to confirm.
     Write(RedisCommand),
-    /// A command that no replica has to confirm: its answer may get lost with the server.
+    /// A command that no replica has to confirm: the state that it returns may get lost with the server.
     Read(RedisCommand),
 }
 

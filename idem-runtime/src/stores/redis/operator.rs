@@ -1,4 +1,4 @@
-//! Work of operators: lists of records, and decisions about single ones.
+//! Work of operators: lists of records, and decisions about single records.
 
 use redis::Value;
 
@@ -12,10 +12,11 @@ use crate::record::format::{self, millis};
 use crate::record::{Decision, DecisionAnswer, Record, Ruling, State, Verdict};
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
 
-/// Approximate number of keys that one `SCAN` looks at. Limits the time for which the server does nothing else.
+/// Approximate number of keys that one `SCAN` visits. Limits the time for which the `SCAN` blocks the server.
 const SCANNED_AT_ONCE: usize = 250;
 
-/// Walks along the keys of one server, as far as one `SCAN` does. A cursor is a server and its scan cursor.
+/// Lists the records that one `SCAN` of one server visits. The returned cursor names the server and holds its scan
+/// cursor.
 pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, StoreError> {
     if !filter.scan {
         let message = "Redis has no order of keys to walk by: ask for a scan of all keys (`Filter::scan`), which may miss \
@@ -42,7 +43,7 @@ pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, S
     let mut page = Page::default();
     for (name, look) in names.iter().zip(looks) {
         match look {
-            // Another application keeps a value of another type under such a name.
+            // A value of another type of Redis belongs to another application: the list shows it as corrupt.
             Err(error) if error.kind() != StoreErrorKind::Corrupt => return Err(error),
             found => page.add(filter, name.strip_prefix(prefix).unwrap_or_default(), found),
         }

@@ -53,7 +53,7 @@ impl Default for RedisOptions {
 
 impl RedisOptions {
     /// Name of this application, in front of every key in the server (default: `idem:`). Applications that share a
-    /// server but must not share operations need different names. The name enters child keys, too.
+    /// server but must not share operations need different names. Child keys contain the name, too.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
@@ -66,8 +66,9 @@ impl RedisOptions {
         Self { holder: name.into(), ..self }
     }
 
-    /// Time limit of one exchange with the server (default: 2 s). Keep it well below the shortest beat (a third of the
-    /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token.
+    /// Time limit of one exchange with the server (default: 2 s). Keep this limit well below the shortest renewal
+    /// interval (a third of the lease). After a time-out a write may have taken effect; the engine repeats the write
+    /// with the same owner token.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
@@ -86,9 +87,9 @@ impl RedisOptions {
     /// promoted. A replica confirms what it holds in memory, so the confirmation of a replica that restarts without
     /// persistence is void.
     ///
-    /// Confirmed writes have their own connection. Concurrent operations share one wait. An operation may also have to
-    /// wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep that below
-    /// the shortest beat.
+    /// Confirmed writes have their own connection. Concurrent operations share one `WAIT`. An operation may also have
+    /// to wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep this
+    /// sum below the shortest renewal interval.
     #[must_use]
     pub fn min_replicas(self, count: usize, within: Duration) -> Self {
         Self { replicas: (count > 0).then_some(Replicas { count, within }), ..self }
@@ -110,7 +111,7 @@ impl RedisOptions {
 
     /// Connects with your own client: its address, credentials and certificates.
     ///
-    /// The type is the client of redis 1 (feature `with-redis-1`).
+    /// The type is the `Client` of version 1 of the crate `redis` (feature `with-redis-1`).
     ///
     /// # Errors
     /// The errors of [`RedisStore::connect`].
@@ -127,7 +128,7 @@ impl RedisOptions {
     /// Connects to the primary called `name` through your own clients for its sentinels, and follows it after a
     /// failover. Credentials, database and certificates come from `primary`; its address is ignored.
     ///
-    /// The type is the client of redis 1 (feature `with-redis-1`).
+    /// The type is the `Client` of version 1 of the crate `redis` (feature `with-redis-1`).
     ///
     /// # Errors
     /// The errors of [`RedisStore::connect`].
@@ -158,10 +159,10 @@ impl RedisOptions {
         self.connect_one(found, ConnectPlan::Sentinels { sentinels, name, template }).await
     }
 
-    /// Connects to a cluster through your own clients for some of its nodes, which name the others. Credentials and
-    /// certificates come from the first client.
+    /// Connects to a cluster through your own clients for some of its nodes, which name all other nodes. Credentials
+    /// and certificates come from the first client.
     ///
-    /// The type is the client of redis 1 (feature `with-redis-1`).
+    /// The type is the `Client` of version 1 of the crate `redis` (feature `with-redis-1`).
     ///
     /// # Errors
     /// The errors of [`RedisStore::connect`].
@@ -177,7 +178,7 @@ impl RedisOptions {
         let Some(first_node) = nodes.first().cloned() else {
             return Err(misconfigured("the list of cluster nodes is empty".to_owned()));
         };
-        // Concurrently, so that a node that hangs does not delay the others.
+        // All nodes are tried concurrently, so that a node that hangs does not delay the other nodes.
         let tries: Vec<_> = nodes
             .iter()
             .map(|node| {
@@ -206,16 +207,16 @@ impl RedisOptions {
     /// Uses your own connection, for example an existing `ConnectionManager`. The connection must be multiplexed, so
     /// that clones share it, and reconnect on its own.
     ///
-    /// The type is a connection of redis 1 (feature `with-redis-1`).
+    /// The type is a connection of version 1 of the crate `redis` (feature `with-redis-1`).
     ///
     /// Such a connection can't subscribe, so a duplicate that waits for a running attempt polls every 50 ms. With
-    /// [`connect_with`](RedisOptions::connect_with) it is woken. Such a connection can't wait for replicas either:
-    /// `WAIT` would block all other users of the connection.
+    /// [`connect_with`](RedisOptions::connect_with) a publication wakes the duplicate. Such a connection can't wait for
+    /// replicas either: `WAIT` would block all other users of the connection.
     ///
-    /// There is only this one connection, so renewals share it with all other commands: megabytes of results, or your
-    /// own blocking commands, delay them. The runtime that opened the connection reads and writes it; if that runtime
-    /// is blocked or gone, leases are lost. A forked process can't use the connection. The other ways to connect have
-    /// none of these limits.
+    /// Renewals share this one connection with all other commands: megabytes of results, or your own blocking commands,
+    /// delay the renewals. The runtime that opened the connection reads and writes it; if that runtime is blocked or
+    /// gone, leases are lost. A forked process can't use the connection. The other ways to connect have none of these
+    /// limits.
     ///
     /// # Errors
     /// The errors of [`RedisStore::connect`].

@@ -45,7 +45,7 @@ impl Place for ServerPlace {
         }
     }
 
-    /// Checks that the server reports itself as a primary: sentinels may name one that has been demoted.
+    /// Checks that the server reports itself as a primary: sentinels may name a server that has been demoted.
     async fn check(&self, connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
         if matches!(self, Self::At(_)) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Renewals of many leases: one script call for up to a hundred of one node, all in one exchange.
+//! Renewals of many leases. One script call renews up to 100 leases, and all calls to one node share one exchange.
 
 use futures_util::future::join_all;
 use redis::Value;
@@ -13,7 +13,7 @@ use crate::record::format::millis;
 use crate::record::{Lease, Verdict};
 use crate::store::{Answers, StoreError};
 
-/// Number of leases that one script call renews. Limits the time for which the server does nothing else.
+/// Largest number of leases that one script call renews. Limits the time for which the call blocks the server.
 const RENEWED_AT_ONCE: usize = 100;
 
 /// The slot of a lease's key (0 outside a cluster), and the index of the lease in the batch.
@@ -21,7 +21,7 @@ type LeaseIndex = (u16, usize);
 
 /// Renews `leases`, and passes on each answer as soon as it arrives.
 pub(super) async fn renew(access: &Access<'_>, leases: &[Lease], answer: &Answers<'_>) -> Result<(), StoreError> {
-    // All calls are sent together, in one exchange (per node), and each is answered as soon as its answer
+    // All calls to a node are sent together, in one exchange. The leases of a call are answered as soon as its answer
     // arrives. Calls are short, so that the server is not blocked. In a cluster a call names keys of one slot.
     let is_cluster = access.core.terms.one_key;
     let slot = |lease: &Lease| if is_cluster { slot_of(access.name_of(&lease.key)) } else { 0 };
@@ -31,12 +31,12 @@ pub(super) async fn renew(access: &Access<'_>, leases: &[Lease], answer: &Answer
     }
     let groups = places.chunk_by(|a, b| a.0 == b.0).flat_map(|of_slot| of_slot.chunks(RENEWED_AT_ONCE));
     let calls = groups.map(|group| renew_group(access, leases, group, answer));
-    // Polls only the calls that are woken. With many thousands of calls, polling all of them after each answer
-    // takes longer than the servers do.
+    // `join_all` polls only the calls that are woken. With many thousands of calls, polling all of them after each
+    // answer would take longer than the servers take to answer.
     join_all(calls).await.into_iter().collect()
 }
 
-/// Renews the `leases` in `group`, in one call of the script. In a cluster they are of one slot.
+/// Renews the `leases` in `group`, in one call of the script. In a cluster all their keys have one slot.
 async fn renew_group(
     access: &Access<'_>,
     leases: &[Lease],
@@ -44,7 +44,7 @@ async fn renew_group(
     answer: &Answers<'_>,
 ) -> Result<(), StoreError> {
     match renew_call(access, leases, group).await {
-        // Nothing was renewed. Each lease alone can be.
+        // The slot is migrating, and this call renewed nothing. A call that names a single key can still succeed.
         Err(failure) if failure.is_split_slot() && group.len() > 1 => {
             let each = group.chunks(1).map(|one| async move {
                 let answers = renew_call(access, leases, one).await;
@@ -67,7 +67,7 @@ fn renew_call<'a>(access: &'a Access<'_>, leases: &'a [Lease], group: &[LeaseInd
     access.run(access.name_of(&leases[group[0].1].key), Op::Renew(command))
 }
 
-/// Passes on the answers to one call.
+/// Passes on the answers of one script call to its leases.
 fn renewed(group: &[LeaseIndex], answers: OpAnswer, answer: &Answers<'_>) -> Result<(), StoreError> {
     let answers = match answers.map_err(failed)? {
         Value::BulkString(answers) if answers.len() == group.len() => answers,

@@ -9,7 +9,7 @@ use super::rights::{Purpose, RIGHTS, Right};
 use super::scripts::{Script, Scripts};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// A server that was checked.
+/// The properties of a server that passed the check.
 pub(super) struct CheckedServer {
     pub(super) scripts: Scripts,
     /// True if the server supports `SET … IFEQ`.
@@ -23,7 +23,7 @@ pub(super) async fn prepare(
     prefix: &str,
     replicas: bool,
 ) -> Result<(CheckedServer, Limits), StoreError> {
-    // Commands of the needed rights, in a form that changes nothing, for a key that does not exist.
+    // The check sends each command that the store needs, in a form that changes nothing, for a key that does not exist.
     let is_needed = |right: &&Right| match right.purpose {
         Purpose::Calls => true,
         Purpose::Replicas => replicas,
@@ -52,9 +52,9 @@ pub(super) async fn prepare(
             _ => return Err(misconfigured("the server is not Redis: it loads scripts otherwise".to_owned())),
         };
     }
-    // A login without the right to ask gets no limit here; the store learns it from failures.
+    // A login that may not send `CONFIG GET` gets no limit here; the store learns the limit from failures.
     let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
-    // The limit applies to the whole request, which is small apart from the value.
+    // `client-query-buffer-limit` applies to the whole request, so the other parts of the request are subtracted.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));
     let limits = Limits::default();
     value.into_iter().chain(request).for_each(|most| limits.configure(most));
@@ -95,7 +95,7 @@ fn check_rights<'a>(answers: impl Iterator<Item = (&'a Right, Result<Value, Stor
 
 /// Settings that limit the size of a value, and of a request.
 const LIMITS: [&str; 2] = ["proto-max-bulk-len", "client-query-buffer-limit"];
-/// Bytes of a request other than the value: its key, and requests that the server reads along with it.
+/// Bytes in the server's query buffer other than the value: the key, and requests that the server reads with the value.
 const BESIDE: usize = 64 * 1024;
 
 /// Reads the number in an answer of `CONFIG GET`.
@@ -112,7 +112,7 @@ fn setting(answer: &Value) -> Option<usize> {
     }
 }
 
-/// Servers that speak the protocol without being Redis.
+/// Servers that speak the protocol of Redis but are not supported.
 const OTHERS: [&str; 4] = ["dragonfly", "kvrocks", "garnet", "keydb"];
 
 /// The fields of `INFO` about the server.
@@ -130,7 +130,8 @@ impl<'a> ServerInfo<'a> {
     fn read(info: &'a str) -> Self {
         let field =
             |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map_or("", str::trim);
-        // Other servers also claim a version of Redis; a version field of their own identifies them.
+        // Servers that imitate Redis also report a version of Redis; a version field with their own name identifies
+        // them.
         let other =
             OTHERS.iter().map(|name| (*name, field(&format!("{name}_version")))).find(|(_, own)| !own.is_empty());
         let (name, version) = match (field("server_name"), other) {
@@ -221,14 +222,14 @@ mod tests {
     }
 
     #[test]
-    fn servers_that_can_do_the_work_are_accepted() {
+    fn supported_servers_are_accepted() {
         assert_eq!(check(&["redis_version:7.0.15"]), Ok(()));
         assert_eq!(check(&["redis_version:8.4.0"]), Ok(()));
         assert_eq!(check(&["redis_version:7.2.4", "server_name:valkey", "valkey_version:8.0.1"]), Ok(()));
     }
 
     #[test]
-    fn servers_that_compare_are_known() {
+    fn servers_that_support_ifeq_are_recognised() {
         let compares = |lines: &[&str]| ServerInfo::read(&info(lines)).compares();
         let valkey = |version: &str| {
             compares(&["redis_version:7.2.4", "server_name:valkey", &format!("valkey_version:{version}")])
@@ -244,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_named_and_refused() {
+    fn unsupported_servers_are_refused_by_name() {
         let refused = |lines: &[&str], words: &str| {
             let error = check(lines).unwrap_err();
             assert!(error.contains(words), "{error}");

@@ -1,4 +1,5 @@
-//! Reservations: one look at the record, and a takeover if its lease has lapsed.
+//! Reservations: one command reserves the key or returns its record; if the record's lease has lapsed, a takeover
+//! follows.
 
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use crate::record::format::{self, millis};
 use crate::record::{Admission, LeaseMark, OwnerToken, Record, Reservation, ReserveRequest, State};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Pause before the fourth look. The pause doubles up to [`LONGEST_PAUSE`].
+/// Pause before the fourth read of a record that keeps changing. The pause doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
@@ -25,11 +26,11 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     let first = Record::first(request);
     let ttl_ms = millis(first.retention(request.ttl));
     let write = RecordWrite { name, record: &first, reserved_at: None, expected: None, ttl_ms };
-    // The record found in place of the earlier one, and the rest of its lease.
+    // The record that a failed takeover found in place of the expected record, and the rest of its lease.
     let mut changed: Option<(Bytes, Duration)> = None;
     for look in 0..LOOKS {
         if look > 2 {
-            // After the pause, the record found before is out of date.
+            // After the pause, that record may be out of date.
             changed = None;
             let pause = FIRST_PAUSE.saturating_mul(1 << (look - 3).min(16)).min(LONGEST_PAUSE);
             access.core.clock().sleep(pause).await;
@@ -52,7 +53,7 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
             ControlFlow::Continue(lapsed) => lapsed,
         };
         let asked_at = access.core.now();
-        // Boxed: most calls don't get here, but would carry its size inline.
+        // Boxed: most calls need no takeover, but would carry the size of this future inline.
         let taken = Box::pin(take(access, name, &seen, &record, &meeting, request.owner)).await?;
         match (taken, meeting) {
             (TakeoverAnswer::Held(_), Admission::Answer(answer)) if !depends_on_lease(&answer) => {
@@ -76,15 +77,15 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     Err(keeps_changing())
 }
 
-/// Answers with the record that was found, if its lease need not be asked for. `left` is the rest of that lease, if it
-/// is known. Otherwise returns the record, and the decision if its lease has lapsed.
+/// Answers with the found record if the answer does not depend on an unknown lease. `left` is the rest of the lease, if
+/// known. Otherwise returns the record, and the decision that holds if its lease has lapsed.
 fn answer_found(
     access: &Access<'_>,
     request: &ReserveRequest,
     found: Bytes,
     left: Option<Duration>,
 ) -> Result<ControlFlow<Reservation, (Record, Admission)>, StoreError> {
-    // A finished record answers without a look at its lease.
+    // A finished record has no lease, so the record alone decides.
     let [_, began] = format::times(&found);
     let record = format::decode_owned(found).map_err(corrupt)?;
     if record.is_finished() {
@@ -93,7 +94,7 @@ fn answer_found(
             Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
         }
     }
-    // A pending record whose lease holds for sure answers without a further call.
+    // A lease that certainly holds decides without a further round trip.
     let pending = record.is_pending();
     let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
     if pending && let Some(lapses_in) = holds.or_else(|| access.core.known_to_hold(record.owner)) {
@@ -102,7 +103,7 @@ fn answer_found(
             Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
         }
     }
-    // In every other state there is no lease to ask about.
+    // A record that is not pending has no lease to ask about.
     match record.admit(request, Duration::ZERO) {
         Admission::Answer(answer) if !pending || left.is_some() => Ok(ControlFlow::Break(answer)),
         lapsed => Ok(ControlFlow::Continue((record, lapsed))),
@@ -114,7 +115,7 @@ fn answer_found(
 enum TakeoverAnswer {
     Replaced,
     Lapsed,
-    /// Another record is there now, with the rest of its lease; `None` if there is no record.
+    /// The key now has another record, with the rest of its lease; `None` if the key has no record.
     Changed(Option<(Bytes, Duration)>),
     Held(Duration),
 }
@@ -142,10 +143,10 @@ async fn take(
         command.arg(seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
         command.arg(&*access.core.terms.channel);
     });
-    // Replicas must confirm the takeover. A lease that another attempt holds is a valid answer without them.
+    // Replicas must confirm the takeover. The answer that another attempt holds the lease is valid without replicas.
     let taken = access.run(name, Op::Write(asked.returns_record())).await;
     let taken = match taken {
-        // As in `looked`: the lease is another attempt's.
+        // Another attempt holds the lease, so the answer needs no replica (see `looked`).
         Err(ExchangeFailure::Unreplicated(taken, why)) => match *taken {
             Value::Int(1..) if met.owner != owner => *taken,
             Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
@@ -180,7 +181,7 @@ fn depends_on_lease(answer: &Reservation) -> bool {
 }
 
 /// Checks the answer to a reservation. "In progress" may come from an unreplicated record. A result or our own
-/// reservation may not: the caller relies on it.
+/// reservation must be replicated, because the caller relies on it.
 fn looked(answer: OpAnswer, owner: OwnerToken) -> OpAnswer {
     match answer {
         Err(ExchangeFailure::Unreplicated(found, why)) => match *found {
@@ -193,11 +194,11 @@ fn looked(answer: OpAnswer, owner: OwnerToken) -> OpAnswer {
 
 /// Returns whether the record is an unfinished attempt of another owner, running or abandoned.
 fn is_of_another(found: &[u8], owner: OwnerToken) -> bool {
-    // Both values lead to an error. The decoder's error has more details.
+    // Unreadable bytes lead to an error either way. `true` leads to the decoder's error, which has more details.
     format::is_unfinished_of_another(found, owner).unwrap_or(true)
 }
 
-/// Returns whether the record found in place of another is an attempt of another owner whose lease still holds.
+/// Returns whether the record in the answer to a takeover is an attempt of another owner whose lease still holds.
 fn is_held_by_another(found: &[Value], owner: OwnerToken) -> bool {
     matches!(found, [Value::BulkString(record), Value::Int(1..)] if is_of_another(record, owner))
 }

@@ -16,9 +16,10 @@ pub enum Purpose {
     Opening,
     /// Needed by a call or a renewal.
     Calls,
-    /// Needed by a store with `min_replicas`. Other stores also use `PEXPIRETIME`, to show since when a record is held.
+    /// Needed by a store with `min_replicas`. Other stores use only `PEXPIRETIME` of these commands, to show operators
+    /// when an attempt began.
     Replicas,
-    /// Wakes the duplicates that wait for a completion.
+    /// Needed to wake the duplicates that wait for a completion.
     Wakes,
     /// Needed by an operator who lists records.
     Lists,
@@ -27,7 +28,7 @@ pub enum Purpose {
 /// Placeholder for a key.
 const KEY: &str = "KEY";
 
-/// The commands of a store on one server. Sentinels and clusters need more.
+/// The commands of a store on one server. Stores with sentinels or clusters send further commands.
 pub const RIGHTS: &[Right] = &[
     Right { command: &["INFO"], purpose: Purpose::Opening },
     Right { command: &["SCRIPT", "LOAD", "return 1"], purpose: Purpose::Opening },
@@ -71,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_command_of_the_scripts_is_known() {
+    fn each_command_in_the_scripts_has_a_right() {
         let mut commands = Vec::new();
         for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/stores/redis/scripts")).unwrap() {
             let script = std::fs::read_to_string(entry.unwrap().path()).unwrap();

@@ -21,8 +21,8 @@ pub(super) enum Route {
 }
 
 impl Route {
-    /// Runs `op`, whose key is `name`. Over one server the operation is handed over immediately; await the result as
-    /// soon as it is made.
+    /// Runs `op`, whose key is `name`. With one server, this call already queues the operation; await the returned
+    /// future immediately.
     pub(super) fn run<'a>(&'a self, name: Name<'a>, op: Op<'a>) -> OpFuture<'a> {
         match self {
             Self::One(node, _) => node.run(op),
@@ -30,7 +30,7 @@ impl Route {
         }
     }
 
-    /// Sends `ask` to all servers concurrently. Fails if one of them does.
+    /// Sends `ask` to all servers concurrently. Fails if one server fails.
     pub(super) async fn ask_all(&self, ask: &RedisCommand) -> Result<(), ExchangeFailure> {
         match self {
             Self::One(node, _) => node.run(Op::Read(ask.clone())).await.map(drop),
@@ -46,8 +46,8 @@ impl Route {
         }
     }
 
-    /// Sends `ask` to one server: the one of this name, or else the next one in order. Returns its name, its answer,
-    /// and the name of the server that follows. A lone server has no name.
+    /// Sends `ask` to the server called `name`, or to the next server by name if that server is gone. Returns the name
+    /// of the asked server, its answer, and the name of the server that follows. The name of a lone server is empty.
     pub(super) async fn ask_in_turn(
         &self,
         name: &str,

@@ -2,8 +2,8 @@
 //!
 //! - Every new connection asks all sentinels. The answer of the latest failover (its *epoch*) wins: a sentinel that was
 //!   cut off still names the old primary. The named server must report itself as the primary.
-//! - The sentinels are asked again when one of them announces a failover, and from time to time. A connection to a
-//!   server that is no longer named is closed, and a late answer from it is not trusted.
+//! - The store asks the sentinels again when one of them announces a failover, and every five seconds. A connection to
+//!   a server that is no longer named is closed, and a late answer from it is not trusted.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -22,9 +22,10 @@ use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::sync::lock;
 
-/// Time limit of one sentinel. An unreachable sentinel must not delay the others for long.
+/// Time limit for the answer of one sentinel. An unreachable sentinel must not delay the answers of other sentinels for
+/// long.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// Interval between questions without an announcement: an announcement gets lost with its connection.
+/// Interval between questions while no announcement arrives: an announcement can get lost with its connection.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 /// Pause before a broken subscription is made again.
 const RESUBSCRIBE: Duration = Duration::from_millis(500);
@@ -48,12 +49,12 @@ pub(super) struct Sentinels {
 struct Primary {
     host: String,
     port: u16,
-    /// Number of failovers.
+    /// Number of the latest failover that the sentinel knows.
     epoch: u64,
 }
 
 impl Sentinels {
-    /// Makes the sentinels of the primary called `name`; at least one.
+    /// Makes the sentinels of the primary called `name`. `sentinels` must not be empty.
     pub(super) fn new(
         sentinels: &[Client],
         name: String,
@@ -121,7 +122,8 @@ impl Sentinels {
         })
     }
 
-    /// Returns the reason why no sentinel answers. A refused login is more useful than an unreachable sentinel.
+    /// Returns the reason why no sentinel answers. Prefers a refused login, which the user can correct, to an
+    /// unreachable sentinel.
     async fn unreachable(&self) -> RedisError {
         for (_, connection) in &self.each {
             if let Err(error) = Box::pin(connection.try_open()).await
@@ -133,8 +135,8 @@ impl Sentinels {
         (ErrorKind::Io, "no sentinel answers").into()
     }
 
-    /// Notes the latest answer of the sentinels. Ignores an epoch earlier than the known one, unless all sentinels have
-    /// answered: in that case they were set up anew.
+    /// Notes the latest answer of the sentinels. Ignores an epoch earlier than the known epoch. If all sentinels have
+    /// answered, the earlier epoch counts: an operator has set up the sentinels anew.
     fn learn(&self, latest: &Primary, all: bool) -> (Primary, u64) {
         let mut known = lock(&self.known);
         match &*known {
@@ -153,14 +155,15 @@ impl Sentinels {
         (known.clone().unwrap_or_else(|| latest.clone()), self.version())
     }
 
-    /// Keeps asking until the returned tasks are dropped.
+    /// Keeps asking the sentinels until the returned tasks are dropped.
     pub(super) fn watch(self: &Arc<Self>) -> Vec<OwnedTask> {
         let asking = {
             let this = Arc::clone(self);
             async move {
                 loop {
                     race(this.announced.notified(), this.clock.sleep(ASK_AGAIN)).await;
-                    // A caller that needs the primary asks for itself, and gets the error.
+                    // The error is ignored here: a caller that needs the primary asks the sentinels again, and gets the
+                    // error.
                     let _ = this.ask().await;
                 }
             }
@@ -183,7 +186,7 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
             Ok::<_, RedisError>(connection)
         };
         if let Some(Ok(connection)) = race(subscribed, sentinels.clock.sleep(PATIENCE * 4)).await {
-            // Earlier announcements are lost.
+            // Announcements from before this subscription are lost, so the sentinels are asked now.
             sentinels.announced.notify_one();
             let mut announcements = pin!(connection.into_on_message());
             while poll_fn(|cx| announcements.as_mut().poll_next(cx)).await.is_some() {
@@ -197,7 +200,7 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
 /// Returns the answer of one sentinel; `None` if it watches no primary of that name.
 async fn ask(sentinel: &Connection<Client>, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
     let mut questions = Pipeline::new();
-    // The address changes as soon as a replica is promoted, the rest once the failover has ended.
+    // The address changes as soon as a replica is promoted; the details change only at the end of the failover.
     questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
     questions.cmd("SENTINEL").arg("MASTER").arg(name);
     let answers = sentinel.many(&questions).await?;
@@ -222,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_failover_is_believed() {
+    fn the_answer_of_the_latest_failover_wins() {
         let client = Client::open("redis://localhost").unwrap();
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
         let template = client.get_connection_info().clone();
@@ -230,7 +233,7 @@ mod tests {
         assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(1, 3), 1));
         assert_eq!(sentinels.learn(&primary(1, 3), true), (primary(1, 3), 1), "nothing has changed");
         assert_eq!(sentinels.learn(&primary(2, 4), false), (primary(2, 4), 2));
-        // A sentinel that was cut off answers while the others are silent.
+        // A sentinel that was cut off answers while the other sentinels are silent.
         assert_eq!(sentinels.learn(&primary(1, 3), false), (primary(2, 4), 2));
         // All sentinels were set up anew.
         assert_eq!(sentinels.learn(&primary(5, 0), true), (primary(5, 0), 3));

@@ -25,20 +25,20 @@ use crate::sync::SharedOnce;
 /// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster.
 ///
 /// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key. `SET … IFEQ` (Valkey 8.1, Redis 8.4) or scripts
-///   that compare the owner token decide the rest. Each names keys of one slot only.
-/// - *Clock*: the server's. A step of that clock shifts leases and retentions. After a failover the new primary's clock
-///   counts. For operators only, a completion notes when its attempt began: by the wall clock of its process, or by the
-///   server's if its lease was renewed before.
-/// - *Durability*: the server's own (`appendonly`, `save`). A record that the server loses in a crash, or evicts, is
-///   forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a warning.
-///   Replication is asynchronous, so a failover forgets the writes that the new primary had not received yet, unless
-///   [`min_replicas`](super::RedisOptions::min_replicas) makes every answer wait for the replicas.
+///   that compare the owner token decide the rest. Each command names keys of one slot only.
+/// - *Clock*: the server's clock. A step of that clock shifts leases and retentions. After a failover the new primary's
+///   clock counts. For operators only, a completion notes when its attempt began: by the wall clock of its process, or
+///   by the server's clock if the lease was renewed before.
+/// - *Durability*: the server's settings decide (`appendonly`, `save`). A record that the server loses in a crash, or
+///   evicts, is forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a
+///   warning. Replication is asynchronous, so a failover forgets the writes that the new primary had not received yet,
+///   unless [`min_replicas`](super::RedisOptions::min_replicas) makes every answer wait for the replicas.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than the server takes
 ///   (`proto-max-bulk-len`, default: 512 MB).
 /// - *Cost*: two round trips for a first run, one for a replay. With `SET … IFEQ` a completion for which a duplicate
-///   waits takes one more. A heartbeat is one exchange (per node), whatever the number of leases; in a cluster the
-///   leases of one slot share a script call. Commands of concurrent tasks share a pipeline; a lone command never waits.
-///   With `min_replicas` every exchange also takes the time until the replicas have confirmed.
+///   waits takes one more round trip. A heartbeat is one exchange (per node), whatever the number of leases; in a
+///   cluster the leases of one slot share a script call. Commands of concurrent tasks share a pipeline; a lone command
+///   never waits. With `min_replicas` every exchange also takes the time until the replicas have confirmed.
 ///
 /// Clones share their connections, which are multiplexed and reconnect. Each tokio runtime that uses the store has its
 /// own connections, which end with it.
@@ -60,12 +60,12 @@ impl fmt::Debug for RedisStore {
 
 store_of_shared!(RedisStore);
 
-/// One handle of a store. Its connections are its own, so that other handles don't delay it.
+/// One handle of a store. Each handle has separate connections, so that no handle delays another.
 pub(super) struct RedisInner {
     this: Weak<RedisInner>,
     core: Arc<Core>,
     runtimes: PerRuntime<Connections>,
-    /// The handle for upkeep; `None` if this is it.
+    /// The handle for upkeep; `None` in the handle for upkeep itself.
     upkeep: Option<SharedOnce<Arc<RedisInner>>>,
 }
 
@@ -90,7 +90,7 @@ impl RedisInner {
     /// Returns the access of an operation that is called in the current runtime.
     fn access(&self) -> Result<Access<'_>, StoreError> {
         let core = &*self.core;
-        // A connection itself refuses use in another process than its own.
+        // Connections may be inherited from before a fork: a connection itself refuses to be used in another process.
         let connections = self.runtimes.here_or_inherited(|_| core.plan.open(&core.terms, self.upkeep.is_none()));
         let outside = || ExchangeFailure::Unusable("no tokio runtime: call the store from inside one".into());
         Ok(Access { core, connections: connections.ok_or_else(|| failed(outside()))? })
@@ -156,7 +156,7 @@ impl Store for RedisInner {
             let record = Record::after(lease, finish.state());
             let bytes = format::len(&record);
             limits.check(bytes, clock)?;
-            // A large value is not sent twice if the record differs.
+            // A large value is sent only to the script: after a failed `SET … IFEQ` it would be sent twice.
             let reserved_at = unchanged_since(lease, &self.core).filter(|_| bytes < SURE);
             let expected = reserved_at.map(|_| Record::reserved(lease));
             let name = access.name_of(&lease.key);
@@ -203,7 +203,7 @@ impl Store for RedisInner {
                     .wakeups
                     .wait(&name.to_string(), until.saturating_since(clock.now()), clock, mark)
                     .await?;
-                // The caller relies on a result: replicas have to confirm it, as in `looked`.
+                // Replicas have to confirm a result, because the caller relies on it.
                 let found = look_at(&access, name, Op::Write).await?.map(|stored| stored.found).transpose()?;
                 let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
                 if !goes_on || clock.now() >= until {

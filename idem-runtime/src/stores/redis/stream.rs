@@ -1,4 +1,4 @@
-//! Opens a stream to a server, and notes the time of each movement on it.
+//! Opens a stream to a server, and notes the time at which bytes last moved on it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,10 +16,10 @@ use crate::clock::{Clock, Instant};
 use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment, SENT_IN_TIME};
 
-/// Number of commands that the driver of a connection accepts before callers queue for it.
+/// Number of commands that the driver of a connection accepts before further callers wait.
 const DRIVER_QUEUE: usize = 1024;
 
-/// Time of the latest movement on a connection.
+/// Time at which bytes last moved on a connection.
 #[derive(Debug)]
 pub(super) struct Pulse {
     clock: Arc<dyn Clock>,
@@ -39,7 +39,8 @@ impl Pulse {
         self.moved_at.get()
     }
 
-    /// Returns the longest time without movement, for an exchange with this `timeout`.
+    /// Returns the time without moving bytes after which an exchange with this `timeout` is given up. This time grows
+    /// with the number of bytes that still have to reach the server.
     pub(super) fn patience(&self, timeout: Duration) -> Duration {
         let more = self.unheard.load(Ordering::Relaxed) / SENT_IN_TIME as u64;
         timeout.saturating_mul(u32::try_from(more).unwrap_or(u32::MAX).saturating_add(1))
@@ -62,9 +63,9 @@ impl Meter for Pulse {
 pub(super) struct OpenedStream {
     pub(super) connection: MultiplexedConnection,
     pub(super) pulse: Arc<Pulse>,
-    /// True if each byte moves the pulse. Otherwise only the users of the connection move it.
+    /// True if each byte updates the pulse. Otherwise only complete answers update it.
     pub(super) sees_bytes: bool,
-    /// The task that reads and writes, unless the client has started it.
+    /// The task that reads and writes; `None` if the client has started its own task.
     pub(super) driver: Option<OwnedTask>,
 }
 
@@ -86,7 +87,7 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
             let stream = tcp(host, *port, info.tcp_settings()).await?;
             over(info, clock, |pulse| tls::connect(host, Metered { stream, meter: pulse })).await
         }
-        // The certificates of a user's client can't be read from it.
+        // The certificates of a user's client can't be read, so that client opens the connection.
         _ => {
             let connection = client.get_multiplexed_async_connection_with_config(&config()).await?;
             Ok(OpenedStream { connection, pulse: Arc::new(Pulse::new(clock)), sees_bytes: false, driver: None })
@@ -94,7 +95,7 @@ pub(super) async fn open(client: &Client, clock: &Arc<dyn Clock>) -> Result<Open
     }
 }
 
-/// Returns settings without time limits of the client: this store has its own.
+/// Returns settings without the client's time limits: the store applies its own time limits.
 fn config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new()
         .set_connection_timeout(None)
@@ -102,7 +103,7 @@ fn config() -> AsyncConnectionConfig {
         .set_pipeline_buffer_size(DRIVER_QUEUE)
 }
 
-/// Opens a connection over the stream that `stream` makes with a pulse.
+/// Opens a connection over the stream that `stream` makes from a pulse.
 async fn over<S, F>(
     info: &ConnectionInfo,
     clock: &Arc<dyn Clock>,
@@ -126,7 +127,8 @@ async fn tcp(host: &str, port: u16, settings: &TcpSettings) -> Result<TcpStream,
         return Err((ErrorKind::InvalidClientConfig, "the host has no address").into());
     }
     let (stream, _) = select_ok(tries).await?;
-    // On loopback the kernel gathers small writes at no cost. Over a network that would cost a round trip each.
+    // On loopback, the kernel may gather small writes at no cost. Over a network, a gathered write would wait for a
+    // round trip.
     let loopback = stream.peer_addr().is_ok_and(|address| address.ip().is_loopback());
     stream.set_nodelay(settings.nodelay() || !loopback)?;
     let socket = socket2::SockRef::from(&stream);
@@ -152,7 +154,8 @@ mod tls {
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
 
-    /// Returns whether the system trusts any certificate authority. If not, the client may trust some.
+    /// Returns whether the operating system trusts any certificate authority. Otherwise the client's own list may
+    /// contain some.
     pub(super) fn trusts_somebody() -> bool {
         !rustls_native_certs::load_native_certs().certs.is_empty()
     }

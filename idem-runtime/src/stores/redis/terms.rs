@@ -31,7 +31,8 @@ pub(super) struct ExchangeTerms {
 }
 
 impl ExchangeTerms {
-    /// Returns the time limit of a write. An exchange that ends in `WAIT` may follow another one that does.
+    /// Returns the time limit of a write. An exchange that ends in `WAIT` may have to wait for an earlier exchange that
+    /// also ends in `WAIT`.
     pub(super) fn write_timeout(&self) -> Duration {
         let waits = self.replicas.map_or(Duration::ZERO, |replicas| replicas.within.saturating_mul(2));
         self.timeout.saturating_add(waits)

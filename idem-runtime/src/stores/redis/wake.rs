@@ -25,9 +25,9 @@ use crate::store::StoreError;
 const POLL: Duration = Duration::from_millis(50);
 /// Polling interval of a waiter that is subscribed: a publication can get lost with its connection.
 const SAFETY_POLL: Duration = Duration::from_secs(2);
-/// Time limit of a subscription. If the server hangs, the subscription is tried again, there or at another server.
+/// Time limit of a subscription. If the server hangs, the store subscribes again, at the same server or at another one.
 const SUBSCRIBE: Duration = Duration::from_secs(5);
-/// Pause before a broken subscription is made again. The pause doubles up to [`LONGEST_PAUSE`] while none can be made.
+/// Pause before a broken subscription is made again. The pause doubles up to [`LONGEST_PAUSE`] while subscribing fails.
 const RESUBSCRIBE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
@@ -35,7 +35,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 pub(super) enum PublicationSource {
     One(ServerPlace),
-    /// Any node: it receives the publications of all others.
+    /// Any node of the cluster: every node receives the publications of all nodes.
     Cluster(Arc<Cluster>),
 }
 
@@ -51,7 +51,7 @@ impl PublicationSource {
         }
     }
 
-    /// Waits until publications arrive at another server.
+    /// Waits until publications arrive at another server than the one of `version`.
     async fn moved(&self, version: u64) {
         match self {
             Self::One(place) => place.moved(version).await,
@@ -75,7 +75,7 @@ struct Subscription {
 }
 
 impl Wakeups {
-    /// Subscribes to `channel` at `source`; polls without a source.
+    /// Makes the wake-ups of `channel` at `source`. Without a source, waiters poll.
     pub(super) fn new(source: Option<PublicationSource>, channel: &str) -> Self {
         let (waiting, subscription) = (Arc::default(), OnceLock::new());
         Self { source, channel: channel.to_owned(), waiting, subscription }
@@ -115,7 +115,7 @@ impl Wakeups {
     }
 }
 
-/// Passes publications on to the waiters, over its own connection, which is reopened when it breaks.
+/// Wakes the waiters of published keys. Subscribes over a separate connection, which is reopened when it breaks.
 async fn listen(source: PublicationSource, channel: String, waiting: Arc<WaiterTable>, live: watch::Sender<bool>) {
     let clock = SystemClock::default();
     let mut pause = RESUBSCRIBE;
@@ -136,7 +136,7 @@ async fn listen(source: PublicationSource, channel: String, waiting: Arc<WaiterT
             };
             race(hear, pin!(source.moved(version))).await;
             live.send_replace(false);
-            // Publications in between are lost: every waiter looks again.
+            // Publications between two subscriptions are lost, so every waiter reads its record again.
             waiting.wake_all();
             pause = RESUBSCRIBE;
         } else {

@@ -12,16 +12,17 @@ use crate::record::format;
 pub(super) struct RecordWrite<'a> {
     pub(super) name: Name<'a>,
     pub(super) record: &'a Record,
-    /// Time of the reservation that a completion ends, in milliseconds since 1970; `None` for a reservation, and if its
-    /// record must have changed since then.
+    /// Time of the reservation that a completion ends, in milliseconds since 1970; `None` in a reservation, and in a
+    /// completion whose record must have changed since.
     pub(super) reserved_at: Option<u64>,
-    /// The record as that reservation wrote it; `None` like `reserved_at`, or if the server can't compare.
+    /// The record as the reservation wrote it; `None` if `reserved_at` is `None` or the server does not support `SET …
+    /// IFEQ`.
     pub(super) expected: Option<&'a Record>,
     pub(super) ttl_ms: u64,
 }
 
 impl RecordWrite<'_> {
-    /// Returns the number of bytes of its record.
+    /// Returns the size of the record, in bytes.
     pub(super) fn value_len(&self) -> usize {
         format::len(self.record)
     }
@@ -34,7 +35,7 @@ impl RecordWrite<'_> {
         let value_at = bytes.len();
         format::write(self.record, bytes);
         if let Some(reserved_at) = self.reserved_at {
-            // A script keeps the times that are in the record.
+            // If a script writes this value instead of `SET … IFEQ`, the script keeps the times of the stored record.
             format::set_times(&mut bytes[value_at..], reserved_at);
         }
         let expected_at = bytes.len();
@@ -52,7 +53,7 @@ impl RecordWrite<'_> {
     }
 }
 
-/// Place of an encoded write in its buffer, and the lengths of its parts.
+/// Offset of an encoded write in its buffer, and the lengths of its parts.
 #[derive(Clone, Copy)]
 pub(super) struct WriteLayout {
     at: usize,
@@ -70,7 +71,7 @@ impl WriteLayout {
     }
 }
 
-/// A write as it is sent. Its value names the attempt.
+/// An encoded write. Its value contains the owner token and the number of the attempt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EncodedWrite<'a> {
     pub(super) key: &'a [u8],
@@ -88,7 +89,8 @@ impl EncodedWrite<'_> {
         command
     }
 
-    /// Makes the command that completes if the record is unchanged since its reservation. Its answer is `OK`, or nil.
+    /// Makes the command that finishes a record if the record is unchanged since its reservation. The answer is `OK`,
+    /// or nil.
     pub(super) fn compare(self) -> Cmd {
         let Self { key, value, expected, ttl_ms } = self;
         let mut command = Cmd::with_capacity(7, key.len() + value.len() + expected.len() + 32);
@@ -97,7 +99,7 @@ impl EncodedWrite<'_> {
     }
 }
 
-/// Makes the call of `script` that completes records: with the script's source, or with its hash.
+/// Makes the call of `script` that finishes records: with the script's source, or with its hash.
 pub(super) fn finish<'a>(
     script: &Script,
     with_source: bool,

@@ -1,4 +1,4 @@
-//! Meaning of the server's replies, as answers of operations.
+//! Converts the server's replies into the answers of operations.
 
 use std::sync::Arc;
 use std::vec;
@@ -10,10 +10,10 @@ use super::super::op::OpAnswer;
 use super::op_batch::WriteEntry;
 use super::replies::Replies;
 
-/// `Ok` if enough replicas have the written state; otherwise the server's reason, if it gave one.
+/// `Ok` if enough replicas have the write; otherwise the reason that the server gave, if any.
 pub(super) type ReplicationResult = Result<(), Option<Arc<str>>>;
 
-/// The answers to the commands of one exchange, in their order.
+/// The answers of one exchange, in the order of its commands.
 pub(super) struct ExchangeAnswers {
     values: vec::IntoIter<Value>,
     replicated: ReplicationResult,
@@ -24,7 +24,7 @@ impl ExchangeAnswers {
         Self { values: values.into_iter(), replicated }
     }
 
-    /// Takes the next answer. A missing answer must not become nil: nil means "reserved".
+    /// Takes the next answer. A missing answer must not become nil, because nil means "reserved".
     pub(super) fn next(&mut self) -> OpAnswer {
         answer(self.values.next().ok_or(ExchangeFailure::Lost)?, &self.replicated)
     }
@@ -39,7 +39,7 @@ fn answer(value: Value, replicated: &ReplicationResult) -> OpAnswer {
     }
 }
 
-/// Takes an answer apart again.
+/// Splits an answer into the server's value and the replication result.
 fn parts(answer: OpAnswer) -> Result<(Value, ReplicationResult), ExchangeFailure> {
     match answer {
         Ok(value) => Ok((value, Ok(()))),
@@ -48,7 +48,7 @@ fn parts(answer: OpAnswer) -> Result<(Value, ReplicationResult), ExchangeFailure
     }
 }
 
-/// Reads the look-up of `count` keys. `None` stands for an absent key.
+/// Reads the answer to an `MGET` of `count` keys. `None` stands for an absent key.
 pub(super) fn looked_up(
     found: OpAnswer,
     count: usize,
@@ -57,16 +57,16 @@ pub(super) fn looked_up(
     if values.len() != count {
         return Err(ExchangeFailure::Lost);
     }
-    // An absent key is reserved later, by a write of its own that replicas confirm.
+    // An absent key is reserved later, by a `SET` that replicas confirm.
     Ok(values.into_iter().map(move |value| (value != Value::Nil).then(|| answer(value, &replicated))))
 }
 
-/// Returns the answer to a completion by the answer to its `SET … IFEQ`; `None` if nothing was written and a script has
-/// to decide.
+/// Converts the answer to a `SET … IFEQ` into the answer of its completion; `None` if the server wrote nothing and a
+/// script has to decide.
 pub(super) fn compared(set: OpAnswer) -> Option<OpAnswer> {
     match parts(set) {
         Ok((Value::Okay, replicated)) => Some(answer(Value::Int(1), &replicated)),
-        // The record belongs to another attempt, is gone or finished already, or a duplicate waits for it.
+        // The record is gone, is finished, belongs to another attempt, or has the mark of a waiting duplicate.
         Ok((Value::Nil, _)) => None,
         Ok((other, replicated)) => Some(answer(other, &replicated)),
         Err(failure) => Some(Err(failure)),
@@ -79,7 +79,7 @@ pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided
         Ok(parts) => parts,
         Err(failure) => return replies.refuse(entries.iter().map(|entry| entry.slot), &failure),
     };
-    // A letter for each completion, and the error behind each `E`.
+    // The script answers with one letter for each completion. The letter `E` stands for an error, whose text follows.
     let (letters, error) = match value {
         // The script for one key answers with a number.
         Value::Int(_) if entries.len() == 1 => {
@@ -103,7 +103,7 @@ pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided
     }));
 }
 
-/// Returns the size of the record in an answer, in bytes; 0 if it holds none.
+/// Returns the size of the record in an answer, in bytes; 0 if the answer holds no record.
 pub(super) fn record_bytes(answer: &OpAnswer) -> usize {
     let value = match answer {
         Ok(value) => value,
@@ -112,7 +112,7 @@ pub(super) fn record_bytes(answer: &OpAnswer) -> usize {
     };
     match value {
         Value::BulkString(record) => record.len(),
-        // A record with its retention, or with the rest of its lease.
+        // A script returns a record together with its retention or with the rest of its lease.
         Value::Array(parts) => match parts.first() {
             Some(Value::BulkString(record)) => record.len(),
             _ => 0,

@@ -1,5 +1,5 @@
-//! Exchanges with one server over one connection. If replicas have to confirm, each exchange ends with a write of its
-//! own and `WAIT`, on the same connection.
+//! Exchanges with one server over one connection. If replicas have to confirm writes, each exchange ends with a write
+//! that changes nothing and a `WAIT`, on the same connection.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::super::terms::Replicas;
 use super::answer::{ExchangeAnswers, ReplicationResult};
 use crate::record::format::millis;
 
-/// A connection whose answers count once the replicas have the written state.
+/// A connection to a server, and the replicas that have to confirm each exchange.
 pub(super) struct Exchanges {
     pub(super) connection: ServerConnection,
     pub(super) replicas: Option<Replicas>,
@@ -31,7 +31,8 @@ impl Exchanges {
         self.many(&mut pipeline).await?.next()
     }
 
-    /// Sends one command; with the source of its script if the server has forgotten it.
+    /// Sends one command. If the server has forgotten the script of the command, sends the command again with the
+    /// script's source.
     pub(super) async fn call(&self, RedisCommand { command, source, .. }: &RedisCommand) -> OpAnswer {
         match (self.one(command).await, source) {
             // The server restarted, failed over or flushed its scripts: nothing was written.
@@ -51,7 +52,7 @@ impl Exchanges {
         answers.next()
     }
 
-    /// Sends many commands.
+    /// Sends the commands of `pipeline` in one exchange.
     pub(super) async fn many(&self, pipeline: &mut Pipeline) -> Result<ExchangeAnswers, ExchangeFailure> {
         match self.replicas {
             None => Ok(ExchangeAnswers::new(self.connection.many(pipeline).await?, Ok(()))),
@@ -59,11 +60,12 @@ impl Exchanges {
         }
     }
 
-    /// Sends many commands, and waits for the replicas.
+    /// Sends the commands of `pipeline`, and waits until the replicas confirm.
     ///
-    /// `WAIT` covers the writes of its own connection. A replay, or an operation that finds its write already done,
-    /// writes nothing: its answer would count as confirmed although no replica may have the record. Replicas follow one
-    /// stream, so one write after all answers covers them all.
+    /// `WAIT` covers only the writes of its own connection. A replay writes nothing, nor does an operation that finds
+    /// its write already done. `WAIT` alone would confirm their answers although perhaps no replica has the record.
+    /// Replicas apply all writes in one order, so one further write after the commands covers every record in the
+    /// answers.
     async fn confirmed(&self, pipeline: &mut Pipeline, replicas: Replicas) -> Result<ExchangeAnswers, ExchangeFailure> {
         let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
             [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),
@@ -80,8 +82,9 @@ impl Exchanges {
         if asking {
             values.pop();
         } else if matches!(&touched, Some(Value::ServerError(error)) if is_redirect(error)) {
-            // The slot of the first key is being moved. Any key that was served can confirm instead, on the same
-            // connection: another connection may lead to a server without these writes.
+            // The slot of the first key is migrating, so the server refused the confirming write to that key. Repeats
+            // that write with a key that this server did serve. The connection stays the same: another connection may
+            // lead to a server that lacks the writes to confirm.
             let mut served = pipeline.cmd_iter().zip(&values).filter(|(_, it)| !matches!(it, Value::ServerError(_)));
             if let Some((command, _)) = served.next() {
                 let mut again = Pipeline::with_capacity(2);
@@ -96,13 +99,13 @@ impl Exchanges {
     }
 }
 
-/// Adds a write to `key`, and the wait for the replicas to have it.
+/// Adds a write to `key` that changes nothing, and a `WAIT` for the replicas.
 fn add_confirmation(pipeline: &mut Pipeline, key: &[u8], Replicas { count, within }: Replicas) {
     pipeline.cmd("EVAL").arg(TOUCH).arg(1).arg(key);
     pipeline.cmd("WAIT").arg(count).arg(millis(within).max(1));
 }
 
-/// Reads the answers to a confirmation: of `WAIT`, and of the write before it.
+/// Reads the answers to a `WAIT` and to the write before it.
 fn replication(confirmed: Option<Value>, touched: Option<Value>, count: usize) -> ReplicationResult {
     match (confirmed, touched) {
         (Some(Value::Int(have)), Some(Value::Int(1))) if usize::try_from(have).is_ok_and(|have| have >= count) => {
@@ -113,7 +116,7 @@ fn replication(confirmed: Option<Value>, touched: Option<Value>, count: usize) -
     }
 }
 
-/// Returns whether a node of a cluster does not serve a key, or does not serve it yet.
+/// Returns whether a cluster node refused a command because it does not serve the key (yet).
 fn is_redirect(error: &ServerError) -> bool {
     matches!(error.code(), "MOVED" | "ASK" | "TRYAGAIN")
 }

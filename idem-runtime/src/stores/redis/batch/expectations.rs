@@ -1,10 +1,10 @@
-//! Expectations about the next answers of a server, by its earlier ones.
+//! Expectations about the next answers of a server, from its earlier answers.
 
 use super::super::terms::ExchangeTerms;
 use crate::kit::replays::Replays;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Limit of the bytes of records that one exchange may return, if each record is as large as the latest ones.
+/// Limit of the record bytes that one exchange may return, by the expected size of a record.
 const ANSWER_BYTES: usize = 1024 * 1024;
 /// Assumed size of a record before any has arrived, in bytes.
 const FIRST_RECORD: usize = 64 * 1024;
@@ -13,7 +13,7 @@ const FIRST_RECORD: usize = 64 * 1024;
 pub(super) struct Expectations {
     /// Whether reservations mostly find a record.
     pub(super) replays: Replays,
-    /// Number of the connection whose server does not support `SET … IFEQ`; 0 if there is none.
+    /// Generation of the connection whose server refused `SET … IFEQ`; 0 if no server has refused it.
     plain_sets: AtomicU64,
     /// Size of the largest recent record, in bytes.
     record: AtomicUsize,
@@ -28,13 +28,14 @@ impl Expectations {
         }
     }
 
-    /// Returns whether the server counts as knowing `SET … IFEQ`: by its version when the store was opened, until an
-    /// answer shows otherwise. A new connection may lead to another server, so the option is tried again.
+    /// Returns whether to send `SET … IFEQ` over the connection of this `generation`. The version of the server decides
+    /// when the store is opened; later, a refused `IFEQ` decides. A new connection may lead to another server, so the
+    /// store tries the option again.
     pub(super) fn compares(&self, generation: u64) -> bool {
         generation != self.plain_sets.load(Ordering::Relaxed)
     }
 
-    /// Notes that the server of this connection does not support `SET … IFEQ`.
+    /// Notes that the server of connection `generation` does not support `SET … IFEQ`.
     pub(super) fn note_plain_sets(&self, generation: u64) {
         self.plain_sets.store(generation, Ordering::Relaxed);
     }
@@ -44,8 +45,8 @@ impl Expectations {
         (ANSWER_BYTES / self.record.load(Ordering::Relaxed).max(1)).max(1)
     }
 
-    /// Notes the largest record among some answers, in bytes. The expected size falls by at most half, so that small
-    /// records are expected again only after a while.
+    /// Notes the size of the largest record in some answers, in bytes. Halves the expected size at most, so that one
+    /// exchange of small records does not hide that large records are frequent.
     pub(super) fn note_largest(&self, largest: usize) {
         let before = self.record.load(Ordering::Relaxed);
         let now = largest.max(before / 2);

@@ -1,4 +1,4 @@
-//! Operations that gather while lanes come and go, in every order.
+//! Tests of operations that gather while lanes start and end, in many orders of the threads.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -22,16 +22,16 @@ use crate::record::{OwnerToken, Record, State};
 use crate::sync::atomic::Ordering;
 use crate::sync::{TestClock, explore, lock};
 
-/// A server that recognises each operation by its key. A reservation finds the key itself as the value. A completion is
-/// done (by a script if its key starts with `differs`). The answer to any other command is its first argument (to any
-/// other script: 1).
+/// A server whose answer identifies the operation. The answer to a reservation is the reserved key. A completion
+/// succeeds; if its key starts with `differs`, a script has to decide. The answer to any other script is 1, and the
+/// answer to any other command is the command's first argument.
 #[derive(Clone)]
 struct FakeServer(Arc<FakeServerInner>);
 
 struct FakeServerInner {
-    /// Blocks each exchange that has arrived.
+    /// Blocks each arrived exchange until it gets a permit.
     gate: Semaphore,
-    // A plain mutex: no thread switch happens while it is held.
+    // A plain mutex of `std`: no thread switch happens while a test holds this lock.
     log: std::sync::Mutex<Log>,
 }
 
@@ -60,7 +60,7 @@ impl FakeServer {
     }
 
     async fn exchange(&self, commands: Vec<Cmd>) -> Vec<Value> {
-        // The exchange is on its way: a caller that gives up before its next poll has sent nothing.
+        // Models the way to the server: a caller that gives up before its next poll has sent nothing.
         yield_now().await;
         {
             let mut log = lock(&self.0.log);
@@ -185,12 +185,12 @@ async fn all_is_over(dispatch: &Dispatch) {
     let lanes = &dispatch.0;
     lanes.runtime.0.idle().await;
     assert_eq!(lanes.runtime.0.alive(), 0, "a lane is still running");
-    assert_eq!(lanes.running.load(Ordering::SeqCst), 0, "the place of a lane is lost");
+    assert_eq!(lanes.running.load(Ordering::SeqCst), 0, "a lane that ended is still counted");
     assert!(lock(&lanes.queue).batches.is_empty(), "an operation is left that no lane will take");
-    assert!(!lanes.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
+    assert!(!lanes.lone.load(Ordering::SeqCst), "the turn of a lone operation was not given back");
 }
 
-/// Each operation gets its own answer, even if it gathers while lanes end.
+/// Each operation gets its own answer, even if the operation gathers while lanes end.
 #[test]
 fn each_operation_gets_its_own_answer() {
     explore(|| {
@@ -218,19 +218,19 @@ fn each_operation_gets_its_own_answer() {
     });
 }
 
-/// An operation that waits for a lane is not sent once its caller is gone, unless it ends an attempt.
+/// An operation that waits for a lane is not sent once its caller is gone. An operation that ends an attempt is sent.
 #[test]
 fn an_operation_without_a_caller_is_not_sent() {
     explore(|| {
         let (dispatch, server) = open();
-        // One operation that its caller drives, and one for each lane. The server blocks them all.
+        // The server blocks one operation that its caller drives, and one operation for each lane.
         let mut threads = Vec::new();
         for of in 0..=LANES {
             let held = Arc::clone(&dispatch);
             threads.push(thread::spawn(move || block_on(ask(&held, &format!("held-{of}")))));
             block_on(server.exchanges(of + 1));
         }
-        // Two callers poll each kind of operation once and go away.
+        // Two callers poll an operation of each kind once, and drop it.
         let leaving: Vec<_> = (0..2)
             .map(|of| {
                 let dispatch = Arc::clone(&dispatch);
@@ -268,7 +268,7 @@ fn an_operation_without_a_caller_is_not_sent() {
     });
 }
 
-/// A completion that its caller drives is done even if the caller goes away at any of its polls.
+/// A completion that its caller drives is sent even if the caller drops the completion after any poll.
 #[test]
 fn an_end_is_written_although_its_caller_goes() {
     explore(|| {

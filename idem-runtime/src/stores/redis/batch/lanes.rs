@@ -1,6 +1,7 @@
 //! Lanes: the few tasks that send the gathered operations of one connection, batch by batch.
 //!
-//! A lane takes the operations that are there; it never waits for more. A batch belongs to its lane.
+//! A lane takes the operations that have gathered, and never waits for more. Only the lane that took a batch sends and
+//! answers it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,8 +14,8 @@ use super::sender::{BatchSender, STALLED};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Handle, Mutex, MutexGuard, lock};
 
-/// Largest number of batches in flight. First runs keep the server busy with scripts, so one batch should always be
-/// ready for it. Replays keep the client busy, and more batches would only be smaller.
+/// Largest number of batches in flight. First runs keep the server busy with scripts, so the server should always find
+/// another batch. Replays keep the client busy: more lanes would only make the batches smaller.
 pub(super) const LANES: usize = 3;
 const LANES_FOR_REPLAYS: usize = 2;
 
@@ -24,20 +25,20 @@ pub(super) struct Lanes {
     pub(super) runtime: Handle,
     /// True while a lone command is in flight, driven by its caller.
     pub(super) lone: AtomicBool,
-    /// Number of running lanes. Written under `queue`, read without it as a hint.
+    /// Number of running lanes. Written under the lock of `queue`; read without that lock, as a hint.
     pub(super) running: AtomicUsize,
     pub(super) queue: Mutex<BatchQueue>,
 }
 
 #[derive(Default)]
 pub(super) struct BatchQueue {
-    /// Operations gather in the last one.
+    /// Batches that no lane has taken, the oldest first. Operations gather in the last batch.
     pub(super) batches: VecDeque<OpBatch>,
-    /// Empty batches, for their buffers.
+    /// Empty batches whose buffers are reused.
     spare: Vec<OpBatch>,
 }
 
-/// The right to send an operation alone.
+/// The right of a caller to send its operation alone, outside of a batch.
 pub(super) struct LoneTurn<'a>(&'a AtomicBool);
 
 impl Drop for LoneTurn<'_> {
@@ -47,7 +48,7 @@ impl Drop for LoneTurn<'_> {
 }
 
 impl Lanes {
-    /// Makes lanes in the current runtime.
+    /// Makes lanes whose tasks run in the current runtime.
     pub(super) fn new(sender: BatchSender) -> Self {
         let (lone, running) = (AtomicBool::new(false), AtomicUsize::new(0));
         Self { sender, runtime: Handle::current(), lone, running, queue: Mutex::default() }
@@ -87,8 +88,8 @@ impl Lanes {
         lock(&self.queue)
     }
 
-    /// Returns the batch that a lane sends next. `None` also ends the lane's entry in `running`. Both happen under one
-    /// lock, or an operation that gathers in between would be stranded.
+    /// Returns the batch that a lane sends next. If no batch is left, also removes the lane from `running`. One lock
+    /// covers both steps: an operation that gathered in between would be stranded.
     fn next(&self) -> Option<OpBatch> {
         let mut queue = self.queue();
         let next = queue.batches.pop_front();
@@ -98,7 +99,7 @@ impl Lanes {
         next
     }
 
-    /// Keeps the buffers of a sent batch for another, unless they grew unusually large.
+    /// Keeps the buffers of a sent batch for another batch, unless the buffers are unusually large.
     fn keep(&self, batch: OpBatch) {
         let Some(empty) = batch.emptied() else { return };
         let mut queue = self.queue();
@@ -126,9 +127,9 @@ impl Lane {
             let operations = batch.len();
             let mut unanswered = LaneGuard(Some(Arc::clone(&batch.replies)));
             if sender.terms.clock.now().saturating_since(batch.opened) > sender.connection().patience() {
-                // The server stalls. Operations that waited this long are not sent, and their callers know that nothing
-                // was written. So no operation takes longer than two time-outs, unless the server keeps answering
-                // others.
+                // The server stalls. A batch that waited this long is not sent, so its callers can be told that nothing
+                // was written. An operation thus takes two time-outs at most, unless the server keeps answering other
+                // operations.
                 batch.replies.refuse_rest(&ExchangeFailure::NotSent(STALLED.into()));
             } else {
                 sender.send(&mut batch).await;
@@ -144,8 +145,8 @@ impl Lane {
 }
 
 impl Drop for Lane {
-    /// Only a lane that panicked or whose runtime is gone is still counted here. The lane ends its entry in `running`
-    /// and fails the waiting batches, because no other lane may come.
+    /// A lane is still counted here only if it panicked or its runtime is gone. Removes the lane from `running`, and
+    /// fails the waiting batches, because perhaps no other lane will take them.
     fn drop(&mut self) {
         if self.is_counted {
             let mut queue = self.lanes.queue();
@@ -160,7 +161,7 @@ impl Drop for Lane {
     }
 }
 
-/// Fails the operations that a lane leaves unanswered if its task is dropped or panics.
+/// Fails the unanswered operations of a lane if the lane's task is dropped or panics.
 struct LaneGuard(Option<Arc<Replies>>);
 
 impl Drop for LaneGuard {

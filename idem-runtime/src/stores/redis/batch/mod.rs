@@ -2,25 +2,25 @@
 //!
 //! | file | step |
 //! |---|---|
-//! | this one | a lone operation is driven by its caller; others gather |
+//! | `mod` | the caller of a lone operation drives it; concurrent operations gather |
 //! | `lanes` | a lane takes the operations that have gathered |
-//! | `op_batch` | their records are encoded, end to end, in one buffer |
+//! | `op_batch` | the records of gathered operations are encoded, end to end, in one buffer |
 //! | `sender` | the batch becomes one exchange, or a few |
 //! | `pipeline` | the commands of an exchange |
-//! | `exchange` | the round trip; replicas confirm it |
-//! | `answer`, `expectations` | the meaning of a reply, for its operation and for later ones |
-//! | `replies`, `op_future` | the way back to the caller |
+//! | `exchange` | the round trip, which can end with the confirmation of replicas |
+//! | `answer`, `expectations` | the meaning of a reply, for its operation and for later exchanges |
+//! | `replies`, `op_future` | the answer reaches the caller |
 //!
-//! - A lone command never waits: while nothing is in flight, it goes straight to the connection. Otherwise all gathered
-//!   operations are one pipeline: one write, one answer to read, one wake-up.
+//! - A lone command never waits: while nothing is in flight, a command goes straight to the connection. Operations that
+//!   gather meanwhile share one pipeline: one write, one answer to read, one wake-up.
 //! - A completion is `SET … IFEQ` with the bytes that the reservation wrote, if the server supports that option and the
-//!   caller has the bytes. If the bytes differ (a duplicate waits for the record, or another attempt holds it), a
-//!   script decides. Completions for scripts become one call for many keys.
-//! - Gathered reservations are first looked up with one `MGET` while most turn out to be replays: a tenth of the work
-//!   for the server. Absent keys are then reserved.
+//!   caller has the bytes. If the bytes differ (a duplicate has marked the record, or another attempt holds it), a
+//!   script decides. Completions that need a script share one call for many keys.
+//! - While most reservations turn out to be replays, one `MGET` first looks up the keys of all gathered reservations,
+//!   with a tenth of the work for the server. The absent keys are then reserved.
 //! - A batch is limited by the size of its requests, and by the size of its answers as estimated from the latest ones.
-//! - If a caller goes away before its operation is sent, the operation is dropped, unless it ends an attempt: the end
-//!   of an attempt is handed over.
+//! - If a caller goes away before its operation is sent, the operation is dropped. Only the end of an attempt is still
+//!   sent, by a lane.
 
 mod answer;
 mod exchange;
@@ -51,8 +51,8 @@ use super::write::RecordWrite;
 pub(super) struct Dispatch(Arc<Lanes>);
 
 impl Dispatch {
-    /// Sends over `connection` from tasks of the current runtime. A gathered operation waits at most as long as an
-    /// exchange may take.
+    /// Makes a dispatch that sends over `connection`, from tasks of the current runtime. A gathered operation waits at
+    /// most as long as an exchange may take.
     pub(super) fn new(connection: ServerConnection, terms: ExchangeTerms) -> Self {
         Self(Arc::new(Lanes::new(BatchSender::new(connection, terms))))
     }
@@ -62,10 +62,10 @@ impl Dispatch {
         self.0.sender.connection()
     }
 
-    /// Sends an operation: alone if nothing else is in flight, otherwise with others.
+    /// Sends an operation: alone if nothing else is in flight, otherwise in a batch.
     pub(super) fn run<'a>(&'a self, op: Op<'a>) -> OpFuture<'a> {
         let op = match op {
-            // A server that can't compare needs no bytes to compare with.
+            // A server without `SET … IFEQ` needs no bytes to compare with.
             Op::Finish(write) if !self.0.sender.compares() => Op::Finish(RecordWrite { expected: None, ..write }),
             op => op,
         };

@@ -22,8 +22,8 @@ pub(super) struct BatchEntry<T> {
 /// A reservation or completion, whose bytes are in [`OpBatch::bytes`].
 pub(super) type WriteEntry = BatchEntry<WriteLayout>;
 
-/// The operations of one batch. Their bytes share one buffer, so that an operation allocates nothing before its batch
-/// is sent.
+/// The operations of one batch. The bytes of all operations share one buffer, so that an operation allocates nothing
+/// before its batch is sent.
 pub(super) struct OpBatch {
     pub(super) bytes: Vec<u8>,
     pub(super) reserves: Vec<WriteEntry>,
@@ -65,14 +65,15 @@ impl OpBatch {
         entry.op.write_in(&self.bytes)
     }
 
-    /// Forgets the operations whose callers are gone, unless they end an attempt.
+    /// Removes the operations whose callers are gone, except for the ends of attempts.
     pub(super) fn forget_gone(&mut self) {
         let is_gone = self.replies.gone();
         self.reserves.retain(|entry| !is_gone(entry.slot));
         self.commands.retain(|entry| entry.op.is_kept || !is_gone(entry.slot));
     }
 
-    /// Removes the operations that might return more than `records` records in total.
+    /// Keeps operations that return up to `records` records in total. Removes and returns the further operations that
+    /// return a record.
     pub(super) fn split_off(&mut self, mut records: usize) -> Overflow {
         let reserves = self.reserves.split_off(records.min(self.reserves.len()));
         records -= self.reserves.len();
@@ -84,7 +85,7 @@ impl OpBatch {
         Overflow { reserves, commands: self.commands.extract_if(.., is_beyond).collect() }
     }
 
-    /// Replaces the operations by the next ones of `overflow`, which return up to `records` records.
+    /// Replaces the operations of this batch by operations of `overflow` that return up to `records` records.
     pub(super) fn refill(&mut self, overflow: &mut Overflow, records: usize) {
         let reserves = records.min(overflow.reserves.len());
         let commands = (records - reserves).min(overflow.commands.len());

@@ -1,4 +1,4 @@
-//! Operations in progress, as their callers see them.
+//! Futures of operations, which their callers poll.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -6,11 +6,12 @@ use std::task::{Context, Poll};
 use super::super::op::OpAnswer;
 use super::replies::ReplyWaiter;
 
-/// An operation in progress: one future for all ways it may take.
+/// The future of an operation, whether it gathers in a batch or its caller drives it.
 pub(in super::super) enum OpFuture<'a> {
-    /// In a batch.
+    /// The operation is in a batch.
     Gathered(ReplyWaiter),
-    /// Driven by its caller. Boxed: under load most operations gather, and would carry the size of this future.
+    /// The caller drives the operation. Boxed: under load most operations gather, and would carry the size of this
+    /// future.
     Alone(Pin<Box<dyn Future<Output = OpAnswer> + Send + 'a>>),
 }
 
@@ -31,8 +32,9 @@ impl Future for OpFuture<'_> {
     }
 }
 
-/// An operation that has to be sent, and is driven by its caller. A drop before the answer calls `hand_over`, which
-/// gives an operation that must be done to a lane. A second send has no further effect.
+/// Guards an operation that must be sent although its caller drives it. If the caller drops the operation before the
+/// answer, the guard calls `hand_over`, which gives the operation to a lane. An operation that is sent twice has no
+/// further effect.
 pub(super) struct DelegatedOp<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> DelegatedOp<F> {

@@ -9,38 +9,38 @@ use super::super::terms::ExchangeTerms;
 use super::super::write::{EncodedWrite, finish};
 use super::op_batch::{BatchEntry, OpBatch, WriteEntry};
 
-/// Number of keys in one script call. Limits the time for which the server does nothing else.
+/// Largest number of keys in one script call. Limits the time for which the call blocks the server.
 const FINISHED_AT_ONCE: usize = 64;
 
 /// The first exchange of a batch: reservations, other commands, script calls, comparisons.
 pub(super) struct FirstExchange {
     pub(super) pipeline: Pipeline,
     pub(super) commands: Vec<SentCommand>,
-    /// Completions by scripts, as ranges of those in the batch.
+    /// Ranges of [`OpBatch::completions`], one for each script call.
     pub(super) calls: Vec<Range<usize>>,
     /// Completions by `SET … IFEQ`.
     pub(super) compared: Vec<WriteEntry>,
 }
 
-/// A command other than `SET`, on its way.
+/// A command other than `SET` that is in this exchange.
 pub(super) struct SentCommand {
     pub(super) slot: usize,
-    /// Place of the command in its pipeline.
+    /// Index of the command in its pipeline.
     at: usize,
     source: Option<&'static str>,
     pub(super) returns_record: bool,
 }
 
 impl SentCommand {
-    /// Makes the same call with the source of its script, which the server of `pipeline` has forgotten.
+    /// Makes the same call with the source of its script: the server has forgotten the script.
     pub(super) fn with_source(&self, pipeline: &Pipeline) -> Option<Cmd> {
         Some(with_source(pipeline.cmd_iter().nth(self.at)?, self.source?))
     }
 }
 
 impl FirstExchange {
-    /// Makes the commands of `batch`. The server compares the records of completions if it `compares`. The reservations
-    /// are one `MGET` if `looks_up`; absent keys are then reserved in the second exchange.
+    /// Makes the commands of `batch`. If `compares`, completions that have expected bytes are sent as `SET … IFEQ`. If
+    /// `looks_up`, all reservations are sent as one `MGET`, and the second exchange reserves the absent keys.
     pub(super) fn new(batch: &mut OpBatch, terms: &ExchangeTerms, compares: bool, looks_up: bool) -> Self {
         let is_compared = |entry: &mut WriteEntry| compares && entry.op.expected > 0;
         let by_server: Vec<WriteEntry> = batch.completions.extract_if(.., is_compared).collect();
@@ -80,12 +80,12 @@ impl FirstExchange {
 pub(super) struct SecondExchange<'a> {
     pub(super) pipeline: Pipeline,
     pub(super) reserves: Vec<&'a WriteEntry>,
-    /// Slots of the commands.
+    /// Slots of the commands that are sent again.
     pub(super) commands: Vec<usize>,
     pub(super) calls: Vec<Range<usize>>,
 }
 
-/// Divides a number of completions among script calls.
+/// Divides `len` completions into one range for each script call.
 pub(super) fn chunks(len: usize, terms: &ExchangeTerms) -> impl Iterator<Item = Range<usize>> + use<> {
     let size = if terms.one_key { 1 } else { FINISHED_AT_ONCE };
     (0..len).step_by(size).map(move |from| from..len.min(from + size))

@@ -1,4 +1,4 @@
-//! The answers of one batch, on their way from the lane that sends it to the callers.
+//! The answers of one batch. The lane that sends the batch sets them, and the callers take them.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use super::super::failure::ExchangeFailure;
 use super::super::op::OpAnswer;
 use crate::sync::{Mutex, lock};
 
-/// The slots of one batch, shared by its lane and its callers.
+/// The slots for the answers of one batch, which the lane and the callers share.
 #[derive(Default)]
 pub(super) struct Replies(Mutex<Vec<ReplySlot>>);
 
@@ -30,7 +30,7 @@ impl Replies {
         slots.len() - 1
     }
 
-    /// Sets answers and wakes their callers, after the lock is released.
+    /// Sets answers. Wakes the callers after the lock is released.
     pub(super) fn deliver(&self, answers: impl Iterator<Item = (usize, OpAnswer)>) {
         let mut wakers = Vec::with_capacity(answers.size_hint().0);
         let mut slots = lock(&self.0);
@@ -61,7 +61,7 @@ impl Replies {
         self.refuse(open.into_iter(), failure);
     }
 
-    /// Returns a test whether the caller of a slot is gone. The test holds the lock of the slots.
+    /// Returns a predicate that tests whether the caller of a slot is gone. The predicate holds the lock of the slots.
     pub(super) fn gone(&self) -> impl Fn(usize) -> bool + '_ {
         let slots = lock(&self.0);
         move |slot| matches!(slots[slot], ReplySlot::Gone)

@@ -1,7 +1,8 @@
 //! Sends batches and lone operations, and reads their answers.
 //!
-//! A batch is one exchange, unless an answer requires more: absent keys after a look-up, scripts that the server has
-//! forgotten, records that have changed since their reservation. Large records have exchanges of their own.
+//! A batch takes one exchange. A second exchange follows for keys that a look-up found absent, for scripts that the
+//! server has forgotten, and for records that have changed since their reservation. Large records are sent in separate
+//! exchanges.
 
 use std::ops::Range;
 
@@ -21,12 +22,12 @@ use super::op_batch::{OpBatch, WriteEntry};
 use super::pipeline::{FirstExchange, SecondExchange, SentCommand, chunks, finish_call, finish_one};
 use super::replies::Replies;
 
-/// A batch with at least this many reservations looks up its keys before it reserves, if it expects replays.
+/// Smallest number of reservations in a batch for which the keys are looked up first, if replays are expected.
 const LOOK_FIRST: usize = 8;
-/// Reason why an operation was not sent.
+/// Reason in the error of an operation that was not sent.
 pub(super) const STALLED: &str = "the server did not answer what was sent before";
 
-/// A connection, and what its answers lead to expect.
+/// A connection, and the expectations about its answers.
 pub(super) struct BatchSender {
     exchanges: Exchanges,
     pub(super) terms: ExchangeTerms,
@@ -43,7 +44,7 @@ impl BatchSender {
         &self.exchanges.connection
     }
 
-    /// Returns whether the server counts as knowing `SET … IFEQ`.
+    /// Returns whether to send `SET … IFEQ` to the server.
     pub(super) fn compares(&self) -> bool {
         self.expectations.compares(self.connection().generation())
     }
@@ -85,7 +86,7 @@ impl BatchSender {
         self.exchanges.asking(command).await
     }
 
-    /// Makes the command that finishes a record by its script, which the server may not have.
+    /// Makes the command that finishes a record by a script, with the script's source: the server may lack the script.
     pub(super) fn finish_with_source(&self, write: &RecordWrite<'_>) -> Cmd {
         let mut bytes = Vec::new();
         finish_one(&self.terms, write.encode(&mut bytes).write_in(&bytes), true)
@@ -94,10 +95,10 @@ impl BatchSender {
     /// Sends a batch and answers its operations.
     pub(super) async fn send(&self, batch: &mut OpBatch) {
         batch.forget_gone();
-        // Large completions are sent alone, after the others: a server that refuses their size closes the connection,
-        // and a batch would lose its answers.
+        // Large completions are sent alone, after the batch: a server that refuses a large value closes the connection,
+        // and the other operations of a batch would lose their answers.
         let large: Vec<WriteEntry> = batch.completions.extract_if(.., |entry| entry.op.value >= SURE).collect();
-        // Records that would make the answers too large are left for further exchanges.
+        // Operations that would make the answers too large are left for further exchanges.
         let mut overflow = batch.split_off(self.expectations.records_at_once());
         loop {
             if let Err(failure) = self.send_part(batch).await {
@@ -116,7 +117,7 @@ impl BatchSender {
         }
     }
 
-    /// Sends the operations in `batch` and answers them. After an error the rest is still unanswered.
+    /// Sends the operations in `batch` and answers them. After an error some operations are still unanswered.
     async fn send_part(&self, batch: &mut OpBatch) -> Result<(), ExchangeFailure> {
         let looks_up =
             batch.reserves.len() >= LOOK_FIRST && self.expectations.replays.are_expected() && !self.terms.one_key;
@@ -126,7 +127,8 @@ impl BatchSender {
             return Ok(());
         }
         let (batch, mut answers) = (&*batch, self.exchanges.many(&mut pipeline).await?);
-        // The answers are read in the order of the commands. Each kind may leave some for the second exchange.
+        // The answers are read in the order of the commands. Operations of any kind may be left for the second
+        // exchange.
         let (mut second, mut largest) = (SecondExchange::default(), None);
         if looks_up {
             second.reserves = self.read_look_up(batch, answers.next(), &mut largest);
@@ -158,9 +160,9 @@ impl BatchSender {
         self.expectations.replays.note(replays, batch.reserves.len());
     }
 
-    /// Answers the reservations whose keys exist: an existing value is the answer that `SET … NX GET` would have given.
-    /// Returns those of absent keys whose callers still wait. If the look-up failed, it has written nothing, and all
-    /// callers get its failure.
+    /// Answers the reservations whose keys exist: the existing value is also the answer of `SET … NX GET`. Returns the
+    /// reservations of absent keys whose callers still wait. A failed look-up has written nothing, so all callers get
+    /// its failure.
     fn read_look_up<'a>(
         &self,
         batch: &'a OpBatch,
@@ -190,7 +192,8 @@ impl BatchSender {
         absent
     }
 
-    /// Answers the completions by scripts. Calls of a script that the server lost are repeated in the second exchange.
+    /// Answers the completions that were sent as script calls. Calls of a script that the server lost are repeated in
+    /// the second exchange.
     fn read_calls(
         &self,
         batch: &OpBatch,
@@ -210,7 +213,7 @@ impl BatchSender {
         }
     }
 
-    /// Answers the completions that the server has compared. Returns those that a script has to decide.
+    /// Answers the completions that were sent as `SET … IFEQ`. Returns the completions that a script has to decide.
     fn read_compared(
         &self,
         replies: &Replies,
@@ -228,7 +231,8 @@ impl BatchSender {
         differing
     }
 
-    /// Returns the answer to a completion by `SET … IFEQ`; `None` if nothing was written and a script has to decide.
+    /// Converts the answer to a `SET … IFEQ` into the answer of its completion; `None` if the server wrote nothing and
+    /// a script has to decide.
     fn compared(&self, answer: OpAnswer) -> Option<OpAnswer> {
         if matches!(&answer, Err(failure) if failure.is_unknown_option()) {
             self.expectations.note_plain_sets(self.connection().generation());
@@ -251,7 +255,8 @@ impl BatchSender {
         Ok(())
     }
 
-    /// Finishes `entries` by scripts, in a further exchange; in one more if the server has forgotten the scripts.
+    /// Finishes `entries` by scripts, in a further exchange. If the server has forgotten the scripts, one more exchange
+    /// sends their source.
     async fn finish_by_scripts(&self, batch: &OpBatch, entries: &[WriteEntry]) -> Result<(), ExchangeFailure> {
         let mut calls: Vec<_> = chunks(entries.len(), &self.terms).collect();
         for with_source in [false, true] {

@@ -3,10 +3,10 @@
 //! - Each of the 16 384 slots belongs to a node. Each node has its own connections and batches, so that a node that
 //!   hangs delays only its own keys.
 //! - A node that does not serve a slot answers with a redirect and writes nothing. The operation follows the redirect,
-//!   a few times at most.
-//! - The nodes (up to 16 per round) are asked for the slots after every failure and from time to time. The answer of
-//!   the latest epoch wins, so a node that was cut off can't bring back an old map. An answer from a node that has lost
-//!   the slot meanwhile is not trusted.
+//!   up to six redirects in total.
+//! - The store asks the nodes (up to 16 per round) for the map of slots after every failure, and every five seconds.
+//!   The map of the latest epoch wins, so a node that was cut off can't bring back an old map. The answer to an
+//!   operation is not trusted if the slot of its key has moved to another node meanwhile.
 
 mod slots;
 mod view;
@@ -40,13 +40,13 @@ use crate::sync::{PerProcess, lock};
 
 /// Largest number of redirects that an operation follows.
 const REDIRECTS: usize = 6;
-/// Number of nodes that one round asks.
+/// Largest number of nodes that one round asks for the map of slots.
 const ASKED: usize = 16;
-/// Time that the nodes have to answer. A node that hangs must not hold back the answers of the others.
+/// Time limit for the answers of nodes. A node that hangs must not hold back the answers of other nodes.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// Shortest pause between two rounds.
+/// Shortest pause between two rounds of asking for the map.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Interval between rounds while nothing fails.
+/// Interval between two rounds of asking for the map, while nothing fails.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
 /// The nodes that the user named, and the latest view of the cluster that any runtime has received.
@@ -75,7 +75,7 @@ pub(super) struct Cluster {
     /// True once a view of the cluster has arrived.
     heard: watch::Sender<bool>,
     asking: OnceLock<OwnedTask>,
-    /// Rotates over the nodes: selects the next one to ask, try or subscribe to.
+    /// Counter that selects the next node to ask, to try, or to subscribe to.
     turn: AtomicUsize,
 }
 
@@ -157,8 +157,8 @@ impl Cluster {
         primaries
     }
 
-    /// Checks that the primaries are usable; at least one must be reachable. Returns the size limits that hold for all
-    /// of them.
+    /// Checks that the primaries are usable; at least one of them must be reachable. Returns the size limits that hold
+    /// for all of them.
     pub(super) async fn prepare(&self, prefix: &str) -> Result<Arc<Limits>, StoreError> {
         let primaries = self.primaries();
         let limits = Arc::new(Limits::default());
@@ -180,7 +180,8 @@ impl Cluster {
         }
         let (usable, mut rest) = first(tries).await;
         usable?;
-        // The others get a moment. Tolerate an unreachable node, as later; if none is usable, the addresses are wrong.
+        // One primary is usable. The other primaries get [`PATIENCE`] to report a misconfiguration. An unreachable
+        // primary is no error, because the store also tolerates one that fails later.
         let prepared = race(all(&mut rest), self.terms.clock.sleep(PATIENCE)).await;
         let mut mistakes = prepared.into_iter().flatten().filter_map(Result::err);
         match mistakes.find(|error| error.kind() == StoreErrorKind::Misconfigured) {
@@ -189,7 +190,7 @@ impl Cluster {
         }
     }
 
-    /// Starts the task that asks the nodes, until the cluster is dropped.
+    /// Starts the task that asks the nodes for the map of slots until the cluster is dropped.
     pub(super) fn keep_asking(self: &Arc<Self>) {
         let (this, doubt, clock) = (Arc::downgrade(self), Arc::clone(&self.doubt), Arc::clone(&self.terms.clock));
         let asking = async move {
@@ -217,7 +218,7 @@ impl Cluster {
             .iter()
             .map(|member| {
                 Box::pin(async move {
-                    // Each view counts as soon as it arrives.
+                    // A view counts as soon as it arrives, before slower nodes have answered.
                     if let Some(view) = View::ask(member.connection(), &member.address.0).await {
                         self.learn(&Arc::new(view));
                     }
@@ -270,7 +271,7 @@ impl Cluster {
         self.hear().await;
         self.known_owner(slot).or_else(|| {
             let map = lock(&self.map);
-            // A different node each time: one may be unreachable.
+            // Each call selects a different node, because a node may be unreachable.
             let turn = self.turn.fetch_add(1, Ordering::Relaxed) % map.members.len().max(1);
             map.members.values().nth(turn).cloned()
         })
@@ -334,8 +335,8 @@ impl Cluster {
                 }
                 _ => {
                     match &answer {
-                        // A primary that was paused during a failover still answers once it resumes, and its writes are
-                        // discarded once it follows its successor.
+                        // The slot has moved. A primary that was paused during a failover still answers when it
+                        // resumes, but it discards its writes as soon as it follows the new primary.
                         Ok(_) if !asking && !self.is_owner(&member, slot) => {
                             return Err(ExchangeFailure::Lost);
                         }
@@ -349,8 +350,8 @@ impl Cluster {
     }
 }
 
-/// Runs `tries` concurrently until one succeeds or shows a misconfiguration. Returns its answer, or the last error, and
-/// the unfinished tries.
+/// Runs `tries` concurrently until one try succeeds or shows a misconfiguration. Returns the result of that try, or the
+/// last error, and the unfinished tries.
 pub(super) async fn first<T, F: Future<Output = Result<T, StoreError>> + Unpin>(
     mut tries: Vec<F>,
 ) -> (Result<T, StoreError>, Vec<F>) {

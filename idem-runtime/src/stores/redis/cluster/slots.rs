@@ -12,8 +12,8 @@ pub(in super::super) fn slot_of(name: Name<'_>) -> u16 {
     slot(&key)
 }
 
-/// Returns the slot of a key. Only the part between the first `{` and the next `}` counts, unless it is empty: keys
-/// come from users and may hold braces.
+/// Returns the slot of a key. If braces enclose a part of the key, only the part between the first `{` and the next `}`
+/// counts, unless that part is empty. Users choose the keys, so a key may contain braces.
 fn slot(key: &[u8]) -> u16 {
     let position = |bytes: &[u8], wanted: u8| bytes.iter().position(|byte| *byte == wanted);
     let tag = position(key, b'{').and_then(|open| {
@@ -52,8 +52,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_those_of_the_servers() {
-        // From `CLUSTER KEYSLOT`.
+    fn slots_equal_the_answers_of_a_server() {
+        // The expected slots come from `CLUSTER KEYSLOT`.
         assert_eq!(crc16(b"123456789"), 0x31c3);
         for (key, of) in [
             ("{user1000}.following", "user1000"),

@@ -12,7 +12,7 @@ pub(super) type Address = (String, u16);
 /// The node to which an operation is redirected.
 pub(super) struct Redirect {
     pub(super) to: Address,
-    /// True if only this operation goes there.
+    /// True if only this operation is redirected, because its slot is still migrating.
     pub(super) asking: bool,
 }
 
@@ -33,7 +33,7 @@ impl Redirect {
 
 /// One node's view of the cluster.
 pub(super) struct View {
-    /// Number of changes of the cluster.
+    /// Number of the cluster's configuration; each change of the cluster increments it.
     pub(super) epoch: u64,
     pub(super) ranges: Vec<SlotRange>,
 }
@@ -42,12 +42,13 @@ pub(super) struct View {
 pub(super) struct SlotRange {
     pub(super) first: u16,
     pub(super) last: u16,
-    /// The primary comes first.
+    /// The primary, then its replicas.
     pub(super) nodes: Vec<Address>,
 }
 
 impl View {
-    /// Returns the view of the node at `host`, unless it fails to answer or reports that it is out of touch.
+    /// Returns the view of the node at `host`; `None` if the node does not answer, or reports that the cluster is not
+    /// `ok`.
     pub(super) async fn ask(connection: &ServerConnection, host: &str) -> Option<Self> {
         let mut questions = Pipeline::new();
         questions.cmd("CLUSTER").arg("INFO");
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn views_are_read_and_those_out_of_touch_are_not() {
+    fn only_the_view_of_a_healthy_cluster_is_read() {
         let node = |host: Value, port| Value::Array(vec![host, Value::Int(port), Value::BulkString(b"id".to_vec())]);
         let named = |host: &str| Value::BulkString(host.as_bytes().to_vec());
         let range =

@@ -50,7 +50,7 @@ impl Scripts {
         include_str!("watch.lua"),
     ];
 
-    /// Pairs the results of loading [`Scripts::SOURCES`] with the scripts, in their order.
+    /// Names the loaded scripts, which stand in the order of [`Scripts::SOURCES`].
     pub(super) fn new(scripts: [Script; 11]) -> Self {
         let [begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch] = scripts;
         Self { begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch }

@@ -11,7 +11,7 @@ if redis.call('PTTL', KEYS[1]) == -1 then return redis.error_reply('DAMAGED no e
 local flags = string.byte(record, 7)
 local lease_at = 49 + bit.band(flags, 4) * 8
 local starts = math.max(0, struct.unpack('>I4', record, 29) - tonumber(ARGV[3]))
--- Leaves out lease and ttl, which stand between fingerprint and trail.
+-- Leaves out lease and ttl, which stand between the fingerprint and the provenance.
 redis.call('SET', KEYS[1], string.sub(record, 1, 5) .. ARGV[2] .. string.char(bit.band(flags, 12)) .. '\0'
   .. string.sub(record, 9, 28) .. struct.pack('>I4', starts) .. times(KEYS[1], record)
   .. string.sub(record, 49, lease_at - 1) .. string.sub(record, lease_at + 16), 'PX', ARGV[4])

@@ -1,6 +1,6 @@
 -- Renews leases. KEYS: records. ARGV: for each key its owner token with the attempt's number, and its retention. The
--- first renewal notes the begin of the attempt: until then it follows from the retention.
--- Answers one character per key: 1 done, 0 refused, D damaged.
+-- first renewal notes when the attempt began; until then, that time follows from the retention. Answers one character
+-- per key: 1 done, 0 refused, D damaged.
 local KEYS, ARGV, sub = KEYS, ARGV, string.sub
 local found, answers = redis.call('MGET', unpack(KEYS)), {}
 for i = 1, #KEYS do

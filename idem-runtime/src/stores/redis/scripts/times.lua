@@ -1,7 +1,7 @@
--- Goes in front of the scripts that write records. Bytes 33 to 48 of a record are two times, in milliseconds since
--- 1970: the first sight of its key and the begin of its attempt; zeros if unknown. A pending record that was not
--- renewed yet has no such times: its retention runs since it was reserved. Nothing depends on these times, so a login
--- without the right to ask for them causes no failure.
+-- This text is put in front of the scripts that write records. Bytes 33 to 48 of a record are two times, in
+-- milliseconds since 1970: the first sight of its key and the begin of its attempt; zeros if unknown. A pending record
+-- that was not renewed yet has no such times: its retention runs since it was reserved. No decision depends on these
+-- times, so a login without the right to ask for them causes no failure.
 local NEVER = '\0\0\0\0\0\0\0\0'
 local UNKNOWN = NEVER .. NEVER
 local function times(key, record)
@@ -17,8 +17,8 @@ local function times(key, record)
   end
   return seen .. began
 end
--- Returns the record that replaces another one, with the times of the old record. If the old record has none yet, the
--- sender may know them.
+-- Returns the record that replaces another one, with the times of the old record. If the old record has no times yet,
+-- the new record may contain them.
 local function timed(key, record, new)
   if string.sub(record, 33, 48) == UNKNOWN and string.sub(new, 41, 48) ~= NEVER then return new end
   return string.sub(new, 1, 32) .. times(key, record) .. string.sub(new, 49)
