@@ -1,4 +1,4 @@
-//! Builds keys from literal text and values, so that each key can be parsed in only one way.
+//! Builds keys from literal text and values, so that different values never give the same key.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -13,19 +13,19 @@ use crate::clock::Secret;
 use crate::sync::SharedOnce;
 
 thread_local! {
-    /// Buffer for the text of a key. The finished text is copied once, into its shared allocation.
+    /// Reused buffer for the text of a key. The finished text is copied once, into the key's own allocation.
     static BUFFER: Cell<String> = const { Cell::new(String::new()) };
 }
 
 /// Builds a [`Key`] from literal text and values, so that different values never give the same key.
 ///
-/// In each value, `%`, control characters and the character that follows the value in the template are written as
-/// `%XX`. A value therefore ends at the first unescaped occurrence of the character that follows it, and the whole key
-/// can be parsed in only one way.
+/// In a value, `%`, control characters and the character that follows the value in the template are written as `%XX`.
+/// So a value ends at the first occurrence of the character that follows it, and the whole key can be parsed in only
+/// one way.
 ///
-/// An absent, empty or blank value makes the whole key missing: unrelated messages would share `order:` with nothing
-/// after it. A value is blank if it consists of white space (Unicode's, no-break spaces included), control characters
-/// and characters of no width (U+200B to U+200D, U+2060, U+FEFF).
+/// An absent, empty or blank value makes the whole key missing: otherwise unrelated messages would share the key
+/// `order:`. A value is blank if it consists only of white space (Unicode's, no-break spaces included), control
+/// characters and characters of no width (U+200B to U+200D, U+2060, U+FEFF).
 ///
 /// ```
 /// use idem_runtime::key::{KeyBuilder, Scope};
@@ -54,7 +54,7 @@ impl<'a> KeyBuilder<'a> {
         Self::of_results(scope, "")
     }
 
-    /// Starts an empty key under `scope`, for a handler that records values of the type `result`.
+    /// Starts an empty key under `scope`, for a handler that records values of the type named `result`.
     pub(crate) fn of_results(scope: &'a Scope, result: &'static str) -> Self {
         Self::under(scope.name, scope.check(result))
     }
@@ -68,21 +68,21 @@ impl<'a> KeyBuilder<'a> {
         Self { scope, text, problem: checked.err() }
     }
 
-    /// Appends literal text of the template, which must not contain `%`. A control character in it is a problem of the
-    /// key.
+    /// Appends literal text of the template, which must not contain `%`. A control character in `text` makes
+    /// [`build`](Self::build) fail.
     pub fn text(&mut self, text: &str) {
         debug_assert!(!text.contains('%'), "`%` introduces an escape");
         self.literal(text);
     }
 
-    /// Appends literal text of a template that the attribute has checked: it has neither `%` nor control characters.
+    /// Appends literal text that the attribute has checked: the text has neither `%` nor control characters.
     #[inline]
     pub(crate) fn checked(&mut self, text: &'static str) {
         debug_assert!(!text.contains('%') && !text.contains(char::is_control), "checked by the attribute");
         self.text.push_str(text);
     }
 
-    /// Appends text in which values are already escaped.
+    /// Appends text whose values are already escaped.
     pub(super) fn literal(&mut self, text: &str) {
         if text.contains(char::is_control) {
             self.problem.get_or_insert(KeyProblem::ControlCharacter);
@@ -90,35 +90,36 @@ impl<'a> KeyBuilder<'a> {
         self.text.push_str(text);
     }
 
-    /// Appends a value that is followed by `next` in the template.
+    /// Appends a value. `next` is the character that follows the value in the template.
     pub fn part<P: KeyPart + ?Sized>(&mut self, value: &P, next: Option<char>) {
         value.append(self, next);
     }
 
-    /// Appends the text that `value` displays.
+    /// Appends the text that the [`Display`] of `value` writes.
     pub fn display_part(&mut self, value: &dyn Display, next: Option<char>) {
         let mut escape = Escape { out: &mut self.text, next, blank: true };
-        // Only the value itself can fail here: `Escape` never fails. A truncated key could be the key of another
-        // operation.
+        // An error of `write!` comes from the value, because `Escape` never fails. The key is then missing: a truncated
+        // key could be the key of another operation.
         let shown = write!(escape, "{value}");
         if shown.is_err() || escape.blank {
             self.missing_part();
         }
     }
 
-    /// Appends text, with the same result as [`display_part`](KeyBuilder::display_part).
+    /// Appends text that is displayed as it stands. A fast path of [`display_part`](KeyBuilder::display_part), with the
+    /// same result.
     fn text_part(&mut self, text: &str, next: Option<char>) {
         if is_blank(text) {
             self.missing_part();
         } else if text.bytes().all(|byte| (b' '..=b'~').contains(&byte) && byte != b'%' && !is_char(byte, next)) {
             self.text.push_str(text);
         } else {
-            // `Escape` never fails.
+            // The result is ignored, because `Escape` never fails.
             let _ = Escape { out: &mut self.text, next, blank: false }.write_str(text);
         }
     }
 
-    /// Records that a value is absent: the whole key is missing.
+    /// Records that a value is absent, so that the whole key is missing.
     pub fn missing_part(&mut self) {
         self.problem.get_or_insert(KeyProblem::Missing);
     }
@@ -130,7 +131,7 @@ impl<'a> KeyBuilder<'a> {
     /// Returns the finished key.
     ///
     /// # Errors
-    /// [`KeyError`], the first problem. A key without parts is missing too.
+    /// [`KeyError`] with the first problem of the key. A key without parts is missing too.
     pub fn build(self) -> Result<Key, KeyError> {
         let Self { text, problem, scope } = self;
         let problem = match problem {
@@ -149,7 +150,7 @@ impl<'a> KeyBuilder<'a> {
     }
 }
 
-/// Returns whether `text` is empty or blank. Mostly the first character decides.
+/// Returns whether `text` is empty or blank. Usually the first character decides.
 fn is_blank(text: &str) -> bool {
     text.chars()
         .all(|c| c.is_whitespace() || c.is_control() || matches!(c, '\u{200b}'..='\u{200d}' | '\u{2060}' | '\u{feff}'))
@@ -167,7 +168,7 @@ fn hash(text: &str) -> u64 {
 struct Escape<'a> {
     out: &'a mut String,
     next: Option<char>,
-    /// True while all text so far is blank.
+    /// True while the whole text so far is blank.
     blank: bool,
 }
 
@@ -192,16 +193,16 @@ impl fmt::Write for Escape<'_> {
 
 /// A value that can be a part of an idempotency key.
 ///
-/// Text, numbers, `bool`, `char`, UTF-8 bytes, references and smart pointers to them and `Option`s of them are key
-/// parts. In the attribute, every type that implements [`Display`] is a key part too. Implement `KeyPart` for types of
-/// your own to use them with [`KeyBuilder::part`].
+/// Text, numbers, `bool`, `char` and UTF-8 bytes are key parts, and so are references, smart pointers and `Option`s of
+/// these types. In the attribute, every type that implements [`Display`] is a key part too. Implement `KeyPart` for
+/// your own types to use them with [`KeyBuilder::part`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` can't be part of an idempotency key",
     label = "not text, a number, or another `KeyPart`",
     note = "implement `Display` or `idem_runtime::KeyPart` for it, or write an expression that yields text"
 )]
 pub trait KeyPart {
-    /// Appends the value to `builder`; `next` is the character that follows it in the template.
+    /// Appends the value to `builder`; `next` is the character that follows the value in the template.
     fn append(&self, builder: &mut KeyBuilder<'_>, next: Option<char>);
 }
 
@@ -305,7 +306,7 @@ mod tests {
 
     use super::*;
 
-    /// The fast paths for numbers and plain text must write the same key as `display_part`.
+    /// The fast paths for numbers and plain text must write the same text as `display_part`.
     #[test]
     fn numbers_and_text_are_written_as_they_are_displayed() {
         fn same<P: KeyPart + Display + ?Sized>(value: &P) {
@@ -408,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_fails_to_display_is_not_cut_short() {
+    fn a_value_that_fails_to_display_makes_the_key_missing() {
         struct FailingDisplay;
         impl Display for FailingDisplay {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -430,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_enforced() {
+    fn keys_and_scopes_beyond_their_limits_are_refused() {
         assert_eq!(problem_of("s", [0xff_u8].as_slice()), Err(KeyProblem::NotUtf8));
         assert_eq!(Key::new("s", b"order".as_slice()).unwrap().text(), "order");
         let room = Key::MAX_BYTES - "1/s/".len();

@@ -5,10 +5,10 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 
 /// Part of a key that errors, logs and spans show; [`Policy::key_display`](crate::Policy::key_display) sets it. The
-/// scope is always shown. Results and payloads are never shown.
+/// scope of a key is always shown. Results and payloads are never shown.
 ///
-/// In a key, a `%` always begins an escape such as `%2F`. So a hidden key can't be mistaken for a whole one:
-/// [`Key`](super::Key) refuses to parse it, and its error names the reason.
+/// In a key, a `%` always begins an escape such as `%2F`, so a hidden key can't be mistaken for a whole key:
+/// [`Key`](super::Key) refuses to parse a hidden key, and the error names the reason.
 ///
 /// ```
 /// use idem_runtime::{Key, KeyDisplay};
@@ -22,22 +22,23 @@ use sha2::{Digest, Sha256};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum KeyDisplay {
-    /// The whole key.
+    /// The whole key is shown.
     #[default]
     Whole,
-    /// This many characters, at most 253, and `%…`. A key that is not longer is shown whole.
+    /// The first characters of the key (this many, at most 253), and `%…`. A key that is not longer is shown whole.
     Prefix(u8),
     /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form
     /// ([`Key::as_str`](super::Key::as_str)). A reader who guesses the key can verify the guess.
     Hashed,
 }
 
-/// A [`KeyDisplay`] in one byte. Policies and keys are stored in the future of each call, so their size counts.
+/// A [`KeyDisplay`] in one byte. The future of each call stores several policies and keys, so a larger type would
+/// enlarge every call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DisplayByte(u8);
 
 impl DisplayByte {
-    /// Shows the whole key.
+    /// The byte of [`KeyDisplay::Whole`].
     pub(crate) const WHOLE: Self = Self(0);
     const HASHED: u8 = u8::MAX;
 
@@ -65,7 +66,7 @@ impl fmt::Debug for DisplayByte {
     }
 }
 
-/// Hash of a key. Its byte 6 holds the [`DisplayByte`] of the key instead.
+/// Hash of a key. Byte 6 holds the [`DisplayByte`] of the key in place of hash bits.
 #[derive(Clone, Copy)]
 pub(super) struct KeyHash(u64);
 
@@ -94,13 +95,13 @@ const HASH: &str = "%hash:";
 const CUT: &str = "%…";
 
 impl KeyDisplay {
-    /// Writes the shown part of `text`, the text of the key with this stored form.
+    /// Writes `text`, the text of a key, as far as this display shows it. `stored` is the stored form of the same key.
     pub(super) fn hide(self, stored: &str, text: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Whole => f.write_str(text),
             Self::Prefix(count) => match text.char_indices().nth(usize::from(count)) {
                 Some((end, _)) => {
-                    // Leave out an escape that the cut would split: its beginning is not a part of the key.
+                    // An escape that the cut would split is left out, because half an escape is not a part of the key.
                     let shown = &text[..end];
                     let escape = shown.len().saturating_sub(2);
                     let cut = shown.bytes().skip(escape).position(|byte| byte == b'%');
@@ -119,7 +120,7 @@ pub(crate) fn write_hash(text: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result 
     Sha256::digest(text).iter().take(8).try_for_each(|byte| write!(f, "{byte:02x}"))
 }
 
-/// Returns whether `text` is a hidden display of a key, and not the text of a key.
+/// Returns whether `text` is the hidden display of a key, as opposed to the text of a key.
 pub(super) fn is_hidden(text: &str) -> bool {
     text.starts_with(HASH) || text.ends_with(CUT)
 }
@@ -130,7 +131,7 @@ mod tests {
     use crate::key::Key;
 
     #[test]
-    fn a_hidden_key_is_never_taken_for_a_key() {
+    fn a_hidden_key_does_not_parse_as_a_key() {
         let key = Key::new("s", "a%b").unwrap();
         assert_eq!(key.text(), "a%25b");
         let shown = |display| key.clone().shown_as(display).to_string();

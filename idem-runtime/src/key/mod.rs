@@ -1,4 +1,4 @@
-//! Idempotency keys: scope, escaping, limits, and the versioned form in which they are stored.
+//! Idempotency keys: scope, escaping, limits, and the versioned form that stores hold.
 
 mod builder;
 mod display;
@@ -30,13 +30,13 @@ use self::scope::check_scope;
 pub(crate) use self::scope::is_scope;
 
 /// Version of the stored form. A change of the form needs a new version *and* a way to find records under the old
-/// version: an upgrade must never silently re-open old operations.
+/// version: otherwise an upgrade would silently run old operations again.
 const VERSION: &str = "1/";
 
-/// The text that names one operation, under the scope of its handler.
+/// Text that names one operation, under the scope of its handler.
 ///
-/// The stored form is `1/<scope>/<text>`: the version of the form, the scope (which holds no `/`), the key text.
-/// `Display` and [`Key::as_str`] differ only by the version prefix, unless a policy hides a part of its keys
+/// The stored form is `1/<scope>/<text>`: the version of the form, the scope (which holds no `/`), the text. `Display`
+/// leaves out the version that [`Key::as_str`] contains, and hides a part of the key if the policy requires it
 /// ([`KeyDisplay`]). Clones share the text.
 ///
 /// ```
@@ -50,30 +50,30 @@ const VERSION: &str = "1/";
 pub struct Key {
     text: Arc<str>,
     /// Hash of the key, computed once with a secret of this process: a call looks up its key several times, and a map
-    /// of keys rehashes when it grows. Byte 6, which no map uses, holds the [`DisplayByte`]: each call holds several
-    /// keys, and a separate field would make its future larger by one word for each.
+    /// of keys rehashes when it grows. Byte 6, which no map uses, holds the [`DisplayByte`]: a separate field would
+    /// enlarge each key by a word, and the future of a call holds several keys.
     hash: KeyHash,
 }
 
 impl Key {
-    /// Start of every stored key.
+    /// Beginning of every stored key.
     pub(crate) const STORED: &str = VERSION;
     /// Length of the longest stored form, in bytes.
     pub const MAX_BYTES: usize = problem::MAX_BYTES;
     /// Length of the longest scope, in bytes.
     pub const MAX_SCOPE_BYTES: usize = problem::MAX_SCOPE_BYTES;
 
-    /// Makes a key from one part. [`KeyBuilder`] takes several parts.
+    /// Makes a key from one part. Use [`KeyBuilder`] for several parts.
     ///
     /// # Errors
-    /// [`KeyError`] if the scope isn't valid, the part is missing or blank or not UTF-8, or the key is too long.
+    /// [`KeyError`] if the scope isn't valid, if the part is missing, blank or not UTF-8, or if the key is too long.
     pub fn new<P: KeyPart>(scope: &str, part: P) -> Result<Self, KeyError> {
         let mut builder = KeyBuilder::under(scope, check_scope(scope));
         builder.part(&part, None);
         builder.build()
     }
 
-    /// Returns the key, to be shown as `display` requires.
+    /// Returns the key with another display in errors, logs and spans.
     ///
     /// ```
     /// use idem_runtime::{Key, KeyDisplay};
@@ -92,37 +92,38 @@ impl Key {
         self
     }
 
-    /// Returns the stored form, with its version prefix.
+    /// Stored form of the key, with its version prefix.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// Index of the shard, of at most 256 shards, that holds the key: byte 5 of its hash. Maps use other bits for the
-    /// bucket and for the tag.
+    /// Returns the index of the shard that holds the key, for at most 256 shards: byte 5 of the hash. Maps use other
+    /// bits of the hash for buckets and tags.
     #[cfg(any(feature = "memory", feature = "cached"))]
     pub(crate) fn shard(&self, shards: usize) -> usize {
         usize::from(self.hash.get().to_le_bytes()[5]) % shards
     }
 
-    /// Seed for delays and samples that must differ between keys.
+    /// Returns a seed for delays and samples that must differ between keys.
     pub(crate) fn seed(&self) -> u64 {
         self.hash.get()
     }
 
-    /// Like `seed`, but the same in every process, so that a simulation repeats: FNV-1a of the stored form.
+    /// Returns a seed like `seed` that is the same in every process, so that a simulation can be repeated: FNV-1a of
+    /// the stored form.
     pub(crate) fn spread(&self) -> u64 {
         let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         self.text.bytes().fold(0xcbf2_9ce4_8422_2325, step)
     }
 
-    /// Returns the first bits of the hash.
+    /// Returns the first 32 bits of the hash.
     #[cfg(feature = "memory")]
     pub(crate) fn short_hash(&self) -> u32 {
         let [a, b, c, d, ..] = self.hash.get().to_le_bytes();
         u32::from_le_bytes([a, b, c, d])
     }
 
-    /// Returns the stored form; the allocation is shared.
+    /// Returns the stored form without a copy of the text.
     #[cfg(feature = "memory")]
     pub(crate) fn shared(&self) -> Arc<str> {
         Arc::clone(&self.text)
@@ -140,18 +141,18 @@ impl Key {
 
     fn split(&self) -> (&str, &str) {
         let text = &self.text[VERSION.len()..];
-        // A scope is short, and a search that compares whole words takes longer to start.
+        // A scope is short. A search that compares whole words has a longer start-up.
         let end = text.bytes().position(|byte| byte == b'/');
         end.map(|end| (&text[..end], &text[end + 1..])).unwrap_or_default()
     }
 }
 
-/// Parses a key in its displayed form, `<scope>/<text>` with its escapes, as in errors and logs, or in its stored form,
-/// `1/<scope>/<text>`.
+/// Parses a key as errors and logs show it (`<scope>/<text>`, with escapes), or as a store holds it
+/// (`1/<scope>/<text>`).
 ///
-/// Control characters are refused: stores treat them differently, so no key contains any. A text that begins with the
-/// namespace of a store is refused too; [`Operator::key`](crate::operator::Operator::key) accepts the namespace. A
-/// scope called `1`, or one that ends with `:1`, needs the stored form.
+/// Control characters are refused: stores treat them differently, so no key contains a control character. A text that
+/// begins with the namespace of a store is refused too; [`Operator::key`](crate::operator::Operator::key) accepts such
+/// a text. A key whose scope is `1`, or ends with `:1`, must be given in its stored form.
 ///
 /// ```
 /// use idem_runtime::Key;
@@ -180,7 +181,7 @@ impl FromStr for Key {
     }
 }
 
-/// Shows the key as the [`KeyDisplay`] of its policy requires: `<scope>/<text>`, or a part of it.
+/// Writes the key as the [`KeyDisplay`] of its policy requires: `<scope>/<text>`, or a part of it.
 impl Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.hash.display() {
@@ -220,7 +221,7 @@ impl Hash for Key {
     }
 }
 
-/// Hasher of maps of keys: returns the computed hash of a key unchanged.
+/// Hasher for maps of keys. A key has computed its hash already, and this hasher returns that hash unchanged.
 #[cfg(any(feature = "memory", feature = "cached"))]
 #[derive(Default)]
 pub(crate) struct KeyHasher(u64);

@@ -1,4 +1,4 @@
-//! Limits of keys and scopes, and the reasons why there is no key.
+//! Limits of keys and scopes, and the reasons why a key can't be built.
 
 use std::fmt::{self, Display};
 use std::panic::Location;
@@ -8,12 +8,12 @@ pub(super) const MAX_BYTES: usize = 1024;
 /// Length of the longest scope, in bytes.
 pub(super) const MAX_SCOPE_BYTES: usize = 200;
 
-/// A place in the user's source.
+/// Location in the user's source code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Site(&'static Location<'static>);
 
 impl Site {
-    /// Returns the place of the caller.
+    /// Returns the location of the caller.
     #[track_caller]
     pub(super) const fn caller() -> Self {
         Self(Location::caller())
@@ -31,7 +31,7 @@ impl Display for Site {
 pub struct KeyError {
     /// Scope of the key.
     pub scope: String,
-    /// Reason why there is no key.
+    /// Reason why the key could not be built.
     pub problem: KeyProblem,
 }
 
@@ -43,7 +43,7 @@ impl Display for KeyError {
 
 impl std::error::Error for KeyError {}
 
-/// Reason why there is no key.
+/// Reason why a key could not be built.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum KeyProblem {
@@ -55,32 +55,32 @@ pub enum KeyProblem {
         /// Length of the stored form in bytes.
         bytes: usize,
     },
-    /// A part given as bytes is not UTF-8.
+    /// A part of the key was given as bytes that are not UTF-8.
     NotUtf8,
-    /// The text to parse as a key, or the literal text of a template, contains a control character. Values in a key are
-    /// escaped instead.
+    /// The text to parse as a key, or the literal text of a template, contains a control character. In values, control
+    /// characters are escaped instead.
     ControlCharacter,
     /// The text to parse as a key begins with the namespace of a store.
     Namespaced,
-    /// The text to parse as a key is a hidden display of a key; see [`KeyDisplay`](super::KeyDisplay).
+    /// The text to parse as a key shows only a part of a key; see [`KeyDisplay`](super::KeyDisplay).
     Hidden,
     /// The scope is empty, longer than [`Key::MAX_SCOPE_BYTES`](super::Key::MAX_SCOPE_BYTES), or holds a `/` or a
     /// control character.
     InvalidScope,
-    /// Two handlers have the same scope, and not both declare it as shared: one handler would replay the results of the
-    /// other.
+    /// Two handlers have the same scope, and at least one of them does not declare the scope as shared: one handler
+    /// would replay the results of the other.
     #[non_exhaustive]
     SharedScope {
-        /// Place where the handler that already owns the scope is defined.
+        /// Location of the handler that already owns the scope.
         other: Site,
-        /// Place where the refused handler is defined.
+        /// Location of the refused handler.
         this: Site,
     },
-    /// A generic handler is called with another result type than before, under a scope that it does not declare as
-    /// shared: one call would replay the result of the other.
+    /// A generic handler is called with a second result type, under a scope that is not declared as shared: one call
+    /// would replay the result of the other.
     #[non_exhaustive]
     SharedByResults {
-        /// Place where the handler is defined.
+        /// Location of the handler.
         site: Site,
         /// Result type that already owns the scope.
         other: &'static str,
@@ -90,7 +90,7 @@ pub enum KeyProblem {
 }
 
 impl KeyProblem {
-    /// Returns whether the program is wrong and not the message: no message to this handler can have a key.
+    /// Returns whether the program is wrong, as opposed to the message: then no message to this handler can have a key.
     pub const fn is_misconfiguration(&self) -> bool {
         matches!(self, Self::InvalidScope | Self::SharedScope { .. } | Self::SharedByResults { .. })
     }

@@ -1,39 +1,39 @@
-//! Names of handlers inside the key space.
+//! Scopes: the names of handlers in keys.
 
 use super::problem::{KeyProblem, MAX_SCOPE_BYTES, Site};
 use crate::sync::{SharedList, SharedOnce};
 
-/// Name of a handler inside the key space. The attribute keeps a scope in a `static` for each handler.
+/// Name of a handler in its keys. The attribute makes one `static` scope for each handler.
 ///
 /// In one process a scope belongs to the first handler that uses it. Another handler with the same scope is refused
-/// with [`KeyProblem::SharedScope`], unless both are [`shared`](Scope::shared). Keys made by
-/// [`Key::new`](super::Key::new) are not checked: their scope is only a part of the name.
+/// with [`KeyProblem::SharedScope`], unless both scopes are [`shared`](Scope::shared). The scope of a key from
+/// [`Key::new`](super::Key::new) is not checked: no handler owns such a key.
 #[derive(Debug)]
 pub struct Scope {
     pub(super) name: &'static str,
     site: Site,
     shared: bool,
     /// True if the attribute made the scope, in a `static` of its own. The address of that `static` then identifies the
-    /// handler. The site does not: all handlers that one `macro_rules!` expands to have the same site.
+    /// handler. The location does not: all handlers from one `macro_rules!` expansion have the same location.
     attribute: bool,
-    /// The result type of the handler that uses it; empty if it is unknown.
+    /// Type name of the handler's result, or the reason why the handler may not use this scope. Set at the first use.
     claimed: SharedOnce<Result<&'static str, KeyProblem>>,
 }
 
 impl Scope {
-    /// Makes a scope for one handler. The place of this call is its site.
+    /// Makes a scope for one handler, whose location is the caller of this function.
     #[track_caller]
     pub const fn named(name: &'static str) -> Self {
         Self::new(name, false, false)
     }
 
-    /// Makes a scope for several handlers, which replay each other's results if their keys are equal.
+    /// Makes a scope for several handlers. Such handlers replay each other's results if their keys are equal.
     #[track_caller]
     pub const fn shared(name: &'static str) -> Self {
         Self::new(name, true, false)
     }
 
-    /// Makes the scope of a handler with the attribute.
+    /// Makes the scope of a handler that has the attribute.
     #[track_caller]
     pub(crate) const fn of_handler(name: &'static str, shared: bool) -> Self {
         Self::new(name, shared, true)
@@ -44,8 +44,8 @@ impl Scope {
         Self { name, site: Site::caller(), shared, attribute, claimed: SharedOnce::new() }
     }
 
-    /// Checks that a handler that records a `result` may use the scope. Every call makes this check: one load and one
-    /// comparison.
+    /// Checks that a handler whose result has the type name `result` may use the scope. Every call makes this check:
+    /// one load and one comparison.
     #[inline]
     pub(super) fn check(&self, result: &'static str) -> Result<(), KeyProblem> {
         match self.claimed.get() {
@@ -56,7 +56,7 @@ impl Scope {
 
     fn check_anew(&self, result: &'static str) -> Result<(), KeyProblem> {
         match self.claimed.get_or_init(|| self.claim(result)) {
-            // Equal type names mostly share one text in memory, but two crates may have a copy each.
+            // Equal type names usually have the same address, but two crates may each have a copy of the text.
             Ok(first) if std::ptr::eq(*first, result) || self.shared || *first == result => Ok(()),
             Ok(other) => Err(KeyProblem::SharedByResults { site: self.site, other, this: result }),
             Err(problem) => Err(problem.clone()),
@@ -65,7 +65,7 @@ impl Scope {
 
     #[cold]
     fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
-        /// The handlers of all scopes, by the sum of the bytes of their names: few have to be looked through.
+        /// All scopes in use, in 32 lists by the sum of the bytes of the scope, so that a search reads few of them.
         static CLAIMED: [SharedList<ScopeClaim>; 32] = [const { SharedList::new() }; 32];
         check_scope(self.name)?;
         let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };
@@ -81,22 +81,22 @@ impl Scope {
     }
 }
 
-/// Handler that uses a scope.
+/// Claim of a handler on a scope.
 #[derive(Clone, Copy, PartialEq)]
 struct ScopeClaim {
     name: &'static str,
     site: Site,
-    /// Address of the handler's `static`.
+    /// Address of the scope's `static`; `None` for a scope that the attribute did not make.
     handler: Option<usize>,
     shared: bool,
 }
 
-/// Returns whether `scope` is a valid scope.
+/// Returns whether `scope` is a valid name of a scope.
 pub(crate) const fn is_scope(scope: &str) -> bool {
     let bytes = scope.as_bytes();
     let mut at = 0;
     while at < bytes.len() {
-        // The control characters U+0080 to U+009F are two bytes: 0xC2, then a byte below 0xA0.
+        // In UTF-8 the control characters U+0080 to U+009F are two bytes: 0xC2, then a byte below 0xA0.
         let control = bytes[at] < b' ' || bytes[at] == 0x7f || at > 0 && bytes[at - 1] == 0xc2 && bytes[at] < 0xa0;
         if bytes[at] == b'/' || control {
             return false;
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn two_handlers_in_one_place_are_two() {
+    fn two_handlers_at_one_location_do_not_share_a_scope() {
         macro_rules! scopes {
             ($($name:ident)*) => { $( static $name: Scope = Scope::of_handler("test::one place", false); )* };
         }
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scope_made_by_hand_belongs_to_its_place() {
+    fn a_scope_made_by_hand_belongs_to_its_caller_location() {
         let make = || Scope::named("test::by hand");
         let (first, again) = (make(), make());
         assert_eq!(claim(&first, ""), Ok(()));
@@ -179,13 +179,13 @@ mod tests {
         assert!(problem.is_misconfiguration());
         let shown = problem.to_string();
         assert!(shown.contains("`alloc::string::String` before and returns `u32`"), "{shown}");
-        // The same text at another address.
+        // An equal text at another address is the same type.
         let text: &'static str = String::from("alloc::string::String").leak();
         assert_eq!(claim(&SCOPE, text), Ok(()));
     }
 
     #[test]
-    fn scopes_are_checked_while_compiling_as_well() {
+    fn invalid_scopes_are_found_while_compiling() {
         for text in ["a", "shop::ship", "a b", "é", "Â\u{a0}", "\u{a0}", "x".repeat(MAX_SCOPE_BYTES).as_str()] {
             assert!(is_scope(text) && !text.contains(char::is_control), "{text:?}");
         }

@@ -1,13 +1,15 @@
-//! The pause before a message is delivered again.
+//! Pause before a message is delivered again.
 
 use std::time::Duration;
 
 use crate::clock::SplitMix;
 
-/// Pause before a message is delivered again, unless a better time is known (the end of a lease, for example).
+/// Pause before a message is delivered again, if no better time is known. (A better time is the end of a lease, for
+/// example.)
 ///
-/// The pause doubles with each attempt, from `first` to `longest`, and is shortened by up to half, so that messages
-/// that failed together do not return together ("equal jitter": Brooker, "Exponential Backoff And Jitter", 2015).
+/// The pause doubles with each attempt, from `first` to `longest`. A random cut of up to half of the pause keeps
+/// messages that failed together from returning together ("equal jitter": Brooker, "Exponential Backoff And Jitter",
+/// 2015).
 ///
 /// ```
 /// use std::time::Duration;
@@ -19,18 +21,18 @@ use crate::clock::SplitMix;
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Backoff {
-    /// Milliseconds.
+    /// First pause, in milliseconds.
     first: u32,
-    /// Milliseconds.
+    /// Longest pause, in milliseconds.
     longest: u32,
 }
 
 impl Backoff {
-    /// From 1 s to 5 min.
+    /// Default backoff: from 1 s to 5 min.
     pub const DEFAULT: Self = Self::new(Duration::from_secs(1), Duration::from_secs(300));
 
-    /// Creates a pause of `first` after the first attempt, and never more than `longest`. Counted in milliseconds, from
-    /// 1 ms to 49 days.
+    /// Creates a backoff with a pause of `first` after the first attempt, and of at most `longest` after later
+    /// attempts. Both are rounded to milliseconds, and range from 1 ms to 49 days.
     pub const fn new(first: Duration, longest: Duration) -> Self {
         let first = Self::millis(first);
         let longest = Self::millis(longest);
@@ -51,19 +53,19 @@ impl Backoff {
         }
     }
 
-    /// Returns the pause after attempt `attempt` (from 1); `seed` decides how much the pause is shortened.
+    /// Returns the pause after attempt `attempt` (from 1). `seed` selects the random cut of the pause.
     pub fn after(self, attempt: u32, seed: u64) -> Duration {
         self.spread(u64::from(self.first) << attempt.saturating_sub(1).min(31), seed)
     }
 
-    /// Returns the pause after a store has not answered for `outage`: about the same time again.
+    /// Returns the pause while a store does not answer: about as long as the `outage` has lasted.
     pub(crate) fn during(self, outage: Duration, seed: u64) -> Duration {
         self.spread(u64::from(Self::millis(outage)).saturating_mul(2).max(self.first.into()), seed)
     }
 
-    /// Returns the pause of a duplicate at delivery `number` (from 1), while another attempt holds a lease that lapses
-    /// in `lapses_in`. The attempt that the first delivery finds may have died, so that delivery comes back when the
-    /// lease has lapsed. Each later delivery has found a renewed lease, and stays away for a multiple of the lease.
+    /// Returns the pause of a duplicate at its delivery `number` (from 1). Another attempt holds the key, with a lease
+    /// that lapses in `lapses_in`. The first delivery returns when that lease lapses, because the attempt may have
+    /// crashed. A later delivery has found a renewed lease, and pauses for a multiple of `lease`.
     pub(crate) fn beyond(self, lapses_in: Duration, lease: Duration, number: u32, seed: u64) -> Duration {
         match number.checked_sub(2) {
             None => lapses_in,

@@ -1,4 +1,4 @@
-//! The policy of an operation: all options of its protection, as one value.
+//! Policy of an operation: all options of its protection, as one value.
 
 mod backoff;
 mod mode;
@@ -19,7 +19,7 @@ use crate::key::{DisplayByte, KeyDisplay};
 /// Protection of operations: retention, lease, and the reaction to each failure.
 ///
 /// A policy is a small `Copy` value that can be built in a `const`. The `#[idempotent]` attribute builds a policy from
-/// its options, and options written next to `policy = …` override that policy.
+/// its options. Options written next to `policy = …` override the options of that policy.
 ///
 /// ```
 /// use std::time::Duration;
@@ -52,19 +52,19 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// The default lease: 30 s.
+    /// Default lease: 30 s.
     pub const DEFAULT_LEASE: Duration = Duration::from_secs(30);
-    /// The shortest lease that can be renewed in time over a network.
+    /// Shortest lease that can be renewed in time over a network.
     pub const MIN_LEASE: Duration = Duration::from_millis(100);
-    /// The longest lease and the longest retention: 100 years.
+    /// Longest lease and longest retention: 100 years.
     pub const MAX_DURATION: Duration = Duration::from_secs(100 * 366 * 86_400);
-    /// The default time limit of a body: one hour.
+    /// Default time limit of a body: one hour.
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3600);
-    /// The default size limit of a recorded result: 256 KiB.
+    /// Default size limit of a recorded result: 256 KiB.
     pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
 
-    /// Creates a policy that remembers finished records for `ttl`, counted from completion; all other options have
-    /// their defaults.
+    /// Creates a policy that keeps finished records for `ttl`, counted from completion. All other options have their
+    /// defaults.
     pub const fn new(ttl: Duration) -> Self {
         Self {
             ttl,
@@ -85,33 +85,34 @@ impl Policy {
         }
     }
 
-    /// Sets the retention of a finished record, counted from completion; it must exceed the broker's retention.
+    /// Sets the retention of a finished record, counted from completion. It must be longer than the broker's retention
+    /// of the message.
     #[must_use]
     pub const fn ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
     }
 
-    /// Sets the time for which a pending record is honoured without a renewal (default: 30 s); the lease is renewed
-    /// every third of this time.
+    /// Sets the lease: the time for which an attempt holds its key without a renewal (default: 30 s). A running attempt
+    /// renews its lease every third of this time.
     #[must_use]
     pub const fn lease(self, lease: Duration) -> Self {
         Self { lease, ..self }
     }
 
-    /// Sets the time limit of the body (default: 1 h). Beyond it the body is cancelled, the key is freed, and the call
-    /// returns `Error::TimedOut`; under [`OnCrash::Fail`] the operation counts as interrupted. A body that blocks its
+    /// Sets the time limit of the body (default: 1 h). After this time the body is cancelled, the key is freed, and the
+    /// call returns `Error::TimedOut`; under [`OnCrash::Fail`] the operation is interrupted. A body that blocks its
     /// thread can't be cancelled: its lease is no longer renewed, and lapses. The drop of a cancelled body's values may
-    /// take this time once more; the key is held until they are dropped.
+    /// take this time once more; the call holds the key until the values are dropped.
     #[must_use]
     pub const fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// Sets the longest time that a body stays paused after its lease has lapsed because the store does not answer its
-    /// renewals (default: three times the lease). The body goes on if the store is back in time and no other attempt
-    /// has taken over. Beyond that time the body is cancelled, and the call returns
-    /// [`Error::LeaseLost`](crate::Error::LeaseLost) with the last error of the store. If the store refuses the renewal
-    /// permanently, because a right is missing or the record is damaged, the body ends when its lease lapses.
+    /// Sets the longest pause of a body whose lease has lapsed because the store does not answer its renewals (default:
+    /// three times the lease). The body goes on if the store answers in time and no other attempt has taken over. After
+    /// that time the body is cancelled, and the call returns [`Error::LeaseLost`](crate::Error::LeaseLost) with the
+    /// last error of the store. If the store refuses the renewal permanently, because a right is missing or the record
+    /// is damaged, the body ends when its lease lapses.
     #[must_use]
     pub const fn max_pause(self, max_pause: Duration) -> Self {
         Self { max_pause: Some(max_pause), ..self }
@@ -124,11 +125,11 @@ impl Policy {
     }
 
     /// Calls `hook` whenever an effect may have happened although no record shows it (default: no hook). Use the hook
-    /// for alerts. [`Error::is_uncertain`](crate::Error::is_uncertain) gives the caller the same information; for a
-    /// call that is dropped, only the hook is called.
+    /// for alerts. [`Error::is_uncertain`](crate::Error::is_uncertain) gives the caller the same information, but a
+    /// dropped call returns no error: only the hook reports it.
     ///
-    /// The hook runs on the thread of the call, also while a dropped call is cleaned up: it must be quick. A panic in
-    /// it is caught and logged.
+    /// The hook runs on the thread of the call, also while a dropped call is cleaned up, so it must be quick. A panic
+    /// of the hook is caught and logged.
     #[must_use]
     pub const fn on_uncertain(self, hook: fn(Uncertain<'_>)) -> Self {
         Self { on_uncertain: Some(hook), ..self }
@@ -147,11 +148,11 @@ impl Policy {
     }
 
     /// Limits the runs of the body without a recorded result: after `max_attempts` runs the call returns
-    /// [`Error::AttemptsExhausted`] instead of another run (default: unlimited). In a transaction of yours the runs are
-    /// counted under `transact`; elsewhere in a transaction the option is refused.
+    /// [`Error::AttemptsExhausted`] instead of another run (default: unlimited). In a transaction of the user,
+    /// `transact` counts the runs; a transaction that was opened otherwise refuses this option.
     ///
     /// # Panics
-    /// If `max_attempts` is zero: the body could never run. In a `const` this is a compile error.
+    /// If `max_attempts` is zero, because the body could never run. In a `const` this panic is a compile error.
     ///
     /// [`Error::AttemptsExhausted`]: crate::Error::AttemptsExhausted
     #[must_use]
@@ -173,17 +174,17 @@ impl Policy {
         Self { on_store_error, ..self }
     }
 
-    /// Sets the largest encoded result that is recorded, in bytes (default: 256 KiB). A larger result is returned to
-    /// its caller, and the completion is recorded without the result: duplicates get
+    /// Sets the size limit of a recorded result after encoding, in bytes (default: 256 KiB). A larger result is
+    /// returned to its caller, and the completion is recorded without the result: duplicates get
     /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[must_use]
     pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
         Self { max_result_bytes, ..self }
     }
 
-    /// Sets the reaction to a recorded result that can't be read any more (default: [`OnUndecodable::Error`]). A
-    /// migration is for one return type, and handlers that share a policy share its function. So write the migration at
-    /// the handler: `on_undecodable = migrate`.
+    /// Sets the reaction to a recorded result that can't be decoded any more (default: [`OnUndecodable::Error`]). A
+    /// migration produces one return type, but a policy may serve handlers with several return types. So set a
+    /// migration at the handler: `on_undecodable = migrate`.
     #[must_use]
     pub const fn on_undecodable(self, on_undecodable: OnUndecodable) -> Self {
         Self { on_undecodable, ..self }
@@ -195,7 +196,7 @@ impl Policy {
         Self { key_display: DisplayByte::new(key_display), ..self }
     }
 
-    /// Fixes the mode (default: [`Mode::Enforce`]).
+    /// Sets a fixed mode (default: [`Mode::Enforce`]).
     #[must_use]
     pub const fn mode(self, mode: Mode) -> Self {
         Self { mode: ModeSource::Fixed(mode), ..self }
@@ -203,7 +204,7 @@ impl Policy {
 
     /// Reads the mode from a switch at the beginning of each call.
     ///
-    /// Before Rust 1.90 a `const` can't refer to a `static` that changes: make such a policy a `static`.
+    /// Before Rust 1.90 a `const` can't refer to a `static` with interior mutability: make such a policy a `static`.
     #[must_use]
     pub const fn mode_switch(self, switch: &'static ModeSwitch) -> Self {
         Self { mode: ModeSource::Switch(switch), ..self }
@@ -225,7 +226,7 @@ impl Policy {
         }
     }
 
-    /// Returns [`max_pause`](Self::max_pause), or its default.
+    /// Returns [`max_pause`](Self::max_pause), or its default if the option is not set.
     pub(crate) const fn longest_pause(&self) -> Duration {
         match self.max_pause {
             Some(pause) => pause,
@@ -236,7 +237,7 @@ impl Policy {
     /// Checks that the durations can be honoured.
     ///
     /// # Errors
-    /// [`PolicyProblem`] names the option that can't be honoured, and the value to write instead.
+    /// [`PolicyProblem`] names the option that can't be honoured, and suggests a value.
     pub const fn check(&self) -> Result<(), PolicyProblem> {
         if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
             return Err(PolicyProblem::LeaseTooShort(self.lease));
@@ -248,7 +249,7 @@ impl Policy {
         {
             return Err(PolicyProblem::TooLong);
         }
-        // Compared in milliseconds, because stores keep the retention in milliseconds.
+        // The comparison is in milliseconds, because stores keep the retention in milliseconds.
         if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
             return Err(PolicyProblem::TtlTooShort { ttl: self.ttl, beat: self.beat() });
         }
@@ -265,30 +266,30 @@ pub enum PolicyProblem {
     /// The retention is zero or shorter than the time between two renewals.
     #[non_exhaustive]
     TtlTooShort {
-        /// The configured retention.
+        /// Configured retention.
         ttl: Duration,
-        /// The time between two renewals.
+        /// Time between two renewals.
         beat: Duration,
     },
     /// The lease or the retention is longer than [`Policy::MAX_DURATION`].
     TooLong,
     /// The `timeout` is zero.
     NoTime,
-    /// The broker may deliver a message again after its record is forgotten; see
+    /// The broker may deliver a message again after its record has expired; see
     /// [`Observe::redelivery`](crate::future::Observe::redelivery).
     #[non_exhaustive]
     TtlBelowRedelivery {
-        /// The configured retention.
+        /// Configured retention.
         ttl: Duration,
-        /// Time for which the broker may deliver the message again; `None` if there is no end.
+        /// Time for which the broker may deliver the message again; `None` if that time is unlimited.
         redelivery: Option<Duration>,
     },
-    /// One store call may take as long as the lease, or longer.
+    /// A call of the store may take as long as the lease, or longer.
     #[non_exhaustive]
     LeaseBelowResponseTimeout {
-        /// The configured lease.
+        /// Configured lease.
         lease: Duration,
-        /// Longest duration of a store call.
+        /// Longest duration of a call of the store.
         response_timeout: Duration,
     },
 }
@@ -336,7 +337,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_are_checked() {
+    fn a_policy_with_impossible_durations_is_refused() {
         let policy = Policy::new(Duration::from_secs(60));
         assert_eq!(policy.check(), Ok(()));
         assert_eq!(policy.beat(), Duration::from_secs(10));
@@ -349,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_changes_a_policy() {
+    fn a_switch_changes_the_mode_of_its_policy() {
         static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
         static POLICY: Policy = Policy::new(Duration::from_secs(1)).mode_switch(&SWITCH);
         for mode in ModeSwitch::MODES {

@@ -3,21 +3,21 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Mode of the protection: the library acts, only watches, or stays out of the way.
+/// Mode of the protection: the library suppresses duplicates, only reports them, or does nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum Mode {
-    /// Duplicates are suppressed.
+    /// Duplicates get the recorded result; their bodies do not run.
     #[default]
     Enforce,
     /// The body always runs. The library still reserves, records and compares, and the [`Outcome`](crate::Outcome)
-    /// reports the calls that would have been suppressed.
+    /// reports the calls whose bodies would not have run under [`Enforce`](Self::Enforce).
     Shadow,
     /// The body runs without a store call.
     Off,
 }
 
-/// A [`Mode`] that can be changed while the process runs.
+/// A [`Mode`] that the program can change while it runs.
 ///
 /// ```
 /// # use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The choices of a policy, one enum for each option.
+//! Options of a policy that are a choice, one enum for each option.
 
 use std::time::Duration;
 
@@ -11,19 +11,20 @@ pub enum InProgress {
     /// Returns [`Error::InProgress`](crate::Error::InProgress) immediately.
     #[default]
     Reject,
-    /// Waits for the running attempt, at most this long. Then replays its result, or competes for the key if the
-    /// attempt failed. A temporary failure of the store does not end the wait.
+    /// Waits for the running attempt, for at most this long. Then replays the result of the attempt, or competes for
+    /// the key if the attempt failed. A temporary failure of the store does not end the wait.
     Wait(Duration),
 }
 
-/// Reaction of the next delivery after an attempt died without an answer.
+/// Reaction of the next delivery to an attempt that crashed before it recorded an end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnCrash {
-    /// Takes over once the lease has lapsed and runs the body again: at least once.
+    /// Takes over once the lease has lapsed, and runs the body again: the effect happens at least once.
     #[default]
     Retry,
-    /// Returns [`Error::Interrupted`](crate::Error::Interrupted) until an operator decides: at most once.
+    /// Returns [`Error::Interrupted`](crate::Error::Interrupted) until an operator decides: the effect happens at most
+    /// once.
     Fail,
 }
 
@@ -45,12 +46,12 @@ pub enum OnStoreError {
     /// Returns [`Error::Store`](crate::Error::Store); the body doesn't run.
     #[default]
     Fail,
-    /// Runs the body unprotected; the [`Outcome`](crate::Outcome) reports that. A call that waits for another attempt
+    /// Runs the body unprotected, and the [`Outcome`](crate::Outcome) reports so. A call that waits for another attempt
     /// runs the body when its wait is over.
     Run,
 }
 
-/// Handling of an error that the body returned.
+/// Handling of an error that the body returns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnError {
@@ -61,12 +62,12 @@ pub enum OnError {
     Record,
 }
 
-/// Turns a recorded result that can't be read any more into bytes that the handler's codec reads; see
+/// Function that converts a recorded result of an older type into bytes that the handler's codec can decode; see
 /// [`OnUndecodable::Migrate`].
 pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 
-/// Reaction to a recorded result that does not decode as the function's return type, or was written by a codec that is
-/// not available here. The body never runs again.
+/// Reaction to a recorded result that does not decode as the function's return type, or that a codec wrote which is not
+/// available here. Under both reactions the body does not run again.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -111,8 +112,8 @@ pub enum OnUndecodable {
     /// Returns [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[default]
     Error,
-    /// Calls the function and replays the result that its bytes decode to. If either fails, the duplicate gets
-    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). The record stays as it is, so the function is
-    /// called at each replay. A panic of the function is a panic of the call, and changes nothing else.
+    /// Calls the function, and replays the result in the bytes that it returns. If the call or the decoding fails, the
+    /// duplicate gets [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). The record is not changed, so the
+    /// function is called at each replay. A panic of the function becomes a panic of the call and has no other effect.
     Migrate(Migrate),
 }

@@ -2,17 +2,18 @@
 
 use crate::key::Key;
 
-/// An operation whose effect may have happened although its record does not show it.
+/// An operation whose effect may have happened although its record does not show it. Argument of the hook of
+/// [`Policy::on_uncertain`](crate::Policy::on_uncertain).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Uncertain<'a> {
-    /// The key of the operation.
+    /// Key of the operation.
     pub key: &'a Key,
-    /// The store that holds its record.
+    /// Name of the store that holds the record of the operation.
     pub store: &'static str,
-    /// The attempt that is in doubt.
+    /// Number of the attempt whose effect is uncertain.
     pub attempt: u32,
-    /// The cause of the doubt.
+    /// Reason of the uncertainty.
     pub cause: Doubt,
 }
 
@@ -20,9 +21,9 @@ pub struct Uncertain<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Doubt {
-    /// Another attempt took over while the body ran, or its record is gone.
+    /// Another attempt took over while the body ran, or the record of the operation is gone.
     LeaseLost,
-    /// The body ran, and its result could not be recorded.
+    /// The body returned, and its result could not be recorded.
     Unrecorded,
     /// The body ran for longer than `timeout`, and was cancelled.
     TimedOut,
@@ -30,6 +31,6 @@ pub enum Doubt {
     Cancelled,
     /// The body panicked.
     Panicked,
-    /// An earlier attempt started and did not return, and `on_crash = fail` allows no other.
+    /// An earlier attempt started and did not return, and `on_crash = fail` allows no further attempt.
     Interrupted,
 }
