@@ -3,16 +3,16 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// Kind of a failure: two failures have different kinds if a caller must act differently.
+/// Kind of a failure. Failures of different kinds need different reactions of the caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum StoreErrorKind {
     /// Nothing was written; the same call may succeed later.
     Unavailable,
-    /// The write may have landed, for example because the answer timed out. Repeating the call with the same owner
-    /// token is safe: the store recognises its earlier effect.
+    /// The write may have taken effect, for example because the answer timed out. Repeating the call with the same
+    /// owner token is safe: the store recognises its earlier effect.
     Unconfirmed,
-    /// The stored value is not a record of this library or of this version. It is left unchanged.
+    /// The stored value is not a record of this library or of this version. The store leaves the value unchanged.
     Corrupt,
     /// The configuration, the server's version or the credentials are wrong; a retry can't help.
     Misconfigured,
@@ -21,13 +21,14 @@ pub enum StoreErrorKind {
     /// The result is larger than the store can hold. Nothing was written; the engine records the completion without the
     /// result.
     TooLarge,
-    /// The store can't do this, or needs a more explicit request for it. Nothing was written.
+    /// The store can't do this operation, or needs a more explicit request for it. Nothing was written.
     Unsupported,
-    /// The user's transaction can't go on, and nothing in it takes effect. Roll it back and deliver the message again.
+    /// The user's transaction can't continue, and none of its writes takes effect. Roll the transaction back and
+    /// deliver the message again.
     Aborted,
 }
 
-/// A failed request to a store. Clones share their content, because one failed call may be about many leases.
+/// A failed request to a store. Clones share their content, because one failed call may concern many leases.
 #[derive(Clone)]
 pub struct StoreError(Arc<ErrorContent>);
 
@@ -39,7 +40,7 @@ struct ErrorContent {
 }
 
 impl StoreError {
-    /// Makes a failure of `kind`. `message` says what failed, without secrets and payloads.
+    /// Makes a failure of `kind`. `message` describes the failure, without secrets and payloads.
     pub fn new(kind: StoreErrorKind, message: impl Into<String>) -> Self {
         Self(Arc::new(ErrorContent { kind, message: message.into(), source: None }))
     }
@@ -56,7 +57,7 @@ impl StoreError {
         self.0.kind
     }
 
-    /// Returns whether the write may have landed.
+    /// Returns whether the write may have taken effect.
     pub fn may_have_landed(&self) -> bool {
         self.kind() == StoreErrorKind::Unconfirmed
     }
@@ -66,8 +67,8 @@ impl StoreError {
         matches!(self.kind(), StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed)
     }
 
-    /// Returns whether only a person can make the same call succeed: a record is damaged, a right is missing, or the
-    /// setup is wrong.
+    /// Returns whether the same call succeeds only after a person has acted: a record is damaged, a right is missing,
+    /// or the setup is wrong.
     pub(crate) fn is_for_good(&self) -> bool {
         matches!(self.kind(), StoreErrorKind::Corrupt | StoreErrorKind::Misconfigured | StoreErrorKind::Unsupported)
     }

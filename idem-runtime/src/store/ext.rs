@@ -1,4 +1,4 @@
-//! Further methods of every store.
+//! Methods that every store has in addition to [`Store`].
 
 use std::future::Future;
 
@@ -6,15 +6,15 @@ use super::operator::Operator;
 use super::{Health, Store, health};
 use crate::metrics::Snapshot;
 
-/// Further methods of every store; for `Arc<dyn Store>` too.
+/// Methods that every [`Store`] and `Arc<dyn Store>` has in addition to the contract.
 pub trait StoreExt: Store {
     /// Returns the name of the store in errors and logs, for example `redis`.
     fn name(&self) -> &'static str {
         self.context().name()
     }
 
-    /// Waits until late writes and renewals are done; see [`StoreContext::flush`](super::StoreContext::flush). For the
-    /// end of a program.
+    /// Waits until late writes and renewals are done; see [`StoreContext::flush`](super::StoreContext::flush). Call
+    /// `flush` at the end of a program.
     fn flush(&self) -> impl Future<Output = ()> + Send + '_ {
         self.context().flush()
     }

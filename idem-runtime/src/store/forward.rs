@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::Store;
 
-/// Writes the named methods of [`Store`](crate::Store), each of which forwards to another store. For a wrapper, which
-/// writes the other methods itself. The trait has no default bodies, so the compiler reports a forgotten method.
+/// Writes the named methods of [`Store`](crate::Store), each of which forwards to another store. A wrapper writes its
+/// other methods by hand. The trait has no default bodies, so the compiler reports a forgotten method.
 ///
 /// # Examples
 /// ```
@@ -173,8 +173,8 @@ macro_rules! __forward {
 #[doc(inline)]
 pub use crate::__forward as forward;
 
-/// Implements `Store` for a store of the library, which holds the state that its handles share.
-#[allow(unused_macros, reason = "without a store of the library nobody uses it")]
+/// Implements `Store` for a store of the library whose handles share their state.
+#[allow(unused_macros, reason = "unused without a store of the library")]
 macro_rules! store_of_shared {
     ($store:ident) => {
         impl $crate::store::Store for $store {
@@ -192,7 +192,7 @@ macro_rules! store_of_shared {
         }
     };
 }
-#[allow(unused_imports, reason = "without a store of the library nobody uses it")]
+#[allow(unused_imports, reason = "unused without a store of the library")]
 pub(crate) use store_of_shared;
 
 macro_rules! pointers {

@@ -1,4 +1,4 @@
-//! The answer of a store, immediate or later.
+//! Future of a store call, with an immediate or a later result.
 
 use std::fmt;
 use std::future::Future;
@@ -11,7 +11,7 @@ use crate::clock::Instant;
 use crate::metrics::StoreOp;
 use crate::record::Verdict;
 
-/// Future of a store call: an immediate answer, or a boxed future.
+/// Future of a store call: an immediate result, or a boxed future.
 ///
 /// A store in memory answers without an allocation. Every other store writes `StoreFuture::new(async move { … })`.
 #[must_use = "futures do nothing unless polled"]
@@ -25,21 +25,21 @@ enum FutureState<'a, T> {
     Later(Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>),
 }
 
-// The future pins none of its own fields.
+// The boxed future is pinned by its box, so the fields need no pinning.
 impl<T> Unpin for StoreFuture<'_, T> {}
 
 impl<'a, T> StoreFuture<'a, T> {
-    /// Makes an immediate answer.
+    /// Makes a future that is ready with `answer`.
     pub fn ready(answer: Result<T, StoreError>) -> Self {
         Self { reply: FutureState::Ready(Some(answer)), watch: None }
     }
 
-    /// Measures the time of the operation `op` of `store`, and counts its failure.
+    /// Measures the duration of the operation `op` of `store`, and counts its failure.
     pub(crate) fn watched<S: Store + ?Sized>(self, store: &'a S, op: StoreOp) -> Self {
         self.watched_since(store, op, None)
     }
 
-    /// Like `watched`, for an operation that began at `began`, if that time is known.
+    /// Like `watched`, for an operation that began at `began`; `None` if the operation begins now.
     pub(crate) fn watched_since<S: Store + ?Sized>(
         mut self,
         store: &'a S,
@@ -55,7 +55,7 @@ impl<'a, T> StoreFuture<'a, T> {
         self
     }
 
-    /// Takes an immediate successful answer. Otherwise the future stays unchanged.
+    /// Returns an immediate success, and otherwise leaves the future unchanged.
     pub(crate) fn at_once(&mut self) -> Option<T> {
         match &mut self.reply {
             FutureState::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),
@@ -63,15 +63,15 @@ impl<'a, T> StoreFuture<'a, T> {
         }
     }
 
-    /// Makes the answer of `future`.
+    /// Boxes `future`.
     pub fn new(future: impl Future<Output = Result<T, StoreError>> + Send + 'a) -> Self {
         Self { reply: FutureState::Later(Box::pin(future)), watch: None }
     }
 }
 
 impl<'a> StoreFuture<'a, ()> {
-    /// Makes the answer of [`Store::renew`](super::Store::renew) for a store whose answers come together, in the order
-    /// of the leases.
+    /// Makes the future of [`Store::renew`](super::Store::renew) for a store that answers for all leases together, in
+    /// their order.
     pub fn renewed(
         answer: &'a Answers<'a>,
         renewed: impl Future<Output = Result<Vec<Verdict>, StoreError>> + Send + 'a,

@@ -1,4 +1,4 @@
-//! Readiness of a store to serve calls, for readiness probes.
+//! Health of a store, for readiness probes.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,23 +12,23 @@ use crate::metrics::StoreOp;
 pub struct Health {
     /// Name of the store.
     pub store: &'static str,
-    /// Time until the store answered.
+    /// Time that the ping of the store took.
     pub took: Duration,
     /// Number of leases that this process keeps alive.
     pub leases: usize,
-    /// Time by which the latest renewal is overdue; zero if none is overdue.
+    /// Longest time by which the renewal of a lease is overdue; zero if no renewal is overdue.
     pub beat_lag: Duration,
-    /// Problems of the store; empty if it can serve calls.
+    /// Problems of the store; empty if the store can serve calls.
     pub problems: Vec<HealthProblem>,
 }
 
-/// Reason why the store can't serve calls.
+/// Reason why the store can't serve calls or keep leases alive.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HealthProblem {
     /// The store did not answer, or is full.
     Unreachable(StoreError),
-    /// The store answers, but can't be used: its schema or version is a different one, or rights are missing.
+    /// The store answers but can't be used: its schema or version is wrong, or rights are missing.
     Misconfigured(StoreError),
     /// No task renews the leases of this process: the runtime of the renewal task has ended.
     NoHeartbeat,
@@ -41,7 +41,7 @@ pub enum HealthProblem {
 }
 
 impl HealthProblem {
-    /// Returns a fixed name for the problem: `store`, `schema`, `heartbeat` or `beat_lag`.
+    /// Returns the name of the problem for labels: `store`, `schema`, `heartbeat` or `beat_lag`.
     pub const fn axis(&self) -> &'static str {
         match self {
             Self::Unreachable(_) => "store",
@@ -70,7 +70,7 @@ impl Health {
     }
 }
 
-/// Writes one line: `redis: ready`, or the problems.
+/// Writes one line: `redis: ready`, or the list of problems.
 impl fmt::Display for Health {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.store)?;

@@ -1,4 +1,4 @@
-//! Lists of records for operators: page by page, and counted.
+//! Lists of records for operators, page by page, and counts of records.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,25 +23,25 @@ use crate::record::standing::Standing;
 #[must_use]
 #[non_exhaustive]
 pub struct Filter {
-    /// Standings of the records; empty for all.
+    /// Standings of the selected records; empty for all standings.
     pub standings: Vec<Standing>,
-    /// Scope of the records; `None` for all.
+    /// Scope of the selected records; `None` for all scopes.
     pub scope: Option<Box<str>>,
-    /// Shortest time since the latest attempt of the records began, by the store's clock.
+    /// Shortest time since the latest attempt of a selected record began, by the store's clock.
     pub older_than: Option<Duration>,
-    /// Largest number of records in a page, unless the page belongs to a scan.
+    /// Largest number of records in a page. A page of a scan may hold more.
     pub limit: u32,
-    /// Start of the page: the end of the page that had this cursor.
+    /// Cursor of the previous page; `None` for the first page.
     pub after: Option<Cursor>,
-    /// True if a store without an order of its keys may scan all of them.
+    /// True if a store without an order of its keys may scan all keys.
     pub scan: bool,
 }
 
 impl Filter {
-    /// Largest number of records in a page.
+    /// Upper bound of [`limit`](Self::limit).
     pub const MAX_LIMIT: u32 = 1000;
 
-    /// Selects all records, a hundred in a page.
+    /// Selects all records, in pages of at most 100.
     pub const fn new() -> Self {
         Self { standings: Vec::new(), scope: None, older_than: None, limit: 100, after: None, scan: false }
     }
@@ -52,8 +52,8 @@ impl Filter {
         self
     }
 
-    /// Selects only records whose effect may have happened without being recorded: lapsed, interrupted and damaged
-    /// ones.
+    /// Selects only records whose effect may have happened although no result is recorded: lapsed, interrupted and
+    /// damaged records.
     pub fn uncertain(self) -> Self {
         self.standing(Standing::Lapsed).standing(Standing::Interrupted).standing(Standing::Damaged)
     }
@@ -63,25 +63,25 @@ impl Filter {
         Self { scope: Some(scope.into()), ..self }
     }
 
-    /// Selects only records whose latest attempt began at least this long ago, and damaged records, whose age is
-    /// unknown.
+    /// Selects only records whose latest attempt began at least this long ago. Also selects damaged records, whose age
+    /// is unknown.
     pub fn older_than(self, age: Duration) -> Self {
         Self { older_than: Some(age), ..self }
     }
 
-    /// Sets the largest number of records in a page (default: 100): 1 to [`MAX_LIMIT`](Self::MAX_LIMIT). A page of a
-    /// [`scan`](Self::scan) holds the records that one step of the scan finds.
+    /// Sets the largest number of records in a page (default: 100), from 1 to [`MAX_LIMIT`](Self::MAX_LIMIT). A page of
+    /// a [`scan`](Self::scan) holds all records that one step of the scan finds.
     pub fn limit(self, limit: u32) -> Self {
         Self { limit: limit.clamp(1, Self::MAX_LIMIT), ..self }
     }
 
-    /// Selects the page that follows the page with this cursor; `None` for the first page.
+    /// Selects the page that follows the page with this cursor; `None` selects the first page.
     pub fn after(self, cursor: impl Into<Option<Cursor>>) -> Self {
         Self { after: cursor.into(), ..self }
     }
 
-    /// Lets a store without an order of its keys scan all of them, as Redis does with `SCAN`. Such a list may miss
-    /// records that are written meanwhile, and may return others twice.
+    /// Lets a store without an order of its keys scan all keys, as Redis does with `SCAN`. Such a list may miss records
+    /// that are written meanwhile, and may return the same record twice.
     pub fn scan(self) -> Self {
         Self { scan: true, ..self }
     }
@@ -91,7 +91,7 @@ impl Filter {
         self.standings.is_empty() || self.standings.contains(&standing)
     }
 
-    /// Returns whether the filter selects a record with this key and inspection, regardless of its page.
+    /// Returns whether the filter selects a record with this key and inspection. The page is not compared.
     pub fn matches(&self, key: &Key, inspection: &Inspection) -> bool {
         let in_scope = self.scope.as_deref().is_none_or(|scope| key.scope() == scope);
         let is_old = self.older_than.is_none_or(|age| match inspection.began {
@@ -107,7 +107,7 @@ impl Filter {
         self.limit.clamp(1, Self::MAX_LIMIT) as usize
     }
 
-    /// Returns the beginning of every stored key that the filter may select.
+    /// Returns the common beginning of all stored keys that the filter may select.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn prefix(&self) -> String {
         match &self.scope {
@@ -123,13 +123,13 @@ impl Default for Filter {
     }
 }
 
-/// The position at which a page ends and the next one begins. A text of the store: it can be stored and parsed again,
-/// but has no meaning for another store. It contains a key, or a position.
+/// End of a page and start of the next page. A cursor is a text of one store: the text can be stored and parsed again,
+/// but has no meaning for another store. It contains a key or a position.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Cursor(Box<str>);
 
 impl Cursor {
-    /// Makes a cursor of a store.
+    /// Makes a cursor from a store's text.
     pub fn new(text: impl Into<Box<str>>) -> Self {
         Self(text.into())
     }
@@ -139,7 +139,7 @@ impl Cursor {
         &self.0
     }
 
-    /// Returns the error of a store that did not make this cursor.
+    /// Returns the error for a cursor that another store made.
     pub fn is_foreign(&self) -> StoreError {
         let message = "the cursor is not of this store; begin without one";
         StoreError::new(StoreErrorKind::Unsupported, message)
@@ -160,34 +160,34 @@ impl FromStr for Cursor {
     }
 }
 
-/// Some of the records that a [`Filter`] selects.
+/// A page of the records that a [`Filter`] selects.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Page {
-    /// Records, without their results ([`StoredResult::LeftOut`](crate::record::StoredResult::LeftOut)). A page may
-    /// hold fewer than the limit, or none, although more follow.
+    /// Records without their results ([`StoredResult::LeftOut`](crate::record::StoredResult::LeftOut)). A page may hold
+    /// fewer records than the limit, or no record, although more pages follow.
     pub records: Vec<(Key, Inspection)>,
-    /// Number of skipped entries that another program wrote: they are not records.
+    /// Number of skipped entries that are not records: another program wrote them.
     pub unreadable: u64,
     /// Start of the next page; `None` after the last page.
     pub next: Option<Cursor>,
 }
 
 impl Page {
-    /// Makes a page with these records. `next`: start of the next page.
+    /// Makes a page with these records. `next` is the start of the next page.
     pub const fn new(records: Vec<(Key, Inspection)>, next: Option<Cursor>) -> Self {
         Self { records, unreadable: 0, next }
     }
 
-    /// Returns the keys of the records in the page that can't be read. A list reads no results, so a store must read
-    /// each of these records again.
+    /// Returns the keys of the records in the page that can't be read. The store must inspect each of them again,
+    /// because a list reads no results.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn damaged(&self) -> Vec<Key> {
         self.records.iter().filter(|(_, found)| found.damage.is_some()).map(|(key, _)| key.clone()).collect()
     }
 
-    /// Replaces the entry of `key` by `now`, the record that a second read found, if `filter` still selects it.
-    /// Otherwise removes the entry.
+    /// Replaces the entry of `key` by `now`, the record that a second read found. Removes the entry if the record is
+    /// gone or `filter` no longer selects it.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn show(&mut self, filter: &Filter, key: &Key, now: Option<Inspection>) {
         let now = now.filter(|now| filter.matches(key, now));
@@ -201,8 +201,8 @@ impl Page {
         });
     }
 
-    /// Adds the entry that a store holds under the key `stored`, if `filter` selects it. `Ok(None)` stands for an
-    /// expired entry.
+    /// Adds the entry that a store holds under the key `stored`, if `filter` selects the entry. `Ok(None)` stands for
+    /// an expired entry.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn add<E>(&mut self, filter: &Filter, stored: &str, entry: Result<Option<Inspection>, E>) {
         let key = Some(stored).filter(|key| key.starts_with(Key::STORED)).and_then(|key| key.parse::<Key>().ok());
@@ -224,9 +224,9 @@ impl Page {
 pub struct Stats {
     /// Counts of each scope.
     pub scopes: BTreeMap<Box<str>, Counts>,
-    /// Number of entries that another program wrote: they are not records.
+    /// Number of entries that are not records: another program wrote them.
     pub unreadable: u64,
-    /// Position at which the counting ended; `None` if all records were counted.
+    /// Position at which the count stopped; `None` if all records were counted.
     pub next: Option<Cursor>,
 }
 
@@ -276,7 +276,7 @@ mod tests {
     use crate::record::{OwnerToken, Record, State};
 
     #[test]
-    fn counts_are_by_scope_and_standing() {
+    fn records_are_counted_by_scope_and_standing() {
         let inspection = |state| {
             let record = Record::new(OwnerToken::from_bytes([1; 16]), 1, state);
             Inspection::new(record, Duration::from_secs(1), None).since(None, Some(Duration::from_secs(9)))

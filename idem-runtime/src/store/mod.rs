@@ -28,7 +28,7 @@ pub use self::error::{StoreError, StoreErrorKind};
 pub use self::ext::StoreExt;
 #[doc(inline)]
 pub use self::forward::forward;
-#[allow(unused_imports, reason = "without a store of the library nobody else forwards")]
+#[allow(unused_imports, reason = "unused without a store of the library")]
 pub(crate) use self::forward::store_of_shared;
 pub use self::future::StoreFuture;
 pub use self::health::{Health, HealthProblem};
@@ -47,56 +47,58 @@ pub use crate::record::revision::{Revision, RevisionError};
 pub use crate::record::standing::Standing;
 use crate::sync::lock;
 
-/// A place that keeps records.
+/// A store of records.
 ///
 /// The contract, which the suite in `idem_runtime::conformance` (feature `conformance`) checks:
 ///
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
-///   one is answered [`Reservation::Granted`]. [`Record::admit`](crate::record::Record::admit) decides the effect of a
+///   one gets [`Reservation::Granted`]. [`Record::admit`](crate::record::Record::admit) decides the effect of a
 ///   reservation on the record; the store makes that decision atomic.
 /// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
-///   [`release`](Store::release) change only a pending record, and only if the call presents its owner token; all but a
-///   release also compare the number of the attempt. A refusal is an answer ([`Verdict::Refused`]), not an error.
+///   [`release`](Store::release) change only a pending record, and only if the call presents the record's owner token.
+///   All of them except `release` also compare the number of the attempt. A refusal is an answer
+///   ([`Verdict::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token. If the first call took effect although
-///   its answer was lost, the store recognises that effect and answers as if it had applied the repetition.
-/// - **Retained.** A pending record outlives its lease by its `ttl`; a finished or released record is kept for `ttl`
-///   from that write. No record is forgotten earlier, and an expired record is treated as absent whether or not it has
-///   been cleaned up.
+///   its answer was lost, the store recognises that effect and answers the repetition like the first call.
+/// - **Retained.** A pending record is kept for its `ttl` after its lease lapses; a finished or released record is kept
+///   for `ttl` from that write. A store forgets no record earlier. A store treats an expired record as absent even if
+///   the record is still stored.
 /// - **One clock.** The store measures leases and retentions by its own clock, and never compares the clocks of two
 ///   machines.
 /// - **Traceable.** A record keeps the [`Provenance`](crate::record::Provenance) that `admit`, `decide` and the lease
-///   give it, and the store records when the key was first seen and when the latest attempt began. No decision depends
-///   on them.
-/// - **Bounded.** Every call ends; a store that can hang has a timeout of its own.
-/// - **Cancel safe.** Any returned future may be dropped at any time; its write then happened in full or not at all.
+///   give it. The store also records when the key was first seen and when the latest attempt began. No decision depends
+///   on this information.
+/// - **Bounded.** Every call ends; a store that can hang has its own timeout.
+/// - **Cancel safe.** Any returned future may be dropped at any time. Its write then happened completely or not at all.
 ///
-/// There are no default bodies: a `reserve` made of a read and a write would compile, and race.
+/// The methods have no default bodies: a default `reserve` made of a read and a write would compile, and race.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a `Store`",
     label = "not an idempotency store",
     note = "name a value that implements `idem_runtime::Store`, or derefs to or shares one, for example `store = app.idempotency`"
 )]
 pub trait Store: fmt::Debug + Send + Sync + 'static {
-    /// Returns another handle to the same store and the same [`StoreContext`], for work that outlives a call.
+    /// Returns a handle to the same store and the same [`StoreContext`], for work that outlives a call.
     ///
-    /// Each operation takes a handle. Duplicates of one key share a wait if their handles are the same `Arc`. A store
-    /// may also make a new handle each time; then each duplicate waits alone.
+    /// Each operation takes a handle. Duplicates of one key share a wait if their handles are the same `Arc`. If a
+    /// store makes a new handle for each call, each duplicate waits alone.
     fn handle(&self) -> Arc<dyn Store>;
 
     /// Returns a handle to the same store and the same [`StoreContext`] for the library's own renewals and late writes.
     ///
-    /// Both run on a thread of their own ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle that shares no
-    /// connection, no queue and no runtime with other callers keeps leases alive while these callers are slow or
-    /// blocked. Such a handle should open its connection at its first use. A store without anything to share returns
-    /// [`handle`](Store::handle).
+    /// Renewals and late writes run on a thread of the library ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle
+    /// that shares no connection, no queue and no runtime with other callers keeps leases alive while these callers are
+    /// slow or blocked. Such a handle should open its connection at its first use. A store that has nothing to share,
+    /// such as a store in memory, returns [`handle`](Store::handle).
     fn upkeep(&self) -> Arc<dyn Store>;
 
-    /// Returns the text that separates this application's records from records of other applications in the same place.
-    /// Empty without one. The namespace enters child keys ([`Attempt::child_key`](crate::Attempt::child_key)), so that
-    /// two applications never share a child key.
+    /// Returns the prefix that separates this application's records from records of other applications in the same
+    /// database; empty without a namespace. The namespace enters child keys
+    /// ([`Attempt::child_key`](crate::Attempt::child_key)), so that two applications never share a child key.
     fn namespace(&self) -> &str;
 
-    /// Time limit of one call of the store; zero if calls can't hang. A lease has to be longer.
+    /// Returns the time limit of one call of the store; zero if calls can't hang. A lease has to be longer than this
+    /// limit.
     fn response_timeout(&self) -> Duration;
 
     /// Returns the state that the engine keeps for this store: its name, clock, leases, late writes and metrics.
@@ -105,15 +107,15 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Reserves `request.key` for one attempt, or returns the state of its record, in one atomic step.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not answer. An error is never an answer such as "no record".
+    /// [`StoreError`] if the store did not answer. A failure is never reported as "no record".
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation>;
 
     /// Marks in the record that the body of this attempt begins, and renews the lease. Under `on_crash = fail`, and
-    /// where `max_attempts` counts, the engine polls no body before the store confirms this write: an attempt that
+    /// where `max_attempts` counts, the engine polls no body before the store confirms this write. An attempt that
     /// lapses without the mark is neither interrupted nor counted.
     ///
     /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). Refuses a lease that has lapsed by the
-    /// store's clock, unless the record is already marked: so a request that arrives late marks nothing.
+    /// store's clock, unless the record is already marked: a late request must not mark a record.
     /// [`Record::may_begin`](crate::record::Record::may_begin) is the condition.
     ///
     /// # Errors
@@ -121,12 +123,12 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// written.
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict>;
 
-    /// Renews the leases. Calls `answer` for each lease, with its index in `leases`, as soon as the store has answered
-    /// for it. A lapsed lease is renewed if no other attempt has taken over.
+    /// Renews the leases. Calls `answer` for each lease, with the index of the lease in `leases`, as soon as the store
+    /// has answered for that lease. A lapsed lease is renewed if no other attempt has taken over.
     ///
     /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). A lease without an answer may be
-    /// renewed or not: its record could not be reached, or another session had locked it. Such a lease must not delay
-    /// the others.
+    /// renewed or not: its record could not be reached, or another session had locked the record. Such a lease must not
+    /// delay the other leases.
     ///
     /// # Errors
     /// [`StoreError`] holds the reason why leases have no answer. The answers that were given stay valid.
@@ -135,7 +137,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///
     /// Refuses unless owner token and `lease.attempt` match the record. The token alone is not enough: a late copy of a
-    /// reservation may give its owner a later attempt, whose number would then decrease.
+    /// reservation may give its owner a later attempt, and this write would lower the number of that attempt.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
@@ -144,30 +146,30 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Ends the attempt without a result, keeps the record for `lease.ttl` from now, and wakes its waiters.
     ///
-    /// Ignores `lease.attempt`: a caller whose reservation was never answered doesn't have the number.
+    /// Ignores `lease.attempt`: a caller without an answer to its reservation doesn't know the number.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
     /// released.
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict>;
 
-    /// Waits until attempt `attempt` of `key` is no longer pending, and at most `at_most`; may return early. Returns
+    /// Waits until attempt `attempt` of `key` is no longer pending, for at most `at_most`; may return early. Returns
     /// the record at that time, so that a waiting duplicate need not reserve.
     ///
-    /// The returned record was read after the call began, and is as good as the answer to a reservation: a duplicate
-    /// replays the result in it. After `None` the caller reserves: `None` does not mean that there is no record, nor
-    /// that the attempt goes on. A store may always return `None`. A record that can't be read is an error, as for a
-    /// reservation.
+    /// The store reads the returned record after the call began, so the record is as good as the answer to a
+    /// reservation: a duplicate replays the result in it. After `None` the caller reserves: `None` means neither that
+    /// there is no record nor that the attempt still runs. A store may always return `None`. A record that can't be
+    /// read is an error, as for a reservation.
     ///
-    /// The engine makes one such call for all duplicates of a key that wait in one [`handle`](Store::handle) and
+    /// The engine makes one such call for all duplicates of a key that wait in the same [`handle`](Store::handle) and
     /// runtime.
     ///
     /// # Errors
     /// [`StoreError`] if the store can't be reached.
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>>;
 
-    /// Reads the record of `key`, for operators and tests. A record that can't be read is returned as an
-    /// [`Inspection::damaged`] of all its stored parts.
+    /// Reads the record of `key`, for operators and tests. A record that can't be read is returned as
+    /// [`Inspection::damaged`] with all its stored parts.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer.
@@ -176,51 +178,53 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Applies an operator's decision to a record, in one atomic step, and wakes its waiters.
     ///
     /// [`Inspection::decide`] returns the effect of the decision, or the reason of its refusal; the store makes that
-    /// effect atomic. The record keeps its retention, and unless it is removed, its attempt number. A decision is
-    /// applied only to the record that its operator saw: of two decisions about the same record one is applied. A
-    /// repeated decision changes nothing.
+    /// effect atomic. The record keeps its retention, and also its attempt number unless the decision removes the
+    /// record. A decision is applied only to the record that its operator saw: of two decisions about the same record
+    /// one is applied. A repeated decision changes nothing.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the decision may be
     /// recorded.
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer>;
 
-    /// Checks up to `batch` records that may have expired, and removes the expired ones. Returns the number of removed
-    /// records.
+    /// Checks up to `batch` records that may have expired, and removes the expired records. Returns the number of
+    /// removed records.
     ///
-    /// Purging changes only the size of the store. A store whose server removes expired records removes none here.
+    /// Purging changes only the size of the store. If the server itself removes expired records, purging removes no
+    /// record.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; the call may be repeated.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64>;
 
-    /// Returns some of the records that `filter` selects, without their results, and the start of the next page.
+    /// Returns a page of the records that `filter` selects, without their results, and the start of the next page.
     ///
     /// A record that exists from the first page to the last is returned once, in the order of the store, no matter what
-    /// is written meanwhile. A call reads a bounded number of records; more pages may follow a page with few records,
-    /// or none. A store without an order of its keys lists them only under [`Filter::scan`], and may then miss and
-    /// repeat records. A record that can't be read is returned as by [`inspect`](Store::inspect); damage to a result
-    /// alone shows only there.
+    /// is written meanwhile. A call reads a bounded number of records; more pages may follow a page with few records or
+    /// no record. A store without an order of its keys lists records only under [`Filter::scan`], and may then miss and
+    /// repeat records. A record that can't be read is returned as by [`inspect`](Store::inspect). A list reads no
+    /// results: only `inspect` shows a result that can't be read.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not answer. Its kind is [`StoreErrorKind::Unsupported`] if the store can't list
-    /// records, if it can list only by a scan, or if the cursor belongs to another store.
+    /// [`StoreError`] if the store did not answer. The kind of the error is [`StoreErrorKind::Unsupported`] if the
+    /// store can't list records, if the store can list records only by a scan, or if the cursor belongs to another
+    /// store.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page>;
 
-    /// Checks that the store can be reached: one cheap exchange with it, or with each of its servers. Changes nothing.
+    /// Checks that the store can be reached, with one cheap request to each of its servers. Changes nothing.
     ///
     /// # Errors
     /// [`StoreError`] holds the reason why the store can't be reached.
     fn ping(&self) -> StoreFuture<'_, ()>;
 }
 
-/// Receives the store's answer about one lease of [`Store::renew`]: the index of the lease, and the answer.
+/// Receives the store's answer about one lease of [`Store::renew`]: the index of the lease, and the verdict.
 pub type Answers<'a> = dyn Fn(usize, Verdict) + Send + Sync + 'a;
 
 /// Renews `leases`, and waits for all answers.
 ///
 /// # Errors
-/// [`StoreError`] if a lease got no answer. Each lease without an answer may be renewed or not.
+/// [`StoreError`] if a lease got no answer. A lease without an answer may be renewed or not.
 pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Verdict>, StoreError> {
     let answers = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| {
@@ -241,11 +245,11 @@ pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result
 
 impl Policy {
     /// Checks that `store` can honour the durations. In addition to [`check`](Policy::check), a lease must be longer
-    /// than the time limit of a call of the store, or one slow call costs the lease. For the start of a program: a call
-    /// under such a policy only warns.
+    /// than the time limit of a call of the store; otherwise one slow call costs the lease. Call this method at the
+    /// start of a program: a call of a handler under a wrong policy only logs a warning.
     ///
     /// # Errors
-    /// [`PolicyProblem`] names the option that the store can't honour, and a value to write instead.
+    /// [`PolicyProblem`] names the option that the store can't honour, and suggests a value.
     ///
     /// ```
     /// # use std::time::Duration;

@@ -17,12 +17,13 @@ use crate::key::{Key, KeyError};
 use crate::metrics::StoreOp;
 use crate::record::StoredResult;
 
-/// Reads records and decides about them, for a person. Made by [`StoreExt::operator`](super::StoreExt::operator).
+/// Reads records and decides about them, for a person. [`StoreExt::operator`](super::StoreExt::operator) makes an
+/// operator.
 ///
-/// Each decision takes the record that the person has seen, as an [`Inspection`] or its [`Revision`]. It is refused
-/// once that record has changed: of two people who look at the same record, only one decides. The same person may
-/// repeat a decision: the second time it changes nothing. The record keeps the name of the person and the reason until
-/// the next decision. An event of `tracing` (level INFO) contains them too.
+/// Each decision takes the record that the person has seen, as an [`Inspection`] or its [`Revision`]. A decision is
+/// refused once that record has changed: of two people who look at the same record, only one decides. The same person
+/// may repeat a decision: the second time it changes nothing. The record keeps the name of the person and the reason
+/// until the next decision. An event of `tracing` (level INFO) also contains the name and the reason.
 ///
 /// ```
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -61,23 +62,23 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         Self { store, by: String::new(), reason: String::new() }
     }
 
-    /// Sets the name of the person, for the record and the event of each decision (default: empty). A record keeps
-    /// [`Provenance::MAX_BY_BYTES`](crate::record::Provenance::MAX_BY_BYTES) of it.
+    /// Sets the name of the person, for the record and the event of each decision (default: empty). A record keeps the
+    /// first [`Provenance::MAX_BY_BYTES`](crate::record::Provenance::MAX_BY_BYTES) bytes of the name.
     pub fn by(self, by: impl Into<String>) -> Self {
         Self { by: by.into(), ..self }
     }
 
-    /// Sets the reason of the decisions, for the record and the event of each (default: empty). A record keeps
-    /// [`Provenance::MAX_REASON_BYTES`](crate::record::Provenance::MAX_REASON_BYTES) of it.
+    /// Sets the reason of the decisions, for the record and the event of each decision (default: empty). A record keeps
+    /// the first [`Provenance::MAX_REASON_BYTES`](crate::record::Provenance::MAX_REASON_BYTES) bytes of the reason.
     pub fn reason(self, reason: impl Into<String>) -> Self {
         Self { reason: reason.into(), ..self }
     }
 
-    /// Parses a key in the form of an error or a log (`<scope>/<text>`), or of the store (`1/<scope>/<text>`, with or
-    /// without the namespace in front), with or without quotes.
+    /// Parses a key as errors and logs show it (`<scope>/<text>`), or as a store holds it (`1/<scope>/<text>`, with or
+    /// without the namespace in front). Quotes around the key are ignored.
     ///
     /// # Errors
-    /// [`KeyError`] if the text is not a key, or a key of another namespace. It says what to type instead.
+    /// [`KeyError`] if the text is not a key, or is a key of another namespace. The error shows what to type instead.
     pub fn key(&self, shown: &str) -> Result<Key, KeyError> {
         let shown = shown.trim();
         let quoted = ['"', '\'', '`'].into_iter().find_map(|quote| shown.strip_prefix(quote)?.strip_suffix(quote));
@@ -86,7 +87,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         stored.unwrap_or(shown).parse()
     }
 
-    /// Reads the record of `key`; `None` without a record. A record that can't be read is returned as
+    /// Reads the record of `key`; `None` if there is no record. A record that can't be read is returned as
     /// [damaged](Inspection::damage), with the reason.
     ///
     /// # Errors
@@ -99,10 +100,11 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
             .map_err(|source| self.failed(Some(key), source))
     }
 
-    /// Records the end of the operation whose attempt was `seen`. Every duplicate gets this end.
+    /// Records the end of the operation whose latest attempt is `seen`. Every duplicate gets this end.
     ///
-    /// For an attempt that was interrupted, has lapsed, or has ended without a result. An operation that completed
-    /// without a storable result gets this one. A recorded result stays; [`replace`](Self::replace) corrects it.
+    /// Possible if the attempt was interrupted, has lapsed, or has ended without a result. An operation that completed
+    /// without a storable result gets the result of `resolution`. A recorded result is not changed;
+    /// [`replace`](Self::replace) corrects it.
     ///
     /// # Errors
     /// [`OperatorError`] holds the reason of a refusal, which changes nothing. After [`OperatorError::Store`] the
@@ -116,8 +118,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::resolve(key, seen, resolution.0)).await
     }
 
-    /// Corrects the recorded end of a finished operation: from now on duplicates get the new one. The handler does not
-    /// run in between. Callers that already have the recorded result keep it.
+    /// Corrects the recorded end of a finished operation: from now on duplicates get the new end. The handler does not
+    /// run in between. Callers that already have the recorded result keep that result.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).
@@ -130,10 +132,10 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::replace(key, seen, resolution.0)).await
     }
 
-    /// Lets the next delivery run again. No attempt counts against `max_attempts` any more.
+    /// Lets the next delivery run again. The earlier attempts no longer count against `max_attempts`.
     ///
-    /// For an attempt that was interrupted, has lapsed, or has ended without a result. A recorded result stays;
-    /// [`discard`](Self::discard) removes it.
+    /// Possible if the attempt was interrupted, has lapsed, or has ended without a result. A recorded result is not
+    /// changed; [`discard`](Self::discard) removes it.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).
@@ -141,8 +143,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::reopen(key, seen)).await
     }
 
-    /// Discards the recorded end of a finished operation, and lets the next delivery run again. No attempt counts
-    /// against `max_attempts` any more.
+    /// Discards the recorded end of a finished operation, and lets the next delivery run again. The earlier attempts no
+    /// longer count against `max_attempts`.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).
@@ -151,10 +153,10 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     }
 
     /// Ends a lease whose holder has certainly ended. The consequences are those of a crash: under `on_crash = retry`
-    /// the next delivery runs, under `fail` the key is interrupted.
+    /// the next delivery runs, under `on_crash = fail` the key is interrupted.
     ///
-    /// If the holder is alive after all, its body goes on until its next renewal is refused, at the same time as the
-    /// next attempt.
+    /// If the holder still runs, its body continues until its next renewal is refused, concurrently with the next
+    /// attempt.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).
@@ -162,7 +164,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::break_lease(key, seen)).await
     }
 
-    /// Removes the record, its result included: the next delivery runs like the first one. Returns whether there was a
+    /// Removes the record and its result: the next delivery runs like the first delivery. Returns whether there was a
     /// record. For a damaged record this is the only possible decision.
     ///
     /// # Errors
@@ -175,8 +177,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         }
     }
 
-    /// Checks up to `batch` records that may have expired, and removes the expired ones. Returns the number of removed
-    /// records.
+    /// Checks up to `batch` records that may have expired, and removes the expired records. Returns the number of
+    /// removed records.
     ///
     /// # Errors
     /// [`OperatorError::Store`] if the store did not confirm; repeat the call.
@@ -184,12 +186,12 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.store.purge(batch).watched(self.store, StoreOp::Purge).await.map_err(|source| self.failed(None, source))
     }
 
-    /// Returns some of the records that `filter` selects, without their results; [`inspect`](Self::inspect) returns a
-    /// result. The next page begins at [`Page::next`], which the last page does not have.
+    /// Returns a page of the records that `filter` selects, without their results; [`inspect`](Self::inspect) returns
+    /// the result of one record. The next page begins at [`Page::next`], which is `None` in the last page.
     ///
-    /// SQLite and PostgreSQL list in the order of the primary key, the memory store in its own order. DynamoDB reads
-    /// the whole table, page by page, and bills it. Redis lists only under [`Filter::scan`], and may then miss and
-    /// repeat records.
+    /// SQLite and PostgreSQL list records in the order of the primary key, the memory store in an order of its own.
+    /// DynamoDB reads the whole table, page by page, and charges for it. Redis lists records only under
+    /// [`Filter::scan`], and may then miss and repeat records.
     ///
     /// ```
     /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -211,23 +213,23 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// ```
     ///
     /// # Errors
-    /// [`OperatorError::Unsupported`] if the store can't list records, or not without a scan. [`OperatorError::Store`]
-    /// if it did not answer.
+    /// [`OperatorError::Unsupported`] if the store can't list records, or can list them only by a scan.
+    /// [`OperatorError::Store`] if the store did not answer.
     pub async fn list(&self, filter: &Filter) -> Result<Page, OperatorError> {
         self.store.list(filter).watched(self.store, StoreOp::List).await.map_err(|source| self.failed(None, source))
     }
 
-    /// Counts the records that `filter` selects, by scope and by standing, from [`Filter::after`] on and at most about
-    /// `at_most` of them. If there are more, [`Stats::next`] is the position to continue from.
+    /// Counts the records that `filter` selects, by scope and by standing. The count begins at [`Filter::after`] and
+    /// stops after about `at_most` records. If more records follow, [`Stats::next`] is the position to continue from.
     ///
-    /// This call reads all records that it counts, page by page, without their results, and costs as much as to
-    /// [`list`](Self::list) them. Records that are written meanwhile may be counted or not.
+    /// This call reads all records that it counts, page by page, without their results. It costs as much as a
+    /// [`list`](Self::list) of the same records. A record that is written meanwhile may be counted or not.
     ///
     /// # Errors
     /// See [`list`](Self::list).
     ///
     /// # Cancel safety
-    /// Changes nothing; the counts so far are lost.
+    /// A dropped call changes nothing; its counts are lost.
     pub async fn stats(&self, filter: &Filter, at_most: u64) -> Result<Stats, OperatorError> {
         let mut stats = Stats::default();
         let mut filter = filter.clone().limit(Filter::MAX_LIMIT);
@@ -281,14 +283,14 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     }
 }
 
-/// End of an operation that a person decides.
+/// End of an operation, as a person decides it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub struct Resolution(Finish);
 
 impl Resolution {
-    /// The operation completed with `result`, which duplicates replay: a value of the type that the handler returns in
-    /// its `Ok`. The result is written as JSON, and read back as a check.
+    /// The operation completed with `result`, a value of the type in the `Ok` of the handler. Duplicates replay it. The
+    /// result is written as JSON, and read back as a check.
     ///
     /// # Errors
     /// [`CodecError`] if the result can't be written, or can't be read back.
@@ -296,7 +298,8 @@ impl Resolution {
         Self::completed_by::<Json, T>(result)
     }
 
-    /// Like [`completed`](Self::completed), with the codec of the handler.
+    /// The operation completed with `result`, like [`completed`](Self::completed), but written with the codec of the
+    /// handler.
     ///
     /// # Errors
     /// See [`completed`](Self::completed).
@@ -310,8 +313,8 @@ impl Resolution {
         Self(Finish::Completed(StoredResult::Unencodable))
     }
 
-    /// The operation failed permanently with `error`, which duplicates replay: a value of the error type of a handler
-    /// under `on_error = record`.
+    /// The operation failed permanently with `error`, a value of the error type of a handler under `on_error = record`.
+    /// Duplicates replay it.
     ///
     /// # Errors
     /// See [`completed`](Self::completed).
@@ -319,7 +322,8 @@ impl Resolution {
         Self::failed_by::<Json, E>(error)
     }
 
-    /// Like [`failed`](Self::failed), with the codec of the handler.
+    /// The operation failed permanently with `error`, like [`failed`](Self::failed), but written with the codec of the
+    /// handler.
     ///
     /// # Errors
     /// See [`completed`](Self::completed).
@@ -333,7 +337,7 @@ impl Resolution {
     }
 }
 
-/// Takes an end without a check, for results whose type is unknown here.
+/// Takes the end without decoding its result, whose type is unknown here.
 impl From<Finish> for Resolution {
     fn from(finish: Finish) -> Self {
         Self(finish)
@@ -346,7 +350,7 @@ fn encoded<C: Codec, T: Serialize + DeserializeOwned>(result: &T) -> Result<Stor
     Ok(StoredResult::Encoded { codec, bytes: Bytes::from(bytes) })
 }
 
-/// Reason why no decision took effect.
+/// Reason why a decision took no effect.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OperatorError {
@@ -362,7 +366,7 @@ pub enum OperatorError {
         /// Time until its lease lapses unless it is renewed; never zero.
         lapses_in: Duration,
     },
-    /// The decision is about another attempt than the latest one.
+    /// The decision is about an older attempt, and a newer attempt exists.
     #[non_exhaustive]
     OtherAttempt {
         /// Key of the record.
@@ -387,10 +391,10 @@ pub enum OperatorError {
         seen: Standing,
         /// Current standing of the operation.
         standing: Standing,
-        /// Name of the person who decided meanwhile, if one did and gave a name.
+        /// Name of the person who decided meanwhile; `None` if no person decided or gave a name.
         decided_by: Option<String>,
     },
-    /// The operation has finished, and its recorded end stays.
+    /// The operation has finished, and its recorded end is not changed.
     #[non_exhaustive]
     Finished {
         /// Key of the record.
@@ -422,7 +426,7 @@ pub enum OperatorError {
         /// Name of the store.
         store: &'static str,
     },
-    /// The record can't be read, so it can only be forgotten.
+    /// The record can't be read, so the only possible decision is to forget it.
     #[non_exhaustive]
     Damaged {
         /// Key of the record.
@@ -432,18 +436,18 @@ pub enum OperatorError {
         /// [Name](crate::store::Action::name) of the refused action.
         action: &'static str,
     },
-    /// The store can't do this, or needs a more explicit request for it.
+    /// The store can't do this operation, or needs a more explicit request for it.
     #[non_exhaustive]
     Unsupported {
         /// Name of the store.
         store: &'static str,
-        /// Reason why the store can't do it.
+        /// Reason why the store can't do the operation.
         source: StoreError,
     },
     /// The store failed.
     #[non_exhaustive]
     Store {
-        /// Key of the record; `None` if the call is about many records.
+        /// Key of the record; `None` if the call concerns many records.
         key: Option<Key>,
         /// Name of the store.
         store: &'static str,

@@ -1,5 +1,5 @@
-//! Log lines about a store or broker that does not answer for a while: a few lines with counts, and one when it answers
-//! again.
+//! Log lines about a store or broker that does not answer for a while: a few lines with counts of failures, and one
+//! line when the store or broker answers again.
 
 use std::time::Duration;
 
@@ -10,15 +10,15 @@ use crate::metrics::StoreOp;
 use crate::sync::SharedOrAnew;
 use crate::sync::atomic::{AtomicBool, Ordering};
 
-/// Pause between the first two lines. The pause doubles with each line up to [`LONGEST_PAUSE`].
+/// Pause between the first two lines of an outage. The pause doubles with each line up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_secs(30);
-/// Longest pause between two lines. After this time without a failure the pauses start again at [`FIRST_PAUSE`].
+/// Longest pause between two lines. If no operation fails for this long, the next outage begins with [`FIRST_PAUSE`].
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
-/// Operations that have failed since the last success, and the time of the next line about them.
+/// Failed operations since the last success, and the time of the next line about them.
 #[derive(Default)]
 pub(super) struct Outage {
-    /// True if the last operation failed. Read at each success.
+    /// True if the last operation failed. Every success reads this flag first.
     open: AtomicBool,
     state: SharedOrAnew<OutageState>,
 }
@@ -29,25 +29,25 @@ struct OutageState {
     failed: [u64; 4],
     /// Time of the last failure of each kind, if the kind has not succeeded since.
     failing: [Option<Instant>; 4],
-    /// True if a line has reported the failures.
+    /// True if a line about the current failures was written.
     told: bool,
     last_line: Option<Instant>,
     last_failure: Option<Instant>,
     pause: Duration,
 }
 
-/// Content of a line.
+/// Content of a log line.
 struct LogLine {
     /// Time since the first failure.
     since: Duration,
     /// Number of failures by kind.
     failed: [u64; 4],
-    /// True for the first line.
+    /// True for the first line of an outage.
     is_first: bool,
 }
 
 impl Outage {
-    /// Counts a failure of kind `what`. Returns a line if one is due.
+    /// Counts a failure of kind `what`. Returns the content of a line if a line is due.
     fn fails(&self, what: usize, now: Instant) -> Option<LogLine> {
         let mut state = self.state.lock();
         let passed = |earlier: Option<Instant>| earlier.map(|earlier| now.saturating_since(earlier));
@@ -68,8 +68,8 @@ impl Outage {
         Some(LogLine { since: now.saturating_since(since), failed: state.failed, is_first })
     }
 
-    /// Records a success of kind `what`. Returns a line if the success ends reported failures. One load, unless there
-    /// were failures.
+    /// Records a success of kind `what`. Returns a line if this success ends an outage that was reported. Costs one
+    /// atomic load if no operation has failed.
     #[inline]
     fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<LogLine> {
         if self.open.load(Ordering::Relaxed) { self.ends(what, now()) } else { None }
@@ -79,8 +79,9 @@ impl Outage {
     fn ends(&self, what: usize, now: Instant) -> Option<LogLine> {
         let mut state = self.state.lock();
         state.failing[what] = None;
-        // A store may renew leases but accept no results: that does not end the outage. A kind of operation that is no
-        // longer requested does not prolong it.
+        // A store that renews leases but accepts no results is still in an outage: other kinds of operations must
+        // succeed too. A kind that has not failed for some time is no longer requested, and does not prolong the
+        // outage.
         let goes_on = |failed: &Instant| now.saturating_since(*failed) < FIRST_PAUSE;
         if state.failing.iter().flatten().any(goes_on) {
             return None;
@@ -88,7 +89,7 @@ impl Outage {
         state.failing = [None; 4];
         self.open.store(false, Ordering::Relaxed);
         let since = state.since.take()?;
-        // If single requests fail now and then while others succeed, the next line reports their number.
+        // Single failures between successes get no line of their own; a later line includes them in its counts.
         if !std::mem::take(&mut state.told) {
             return None;
         }
@@ -96,7 +97,7 @@ impl Outage {
         Some(LogLine { since: now.saturating_since(since), failed, is_first: false })
     }
 
-    /// Reports that the operation `op` of the store `name` has failed.
+    /// Logs that the operation `op` of the store `name` has failed, if a line is due.
     pub(super) fn store_fails(&self, name: &'static str, op: StoreOp, error: &StoreError, now: Instant) {
         if !is_outage(error.kind()) {
             return;
@@ -117,7 +118,7 @@ impl Outage {
         }
     }
 
-    /// Reports that the store `name` has answered.
+    /// Logs that the store `name` answers again, if this success ends an outage.
     #[inline]
     pub(super) fn store_answers(&self, name: &'static str, op: StoreOp, now: impl FnOnce() -> Instant) {
         let Some(LogLine { since, failed, .. }) = self.succeeds(kind_of(op), now) else { return };
@@ -128,7 +129,7 @@ impl Outage {
         );
     }
 
-    /// Reports that the broker could not be told that the message with `key` is still being handled.
+    /// Logs that the broker could not extend the message with `key`, if a line is due.
     pub(super) fn broker_fails(&self, key: Option<&crate::key::Key>, elapsed: Duration, error: &str, now: Instant) {
         let key = key.map(tracing::field::display);
         let Some(LogLine { since, failed: [beats, ..], .. }) = self.fails(0, now) else { return };
@@ -142,7 +143,7 @@ impl Outage {
         );
     }
 
-    /// Reports that a broker was told that a message is still being handled.
+    /// Logs that the broker extends messages again, if this success ends an outage.
     pub(super) fn broker_answers(&self, now: impl FnOnce() -> Instant) {
         if let Some(LogLine { since, failed: [beats, ..], .. }) = self.succeeds(0, now) {
             tracing::warn!(after = ?since, beats, "the broker is told again that messages are being handled");
@@ -150,7 +151,8 @@ impl Outage {
     }
 }
 
-/// Kinds of operations that are counted: those that begin an attempt, renewals, those that end an attempt, and others.
+/// Returns the kind under which an operation is counted: 0 begins an attempt, 1 renews leases, 2 ends an attempt, 3
+/// stands for all other operations.
 const fn kind_of(op: StoreOp) -> usize {
     match op {
         StoreOp::Reserve | StoreOp::Begin => 0,
@@ -160,7 +162,7 @@ const fn kind_of(op: StoreOp) -> usize {
     }
 }
 
-/// Returns the state of a store that fails with errors of this kind, as text.
+/// Returns the state of a store whose operations fail with errors of `kind`, as text.
 const fn state(kind: StoreErrorKind) -> &'static str {
     match kind {
         StoreErrorKind::Full => "the store is full",
@@ -171,7 +173,7 @@ const fn state(kind: StoreErrorKind) -> &'static str {
     }
 }
 
-/// Returns whether a failure of this kind concerns the whole store, and not only one record.
+/// Returns whether a failure of this kind concerns the whole store. Other failures concern one record.
 const fn is_outage(kind: StoreErrorKind) -> bool {
     match kind {
         StoreErrorKind::Unavailable
@@ -193,20 +195,20 @@ mod tests {
     }
 
     #[test]
-    fn ten_minutes_of_failures_are_a_handful_of_lines() {
+    fn ten_minutes_of_failures_write_five_lines() {
         let outage = Outage::default();
         let lines: Vec<_> = (0..600).filter_map(|second| outage.fails(1, at(second))).collect();
         let times: Vec<_> = lines.iter().map(|line| line.since.as_secs()).collect();
         assert_eq!(times, [0, 30, 90, 210, 450]);
         assert!(lines[0].is_first && !lines[1].is_first);
         assert_eq!(lines[4].failed, [0, 451, 0, 0]);
-        let end = outage.succeeds(1, || at(600)).expect("it was told");
+        let end = outage.succeeds(1, || at(600)).expect("the outage was reported");
         assert_eq!((end.since.as_secs(), end.failed), (600, [0, 600, 0, 0]));
         assert!(outage.succeeds(1, || at(601)).is_none());
     }
 
     #[test]
-    fn a_store_that_renews_leases_and_takes_no_results_has_not_come_back() {
+    fn an_outage_lasts_while_a_store_accepts_no_results() {
         let outage = Outage::default();
         assert!(outage.fails(2, at(0)).is_some());
         assert!(outage.fails(1, at(1)).is_none());
@@ -215,12 +217,13 @@ mod tests {
             assert!(outage.fails(2, at(second)).is_none());
         }
         assert!(outage.succeeds(1, || at(58)).is_none());
-        // No caller has a result to record any more.
+        // From second 58 on no operation writes a result, so the last failure of kind 2 is too old to prolong the
+        // outage.
         assert!(outage.succeeds(1, || at(59)).is_some());
     }
 
     #[test]
-    fn rare_failures_are_logged_less_and_less_often() {
+    fn rare_failures_are_logged_at_growing_intervals() {
         let outage = Outage::default();
         let mut lines = 0;
         for second in (0..3600).step_by(10) {
@@ -228,7 +231,7 @@ mod tests {
             lines += usize::from(outage.succeeds(1, || at(second + 1)).is_some());
         }
         assert!((10..=24).contains(&lines), "{lines}");
-        let anew = outage.fails(1, at(10_000)).expect("it was quiet for long");
+        let anew = outage.fails(1, at(10_000)).expect("the pause since the last failure was long");
         assert_eq!(anew.failed, [0, 1, 0, 0]);
     }
 }

@@ -1,4 +1,5 @@
-//! The contract between a call inside of a user's transaction and the store that keeps its record there.
+//! Contract between a call inside of a user's transaction and the store that keeps the record of the call in that
+//! transaction.
 
 use std::error::Error;
 use std::fmt;
@@ -11,28 +12,29 @@ use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
 
-/// Implemented only in this crate, so that the requirements for a transaction can grow.
+/// Restricts [`DriverTransaction`] and [`TransactionStore`] to types of this crate, so that these traits may gain
+/// methods.
 pub trait Sealed {}
 
-/// The transaction of a driver, which an `OpenTransaction` can hold.
+/// Transaction of a driver, which an `OpenTransaction` can hold.
 pub trait DriverTransaction: Sealed + Sized {
-    /// Form in which concurrent calls use the transaction.
+    /// Type through which concurrent calls share the transaction.
     type Shared: From<Self>;
 
-    /// Undoes the conversion into [`Shared`](DriverTransaction::Shared).
+    /// Converts the shared transaction back into the driver's own type.
     #[doc(hidden)]
     fn unshare(shared: Self::Shared) -> Self;
 }
 
-/// The operations of a store inside an open transaction. Each takes one statement or a few.
+/// Operations of a store inside an open transaction. Each operation takes a few statements at most.
 ///
-/// After a failed statement, to [undo](TransactionStore::undo) the last open [`save`](TransactionStore::save) restores
-/// the state of the transaction before that savepoint.
+/// A failed statement makes the transaction unusable until an [undo](TransactionStore::undo) returns to the last open
+/// savepoint ([`save`](TransactionStore::save)).
 pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     const NAME: &'static str;
 
-    /// Name of the schema that holds the table, or of the table itself.
+    /// Name of the schema that holds the table of records, or of the table itself.
     #[doc(hidden)]
     fn place(&self) -> &str;
 
@@ -40,12 +42,12 @@ pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     fn save(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Undoes the writes since the last savepoint, and keeps the savepoint.
+    /// Undoes the writes since the last savepoint, and keeps the savepoint open.
     #[doc(hidden)]
     fn rewind(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Releases the last savepoint, and keeps the writes since. Once `begun` is called, that happens even if the future
-    /// is dropped.
+    /// Releases the last savepoint, and keeps the writes since. After the call of `begun`, the savepoint is released
+    /// even if the future is dropped.
     #[doc(hidden)]
     fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StoreError>>;
 
@@ -53,7 +55,7 @@ pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     fn undo(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Does the same as [`undo`](TransactionStore::undo) in a drop, where no future can be awaited.
+    /// Does the same as [`undo`](TransactionStore::undo), but in a `drop`, which can't await a future.
     #[doc(hidden)]
     fn undo_immediately(&self);
 
@@ -70,8 +72,8 @@ pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Verdict, StoreError>>;
 
-    /// Waits until no other transaction holds `key`, at most for `at_most`. Returns whether the caller should keep the
-    /// effects of the wait, or undo them.
+    /// Waits until no other transaction holds `key`, for at most `at_most`. Returns whether the caller should keep the
+    /// effects of the wait; otherwise the caller undoes them.
     #[doc(hidden)]
     fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<bool, StoreError>>;
 
@@ -82,8 +84,8 @@ pub trait TransactionStore: Sealed + Clone {
     fn decide(&self, decision: &Decision) -> impl Future<Output = Result<DecisionAnswer, StoreError>>;
 }
 
-/// Source of a [`StoreError`] if the server undid the transaction in favour of another one: the whole transaction may
-/// be tried again.
+/// Source of a [`StoreError`] for a transaction that the server undid in favour of another transaction: the user may
+/// repeat the whole transaction.
 #[derive(Debug)]
 #[cfg_attr(
     not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),

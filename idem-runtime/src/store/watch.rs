@@ -8,18 +8,18 @@ use super::{Store, StoreContext, StoreError, StoreErrorKind};
 use crate::clock::Instant;
 use crate::metrics::{ErrorKind, StoreOp};
 
-/// Observes one operation that had no immediate answer.
+/// Observes one operation of a store that had no immediate answer.
 pub(super) struct Watch<'a> {
     context: &'a StoreContext,
     op: StoreOp,
-    /// Start of the operation, in nanoseconds since the origin of the clock, to be small.
+    /// Start of the operation, in nanoseconds since the origin of the clock.
     began: u64,
-    /// Boxed, and only if a subscriber is enabled: every call would carry its size inline.
+    /// Span of the operation, if a subscriber is enabled. Boxed: every call would carry the size of the span inline.
     span: Option<Box<Span>>,
 }
 
 impl<'a> Watch<'a> {
-    /// Observes an operation that began at `began`, or just now.
+    /// Observes an operation that began at `began`; `None` if the operation begins now.
     pub(super) fn new<S: Store + ?Sized>(store: &'a S, op: StoreOp, began: Option<Instant>) -> Self {
         let context = store.context();
         let name = context.name();
@@ -60,7 +60,7 @@ impl<'a> Watch<'a> {
 }
 
 impl StoreErrorKind {
-    /// Returns the name of the kind in labels and spans.
+    /// Returns the name of this kind of failure in labels and spans.
     pub(crate) const fn label(self) -> ErrorKind {
         match self {
             Self::Unavailable => ErrorKind::Unavailable,

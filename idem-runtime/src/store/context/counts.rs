@@ -1,4 +1,5 @@
-//! Counts of events that no record keeps: failures without a record, refusals in transactions, encounters, last waits.
+//! Counts of events that no record keeps: failures without a record, refusals in transactions, duplicates of an
+//! attempt, waits of last deliveries.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
@@ -8,10 +9,12 @@ use crate::key::Key;
 use crate::sync::SharedOnce;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 
-/// Counts of one store handle; all calls in transactions share theirs, because their handles end with the call.
+/// Counts of one store handle. All calls in transactions share one set of counts, because their handles end with the
+/// call.
 pub(crate) struct EventCounts {
     tables: Arc<CountTables>,
-    /// Distinguishes the keys of one place from those of others in [`OF_TRANSACTIONS`].
+    /// Hash of the table's name, so that equal keys of two tables have different tags in [`OF_TRANSACTIONS`]. Zero for
+    /// a handle that outlives its calls.
     place: u64,
 }
 
@@ -20,9 +23,9 @@ struct CountTables {
     failures: TagCounts,
     /// Calls in transactions that the store refused, by key.
     refusals: TagCounts,
-    /// Encounters of duplicates with an attempt, by key and attempt.
+    /// Duplicates that found a running attempt, by key and attempt.
     meetings: TagCounts,
-    /// Duplicates that wait only because their broker delivers them for the last times.
+    /// Number of duplicates that wait only because their message has few deliveries left.
     last_waits: AtomicUsize,
 }
 
@@ -50,7 +53,7 @@ impl EventCounts {
         Self { tables: Arc::clone(OF_TRANSACTIONS.get_or_init(CountTables::new)), place: hasher.finish() }
     }
 
-    /// Returns the counts for the same records in a forked child.
+    /// Returns the counts of a forked child for the same records.
     pub(super) fn in_child(&self) -> Self {
         match self.place {
             0 => Self::of_handle(),
@@ -58,31 +61,32 @@ impl EventCounts {
         }
     }
 
-    /// Names `key` in the counts.
+    /// Returns the tag under which events of `key` are counted.
     fn tag(&self, key: &Key) -> u64 {
         key.seed() ^ self.place
     }
 
-    /// Records the end of a body of `key` that ran without a record. Returns the number of its failures in a row, as
-    /// far as they are still counted.
+    /// Records the end of a body of `key` that ran without a record. Returns the number of consecutive failures of
+    /// `key`; the number starts again if the table has forgotten the key.
     pub(crate) fn unrecorded_failures(&self, key: &Key, is_ok: bool) -> u32 {
         self.tables.failures.count_or_forget(self.tag(key), !is_ok)
     }
 
-    /// Records whether the store refused a call of `key` in a transaction. Returns the number of refusals in a row, as
-    /// far as they are still counted.
+    /// Records whether the store refused a call of `key` in a transaction. Returns the number of consecutive refusals
+    /// of `key`; the number starts again if the table has forgotten the key.
     pub(crate) fn refusals_in_transactions(&self, key: &Key, is_refused: bool) -> u32 {
         self.tables.refusals.count_or_forget(self.tag(key), is_refused)
     }
 
-    /// Records that a duplicate has met attempt number `attempt` of `key`. Returns the number of such duplicates in
-    /// this handle, as far as they are still counted.
+    /// Records that a duplicate found attempt number `attempt` of `key` running. Returns the number of duplicates of
+    /// this attempt in this handle; the number starts again if the table has forgotten the attempt.
     pub(crate) fn meets(&self, key: &Key, attempt: u32) -> u32 {
-        // An odd multiplier spreads the numbers over all bits of the tag.
+        // Multiplying by an odd number spreads attempt numbers over all bits of the tag.
         self.tables.meetings.again(self.tag(key) ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
-    /// Returns the permission for a duplicate to wait on its last deliveries; `None` if too many of them wait already.
+    /// Lets a duplicate wait although its message has few deliveries left. `None` if [`LastWait::MOST`] such duplicates
+    /// already wait.
     pub(crate) fn last_wait(&self) -> Option<LastWait> {
         let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);
         let waits = self.tables.last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
@@ -90,12 +94,12 @@ impl EventCounts {
     }
 }
 
-/// A duplicate that waits only because few deliveries of its message are left. Each such duplicate occupies a slot of
-/// its consumer for as long as an attempt may run, so their number is limited.
+/// A duplicate that waits only because its message has few deliveries left. Each such duplicate occupies a slot of its
+/// consumer for as long as an attempt may run, so the number of such waits is limited.
 pub(crate) struct LastWait(Arc<CountTables>);
 
 impl LastWait {
-    /// Largest number of such duplicates in one store handle at a time.
+    /// Largest number of such waits in one store handle at a time.
     pub(crate) const MOST: usize = 4;
 }
 

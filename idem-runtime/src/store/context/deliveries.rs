@@ -1,8 +1,9 @@
-//! Beats of deliveries: a periodic callback that tells the broker that its message is still being handled.
+//! Beats of deliveries: a callback at intervals that extends the message at its broker while the message is being
+//! handled.
 //!
-//! The renewal task of a store handle looks for deliveries that are due, as for leases, but does not run their
-//! callbacks. Each callback is a task of its own on the runtime of its delivery, where the client of the broker mostly
-//! lives. So a callback that hangs, blocks or panics costs neither a lease nor another delivery.
+//! The renewal task of a store handle finds deliveries that are due, like leases, but does not run their callbacks.
+//! Each callback is a task of its own on the runtime of its delivery, where the client of the broker usually runs. So a
+//! callback that hangs, blocks or panics costs neither a lease nor another delivery.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -34,7 +35,7 @@ pub struct Beat {
 }
 
 impl Beat {
-    /// Key of the first call of the delivery; `None` if it has no key.
+    /// Key of the first call of the delivery; `None` for a delivery without a key.
     pub fn key(&self) -> Option<&Key> {
         self.delivery.key.as_ref()
     }
@@ -49,8 +50,8 @@ impl Beat {
         self.elapsed
     }
 
-    /// Reports that the broker no longer extends this message, or has given it to another consumer. No beat follows.
-    /// Depending on [`on_beat_lost`](crate::future::Observe::on_beat_lost), the body goes on or is cancelled.
+    /// Reports that the broker no longer extends this message, or has given the message to another consumer. No beat
+    /// follows. Depending on [`on_beat_lost`](crate::future::Observe::on_beat_lost), the body goes on or is cancelled.
     pub fn lost(&self) {
         if self.delivery.lost.swap(true, Ordering::SeqCst) {
             return;
@@ -70,10 +71,10 @@ impl fmt::Debug for Beat {
     }
 }
 
-/// Callback of each beat. An `Err` holds the reason why the broker could not be told.
+/// Callback of each beat. An `Err` holds the reason why the broker did not extend the message.
 pub(crate) type Callback = Box<dyn FnMut(Beat) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send>;
 
-/// A delivery that beats.
+/// A delivery whose message the broker extends at each beat.
 pub(super) struct Delivery {
     key: Option<Key>,
     every: Duration,
@@ -107,7 +108,7 @@ impl Delivery {
         self.every
     }
 
-    /// Returns whether the broker no longer extends the message. Wakes `waker` when that changes.
+    /// Returns whether the broker no longer extends the message. Wakes `waker` when the message is lost.
     pub(super) fn is_lost_for(&self, waker: &Waker) -> bool {
         {
             let mut known = lock(&self.waker);
@@ -123,7 +124,7 @@ impl Delivery {
         self.lost.load(Ordering::SeqCst)
     }
 
-    /// Ends the delivery, and a running callback with it.
+    /// Ends the delivery, and cancels its running callback.
     pub(super) fn end(&self) {
         self.over.store(true, Ordering::SeqCst);
         self.ended.notify_one();
@@ -136,8 +137,8 @@ impl Delivery {
         }
     }
 
-    /// Runs a callback of the delivery on its own runtime. A clock of tests runs the renewal task on the same runtime
-    /// as the delivery, and decides the order of both.
+    /// Runs a callback on the runtime of its delivery. A test clock runs the task itself, so that the test decides the
+    /// order of callbacks and renewals.
     fn spawn(&self, clock: &dyn Clock, task: Task) {
         match (&self.home, Handle::try_current()) {
             (Some(home), Ok(here)) if home.id() != here.id() => drop(home.spawn(task)),
@@ -150,16 +151,16 @@ impl Delivery {
 struct BeatSchedule {
     delivery: Arc<Delivery>,
     due: Instant,
-    /// Number of beats so far.
+    /// Number of beats of the delivery so far.
     beats: u32,
-    /// True while a callback runs.
+    /// True while a callback of the delivery runs.
     calling: bool,
 }
 
-/// Number of shards.
+/// Number of shards of a [`DeliveryTable`].
 const SHARDS: usize = 16;
 
-/// The deliveries of one store handle that beat, in the order in which they began.
+/// Deliveries of one store handle that beat, in the order in which they began.
 #[derive(Default)]
 pub(super) struct DeliveryTable {
     shards: Shards<BTreeMap<u64, BeatSchedule>, SHARDS>,
@@ -175,13 +176,13 @@ pub(super) struct DueBeat {
 
 /// End of a callback.
 pub(super) enum CallbackEnd {
-    /// The delivery is over.
+    /// The delivery ended before its callback returned.
     Ended,
     /// The broker no longer extends the message.
     Lost,
-    /// The broker was told.
+    /// The callback succeeded: the broker has extended the message.
     Told,
-    /// The callback failed; the next beat is due then.
+    /// The callback failed; holds the time of the next beat.
     Failed(Instant),
 }
 
@@ -190,7 +191,7 @@ impl DeliveryTable {
         self.shards.shard(usize::try_from(number % SHARDS as u64).unwrap_or_default())
     }
 
-    /// Adds a delivery that beats from `due` on. Returns its number.
+    /// Adds a delivery whose first beat is due at `due`. Returns the number of the delivery.
     pub(super) fn insert(&self, delivery: &Arc<Delivery>, due: Instant) -> u64 {
         let number = self.started.fetch_add(1, Ordering::Relaxed);
         let scheduled = BeatSchedule { delivery: Arc::clone(delivery), due, beats: 0, calling: false };
@@ -206,19 +207,19 @@ impl DeliveryTable {
         self.shards.iter().all(|shard| shard.is_empty())
     }
 
-    /// Forgets all deliveries without a drop: they belong to the parent process.
+    /// Forgets all deliveries without dropping them: they belong to the parent process.
     pub(super) fn forget(&self) {
         self.shards.iter().for_each(|mut shard| std::mem::forget(std::mem::take(&mut *shard)));
     }
 
-    /// Returns the deliveries that are due by `now` or soon after. Lowers `next` to the earliest time at which one is
-    /// due again.
+    /// Returns the beats that are due by `now` or soon after. Lowers `next` to the time of the earliest beat that
+    /// follows.
     pub(super) fn due(&self, now: Instant, next: &mut Instant) -> Vec<DueBeat> {
         let mut due = Vec::new();
         for mut shard in self.shards.iter() {
             for (number, scheduled) in shard.iter_mut().filter(|(_, it)| !it.delivery.is_lost()) {
                 let every = scheduled.delivery.every;
-                // Up to an eighth early, as for leases, so that one scan serves many deliveries.
+                // A beat may come up to an eighth of its interval early, so that one scan serves many deliveries.
                 if scheduled.due <= now.saturating_add(every / 8) {
                     scheduled.due = now.saturating_add(every);
                     if !scheduled.calling {
@@ -236,7 +237,7 @@ impl DeliveryTable {
         due
     }
 
-    /// Records the end of a callback at `now`. A callback that failed is repeated soon.
+    /// Records the end of a callback at `now`. After a failure the next beat is due a quarter of the interval later.
     pub(super) fn called(&self, number: u64, failed: bool, now: impl FnOnce() -> Instant) -> CallbackEnd {
         let mut shard = self.shard(number);
         let Some(scheduled) = shard.get_mut(&number) else { return CallbackEnd::Ended };
@@ -251,7 +252,7 @@ impl DeliveryTable {
         }
     }
 
-    /// Wakes all deliveries.
+    /// Wakes the tasks of all deliveries.
     pub(super) fn wake(&self) {
         for at in 0..SHARDS {
             let deliveries: Vec<_> = self.shards.shard(at).values().map(|it| Arc::clone(&it.delivery)).collect();
@@ -263,9 +264,10 @@ impl DeliveryTable {
 }
 
 impl Beat {
-    /// Runs the callback of this beat on the runtime of its delivery, until the delivery is over, and for a bounded
-    /// time. `report` receives the key, the time since the start of the delivery, and the answer of the callback. It is
-    /// dropped without a call if the callback panics, if its runtime drops it, or if the delivery is over.
+    /// Runs the callback of this beat on the runtime of its delivery, until the delivery ends or the time limit is
+    /// over. `report` receives the key, the time since the start of the delivery, and the result of the callback.
+    /// `report` is dropped without a call if the callback panics, if its runtime drops the task, or if the delivery has
+    /// ended.
     pub(super) fn call(
         self,
         clock: &dyn Clock,
@@ -278,7 +280,7 @@ impl Beat {
     }
 }
 
-/// Runs a callback until its delivery is over, and for at most `limit`.
+/// Runs a callback until its delivery ends, and for at most `limit`.
 async fn call(beat: Beat, mut limit: Sleep, report: impl FnOnce(Option<&Key>, Duration, Result<(), String>)) {
     let (delivery, elapsed) = (Arc::clone(&beat.delivery), beat.elapsed);
     let mut ended = pin!(delivery.ended.notified());

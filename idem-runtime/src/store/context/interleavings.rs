@@ -26,7 +26,7 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 struct World {
     clock: TestClock,
     store: Arc<dyn Store>,
-    /// Number of tasks of the clock that are bodies.
+    /// Number of running tasks that are bodies; every other task of the clock renews leases.
     bodies: Arc<AtomicUsize>,
 }
 
@@ -73,12 +73,12 @@ impl World {
         lease
     }
 
-    /// Lets `duration` pass. None of `leases` must lapse in it.
+    /// Advances the clock by `duration`. Panics if one of `leases` lapses meanwhile.
     async fn hold(&self, leases: &[Lease], duration: Duration) {
         let check = |step| {
             for lease in leases {
                 let left = self.leases().lease_remaining(lease.owner);
-                assert!(left > step, "{} was left without a beat", lease.key.as_str());
+                assert!(left > step, "the lease of {} was not renewed in time", lease.key.as_str());
             }
             let renewing = self.clock.tasks.alive() - self.bodies.load(Ordering::SeqCst);
             assert!(renewing <= 1, "more than one renewal task");
@@ -86,7 +86,7 @@ impl World {
         self.clock.pass(duration, check).await;
     }
 
-    /// Lets time pass without any lease. The renewal task has to end in it.
+    /// Advances the clock until the renewal task ends, which happens only if no lease is registered.
     async fn rest(&self) {
         assert_eq!(self.context().live(), 0);
         self.clock.pass(3 * LONGEST_SLEEP, |_| {}).await;
@@ -95,7 +95,8 @@ impl World {
         assert_eq!(self.leases().next_beat.load(Ordering::SeqCst), NEVER);
     }
 
-    /// Starts a body that only waits until its standing meets `until`. The returned flag is true once it has.
+    /// Starts a body that waits until `until` returns true for the standing of its lease. The returned flag is true
+    /// once the body has ended.
     fn body(&self, lease: &Lease, until: impl Fn(LeaseStanding) -> bool + Send + Sync + 'static) -> Arc<Flag> {
         let (world, owner, met) = (self.clone(), lease.owner, Arc::new(Flag::new(false)));
         let body = {
@@ -116,9 +117,10 @@ impl World {
     }
 }
 
-/// Several leases are registered concurrently, and a later one has an earlier beat: each lease gets its beats.
+/// Several leases are registered concurrently, and a lease that is registered later has an earlier beat. Each lease is
+/// renewed in time.
 #[test]
-fn each_lease_has_its_beats() {
+fn each_lease_is_renewed_in_time() {
     explore(|| {
         let world = World::new();
         let registering: Vec<_> = [LEASE, LEASE / 3, LEASE / 2]
@@ -140,9 +142,9 @@ fn each_lease_has_its_beats() {
     });
 }
 
-/// A lease is registered while the renewal task scans, and is due long before the next scan.
+/// A lease is registered while the renewal task scans the leases, and is due long before the next scan.
 #[test]
-fn a_lease_that_comes_as_the_task_looks_has_its_beats() {
+fn a_lease_registered_during_a_scan_is_renewed() {
     explore(|| {
         let world = World::new();
         let first = world.register(0, 8 * LONGEST_SLEEP);
@@ -153,16 +155,17 @@ fn a_lease_that_comes_as_the_task_looks_has_its_beats() {
     });
 }
 
-/// A lease whose body never checks it is registered while the renewal task ends. The lease still gets its beats.
+/// A lease is registered while the renewal task ends, by a body that never checks its lease. The lease is still
+/// renewed.
 #[test]
-fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
+fn a_lease_registered_while_the_task_ends_is_renewed() {
     explore(|| {
         let world = World::new();
         let first = world.register(0, LEASE);
         let threads = block_on(async {
             world.hold(&[first.clone()], Duration::from_secs(1)).await;
             world.leases().deregister(first.owner);
-            // The task wakes, and finds no lease.
+            // The sleep of the renewal task ends, and the task finds no lease.
             let came = world.clone();
             let coming = shuttle::thread::spawn(move || vec![came.register(1, 4 * LONGEST_SLEEP)]);
             let came = world.clone();
@@ -188,10 +191,10 @@ fn a_lease_that_comes_as_the_task_ends_has_its_beats() {
     });
 }
 
-/// The runtime of the renewal task shuts down. A body that waits on another runtime, or a new body, starts another
-/// task.
+/// The runtime of the renewal task shuts down. A body that waits on another runtime starts a new renewal task, and so
+/// does a new body.
 #[test]
-fn a_task_that_is_dropped_is_followed_by_another() {
+fn a_new_renewal_task_replaces_a_dropped_one() {
     explore(|| {
         let world = World::new();
         let lease = world.register(0, LEASE);
@@ -205,16 +208,16 @@ fn a_task_that_is_dropped_is_followed_by_another() {
             let released = world.store.release(&lease, Release::Returned).await;
             assert_eq!(released.expect("released"), Verdict::Applied);
             world.clock.pass(LEASE, |_| {}).await;
-            assert!(body.load(Ordering::SeqCst), "not told that its lease is lost");
+            assert!(body.load(Ordering::SeqCst), "the body was not woken when its lease was lost");
             world.leases().deregister(lease.owner);
             world.rest().await;
         });
     });
 }
 
-/// A waiting body is woken when its time is over, when its lease is lost, and when its lapsed lease is renewed.
+/// A waiting body is woken when its time limit is over, when its lease is lost, and when its lapsed lease is renewed.
 #[test]
-fn a_body_that_waits_is_woken() {
+fn a_waiting_body_is_woken_when_its_lease_changes() {
     explore(|| {
         let world = World::new();
         let hangs = world.register_for(0, LEASE, LEASE);
@@ -233,22 +236,22 @@ fn a_body_that_waits_is_woken() {
         block_on(async {
             let released = world.store.release(&loses, Release::Returned).await;
             assert_eq!(released.expect("released"), Verdict::Applied);
-            // A single step, as if the process had been suspended.
+            // The clock jumps by more than a lease, as if the process had been suspended.
             world.clock.advance(LEASE + Duration::from_secs(1));
-            // The task may have read the time just before.
+            // The renewal task may have read the clock just before the jump.
             world.clock.pass(LEASE, |_| {}).await;
-            assert!(hung.load(Ordering::SeqCst), "not told that its time is over");
-            assert!(lost.load(Ordering::SeqCst), "not told that its lease is lost");
-            // The lease may have been renewed before the body checked it.
+            assert!(hung.load(Ordering::SeqCst), "the body was not woken at its time limit");
+            assert!(lost.load(Ordering::SeqCst), "the body was not woken when its lease was lost");
+            // The lease may be renewed before its body sees that it has lapsed.
             let told = held.load(Ordering::SeqCst) || !was_lapsed.load(Ordering::SeqCst);
-            assert!(told, "not told that its lease is renewed");
+            assert!(told, "the body was not woken when its lease was renewed");
         });
     });
 }
 
-/// `flush` waits for all work that is under way, and for nothing else.
+/// `flush` waits until all writes and renewals under way have ended, and then returns.
 #[test]
-fn flush_returns_when_nothing_is_under_way() {
+fn flush_returns_when_all_writes_have_ended() {
     explore(|| {
         let world = World::new();
         let over = Arc::new([Flag::new(false), Flag::new(false)]);

@@ -10,7 +10,7 @@ use crate::key::Key;
 use crate::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use crate::sync::{PerProcess, SharedOrAnew};
 
-/// Number of later changes after which the late end of an attempt may be forgotten.
+/// Number of later changes after which [`LateWrites`] may forget the late end of an attempt.
 const LATE_ENDS_KEPT: u32 = 4096;
 
 /// Late writes of one store handle in one process.
@@ -25,9 +25,9 @@ pub(crate) struct LateWrites {
     changes: AtomicU32,
 }
 
-/// The end of an attempt, or a renewal, after its lease.
+/// A renewal or an end of an attempt that came after the lapse of the lease.
 struct LateEnd {
-    /// Writes of it under way.
+    /// Number of writes under way that end an attempt of this key.
     writes: usize,
     /// Number of the latest change of this entry, among the changes of all entries.
     changed: u32,
@@ -52,17 +52,17 @@ impl LateWrites {
         FlushGuard(Arc::clone(self))
     }
 
-    /// Prepares for writes of this process, which may be a forked child.
+    /// Prepares [`flush`](LateWrites::flush) for writes of this process, which may be a forked child.
     pub(super) fn expect(&self) {
         self.flushed.here();
     }
 
-    /// Forgets the writes of the parent process, for a store in memory.
+    /// Forgets the writes of the parent process. For the forked child of a store in memory.
     pub(super) fn start_anew(&self) {
         self.under_way.store(0, Ordering::SeqCst);
     }
 
-    /// Marks `key` as one whose attempt is still being ended, until the returned value is dropped.
+    /// Marks that an attempt of `key` is being ended after its lease, until the returned value is dropped.
     pub(super) fn ends_late(self: &Arc<Self>, key: &Key) -> LateEndGuard {
         self.change(key, |end| end.writes += 1);
         LateEndGuard { late_writes: Arc::clone(self), key: key.clone() }
@@ -73,12 +73,13 @@ impl LateWrites {
         self.change(key, |_| ());
     }
 
-    /// Number of changes so far, for [`is_ending`](LateWrites::is_ending).
+    /// Number of changes of `ends` so far; argument of a later call of [`is_ending`](LateWrites::is_ending).
     pub(crate) fn changes(&self) -> u32 {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// Whether an attempt of `key` is being ended late, or was since [`changes`](LateWrites::changes) returned `since`.
+    /// Returns whether an attempt of `key` is being ended after its lease, or was renewed or ended so after
+    /// [`changes`](LateWrites::changes) had returned `since`.
     pub(super) fn is_ending(&self, key: &Key, since: u32) -> bool {
         let is_later = |end: &LateEnd| end.changed != since && end.changed.wrapping_sub(since) < u32::MAX / 2;
         self.ends.lock().get(key).is_some_and(|end| end.writes > 0 || is_later(end))
@@ -87,7 +88,8 @@ impl LateWrites {
     fn change(&self, key: &Key, change: impl FnOnce(&mut LateEnd)) {
         let mut ends = self.ends.lock();
         let changed = self.changes.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        // Now and then: an outage makes many entries.
+        // Removes old entries at a power of two of the length: an outage adds many entries, and a scan at each change
+        // would be slow.
         if ends.len() >= 64 && ends.len().is_power_of_two() {
             ends.retain(|_, end| end.writes > 0 || changed.wrapping_sub(end.changed) < LATE_ENDS_KEPT);
         }
@@ -108,7 +110,7 @@ impl Drop for FlushGuard {
     }
 }
 
-/// An attempt that is ended after its lease; see [`LateWrites::ends_late`].
+/// Marks an attempt that is being ended after its lease; see [`LateWrites::ends_late`].
 pub(crate) struct LateEndGuard {
     late_writes: Arc<LateWrites>,
     key: Key,

@@ -1,4 +1,4 @@
-//! The table of the leases that a store handle keeps alive, by owner token.
+//! Table of the leases that a store handle keeps alive, by owner token.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -18,8 +18,8 @@ const SHARDS: usize = 16;
 
 pub(super) type LeaseShard = HashMap<OwnerToken, LeaseEntry, BuildHasherDefault<TokenHasher>>;
 
-/// Uses the last bytes of an owner token as its hash, because they are random. `Hash` writes the length of the array
-/// first; the last write is the token.
+/// Hashes an owner token to its last bytes, which are random. `Hash` writes the length of the array first and the token
+/// last.
 #[derive(Default)]
 pub(super) struct TokenHasher(u64);
 
@@ -35,26 +35,26 @@ impl Hasher for TokenHasher {
     }
 }
 
-/// Permission to poll a body.
+/// State of a lease, which decides whether the body may be polled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LeaseStanding {
     /// The lease is live.
     Held,
     /// The lease has lapsed by the clock of this process. A renewal is under way, and the body waits for it.
     Lapsed,
-    /// The store answered that this attempt no longer has the lease.
+    /// The store answered that this attempt no longer holds the lease.
     Lost,
-    /// The body has run for longer than its policy allows. Its lease is no longer renewed.
+    /// The body has run for longer than its policy allows. The lease is no longer renewed.
     TimedOut,
-    /// The lease has lapsed, and the store permanently refuses to renew it, or has not renewed it for longer than a
-    /// body may be paused. See [`Leases::why_unrenewed`](super::leases::Leases::why_unrenewed).
+    /// The lease has lapsed, and the store permanently refuses its renewal, or has not renewed the lease for longer
+    /// than a body may be paused. See [`Leases::why_unrenewed`](super::leases::Leases::why_unrenewed).
     Unrenewed,
 }
 
 /// Time limits of a body.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Nanoseconds.
+    /// Longest run of the body, in nanoseconds.
     timeout: u64,
     pub(super) pause: LongestPause,
 }
@@ -72,13 +72,13 @@ impl Limits {
     }
 }
 
-/// Longest wait of a body for a renewal after its lease has lapsed, in nanoseconds. Half as large as a duration: each
-/// call copies it several times.
+/// Longest wait of a body for a renewal after its lease has lapsed, in nanoseconds. A `u64` is half as large as a
+/// `Duration`, and each call copies this value several times.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct LongestPause(u64);
 
 impl LongestPause {
-    /// No body waits.
+    /// The body does not wait for a renewal.
     pub(super) const NONE: Self = Self(u64::MAX);
 
     fn get(self) -> Option<Duration> {
@@ -86,33 +86,35 @@ impl LongestPause {
     }
 }
 
-/// Renewals that failed.
+/// Consecutive failures to renew a lease.
 pub(super) struct RenewalFailure {
-    /// Time when the first of them was sent.
+    /// Time when the first failed renewal was sent.
     pub(super) since: Instant,
     /// Last error of the store.
     pub(super) error: StoreError,
-    /// True if the store returned the error for this lease only.
+    /// True if the failed renewal was about this lease only.
     pub(super) is_its_own: bool,
 }
 
 pub(super) struct LeaseEntry {
-    /// Handle of the call, so that the renewal task does not keep a store open.
+    /// Handle of the call, so that the renewal task alone does not keep a store open.
     pub(super) store: Arc<dyn Store>,
     pub(super) lease: Lease,
-    /// Time when the last confirmed reservation or renewal was sent. The lease is live for its duration from then on.
+    /// Time when the last confirmed reservation or renewal was sent. The lease is live from this time on, for its
+    /// duration.
     pub(super) confirmed_at: Instant,
     pub(super) due: Instant,
     /// Time when the last renewal was sent, answered or not.
     pub(super) asked_at: Instant,
     pub(super) stop_at: Instant,
     pub(super) pause: LongestPause,
-    /// Failures since the last confirmed renewal, if there were any. Boxed: they are rare, and every lease would carry
-    /// their size inline.
+    /// Failures since the last confirmed renewal, if there were any. Boxed: failures are rare, and every lease would
+    /// carry their size inline.
     pub(super) failing: Option<Box<RenewalFailure>>,
-    /// Never [`LeaseStanding::Lapsed`], which depends only on the time.
+    /// Standing of the lease, but never [`LeaseStanding::Lapsed`], which depends on the current time.
     pub(super) standing: LeaseStanding,
-    /// True once the attempt is being ended with its lease. A renewal that is refused afterwards may have met that end.
+    /// True once the attempt is ending while it holds its lease. A renewal that is refused afterwards may have come
+    /// after that end.
     pub(super) is_ending: bool,
     /// Woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
@@ -127,7 +129,8 @@ impl LeaseEntry {
         self.confirmed_at.saturating_add(self.lease.duration)
     }
 
-    /// Whether a record may have called the attempt interrupted by `now`.
+    /// Returns whether another process may have interrupted the attempt by `now`: the lease has lapsed under `on_crash
+    /// = fail`.
     pub(super) fn lapsed_under_fail(&self, now: impl FnOnce() -> Instant) -> bool {
         self.lease.on_crash == OnCrash::Fail && self.held_until() <= now()
     }
@@ -137,8 +140,8 @@ impl LeaseEntry {
         self.failing.as_ref().is_some_and(|failing| failing.error.is_for_good())
     }
 
-    /// Time when the body stops waiting for a renewal, unless one succeeds before. A process that was suspended sent no
-    /// renewals meanwhile, so the time counts from the first failed renewal.
+    /// Time when the body stops waiting for a renewal, unless a renewal succeeds before. The time counts from the first
+    /// failed renewal, because a suspended process sends no renewals.
     pub(super) fn give_up_at(&self) -> Instant {
         match (self.failing.as_deref(), self.pause.get()) {
             (Some(RenewalFailure { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
@@ -152,7 +155,8 @@ impl LeaseEntry {
         self.due.min(self.stop_at).min(self.give_up_at())
     }
 
-    /// Ends the body: nothing but its store can end the attempt from here on.
+    /// Records that the body is no longer polled. `stop_at`: time at which the lease is given up unless the attempt has
+    /// ended.
     pub(super) fn end_body(&mut self, stop_at: Instant) {
         self.stop_at = stop_at;
         self.pause = LongestPause::NONE;
@@ -170,15 +174,15 @@ impl LeaseEntry {
 #[derive(Default)]
 pub(super) struct LeaseTable(Shards<LeaseShard, SHARDS>);
 
-/// Leases that are due, and bodies whose time is over.
+/// Leases that are due for renewal, and bodies whose time is over.
 #[derive(Default)]
 pub(super) struct DueLeases {
-    /// Handle of one of the calls.
+    /// Handle of a call whose lease is due, for the renewals.
     pub(super) store: Option<Arc<dyn Store>>,
     pub(super) leases: Vec<Lease>,
-    /// Leases that are each renewed in a call of their own.
+    /// Leases that need a renewal call of their own, because the store refused a renewal permanently.
     pub(super) alone: Vec<Lease>,
-    /// Longest time by which one of the leases is overdue.
+    /// Longest time by which a lease in this scan is overdue.
     pub(super) lag: Duration,
     /// Wakers of bodies whose time is over.
     pub(super) over: Vec<Waker>,
@@ -206,24 +210,24 @@ impl LeaseTable {
         self.0.iter().map(|shard| shard.len()).sum()
     }
 
-    /// Whether an attempt of `key` runs, or is being ended, and had its lease until then.
+    /// Returns whether an attempt of `key` runs or is being ended, and has not lost its lease before.
     pub(super) fn runs(&self, key: &Key) -> bool {
         let runs = |it: &LeaseEntry| it.lease.key == *key && (it.standing != LeaseStanding::Lost || it.is_ending);
         self.0.iter().any(|shard| shard.values().any(runs))
     }
 
-    /// Takes the wakers of all bodies, one shard after the other.
+    /// Takes the wakers of all bodies, shard by shard.
     pub(super) fn wakers(&self) -> impl Iterator<Item = Vec<Waker>> {
         self.0.iter().map(|mut shard| shard.values_mut().filter_map(|entry| entry.waker.take()).collect())
     }
 
-    /// Adds the state of each lease at `now` to `states`. `beats`: whether leases are renewed at all.
+    /// Adds the state of each lease at `now` to `states`. `beats` is false if this handle never renews leases.
     pub(super) fn add_states(&self, now: Instant, beats: bool, states: &mut RenewalStates) {
         for shard in self.0.iter() {
             for entry in shard.values() {
                 states.leases += 1;
                 if beats && entry.standing == LeaseStanding::Held {
-                    // Counted from `confirmed_at`, so that a renewal that was sent and not answered is late too.
+                    // The lag counts from `confirmed_at`, so that a renewal without an answer is late too.
                     let due = entry.confirmed_at.saturating_add(entry.beat());
                     let lag = now.saturating_since(due);
                     states.lag = states.lag.max(lag);
@@ -239,7 +243,7 @@ impl LeaseTable {
         let mut due = DueLeases::default();
         for mut shard in self.0.iter() {
             for entry in shard.values_mut().filter(|entry| entry.standing == LeaseStanding::Held) {
-                // The body has reached its time limit, or has waited too long for a renewal.
+                // The next two conditions: the body has reached its time limit, or has waited too long for a renewal.
                 if entry.stop_at <= now {
                     due.over.extend(entry.turn(LeaseStanding::TimedOut));
                     continue;
@@ -257,24 +261,24 @@ impl LeaseTable {
 }
 
 impl DueLeases {
-    /// Adds a lease if it is due by `now` or soon after.
+    /// Adds the lease of `entry` if a renewal is due by `now` or soon after.
     fn add(&mut self, entry: &mut LeaseEntry, now: Instant) {
-        // Renew up to an eighth of a beat early, to share calls. The pauses below are longer, or a lease whose renewal
-        // failed would be due immediately.
+        // Leases are renewed up to an eighth of a beat early, so that several leases share a call. The pauses after a
+        // sent and after a failed renewal are longer: otherwise the lease would be due again immediately.
         let beat = entry.beat();
         if entry.due > now.saturating_add(beat / 8) {
             return;
         }
         self.lag = self.lag.max(now.saturating_since(entry.due));
         self.store.get_or_insert_with(|| Arc::clone(&entry.store));
-        // A call for several leases does not say which of them the store permanently refuses, and only a refusal of its
-        // own lease may end a body.
+        // The error of a call for several leases does not show which lease the store permanently refuses. Only a
+        // refusal of its own lease may end a body, so a refused lease that has lapsed gets a call of its own.
         let is_alone = entry.is_refused() && entry.held_until() <= now;
         match is_alone {
             true => self.alone.push(entry.lease.clone()),
             false => self.leases.push(entry.lease.clone()),
         }
-        // Due again before the answer arrives: this call may be stuck at another lease.
+        // The lease is due again before the answer arrives: another lease may delay the call.
         entry.due = now.saturating_add(beat / 2);
         entry.asked_at = now;
     }

@@ -1,4 +1,4 @@
-//! The leases of a store handle with their beats: one renewal task for any number of leases and deliveries.
+//! Leases of a store handle and their beats: one renewal task for any number of leases and deliveries.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,33 +23,33 @@ use crate::sync::{PerProcess, Process};
 
 /// Value of `next_beat` while no renewal task is running.
 pub(super) const NEVER: u64 = u64::MAX;
-/// Value of `next_beat` while the renewal task scans the leases: a lease that is registered now must make it scan
-/// again.
+/// Value of `next_beat` while the renewal task scans the leases: a lease that is registered now must cause another
+/// scan.
 const LOOKING: u64 = NEVER - 1;
-/// Longest sleep of the renewal task, so that the task ends soon after the last handler.
+/// Longest sleep of the renewal task, so that the task ends soon after the last handler has ended.
 pub(super) const LONGEST_SLEEP: Duration = Duration::from_secs(10);
-/// A renewal task that is late by this much may be the parent's, which does not exist in the child of a `fork()`.
+/// Delay after which a renewal task may belong to the parent process: the child of a `fork()` has no copy of the task.
 const OVERDUE: Duration = Duration::from_secs(1);
 
 /// Leases that one store handle keeps alive in one process.
 ///
 /// A handler is registered before its first poll, so even a handler that never yields keeps its lease. A single task
-/// finds the leases that are due and renews them through [`Store::upkeep`], by [`Clock::spawn`]: with the real clock
-/// this is a thread of the library, which no handler blocks. A renewal without an answer is repeated while the first
-/// renewal is still under way, and each lease has its own answer. So a key, a node or a connection that hangs costs no
-/// other lease.
+/// finds the leases that are due and renews them through [`Store::upkeep`], by [`Clock::spawn`]: the real clock uses a
+/// thread of the library, which no handler blocks. A renewal without an answer is repeated while the first renewal is
+/// still under way, and each lease has its own answer. So a key, a node or a connection that hangs costs no other
+/// lease.
 ///
-/// The task starts with the first handler, ends some seconds after the last one, and starts again in the child of a
-/// `fork()`.
+/// The renewal task starts with the first handler, ends some seconds after the last handler, and starts again in the
+/// child of a `fork()`.
 pub(crate) struct Leases {
     clock: Arc<dyn Clock>,
-    /// Process that made these leases.
+    /// Process that created this value.
     made_by: Process,
     mode: RenewalMode,
     table: LeaseTable,
     deliveries: DeliveryTable,
     /// Time of the next scan, in nanoseconds since the clock's origin, or [`LOOKING`], or [`NEVER`]. A lease that is
-    /// due earlier must wake the renewal task.
+    /// due before that time must wake the renewal task.
     pub(super) next_beat: AtomicU64,
     pub(super) running: AtomicBool,
     /// Process whose renewal task is running.
@@ -60,18 +60,18 @@ pub(crate) struct Leases {
     metrics: Arc<Metrics>,
     /// Failures of a broker since its last success.
     broker_outage: Outage,
-    /// True if a test treats the process as crashed.
+    /// True after a test has declared that the process crashed.
     abandoned: AtomicBool,
 }
 
-/// Renewal of the leases of a store handle.
+/// Way in which a store handle renews its leases.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RenewalMode {
-    /// Each lease is renewed. A forked child has leases of its own.
+    /// Leases are renewed. A forked child starts with an empty table of leases.
     OfProcess,
-    /// Each lease is renewed. The child of a `fork()` goes on with a copy, as its store is a copy.
+    /// Leases are renewed. A forked child keeps a copy of the leases, because its store in memory is a copy too.
     Copied,
-    /// No lease is renewed: leases end in another way, for example with a transaction.
+    /// Leases are never renewed: they end in another way, for example with a transaction.
     Never,
 }
 
@@ -109,7 +109,7 @@ impl Leases {
         self.table.len()
     }
 
-    /// Whether an attempt of `key` runs, or is being ended, and had its lease until then.
+    /// Returns whether an attempt of `key` runs or is being ended, and has not lost its lease before.
     pub(super) fn runs(&self, key: &Key) -> bool {
         self.table.runs(key)
     }
@@ -120,12 +120,12 @@ impl Leases {
         self.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether calls may write after they are dropped.
+    /// Returns whether a dropped call may still write.
     pub(super) fn writes_late(&self) -> bool {
         self.beats() && !self.abandoned.load(Ordering::SeqCst)
     }
 
-    /// Returns the state of the renewal of leases at `now`.
+    /// Returns the state of the renewals at `now`.
     pub(super) fn states(&self, now: Instant) -> RenewalStates {
         let is_running = !self.beats() || self.is_running();
         let mut states = RenewalStates { is_running, ..RenewalStates::default() };
@@ -141,8 +141,8 @@ impl Leases {
         confirmed_at: Instant,
         limits: Limits,
     ) {
-        // In the child of a `fork()`, a store in memory is a copy, and so are its parent's records. Only a late beat
-        // shows that a fork happened.
+        // In the child of a `fork()`, a store in memory and its records are copies, and the renewal task does not run.
+        // A scan that is overdue is the sign of a fork.
         let planned = self.next_beat.load(Ordering::SeqCst);
         if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && self.is_forked() {
             self.start_anew();
@@ -168,7 +168,7 @@ impl Leases {
         }
     }
 
-    /// Returns whether the body of `owner` may be polled. Wakes `waker` when that changes.
+    /// Returns whether the body of `owner` may be polled. Wakes `waker` when the standing of the lease changes.
     pub(crate) fn standing(self: &Arc<Self>, owner: OwnerToken, waker: &Waker) -> LeaseStanding {
         if !self.beats() {
             return LeaseStanding::Held;
@@ -188,7 +188,7 @@ impl Leases {
             if now < entry.held_until() {
                 (LeaseStanding::Held, false)
             } else {
-                // Makes the lease due immediately, but only once: a call may be polled often while the store is slow.
+                // The lease becomes due immediately, but only once: a body may be polled often while the store is slow.
                 let unasked = entry.asked_at < entry.held_until();
                 if unasked {
                     entry.due = entry.due.min(now);
@@ -197,29 +197,29 @@ impl Leases {
                 (LeaseStanding::Lapsed, unasked)
             }
         };
-        // The runtime of the renewal task may have shut down, or the task belongs to another process.
+        // The renewal task may be gone because its runtime has shut down or because the process has forked.
         if unasked || self.next_beat.load(Ordering::SeqCst) == NEVER {
             self.expect_beat();
         }
         if let Some((store, lease)) = renewal
             && self.clock.is_moved()
         {
-            // The renewal task may run on another runtime, in real time: a test paused this time after the task had
-            // started.
+            // A test has paused or moved this clock after the renewal task had started. That task may sleep on another
+            // runtime, in real time, so the renewal starts here.
             self.spawn_renewal(store, vec![lease], now);
         }
         standing
     }
 
-    /// Removes the time limit and the beats that can end the attempt of `owner`: its body has returned, and from here
-    /// on only the store accepts or refuses its result.
+    /// Removes the limits that can end the attempt of `owner`. The body has returned: from here on only the store
+    /// accepts or refuses its result.
     pub(crate) fn body_returned(&self, owner: OwnerToken) {
         if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {
             entry.end_body(Instant::new(Duration::MAX));
         }
     }
 
-    /// Records that the body of `owner` is not polled again, and that its values are being dropped. Their drop may take
+    /// Records that the body of `owner` is not polled again, and that its values are being dropped. The drop may take
     /// as long as the body: the lease is kept alive for `timeout` from now, even if the body has timed out.
     pub(crate) fn drops_values(self: &Arc<Self>, owner: OwnerToken, timeout: Duration) {
         let stop_at = self.clock.now().saturating_add(timeout);
@@ -233,20 +233,20 @@ impl Leases {
             }
             resumes
         };
-        // The renewal task may sleep beyond the next beat of this lease, because it had given the lease up.
+        // The renewal task had given up this lease, and may sleep beyond the next beat of the lease.
         if resumes && self.beats() {
             self.expect_beat();
         }
     }
 
-    /// Returns the reason why the lease of `owner` was not renewed the last time.
+    /// Returns the error of the last renewal of `owner`.
     pub(crate) fn why_unrenewed(&self, owner: OwnerToken) -> StoreError {
         let shard = self.table.shard_of(owner);
         let failing = shard.get(&owner).and_then(|entry| entry.failing.as_ref());
         failing.map_or_else(no_answer, |failing| failing.error.clone())
     }
 
-    /// Stops the heartbeat. Returns the time when the lease was last confirmed.
+    /// Stops the renewal of the lease. Returns the time when the last confirmed reservation or renewal was sent.
     pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
         let entry = self.table.shard_of(owner).remove(&owner)?;
         if entry.lapsed_under_fail(|| self.clock.now()) {
@@ -275,14 +275,14 @@ impl Leases {
         self.table.shard_of(owner).get(&owner).map(|entry| entry.confirmed_at)
     }
 
-    /// Time until which the lease of `owner` is certainly live, if this handle keeps it alive.
+    /// Time until which the lease of `owner` is certainly live; `None` if this handle does not keep the lease alive.
     #[cfg(feature = "redis")]
     pub(crate) fn held_until(&self, owner: OwnerToken) -> Option<Instant> {
         let shard = self.table.shard_of(owner);
         shard.get(&owner).filter(|entry| entry.standing == LeaseStanding::Held).map(LeaseEntry::held_until)
     }
 
-    /// Time for which the lease of `owner` is certainly live; zero once its call has ended.
+    /// Time for which the lease of `owner` is certainly live; zero after the end of the call.
     pub(crate) fn lease_remaining(&self, owner: OwnerToken) -> Duration {
         let shard = self.table.shard_of(owner);
         match shard.get(&owner) {
@@ -294,8 +294,8 @@ impl Leases {
         }
     }
 
-    /// Longest time for which `lease` may still be live, if it was last confirmed at `confirmed_at` or by a later beat.
-    /// A refused beat does not count: the record may be the finished one of this attempt.
+    /// Longest time for which `lease` may still be live, if its last confirmed request was sent at `confirmed_at` or
+    /// later. A refused renewal does not shorten the time: it may have found the record that this attempt finished.
     pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
         if !self.beats() {
             return lease.duration;
@@ -309,13 +309,13 @@ impl Leases {
         self.earlier.latest().expect("made with a value")
     }
 
-    /// Wakes a sleeping renewal task, which has no lease left.
+    /// Wakes the sleeping renewal task, which then ends because no lease is left.
     pub(super) fn wake_task(&self) {
         self.earlier().notify_one();
     }
 
-    /// Wakes tasks. In the child of a `fork()`, the tasks of a store in memory may include a task of the parent, and a
-    /// lock of its runtime may stay held forever. So a separate thread takes that risk.
+    /// Wakes tasks. In the child of a `fork()`, a store in memory may hold wakers of the parent's tasks, and waking
+    /// such a task may wait forever for a lock of its runtime. So a separate thread wakes them.
     fn wake(&self, wakers: Vec<Waker>) {
         let wake = move || wakers.into_iter().for_each(Waker::wake);
         if self.mode != RenewalMode::Copied || self.made_by.is_this() {
@@ -325,7 +325,7 @@ impl Leases {
         }
     }
 
-    /// Starts again in the child of a `fork()`, for a store in memory: the renewal task and the deliveries belong to
+    /// Resets the state of a store in memory in the child of a `fork()`: the renewal task and the deliveries belong to
     /// the parent.
     fn start_anew(self: &Arc<Self>) {
         self.deliveries.forget();
@@ -335,9 +335,9 @@ impl Leases {
 
     /// Ensures that the renewal task scans again.
     fn expect_beat(self: &Arc<Self>) {
-        // The lease is already in its shard. The task publishes `next_beat` only after its scan of the shards, and a
-        // task that ends scans again after it has cleared `running`. So either the task sees the lease, or we wake the
-        // task, or we start another one.
+        // The lease is already in its shard. The task publishes `next_beat` only after a scan of all shards, and a task
+        // that ends scans again after it has cleared `running`. So the task sees the lease, or this call wakes the
+        // task, or this call starts another task.
         if self.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
             self.earlier().notify_one();
             return;
@@ -350,7 +350,7 @@ impl Leases {
         self.clock.spawn(Box::pin(beat(TaskGuard { leases: Arc::clone(self), process, has_ended: false })));
     }
 
-    /// Returns whether the renewal task belongs to the parent process of this one.
+    /// Returns whether the renewal task belongs to the parent process.
     fn is_forked(&self) -> bool {
         let process = self.process.load(Ordering::SeqCst);
         process != 0 && process != std::process::id()
@@ -367,7 +367,7 @@ impl Leases {
         }
     }
 
-    /// Returns whether the renewal task has no work. Leases without heartbeats are no work.
+    /// Returns whether the renewal task has no work. A lease that is never renewed is no work.
     fn is_idle(&self) -> bool {
         (!self.beats() || self.live() == 0) && self.deliveries.is_empty()
     }
@@ -380,7 +380,7 @@ impl Leases {
             return next;
         }
         let callbacks = self.deliveries.due(now, &mut next);
-        // Without heartbeats only the deliveries beat.
+        // A handle that renews no leases still runs the callbacks of its deliveries.
         if self.beats() {
             let due = self.table.due(now, &mut next);
             if !due.over.is_empty() {
@@ -410,10 +410,11 @@ impl Leases {
         beat.call(&*self.clock, move |key, elapsed, told| guard.report(key, elapsed, told));
     }
 
-    /// Applies the store's answer about `lease`, requested at `asked_at`.
+    /// Applies the store's answer to the renewal of `lease` that was sent at `asked_at`.
     fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
         let mut shard = self.table.shard_of(lease.owner);
-        // The owner may have another attempt now, if the store answered its request again.
+        // The same owner has another attempt if the store answered its reservation twice. The answer is then about an
+        // older lease.
         let Some(entry) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
         };
@@ -438,8 +439,7 @@ impl Leases {
         }
     }
 
-    /// Handles the leases that got no answer: makes them due again, sooner than while their call was under way.
-    /// `error`: the store's error for the call.
+    /// Makes leases without an answer due again soon. `error` is the store's error for the whole call.
     fn unanswered(&self, leases: &[Lease], asked_at: Instant, error: Option<&StoreError>) {
         let now = self.clock.now();
         let mut sooner = false;
@@ -476,20 +476,20 @@ fn nanos(instant: Instant) -> u64 {
     instant.nanos().min(LOOKING - 1)
 }
 
-/// Marks a renewal task as running. If a runtime that shuts down drops the task, this guard wakes the remaining
-/// handlers, on any runtime, and the first of them starts a new task.
+/// Marks the renewal task as running. If a runtime that shuts down drops the task, this guard wakes the remaining
+/// handlers, on any runtime, and the first woken handler starts a new task.
 struct TaskGuard {
     leases: Arc<Leases>,
     process: u32,
-    /// True once another task may be running.
+    /// True once another renewal task may be running.
     has_ended: bool,
 }
 
 impl TaskGuard {
     /// Ends the task if no lease is left. Returns whether the task has ended.
     ///
-    /// A call that registers a lease while the task is about to end sees it as running, and the body of that call may
-    /// never yield. So the task scans again after it has declared its end.
+    /// A call that registers a lease while the task is about to end sees the task as running, and the body of that call
+    /// may never yield. So the task scans again after it has declared its end.
     fn end(&mut self) -> bool {
         let leases = &self.leases;
         leases.next_beat.store(NEVER, Ordering::SeqCst);
@@ -511,12 +511,12 @@ impl Drop for TaskGuard {
         leases.next_beat.store(NEVER, Ordering::SeqCst);
         leases.running.store(false, Ordering::SeqCst);
         leases.table.wakers().filter(|wakers| !wakers.is_empty()).for_each(|wakers| leases.wake(wakers));
-        // The first delivery that wakes starts another task.
+        // The first woken delivery starts another renewal task.
         leases.deliveries.wake();
     }
 }
 
-/// The renewal task.
+/// Runs the renewal task.
 async fn beat(mut running: TaskGuard) {
     let mut slept = false;
     loop {
@@ -526,8 +526,8 @@ async fn beat(mut running: TaskGuard) {
         if Arc::strong_count(leases) == 1 {
             return;
         }
-        // The task ends only after a sleep: a sequence of short handlers must not start a task each. A handle without
-        // heartbeats belongs to one transaction, and its task ends immediately.
+        // The task ends only after a sleep, so that a sequence of short handlers does not start a task for each
+        // handler. A handle that renews no leases belongs to one transaction, and its task ends immediately.
         if (slept || !leases.beats()) && leases.is_idle() {
             if running.end() {
                 return;
@@ -541,14 +541,14 @@ async fn beat(mut running: TaskGuard) {
     }
 }
 
-/// Renews all leases that are due together in one call. A lease without an answer is renewed by another call.
+/// Renews `due` in one call. A lease without an answer is renewed by a later call.
 async fn renew(_under_way: FlushGuard, leases: Arc<Leases>, store: Arc<dyn Store>, due: Vec<Lease>, asked_at: Instant) {
     let answer = |at: usize, write| {
         if let Some(lease) = due.get(at) {
             leases.enter(lease, asked_at, write);
         }
     };
-    // A call that takes longer than a lease keeps no lease alive, and other calls have been made since.
+    // A call that takes longer than a lease can't keep its leases alive, and later calls have replaced it.
     let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
     let upkeep = store.upkeep();
     let renewing = upkeep.renew(&due, &answer).watched(&*upkeep, StoreOp::Renew);
@@ -563,7 +563,7 @@ async fn renew(_under_way: FlushGuard, leases: Arc<Leases>, store: Arc<dyn Store
     leases.unanswered(&due, asked_at, error.as_ref());
 }
 
-/// Timer of a store handle, for deliveries.
+/// Timer of a store handle, which runs the callbacks of deliveries.
 #[derive(Clone, Debug)]
 pub struct Timer(Arc<Leases>);
 
@@ -584,7 +584,7 @@ impl Timer {
     }
 }
 
-/// A delivery that beats until this value is dropped.
+/// Keeps a delivery beating until this value is dropped.
 pub(crate) struct BeatGuard {
     leases: Arc<Leases>,
     number: u64,
@@ -592,10 +592,10 @@ pub(crate) struct BeatGuard {
 }
 
 impl BeatGuard {
-    /// Returns whether the broker no longer extends the message. Wakes `waker` when that changes.
+    /// Returns whether the broker no longer extends the message. Wakes `waker` when the message is lost.
     pub(crate) fn is_lost(&self, waker: &Waker) -> bool {
         let is_lost = self.delivery.is_lost_for(waker);
-        // The runtime of the renewal task may have shut down.
+        // The renewal task may be gone because its runtime has shut down.
         if self.leases.next_beat.load(Ordering::SeqCst) == NEVER {
             self.leases.expect_beat();
         }
@@ -604,19 +604,19 @@ impl BeatGuard {
 }
 
 impl Drop for BeatGuard {
-    /// Drops a running callback too: its requests would reach the broker after the message is settled.
+    /// Also cancels a running callback, whose requests would reach the broker after the message is settled.
     fn drop(&mut self) {
         self.leases.deliveries.remove(self.number);
         self.delivery.end();
-        // The task of a transaction serves only this delivery, so it must end now. The task of a store ends at its next
-        // scan.
+        // In a transaction the renewal task serves only this delivery, and must end now. In a store the task ends at
+        // its next scan.
         if !self.leases.beats() {
             self.leases.earlier().notify_one();
         }
     }
 }
 
-/// Ends a callback, even if it panics or its runtime drops it.
+/// Ends a callback, even if the callback panics or its runtime drops it.
 struct CallbackGuard {
     leases: Arc<Leases>,
     number: u64,
@@ -624,7 +624,7 @@ struct CallbackGuard {
 }
 
 impl CallbackGuard {
-    /// Records the answer of the callback.
+    /// Records the result of the callback.
     fn report(mut self, key: Option<&Key>, elapsed: Duration, told: Result<(), String>) {
         self.failed = told.is_err();
         let leases = &self.leases;

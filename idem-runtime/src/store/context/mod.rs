@@ -36,21 +36,21 @@ use crate::record::{OwnerToken, Owners, Provenance};
 use crate::sync::PerProcess;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Value of `down_since` while the store answers.
+/// Value of `down_since` while the store answers reservations.
 const UP: u64 = u64::MAX;
 
 /// State that the engine keeps for a store: clock, identity, leases with their heartbeats, late writes, metrics.
 ///
 /// Every store owns one `StoreContext` and returns it from [`Store::context`](super::Store::context); all clones of the
-/// store share it. An author of a store needs only its constructors, [`clock`](StoreContext::clock) and
-/// [`holder`](StoreContext::holder); the engine does the rest.
+/// store share the same context. The author of a store needs only the constructors, [`clock`](StoreContext::clock) and
+/// [`holder`](StoreContext::holder); the engine uses the other methods.
 pub struct StoreContext {
     identity: Identity,
     clock: Arc<dyn Clock>,
-    /// Source of owner tokens. `None`: each token comes from the clock's entropy.
+    /// Source of owner tokens. `None`: the clock's entropy is the source of each token.
     owners: Option<Owners>,
     mode: RenewalMode,
-    /// The child of a `fork()` makes its own, unless its store is in memory.
+    /// State of this process. A forked child makes a new state, unless its store is in memory.
     process: PerProcess<ProcessState>,
 }
 
@@ -59,7 +59,7 @@ struct Identity {
     store: &'static str,
     system: Option<&'static str>,
     handle: Box<str>,
-    /// Made at its first use: some handles live only for one call.
+    /// Holder of reserved keys, made at its first use: some handles live only for one call.
     holder: PerProcess<Holder<'static>>,
 }
 
@@ -69,9 +69,9 @@ struct ProcessState {
     late_writes: Arc<LateWrites>,
     counts: EventCounts,
     metrics: Arc<Metrics>,
-    /// Duplicates that wait. A forked child starts with none.
+    /// Waits that duplicates share. A forked child starts without waits.
     flights: PerProcess<Flights>,
-    /// Operations that the store has not answered.
+    /// Failures of the store since its last success.
     outage: Outage,
     /// Time since which no reservation was answered, in nanoseconds since the clock's origin, or [`UP`].
     down_since: AtomicU64,
@@ -82,7 +82,7 @@ impl ProcessState {
     fn new(clock: &Arc<dyn Clock>, mode: RenewalMode, counts: EventCounts, store: &'static str) -> Self {
         let late_writes = Arc::new(LateWrites::default());
         let metrics = match mode {
-            // A store of one call in a transaction; the next call has another one.
+            // The store handle of a transaction lives for one call. All such handles share their metrics.
             RenewalMode::Never => Metrics::of_transactions(store, clock),
             _ => Arc::new(Metrics::new(store, Arc::clone(clock))),
         };
@@ -101,20 +101,20 @@ impl ProcessState {
 
 impl StoreContext {
     /// Makes the context of a new store handle. `store` is the name of the store in errors and logs, for example
-    /// `redis`. Each owner token comes from the clock's entropy, so that no token repeats in a forked process or in the
-    /// copy of a virtual machine.
+    /// `redis`. The clock's entropy is the source of each owner token, so that no token repeats in a forked process or
+    /// in the copy of a virtual machine.
     pub fn new(store: &'static str, clock: Arc<dyn Clock>) -> Self {
         Self::of(store, clock, None, RenewalMode::OfProcess, EventCounts::of_handle())
     }
 
-    /// Makes the context of a store whose records no other process sees: a forked process has a copy of its own. Owner
-    /// tokens are counted from a random start.
+    /// Makes the context of a store whose records no other process sees: a forked process has its own copy of the
+    /// records. Owner tokens are counted from a random start.
     pub fn in_process(store: &'static str, clock: Arc<dyn Clock>) -> Self {
         let owners = Owners::new(clock.entropy());
         Self::of(store, clock, Some(owners), RenewalMode::Copied, EventCounts::of_handle())
     }
 
-    /// Makes a context that renews no lease, for a store whose reservations end in another way.
+    /// Makes the context of a store whose leases are never renewed, because they end in another way.
     pub fn without_renewal(store: &'static str, clock: Arc<dyn Clock>) -> Self {
         Self::in_transaction(store, clock, "")
     }
@@ -137,23 +137,22 @@ impl StoreContext {
     }
 
     /// Sets the name of the system behind the store in spans, one of OpenTelemetry's values of `db.system.name`
-    /// (default: none).
+    /// (default: no name).
     #[must_use]
     pub fn system(mut self, system: &'static str) -> Self {
         self.identity.system = Some(system);
         self
     }
 
-    /// Names the store handle, so that a record identifies its handle in addition to host and process (default: no
-    /// name).
+    /// Sets the name of the store handle, which records store in addition to host and process (default: no name).
     #[must_use]
     pub fn held_by(mut self, handle: &str) -> Self {
         self.identity.handle = handle.into();
         self
     }
 
-    /// Returns the state of this process. Costs a system call, except for a store in memory: the child of a `fork()`
-    /// goes on with its copy of the parent's.
+    /// Returns the state of this process. This costs a system call, except for a store in memory, whose forked child
+    /// continues with a copy of the parent's state.
     fn here(&self) -> &ProcessState {
         match self.mode {
             RenewalMode::Copied => self.process.first(),
@@ -163,7 +162,7 @@ impl StoreContext {
         }
     }
 
-    /// Like `here`, but without a system call, for the later steps of a call that has used `here`.
+    /// Like `here`, but without a system call. For the later steps of a call whose first step used `here`.
     fn latest(&self) -> &ProcessState {
         self.process.latest().expect("made with a value")
     }
@@ -173,7 +172,7 @@ impl StoreContext {
         self.identity.store
     }
 
-    /// Name of the system behind the store in spans, if it has one.
+    /// Name of the system behind the store in spans; `None` if no name was set.
     pub(super) fn system_name(&self) -> Option<&'static str> {
         self.identity.system
     }
@@ -190,7 +189,7 @@ impl StoreContext {
         let Identity { holder, handle, .. } = &self.identity;
         let here = || *holder.here_or_else(|| provenance::here(handle));
         match self.mode {
-            // Reading the process number is a system call.
+            // A store in memory reads the process number once, because reading the number is a system call.
             RenewalMode::Copied => holder.latest().copied().unwrap_or_else(here),
             _ => here(),
         }
@@ -219,17 +218,18 @@ impl StoreContext {
         }
     }
 
-    /// Number of leases that are being kept alive.
+    /// Number of leases that this handle keeps alive.
     pub fn live(&self) -> usize {
         self.here().leases.live()
     }
 
     /// Waits until every late write and renewal is done: the writes of handlers that were cancelled or panicked, and
-    /// the current beat. Call it on shutdown, after the handlers have ended and before the process ends. A write that
-    /// outlasts its lease, as under `on_crash = fail` in an outage, is waited for during the lease only.
+    /// the renewals under way. Call `flush` on shutdown, after the handlers have ended and before the process ends. A
+    /// write may outlast its lease, as under `on_crash = fail` in an outage; `flush` waits for such a write only until
+    /// the lease lapses.
     ///
     /// # Cancel safety
-    /// Cancel safe: the writes go on.
+    /// Cancel safe: the writes continue.
     pub async fn flush(&self) {
         self.here().late_writes.flush().await;
     }
@@ -240,18 +240,18 @@ impl StoreContext {
         self.latest().leases.abandon();
     }
 
-    /// Returns whether leases are renewed. If not, they end in another way, for example with a transaction.
+    /// Returns whether leases are renewed. Leases of other stores end in another way, for example with a transaction.
     pub(crate) fn renews(&self) -> bool {
         self.mode != RenewalMode::Never
     }
 
-    /// Returns whether the current runtime can't renew leases, because a test has paused or moved its time. The records
-    /// of a store in memory use that time too, and a task of that runtime renews them.
+    /// Returns whether the current runtime can't renew leases, because a test has paused or moved its time. A store in
+    /// memory returns false: its records use the moved time too, and a task of this runtime renews the leases.
     pub(crate) fn is_out_of_time(&self) -> bool {
         self.mode == RenewalMode::OfProcess && self.clock.is_moved()
     }
 
-    /// Returns whether calls of this handle may write after they are dropped.
+    /// Returns whether a dropped call of this handle may still write.
     pub(crate) fn writes_late(&self) -> bool {
         self.latest().leases.writes_late()
     }
@@ -271,35 +271,35 @@ impl StoreContext {
         &self.latest().counts
     }
 
-    /// Marks `key` as one whose attempt this handle is still ending, until the returned value is dropped.
+    /// Marks that this handle is ending an attempt of `key` after its lease, until the returned value is dropped.
     pub(crate) fn ends_late(&self, key: &Key) -> LateEndGuard {
         self.here().late_writes.ends_late(key)
     }
 
-    /// Whether an attempt of `key` runs in this handle, or was ended by it late since [`LateWrites::changes`] returned
-    /// `since`. A lapsed lease says nothing about such an attempt: the outage that kept its renewals away kept its end
-    /// away, too.
+    /// Returns whether an attempt of `key` runs in this handle, or was ended after its lease since
+    /// [`LateWrites::changes`] returned `since`. The lapse of its lease does not prove that such an attempt has
+    /// crashed: an outage delays renewals and ends alike.
     pub(crate) fn is_at_work(&self, key: &Key, since: u32) -> bool {
         let here = self.here();
         here.late_writes.is_ending(key, since) || here.leases.runs(key)
     }
 
-    /// Returns the timer for callbacks while a delivery is being handled.
+    /// Returns the timer for callbacks of deliveries.
     pub(crate) fn timer(&self) -> Timer {
         Timer::new(&self.here().leases)
     }
 
-    /// Returns the state of the renewal of leases at `now`.
+    /// Returns the state of the renewals at `now`.
     pub(super) fn renewal_states(&self, now: Instant) -> RenewalStates {
         self.here().leases.states(now)
     }
 
-    /// Duplicates that wait in handles with this context.
+    /// Waits that duplicates of handles with this context share.
     pub(super) fn flights(&self) -> &Flights {
         self.latest().flights.here()
     }
 
-    /// Records that the store has answered.
+    /// Records that the store has answered a reservation.
     pub(crate) fn store_answered(&self) {
         let down_since = &self.latest().down_since;
         if down_since.load(Ordering::Relaxed) != UP {
@@ -307,7 +307,7 @@ impl StoreContext {
         }
     }
 
-    /// Records that the store has not answered. Returns the time since it last answered.
+    /// Records that the store has not answered a reservation. Returns the time since the outage began.
     pub(crate) fn store_failed(&self) -> Duration {
         let now = self.clock.now().nanos().min(UP - 1);
         let down_since = self.latest().down_since.fetch_min(now, Ordering::Relaxed).min(now);
@@ -330,7 +330,7 @@ impl StoreContext {
         &self.latest().outage
     }
 
-    /// Returns whether this is the first call, so that a warning is logged only once.
+    /// Returns true for the first call only, so that a warning is logged once.
     pub(crate) fn warns_now(&self) -> bool {
         !self.latest().warned.swap(true, Ordering::Relaxed)
     }
@@ -341,12 +341,13 @@ impl StoreContext {
         &self.latest().metrics
     }
 
-    /// Like `metrics`, at the beginning of a call: selects the state of this process for the rest of the call.
+    /// Returns the metrics, like `metrics`. The first step of a call uses this method, because it selects the state of
+    /// this process.
     pub(crate) fn metrics_here(&self) -> &Metrics {
         &self.here().metrics
     }
 
-    /// Returns all metrics at this moment.
+    /// Returns the current values of all metrics.
     pub(super) fn snapshot(&self) -> Snapshot {
         self.metrics().snapshot(self.live())
     }
@@ -359,7 +360,7 @@ impl fmt::Debug for StoreContext {
 }
 
 impl Drop for StoreContext {
-    /// Wakes a sleeping renewal task, which has no lease left.
+    /// Wakes the sleeping renewal task, which then ends because no lease is left.
     fn drop(&mut self) {
         if let Some(process) = self.process.known() {
             process.leases.wake_task();

@@ -5,21 +5,22 @@ use std::fmt;
 use crate::sync::SharedOnce;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// Number of tags that are counted. If two tags share a slot, only the later one is counted.
+/// Number of slots. If two tags share a slot, only the later tag is counted.
 const SLOTS: usize = 256;
 /// Bits of a slot that hold the count. The other bits hold the tag.
 const COUNT: u64 = 0xffff;
 
-/// Counts by tag, in a fixed amount of memory: a count may be forgotten, and then begins anew.
+/// Counts by tag, in a fixed amount of memory. A later tag may overwrite the count of an earlier one, which then starts
+/// again.
 pub(crate) struct TagCounts(SharedOnce<Box<[AtomicU64]>>);
 
 impl TagCounts {
-    /// Counts nothing yet.
+    /// Makes a table without counts.
     pub(crate) const fn new() -> Self {
         Self(SharedOnce::new())
     }
 
-    /// Counts the event `tag` if it `happened`, and ends its series otherwise. Returns the length of the series.
+    /// Counts the event `tag` if it `happened`, and sets its count to zero otherwise. Returns the count.
     pub(super) fn count_or_forget(&self, tag: u64, happened: bool) -> u32 {
         match happened {
             true => self.again(tag),
@@ -30,19 +31,19 @@ impl TagCounts {
         }
     }
 
-    /// Counts one more event `tag`. Returns the number of such events, from 1.
+    /// Counts one more event `tag`. Returns the number of these events since the last [`forget`](TagCounts::forget).
     pub(crate) fn again(&self, tag: u64) -> u32 {
         let slots = self.0.get_or_init(|| (0..SLOTS).map(|_| AtomicU64::new(0)).collect());
         let slot = &slots[slot_of(tag)];
         let known = slot.load(Ordering::Relaxed);
         let before = if known & !COUNT == tag & !COUNT { known & COUNT } else { 0 };
         let count = (before + 1).min(COUNT);
-        // Two concurrent writes may lose a count, which shortens a pause.
+        // Of two concurrent writes one may be lost. The smaller count only shortens a pause.
         slot.store(tag & !COUNT | count, Ordering::Relaxed);
         u32::try_from(count).unwrap_or(u32::MAX)
     }
 
-    /// Ends the series of events.
+    /// Sets the count of `tag` to zero.
     pub(crate) fn forget(&self, tag: u64) {
         let Some(slot) = self.0.get().map(|slots| &slots[slot_of(tag)]) else { return };
         if slot.load(Ordering::Relaxed) & !COUNT == tag & !COUNT {
@@ -51,7 +52,7 @@ impl TagCounts {
     }
 }
 
-/// Selects a slot by the bits that the tag in the slot does not contain.
+/// Selects a slot by the low bits of the tag. The slot stores the other bits next to the count.
 fn slot_of(tag: u64) -> usize {
     usize::try_from(tag & COUNT).unwrap_or(0) % SLOTS
 }

@@ -1,4 +1,5 @@
-//! Duplicates that wait together, give up, are no longer polled, and take a released key, in every order.
+//! Duplicates that wait together: some give up, some are no longer polled, and one takes a released key. All in every
+//! order.
 
 use shuttle::future::block_on;
 use shuttle::thread;
@@ -10,7 +11,7 @@ use crate::stores::memory::interleavings::request;
 use crate::sync::atomic::AtomicUsize;
 use crate::sync::{TestClock, explore};
 
-/// The clock does not move: a duplicate that is not woken waits forever.
+/// Makes a store that holds a lease. Its clock stands still, so a duplicate that is not woken waits forever.
 fn held() -> (Arc<dyn Store>, Lease) {
     let store = MemoryStore::options().clock(TestClock::default()).build().handle();
     match block_on(store.reserve(&request(&store, 1))).expect("answered") {
@@ -33,7 +34,8 @@ fn join(store: &Arc<dyn Store>, request: &ReserveRequest) -> Option<WaitTicket> 
     }
 }
 
-/// Waits until the key is finished, like a call. Runs the body if it gets the key.
+/// Waits like a duplicate until the key is finished. Runs the body if the key becomes free and this duplicate reserves
+/// it.
 fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
     let request = request(store, 1);
     let mut aboard: Option<WaitTicket> = None;
@@ -67,12 +69,12 @@ fn take_part(store: &Arc<dyn Store>, runs: &AtomicUsize) {
 }
 
 fn assert_nothing_is_left(store: &Arc<dyn Store>) {
-    assert!(lock(&store.context().flights().0).is_empty(), "a wait is left that nobody waits for");
+    assert!(lock(&store.context().flights().0).is_empty(), "a shared wait has outlived its members");
 }
 
-/// Each duplicate gets the result, even if another one gives up or is no longer polled.
+/// Each waiting duplicate gets the result, even if another duplicate gives up or is no longer polled.
 #[test]
-fn each_waiter_is_answered() {
+fn each_waiting_duplicate_gets_the_result() {
     explore(|| {
         let (store, lease) = held();
         let runs = Arc::new(AtomicUsize::new(0));
@@ -99,7 +101,7 @@ fn each_waiter_is_answered() {
     });
 }
 
-/// A call that is polled only once does not block the others.
+/// A duplicate that is polled only once does not block other duplicates.
 #[test]
 fn a_stalled_waiter_blocks_no_other() {
     explore(|| {
@@ -124,9 +126,9 @@ fn a_stalled_waiter_blocks_no_other() {
     });
 }
 
-/// One of the waiting duplicates takes a released key, and the others get its result.
+/// One of the waiting duplicates takes a released key, and the other duplicates get its result.
 #[test]
-fn one_waiter_takes_a_released_key() {
+fn one_waiting_duplicate_takes_a_released_key() {
     explore(|| {
         let (store, lease) = held();
         let runs = Arc::new(AtomicUsize::new(0));
@@ -141,7 +143,7 @@ fn one_waiter_takes_a_released_key() {
         for thread in threads {
             thread.join().expect("no panic");
         }
-        assert_eq!(runs.load(Ordering::SeqCst), 1, "not one of them has run");
+        assert_eq!(runs.load(Ordering::SeqCst), 1, "the body has not run exactly once");
         assert_nothing_is_left(&store);
     });
 }

@@ -1,9 +1,9 @@
 //! Duplicates of one key that wait in one store handle: the store waits once for all of them.
 //!
-//! The wait is a future that each member polls. So no member depends on the call of another one, which may be dropped
-//! or no longer polled. The answer that ends the wait is used only by members who joined before the store was asked. If
-//! the answer shows that the key may be free, one member takes the turn and reserves, while the others wait for its
-//! result.
+//! The wait is a future that all members of the flight poll. So no member depends on the call of another member, which
+//! may be dropped or no longer polled. Only members who joined before the store was asked use the record that ends the
+//! wait. If the record shows that the key may be free, one member takes the turn and reserves the key, while the other
+//! members wait for its result.
 
 #[cfg(all(test, shuttle))]
 mod interleavings;
@@ -23,36 +23,36 @@ use crate::metrics::StoreOp;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
-/// Pause after the store failed to wait for the running attempt.
+/// Pause after a failed [`Store::wait`].
 const AFTER_A_FAILURE: Duration = Duration::from_millis(100);
-/// Time within which the end of a wait is early. If the attempt goes on, a pause follows, because a store may return
-/// early.
+/// A wait that ends within this time is early: a store may return early. A pause follows if the attempt still runs.
 const EARLY: Duration = Duration::from_millis(10);
-/// Time that the others wait for the member that has the turn. A call that is not polled must not delay them for long.
+/// Longest time for which members wait for the member with the turn, whose call may no longer be polled.
 const LONGEST_TURN: Duration = Duration::from_millis(100);
 
-/// Waits of the store handles that share a `StoreContext`.
+/// Shared waits of the store handles with one `StoreContext`.
 #[derive(Default)]
 pub(crate) struct Flights(Mutex<HashMap<WaitId, Arc<Flight>>>);
 
-/// Identifies a wait that duplicates can share.
+/// Identifies a wait that duplicates can share: handle, runtime and key.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct WaitId {
-    /// Address of the handle, which the flight keeps alive. A wrapper may show other records under the same key.
+    /// Address of the handle, which the flight keeps alive. Two handles never share a wait, because a wrapper may show
+    /// other records under the same key.
     handle: usize,
-    /// Runtime of the wait: timers and connections stop with their runtime.
+    /// Runtime that polls the wait: timers and connections stop with their runtime.
     runtime: Option<Id>,
     key: Key,
 }
 
-/// One wait, and its members.
+/// A wait that duplicates share, and these duplicates: its members.
 struct Flight {
     place: WaitId,
     store: Arc<dyn Store>,
-    /// Number of members that have joined. The number of a member is the count before it joined.
+    /// Number of members so far. Each member is numbered by the count before it joined.
     joined: Arc<AtomicU64>,
     members: Mutex<Members>,
-    /// Future that the members poll. Locked before all other locks.
+    /// Future that the members poll. This lock is taken before all other locks.
     wait: Mutex<Option<Wait>>,
     /// True if `wait` must be polled.
     woken: AtomicBool,
@@ -67,11 +67,12 @@ struct Members {
 enum Stage {
     /// The store waits for the attempt.
     Waiting,
-    /// The key may be free: the next member that is polled takes the turn.
+    /// The key may be free: the member that is polled next takes the turn.
     Free,
-    /// One member has the turn.
+    /// One member has the turn: it reserves the key for all members.
     Taken,
-    /// The wait is over. The answer is for members with a smaller number than this; `None`: each member must reserve.
+    /// The wait is over. Members with a number below the `u64` use the record; all other members reserve. `None`: every
+    /// member reserves.
     Landed(Option<(Arc<Inspection>, u64)>),
 }
 
@@ -79,27 +80,27 @@ type Wait = Pin<Box<dyn Future<Output = WaitEnd> + Send>>;
 
 /// End of a [`Wait`].
 enum WaitEnd {
-    /// The record, for the members who joined before the store was asked.
+    /// The record, and the number of members who joined before the store was asked: only these members use the record.
     Told(Arc<Inspection>, u64),
-    /// No attempt is known to hold the key.
+    /// The key may be free: no attempt is known to hold it.
     Free,
-    /// The member that has the turn takes too long.
+    /// The member with the turn has not reserved in time.
     Overdue,
 }
 
-/// Answer to a waiting duplicate.
+/// End of the wait, for one duplicate.
 pub(crate) enum WaitOutcome {
-    /// No attempt holds the key, and this is the record.
+    /// No attempt holds the key; the wait returned this record.
     Told(Arc<Inspection>),
-    /// Turn of this member: the key may be free. Reserve the key, and then call [`settle`](WaitTicket::settle) for the
-    /// others.
+    /// The key may be free, and this duplicate has the turn. It must reserve the key, and then pass the result to the
+    /// other duplicates with [`settle`](WaitTicket::settle).
     Turn,
-    /// The record is unknown: reserve the key.
+    /// The record is unknown: this duplicate must reserve the key.
     Ask,
 }
 
-/// A duplicate that waits together with others. After [`WaitOutcome::Turn`] and a call of `settle` it may be polled
-/// again.
+/// A duplicate that waits together with other duplicates. It may be polled again after [`WaitOutcome::Turn`] and a call
+/// of `settle`.
 pub(crate) struct WaitTicket {
     flight: Arc<Flight>,
     number: u64,
@@ -135,8 +136,8 @@ impl WaitTicket {
         Self { flight, number, has_turn: false }
     }
 
-    /// Passes the answer to the member with the turn on to the others. `attempt`: number of the attempt that holds the
-    /// key, or has ended, and the rest of its lease. `None`: each of the others reserves.
+    /// Passes the result of the member with the turn to the other members. `attempt`: number of the attempt that holds
+    /// the key or has ended, and the remaining time of its lease. `None`: every other member reserves.
     pub(crate) fn settle(&mut self, attempt: Option<(u32, Duration)>) {
         if !std::mem::take(&mut self.has_turn) {
             return;
@@ -146,7 +147,7 @@ impl WaitTicket {
         let over = match attempt {
             Some((attempt, lapses_in)) => {
                 let mut members = lock(&flight.members);
-                // The others may have stopped waiting for this member.
+                // The turn may be over: then the other members no longer wait for this member.
                 let Stage::Taken = members.stage else { return };
                 members.stage = Stage::Waiting;
                 drop(members);
@@ -213,8 +214,8 @@ impl Drop for WaitTicket {
             }
         }
         if is_last {
-            // The wait and its flight hold each other, through the wakers that the wait has left. Without this take,
-            // neither would be dropped.
+            // The wait and its flight refer to each other through the wakers that the wait stored. Without this `take`,
+            // the pair would never be dropped.
             let over = lock(&flight.wait).take();
             drop(over);
         } else if is_free {
@@ -226,7 +227,7 @@ impl Drop for WaitTicket {
 impl Flight {
     /// Polls the wait. Returns whether the stage has changed.
     fn advance(self: &Arc<Self>) -> bool {
-        /// Ends the wait for all members if the store panics.
+        /// Ends the wait for all members if the store panics in a poll.
         struct FlightGuard<'a>(&'a Flight);
 
         impl Drop for FlightGuard<'_> {
@@ -264,7 +265,7 @@ impl Flight {
         true
     }
 
-    /// Ends the flight: from here on no member can join it.
+    /// Ends the flight with this record. From here on no duplicate can join it.
     fn land(&self, told: Option<(Arc<Inspection>, u64)>) {
         let mut flights = lock(&self.store.context().flights().0);
         self.leave(&mut flights);
@@ -290,13 +291,13 @@ impl Wake for Flight {
 
     fn wake_by_ref(self: &Arc<Self>) {
         self.woken.store(true, Ordering::SeqCst);
-        // Wakes all members: the member that polled last may not be polled again.
+        // All members are woken, because the member that polled last may not be polled again.
         self.wake_members();
     }
 }
 
-/// Waits once, for at most `at_most`. Returns the record that the store reported. After a failure it sleeps for at most
-/// `pause`, and returns `None`.
+/// Waits once, for at most `at_most`. Returns the record that the store returned. After a failure the function sleeps
+/// for at most `pause` and returns `None`.
 pub(crate) async fn wait_once(
     store: &Arc<dyn Store>,
     key: &Key,
@@ -305,7 +306,7 @@ pub(crate) async fn wait_once(
     pause: Duration,
 ) -> Option<Inspection> {
     match store.wait(key, attempt, at_most).watched(store, StoreOp::Wait).await {
-        // A damaged record can't be replayed. The reservation that follows reports the damage.
+        // A damaged record has no result to replay. The reservation that follows reports the damage.
         Ok(told) => told.filter(|found| found.damage.is_none()),
         Err(error) => {
             tracing::debug!(
@@ -318,7 +319,7 @@ pub(crate) async fn wait_once(
     }
 }
 
-/// Waits until no attempt holds `key`.
+/// Waits until no attempt holds `key`. Returns the record, or that the key may be free.
 fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u32, mut lapses_in: Duration) -> Wait {
     Box::pin(async move {
         let clock = store.context().clock();
@@ -336,7 +337,8 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
                     }
                 }
                 Standing::Lapsed | Standing::Released => return WaitEnd::Free,
-                // Members joined meanwhile. The attempt is over, so a single further read serves them.
+                // Duplicates joined while the store was asked. The attempt is over, so one more read serves all of
+                // them.
                 _ if !asked_again && joined.load(Ordering::SeqCst) > entitled => asked_again = true,
                 _ => return WaitEnd::Told(Arc::new(found), entitled),
             }
