@@ -54,14 +54,15 @@ pub struct LeaseMark([u8; 6]);
 impl LeaseMark {
     /// Creates a mark of the lower 48 bits of `number`.
     pub const fn new(number: u64) -> Self {
-        let [_, _, a, b, c, d, e, f] = number.to_be_bytes();
-        Self([a, b, c, d, e, f])
+        let [_, _, lower @ ..] = number.to_be_bytes();
+        Self(lower)
     }
 
     /// Returns the number, or `None` if it is 0.
-    pub const fn get(self) -> Option<NonZeroU64> {
-        let [a, b, c, d, e, f] = self.0;
-        NonZeroU64::new(u64::from_be_bytes([0, 0, a, b, c, d, e, f]))
+    pub fn get(self) -> Option<NonZeroU64> {
+        let mut number = [0; 8];
+        number[2..].copy_from_slice(&self.0);
+        NonZeroU64::new(u64::from_be_bytes(number))
     }
 }
 
