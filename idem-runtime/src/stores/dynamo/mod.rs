@@ -36,6 +36,7 @@ use self::tries::Tries;
 use crate::clock::{Instant, Sleep, wall_millis};
 use crate::combine::race;
 use crate::key::Key;
+use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::waiting::WaiterTable;
 use crate::record::format::FormatError;
 use crate::record::{
@@ -47,12 +48,6 @@ use crate::store::{
 };
 use crate::sync::PerProcess;
 
-/// Number of looks of a reservation or an operator's decision at a record that keeps changing, and the pauses in
-/// between. Each retry means that another attempt won, so the loop ends on its own; the limit guards against bugs, also
-/// of other programs.
-const LOOKS: usize = 20;
-const FIRST_LOOK_PAUSE: Duration = Duration::from_millis(1);
-const LONGEST_LOOK_PAUSE: Duration = Duration::from_millis(50);
 /// Largest number of renewals under way.
 const RENEWED_AT_ONCE: usize = 32;
 /// Time after which a renewal no longer counts among those, so that it delays no other.
@@ -383,7 +378,7 @@ impl DynamoInner {
         let mut changed = None;
         // Each round either answers from the record it found, or tries to replace it.
         for look in 0..LOOKS {
-            self.pause_before(look).await;
+            pause_before(look, self.context.clock()).await;
             let met = match changed.take() {
                 Some(met) => met,
                 None => match self.put_first(until, &name, request).await? {
@@ -419,15 +414,6 @@ impl DynamoInner {
             }
         }
         Err(changes_too_often())
-    }
-
-    /// Pauses before a look. The first two looks follow immediately: a record that has expired, or has just changed, is
-    /// no bad sign.
-    async fn pause_before(&self, look: usize) {
-        if let Some(times) = look.checked_sub(2) {
-            let pause = FIRST_LOOK_PAUSE.saturating_mul(1 << times.min(16)).min(LONGEST_LOOK_PAUSE);
-            self.context.clock().sleep(pause).await;
-        }
     }
 
     /// Writes the record of a first attempt, unless there is a record within its retention.
@@ -821,7 +807,7 @@ impl DynamoInner {
         let (name, until) = (self.name_of(&decision.key), self.deadline());
         let mut met = self.get(until, &name, &[]).await?;
         for look in 0..LOOKS {
-            self.pause_before(look).await;
+            pause_before(look, self.context.clock()).await;
             let Some(item) = met else { return Ok(DecisionAnswer::NoRecord) };
             let Ok(found) = item::read(item) else { return self.decide_damaged(decision).await };
             let now = self.now();
@@ -853,7 +839,7 @@ impl DynamoInner {
     async fn decide_damaged(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         let (name, until) = (self.name_of(&decision.key), self.deadline());
         for look in 0..LOOKS {
-            self.pause_before(look).await;
+            pause_before(look, self.context.clock()).await;
             let Some((found, item)) = self.examine(until, &name).await? else { return Ok(DecisionAnswer::NoRecord) };
             match found.decide(decision) {
                 Ruling::Answer(refused) => return Ok(refused),
@@ -1032,7 +1018,7 @@ fn check_size(item: &Attributes) -> Result<(), StoreError> {
 }
 
 fn changes_too_often() -> StoreError {
-    StoreError::new(StoreErrorKind::Unavailable, format!("the record kept changing; gave up after {LOOKS} looks"))
+    looked_in_vain(StoreErrorKind::Unavailable, "kept changing")
 }
 
 fn corrupt(error: FormatError) -> StoreError {

@@ -49,6 +49,7 @@ pub(crate) use self::within::{StatementError, is_conflict};
 use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::key::Key;
+use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
@@ -58,9 +59,6 @@ use crate::store::{
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
-/// Number of looks at a record after which a call gives up. Each further look means that another attempt won, or that
-/// another session has locked the row.
-const LOOKS: u32 = 20;
 /// Number of looks at a record that can't be seen, within about 60 ms. Mostly the record is about to be committed; a
 /// transaction of the user's may keep it invisible for long.
 const LOOKS_AT_UNSEEN: u32 = 8;
@@ -70,8 +68,6 @@ const LOOKS_AT_UNSEEN: u32 = 8;
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
 /// Number of encounters with each key while a transaction held it.
 static MEETINGS: TagCounts = TagCounts::new();
-/// The longest pause between two looks. All pauses together take about a second.
-const LONGEST_PAUSE: Duration = Duration::from_millis(64);
 /// Number of leases that one statement renews. Limits the time for which their rows are locked against attempts that
 /// finish.
 const RENEWED_AT_ONCE: usize = 500;
@@ -83,23 +79,14 @@ const PURGED_AT_ONCE: u32 = 500;
 const UPKEEP_CONNECTIONS: usize = 2;
 
 /// Returns the error after the last look.
-fn looked_in_vain(kind: StoreErrorKind) -> StoreError {
-    let message = format!("the record stayed locked by another session, or kept changing; gave up after {LOOKS} looks");
-    StoreError::new(kind, message)
+fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
+    looked_in_vain(kind, "stayed locked by another session, or kept changing")
 }
 
 /// Returns the answer about a key that an open transaction of the user's holds.
 fn held_by_another(key: &Key, attempt: u32) -> Reservation {
     let doublings = MEETINGS.again(key.seed()).saturating_sub(1).min(6);
     Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER * (1 << doublings) }
-}
-
-/// Pauses before look number `look`, counted from zero. The second look follows immediately: a row that the first look
-/// could not see yet is mostly visible by now.
-async fn pause(clock: &dyn Clock, look: u32) {
-    if let Some(doublings) = look.checked_sub(2) {
-        clock.sleep(Duration::from_millis(1 << doublings.min(6)).min(LONGEST_PAUSE)).await;
-    }
 }
 
 /// A store in a PostgreSQL server, 12 or newer.
@@ -283,7 +270,7 @@ impl PostgresInner {
     /// Marks that the body of the attempt of `lease` begins.
     async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         for look in 0..LOOKS {
-            pause(&*self.common.clock, look).await;
+            pause_before(look, &*self.common.clock).await;
             if self.lanes()?.begins.call(lease.clone()).await? {
                 return Ok(Verdict::Applied);
             }
@@ -293,12 +280,12 @@ impl PostgresInner {
                 return Ok(Verdict::Refused);
             }
         }
-        Err(looked_in_vain(StoreErrorKind::Unavailable))
+        Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         for look in 0..LOOKS {
-            pause(&*self.common.clock, look).await;
+            pause_before(look, &*self.common.clock).await;
             let found = match self.lanes()?.reserves.call(request.clone()).await.map_err(OpFailure::without_result)? {
                 LookupResult::Made => {
                     return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
@@ -326,7 +313,7 @@ impl PostgresInner {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
-        Err(looked_in_vain(StoreErrorKind::Unavailable))
+        Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
     /// Returns the record of `key`, unless it has expired.
@@ -360,7 +347,7 @@ impl PostgresInner {
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
-            pause(&*self.common.clock, look).await;
+            pause_before(look, &*self.common.clock).await;
             let end = EndRow { key: lease.key.clone(), record: record.clone(), refund, ttl: lease.ttl };
             if self.lanes()?.ends.call(end).await? {
                 return Ok(Verdict::Applied);
@@ -377,7 +364,7 @@ impl PostgresInner {
                 }
             }
         }
-        Err(looked_in_vain(StoreErrorKind::Unavailable))
+        Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
     /// Renews the `leases` at `places` and answers each. A lease that is not renewed is refused, unless only a lock of
@@ -423,7 +410,7 @@ impl PostgresInner {
     async fn renew_locked(&self, leases: &[Lease], places: &[usize], answer: &Answers<'_>) -> Result<(), StoreError> {
         let mut locked = places.to_vec();
         for look in 2..2 + RENEWED_AGAIN {
-            pause(&*self.common.clock, look).await;
+            pause_before(look, &*self.common.clock).await;
             locked = self.renew_some(leases, &locked, answer).await?;
             if locked.is_empty() {
                 return Ok(());
@@ -617,13 +604,13 @@ impl Store for PostgresInner {
         StoreFuture::new(async move {
             decision.result().map_or(Ok(()), sql::check_size)?;
             for look in 0..LOOKS {
-                pause(&*self.common.clock, look).await;
+                pause_before(look, &*self.common.clock).await;
                 let here = self.here()?;
                 if let Some(decided) = here.server.sql.try_decide(&*here.server, decision).await? {
                     return Ok(decided);
                 }
             }
-            Err(looked_in_vain(StoreErrorKind::Unavailable))
+            Err(locked_or_changing(StoreErrorKind::Unavailable))
         })
     }
 

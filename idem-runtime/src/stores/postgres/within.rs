@@ -10,9 +10,10 @@ use tokio_postgres::types::ToSql;
 use super::failure::meaning;
 use super::param::{Effect, HiddenParam};
 use super::sql::{self, AdmissionOutcome, Cells, Executor, FoundRow, LookupResult, Statement, Statements, corrupt};
-use super::{LOOKS, MEETINGS, held_by_another, looked_in_vain, pause};
+use super::{MEETINGS, held_by_another, locked_or_changing};
 use crate::clock::Clock;
 use crate::key::Key;
+use crate::kit::looks::{LOOKS, pause_before};
 use crate::record::format::FormatError;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State,
@@ -229,7 +230,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
         let first = Record::first(request);
         let parts = Parts::of(&first);
         for look in 0..LOOKS {
-            pause(self.clock, look).await;
+            pause_before(look, self.clock).await;
             let params: [&(dyn ToSql + Sync); 8] = [
                 &request.key.as_str(),
                 &HiddenParam(parts.owner),
@@ -268,7 +269,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 return Ok(Reservation::Granted { lease: with.lease(request), takeover });
             }
         }
-        Err(looked_in_vain(StoreErrorKind::Aborted))
+        Err(locked_or_changing(StoreErrorKind::Aborted))
     }
 
     async fn begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
@@ -310,12 +311,13 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
 
     async fn decide(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         decision.result().map_or(Ok(()), sql::check_size)?;
-        for _ in 0..LOOKS {
+        for look in 0..LOOKS {
+            pause_before(look, self.clock).await;
             if let Some(decided) = self.table.statements.try_decide(self, decision).await? {
                 return Ok(decided);
             }
         }
-        Err(looked_in_vain(StoreErrorKind::Aborted))
+        Err(locked_or_changing(StoreErrorKind::Aborted))
     }
 }
 

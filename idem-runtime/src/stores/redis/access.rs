@@ -16,14 +16,12 @@ use super::scripts::{Script, Scripts};
 use super::terms::ExchangeTerms;
 use crate::clock::{Clock, Instant, wall_millis};
 use crate::key::Key;
+use crate::kit::looks::looked_in_vain;
 use crate::kit::per_runtime::Here;
 use crate::record::{Lease, OwnerToken, Verdict};
 use crate::store::{StoreContext, StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
-/// Number of times that one operation reads a record that keeps changing. Only a write of another attempt causes a
-/// retry, so the loop ends without this limit; the limit guards against bugs and faulty servers.
-pub(super) const LOOKS: u32 = 20;
 /// Largest number of entries in [`Core::held`].
 const REMEMBERED: usize = 1024;
 
@@ -127,7 +125,7 @@ pub(super) fn written(value: &Value) -> Result<Verdict, StoreError> {
     }
 }
 
-/// Returns the error for a record that changed between all [`LOOKS`] reads of an operation.
+/// Returns the error for a record that changed between all [`LOOKS`](crate::kit::looks::LOOKS) reads of an operation.
 pub(super) fn keeps_changing() -> StoreError {
-    StoreError::new(StoreErrorKind::Unavailable, format!("the record kept changing; gave up after {LOOKS} looks"))
+    looked_in_vain(StoreErrorKind::Unavailable, "kept changing")
 }

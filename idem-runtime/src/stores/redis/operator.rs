@@ -2,12 +2,13 @@
 
 use redis::Value;
 
-use super::access::{Access, Core, LOOKS, call, keeps_changing, written};
+use super::access::{Access, Core, call, keeps_changing, written};
 use super::command::{Name, RedisCommand};
 use super::failure::{failed, unexpected};
 use super::inspection::{StoredValue, glance, look_at};
 use super::op::Op;
 use crate::combine::all;
+use crate::kit::looks::{LOOKS, pause_before};
 use crate::record::format::{self, millis};
 use crate::record::{Decision, DecisionAnswer, Record, Ruling, State, Verdict};
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
@@ -59,7 +60,8 @@ pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, S
 pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
     let (limits, clock) = (&access.core.limits, access.core.clock());
     let name = access.name_of(&decision.key);
-    for _ in 0..LOOKS {
+    for look in 0..LOOKS {
+        pause_before(look, clock).await;
         let Some(stored) = look_at(access, name, Op::Read).await? else {
             return Ok(DecisionAnswer::NoRecord);
         };

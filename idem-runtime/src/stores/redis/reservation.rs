@@ -7,18 +7,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use redis::Value;
 
-use super::access::{Access, LOOKS, call, keeps_changing};
+use super::access::{Access, call, keeps_changing};
 use super::command::Name;
 use super::failure::{ExchangeFailure, corrupt, failed, unexpected};
 use super::op::{Op, OpAnswer};
 use super::write::RecordWrite;
+use crate::kit::looks::{LOOKS, pause_before};
 use crate::record::format::{self, millis};
 use crate::record::{Admission, LeaseMark, OwnerToken, Record, Reservation, ReserveRequest, State};
 use crate::store::{StoreError, StoreErrorKind};
-
-/// Pause before the fourth read of a record that keeps changing. The pause doubles up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(1);
-const LONGEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Reserves the key of `request`, or answers with its record.
 pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Result<Reservation, StoreError> {
@@ -29,11 +26,9 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     // The record that a failed takeover found in place of the expected record, and the rest of its lease.
     let mut changed: Option<(Bytes, Duration)> = None;
     for look in 0..LOOKS {
-        if look > 2 {
+        if pause_before(look, access.core.clock()).await {
             // After the pause, that record may be out of date.
             changed = None;
-            let pause = FIRST_PAUSE.saturating_mul(1 << (look - 3).min(16)).min(LONGEST_PAUSE);
-            access.core.clock().sleep(pause).await;
         }
         let (found, left) = match changed.take() {
             Some((found, left)) => (found, Some(left)),
