@@ -1,4 +1,4 @@
-//! One exchange with the server.
+//! Exchanges with the server, with their time limits.
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,7 +30,8 @@ impl Database {
         Self { sessions, clock, timeout, prepares, spare: None }
     }
 
-    /// Reserves all connections but one for renewals.
+    /// Limits operations other than renewals to one connection at a time, so that the other connections stay free for
+    /// renewals.
     pub(super) fn for_renewals(self) -> Self {
         Self { spare: Some(Semaphore::new(1)), ..self }
     }
@@ -43,9 +44,9 @@ impl Database {
         self.timeout
     }
 
-    /// Returns the number of connections that operations with large results may take, in addition to a lone one.
-    /// Together they leave about half of all connections to other operations. Returns 0 for the pool of renewals: large
-    /// operations take no connection there.
+    /// Returns the number of connections that operations with large results may take, in addition to a lone operation's
+    /// connection. About half of all connections stay free for other operations. Returns 0 for the pool of renewals,
+    /// where large operations take no extra connection.
     pub(super) fn for_large(&self) -> usize {
         if self.spare.is_some() { 0 } else { self.sessions.size().saturating_sub(1) / 2 }
     }
@@ -65,7 +66,8 @@ impl Database {
         self.ready(statement).await?.query(params, effect).await
     }
 
-    /// Like [`query`](Self::query), for renewals.
+    /// Runs `statement` like [`query`](Self::query), but takes no permit: renewals use the connection that stays free
+    /// for them.
     pub(super) async fn renew(
         &self,
         statement: &Statement,
@@ -75,8 +77,8 @@ impl Database {
         self.ready_in(statement, None).await?.query(params, effect).await
     }
 
-    /// Returns a connection that is ready to send `statement` immediately, so that the caller can still check whether
-    /// the statement is wanted.
+    /// Returns a connection that can send `statement` immediately. The caller can thus check right before the statement
+    /// is sent whether it is still wanted.
     pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, OpFailure> {
         let room = match &self.spare {
             Some(spare) => {
@@ -137,7 +139,8 @@ pub(super) struct Ready<'a> {
 impl Ready<'_> {
     /// Returns the rows of the statement.
     ///
-    /// The rows arrive once the server is ready again, which is after the commit; a row alone proves nothing.
+    /// The future is ready when the server reports the end of the statement, which is after the commit. A row that
+    /// arrives earlier proves no commit.
     pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, OpFailure> {
         let answer = match &self.prepared {
             Some(prepared) => self.bounded(effect, self.connection.query(prepared, params)).await,
@@ -158,7 +161,7 @@ impl Ready<'_> {
         let Database { clock, timeout, .. } = self.database;
         let limit = effect.limit(*timeout);
         let longest = clock.now().saturating_add(limit.saturating_mul(LONGEST));
-        // After `longest`, a server that keeps sending is given up, too.
+        // After `longest`, the exchange is given up even if the server keeps sending bytes.
         let moved = || if clock.now() < longest { self.connection.moved() } else { Instant::new(Duration::ZERO) };
         match unless_stuck(&**clock, limit, moved, exchange).await {
             Some(answer) => answer.map_err(|error| OpFailure::broken(&error)),
@@ -166,7 +169,7 @@ impl Ready<'_> {
         }
     }
 
-    /// Gives the connection up if `failure` has made it unusable.
+    /// Closes the connection if `failure` has made it unusable.
     fn failed(self, failure: OpFailure) -> OpFailure {
         if failure.gives_up {
             self.connection.give_up(failure.is_late);

@@ -1,4 +1,4 @@
-//! The meaning of the errors of the server and of the driver.
+//! Classifies the errors of the server and of the driver.
 
 use std::error::Error as _;
 use std::sync::Arc;
@@ -9,18 +9,19 @@ use tokio_postgres::error::{DbError, SqlState};
 use super::param::Effect;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Advice about an unexpected pooler.
+/// Advice if an unexpected pooler answers.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
 
-/// The failure of an operation that was not done, or may have been done. One failure may answer many operations.
+/// The failure of an operation, which had no effect or may have had one. One failure may answer many operations.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
 pub(super) struct OpFailure {
     pub(super) kind: StoreErrorKind,
     message: Arc<str>,
-    /// True if one operation of a batch may have caused the whole failure.
+    /// True if a single operation may have caused the failure of its whole batch.
     pub(super) blames_one: bool,
-    /// True if nothing was written and a retry is likely to succeed.
+    /// True if the server undid the statement because of a deadlock: nothing was written, and a retry will probably
+    /// succeed.
     pub(super) is_deadlock: bool,
     /// True if the connection is unusable afterwards.
     pub(super) gives_up: bool,
@@ -59,7 +60,7 @@ impl OpFailure {
         Self { is_late: true, ..failure }
     }
 
-    /// Adapts the failure to an operation without a result: its own parameters are never too large.
+    /// Adapts the failure to an operation without a result, whose parameters are never too large.
     pub(super) fn without_result(self) -> Self {
         match self.kind {
             StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
@@ -71,7 +72,7 @@ impl OpFailure {
         Self { gives_up: true, ..self }
     }
 
-    /// Adapts the failure to a statement of this `effect`: after a statement that only reads, nothing is unknown.
+    /// Adapts the failure to the `effect` of its statement: a statement that only reads leaves no doubt about a write.
     pub(super) fn of(self, effect: Effect) -> Self {
         match (effect, self.kind) {
             (Effect::Reads, StoreErrorKind::Unconfirmed) => Self { kind: StoreErrorKind::Unavailable, ..self },
@@ -79,12 +80,12 @@ impl OpFailure {
         }
     }
 
-    /// Converts a refusal of the server. Leaves out the `DETAIL` of its error, which may quote a result or an owner
+    /// Converts an error of the server. Leaves out the `DETAIL` of the error, which may quote a result or an owner
     /// token.
     fn refused(error: &DbError) -> Self {
         let code = error.code();
         let (kind, advice) = match code.code() {
-            // Only a pooler reports this.
+            // Only a pooler refuses a startup parameter with this code.
             "08P01" if error.message().contains("startup parameter") => (StoreErrorKind::Misconfigured, POOLED),
             code => meaning(code, error.message()),
         };
@@ -107,8 +108,8 @@ impl OpFailure {
     pub(super) fn broken(error: &Error) -> Self {
         match error.as_db_error() {
             Some(error) => Self::refused(error),
-            // Any other error is a connection that ended or sent nonsense. The server may have run the statement or
-            // not.
+            // Without an error of the server, the connection ended or carried invalid bytes. The server may have run
+            // the statement.
             None => Self::new(StoreErrorKind::Unconfirmed, format!("the connection broke: {}", driver_text(error)))
                 .giving_up(),
         }
@@ -149,7 +150,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "26000" | "42P05" => (Unavailable, POOLED),
         "0A000" => (Unavailable, "the table was altered; the next call prepares its statement again"),
         "40003" => (Unconfirmed, "the connection broke before the answer came"),
-        // Nothing was written. There may be room later, or for a smaller record.
+        // Nothing was written. The server may accept the record later, or a smaller one now.
         "53100" => (Full, "its disk is full"),
         "53200" => (Full, "it is out of memory"),
         "53300" => (Unavailable, "its limit of connections is reached"),
@@ -157,7 +158,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
         "57P03" => (Unavailable, "it is starting up or shutting down"),
         "XX001" | "XX002" => (Corrupt, "its data is damaged"),
-        // The server's report of a value that is too large, or has a part that is.
+        // The server reports a value that is too large in this way.
         "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
         code => match code.get(..2).unwrap_or_default() {
             "08" | "57" => (Unconfirmed, "the connection broke before the answer came"),
@@ -174,7 +175,7 @@ impl From<OpFailure> for StoreError {
     }
 }
 
-/// Returns the text of an error of the driver, not of the server, and its cause. The text holds neither values nor
+/// Returns the text and the cause of an error of the driver (not of the server). The text contains neither values nor
 /// passwords.
 pub(super) fn driver_text(error: &Error) -> String {
     match error.source() {

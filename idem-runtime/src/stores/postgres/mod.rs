@@ -59,31 +59,30 @@ use crate::store::{
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
-/// Number of looks at a record that can't be seen, within about 60 ms. Mostly the record is about to be committed; a
-/// transaction of the user's may keep it invisible for long.
+/// Number of reads of a record that exists but is not visible, within about 60 ms. Usually the record is just being
+/// committed; an open transaction of the user may keep it invisible for long.
 const LOOKS_AT_UNSEEN: u32 = 8;
-/// Time for which a duplicate shall stay away from a key that an open transaction of the user's holds. Such a
-/// transaction may stay open for any time, but mostly for a short one. The time doubles with each duplicate in this
-/// process, up to 6.4 s.
+/// Time after which a duplicate shall ask again for a key that an open transaction of the user holds. Most such
+/// transactions are short, but nothing limits them. The time doubles with each duplicate in this process, up to 6.4 s.
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
-/// Number of encounters with each key while a transaction held it.
+/// Number of times that a call in this process found a key held by a transaction.
 static MEETINGS: TagCounts = TagCounts::new();
-/// Number of leases that one statement renews. Limits the time for which their rows are locked against attempts that
-/// finish.
+/// Largest number of leases that one statement renews. Limits the time for which the statement locks their rows against
+/// attempts that finish.
 const RENEWED_AT_ONCE: usize = 500;
 /// Number of retries for a lease whose record is locked, within about 60 ms.
 const RENEWED_AGAIN: u32 = 6;
 /// Number of rows that the background purge reads in one statement.
 const PURGED_AT_ONCE: u32 = 500;
-/// Number of connections for renewals and late writes. At least one of them only renews.
+/// Number of connections for renewals and late writes. At least one connection carries renewals only.
 const UPKEEP_CONNECTIONS: usize = 2;
 
-/// Returns the error after the last look.
+/// Returns the error for a record that stayed locked, or changed between all [`LOOKS`] looks.
 fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
     looked_in_vain(kind, "stayed locked by another session, or kept changing")
 }
 
-/// Returns the answer about a key that an open transaction of the user's holds.
+/// Returns the answer to a duplicate whose key an open transaction of the user holds.
 fn held_by_another(key: &Key, attempt: u32) -> Reservation {
     let doublings = MEETINGS.again(key.seed()).saturating_sub(1).min(6);
     Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER * (1 << doublings) }
@@ -92,17 +91,17 @@ fn held_by_another(key: &Key, attempt: u32) -> Reservation {
 /// A store in a PostgreSQL server, 12 or newer.
 ///
 /// - *Atomicity*: the primary key decides which attempt reserves a key. `UPDATE`s that compare the owner token decide
-///   the rest. Each is its own transaction.
-/// - *Clock*: the server's. A step of that clock, or a failover to a server whose clock differs, shifts leases and
-///   retentions.
-/// - *Durability*: the server's own. With `fsync` and `synchronous_commit` on (the server's default), a crash loses no
-///   acknowledged write; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a standby that is
-///   not synchronous forgets the writes that had not reached it.
+///   the rest. Each statement is its own transaction.
+/// - *Clock*: the server's clock. A step of that clock, or a failover to a server whose clock differs, shifts leases
+///   and retentions.
+/// - *Durability*: the server's settings decide. With `fsync` and `synchronous_commit` on (the server's default), a
+///   crash loses no acknowledged write; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a
+///   standby that is not synchronous forgets the writes that had not reached the standby.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB. Only
 ///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete rows.
 /// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are
 ///   sent together and share one commit. A lone statement never waits, and a result over 8 KB has its own statement. A
-///   heartbeat is one statement for up to 500 leases. If the server has lz4, it compresses large results with it.
+///   heartbeat is one statement for up to 500 leases. The server compresses large results, with lz4 if it supports lz4.
 ///
 /// [`ensure_schema`](PostgresOptions::ensure_schema) creates the table, or your own migrations do, from
 /// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has
@@ -121,8 +120,8 @@ pub struct PostgresStore(Arc<PostgresInner>);
 impl PostgresStore {
     /// Connects to the server at `url`: `postgres://[user[:password]@]host[:port][/database]`, or `key=value` pairs in
     /// the form of libpq. `sslmode=require` encrypts and checks the certificate (feature `postgres-tls`); otherwise the
-    /// connection is not encrypted. Of several hosts, the store uses the one that accepts writes. For more settings see
-    /// [`PostgresOptions`].
+    /// connection is not encrypted. If the URL names several hosts, the store uses the host that accepts writes. For
+    /// more settings see [`PostgresOptions`].
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or not
@@ -164,7 +163,8 @@ struct PostgresInner {
     connections: usize,
     /// True for the handle that makes renewals and late writes.
     is_upkeep: bool,
-    /// Shared with forked processes: it has no connection before its first use in a process.
+    /// The handle for upkeep. Forked processes may share it, because it opens no connection before its first use in a
+    /// process.
     upkeep: SharedOnce<Arc<PostgresInner>>,
     runtimes: PerRuntime<Local>,
     /// Ends the background purge when it is dropped.
@@ -178,14 +178,14 @@ struct PostgresCore {
     schema: Box<str>,
     namespace: Box<str>,
     response_timeout: Duration,
-    /// True if a connection is one session of the server: it is not behind a pooler.
+    /// True if a connection is one session of the server, so no pooler is between.
     has_sessions: bool,
     sql: Arc<Statements>,
     calls: ConnectionSource,
     upkeep: ConnectionSource,
     listener: Option<Listener>,
     purge_every: Option<Duration>,
-    /// Time from which the next purge goes on.
+    /// The `listed_at` from which the next purge goes on.
     purged_to: AtomicI64,
     /// The process that opened the store.
     process: Process,
@@ -207,13 +207,13 @@ impl fmt::Debug for PostgresInner {
 }
 
 impl PostgresCore {
-    /// Makes the state of a runtime. `is_first`: the first runtime of its process.
+    /// Makes the state of a runtime. `is_first` is true for the first runtime of a process that uses the store.
     fn local(&self, is_upkeep: bool, connections: usize, is_first: bool) -> Local {
         let (clock, limit) = (&self.clock, self.response_timeout);
         let source = match &self.calls {
             _ if is_upkeep => self.upkeep.clone(),
-            // The pool's connections end with the runtime that opened them, and in a forked process they belong to the
-            // parent.
+            // The connections of the user's pool end with the runtime that opened them, and in a forked process they
+            // belong to the parent. So other runtimes and processes open their own connections.
             ConnectionSource::Pool(pool) if !is_first || !self.process.is_this() => {
                 ConnectionSource::LikePool(pool.clone())
             }
@@ -261,8 +261,8 @@ impl PostgresInner {
         Ok(here)
     }
 
-    /// Like [`here`](Self::here), for operations that can be handed over: for a caller outside any runtime, tasks of
-    /// another runtime run them.
+    /// Returns the state of the current runtime. For a caller outside of any runtime, returns the state of another
+    /// runtime, whose tasks then send the operation.
     fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
         self.here().or_else(|error| self.runtimes.any().ok_or(error))
     }
@@ -275,7 +275,7 @@ impl PostgresInner {
                 return Ok(Verdict::Applied);
             }
             let found = Box::pin(self.look(&lease.key)).await?;
-            // Otherwise another session has locked the row.
+            // If the attempt may still begin, another session has locked the row, so the loop tries again.
             if !found.is_some_and(|found| found.record.may_begin(lease, found.lapses_in())) {
                 return Ok(Verdict::Refused);
             }
@@ -291,12 +291,12 @@ impl PostgresInner {
                     return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
                 }
                 LookupResult::Found(found) => *found.map_err(corrupt)?,
-                // The next statement sees the record, unless it belongs to an open transaction.
+                // The next statement will see the record, unless an open transaction has made the record.
                 LookupResult::Unseen if look + 1 < LOOKS_AT_UNSEEN => continue,
                 LookupResult::Unseen => return Ok(held_by_another(&request.key, 1)),
                 LookupResult::LeftOut => {
                     let here = self.here()?;
-                    // Boxed, as below: most calls don't get here, but would carry its size inline.
+                    // Boxed: most calls don't read a result separately, but would carry the size of this future inline.
                     match Box::pin(here.server.sql.look_at(&*here.server, request.key.as_str())).await? {
                         Some(found) => found,
                         None => continue,
@@ -323,7 +323,8 @@ impl PostgresInner {
         Ok(found.filter(|found| !found.is_expired()))
     }
 
-    /// Waits until attempt `attempt` of `key` may have ended: until a notification, or for a while.
+    /// Waits until attempt number `attempt` of `key` may have ended: until a notification arrives, or the polling
+    /// interval is over.
     async fn wait_for_a_sign(&self, key: &Key, attempt: u32, at_most: Duration) -> Result<(), StoreError> {
         let here = self.here()?;
         let mark = async {
@@ -342,8 +343,8 @@ impl PostgresInner {
         Box::pin(here.wakeups.wait(key.as_str(), at_most, mark)).await
     }
 
-    /// Turns a pending record into `state`, by compare-and-set on the attempt; for a release, only on the owner token.
-    /// Recognises an earlier copy of the same write.
+    /// Sets the state of a pending record to `state`, by compare-and-set on owner token and attempt number; for a
+    /// release, on the owner token only. Counts an earlier copy of the same write as applied.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
@@ -354,7 +355,8 @@ impl PostgresInner {
             }
             let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
             match found {
-                // Another session had locked the record, or made it after the statement found none.
+                // The record still belongs to this attempt: another session had locked the row, or the row was not
+                // visible yet. The loop tries again.
                 Some(found)
                     if found.is_pending()
                         && found.owner == lease.owner
@@ -367,8 +369,8 @@ impl PostgresInner {
         Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
-    /// Renews the `leases` at `places` and answers each. A lease that is not renewed is refused, unless only a lock of
-    /// another session prevented the renewal. Returns the places of these locked leases.
+    /// Renews the `leases` at `places` and answers each. Answers "refused" for a lease that the statement did not
+    /// renew, unless another session had only locked its row. Returns the places of leases with locked rows.
     async fn renew_some(
         &self,
         leases: &[Lease],
@@ -380,7 +382,7 @@ impl PostgresInner {
         let asked = LeaseParams::new(leases, places);
         let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
             Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
-            // A row was locked while the statement was under way. The next statement does not wait for the locked row.
+            // Another session locked a row while the statement ran. The next statement skips that row from the start.
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
             renewed => renewed?,
         };
@@ -406,7 +408,7 @@ impl PostgresInner {
         Ok(rest)
     }
 
-    /// Retries the locked leases a few times: another statement of the library holds a lock for a moment at most.
+    /// Retries the leases with locked rows a few times: a statement of this library holds a lock only briefly.
     async fn renew_locked(&self, leases: &[Lease], places: &[usize], answer: &Answers<'_>) -> Result<(), StoreError> {
         let mut locked = places.to_vec();
         for look in 2..2 + RENEWED_AGAIN {
@@ -424,7 +426,8 @@ impl PostgresInner {
     async fn purge_batch(&self, batch: u32) -> Result<(u64, u64), StoreError> {
         let from = Micros(self.common.purged_to.load(Ordering::Relaxed));
         let (mut gone, mut kept) = self.purge_from(from, batch).await?;
-        // Records that were locked before, or got an earlier `listed_at` since, come last.
+        // A second purge starts from the beginning. It takes records that were locked during an earlier purge, or whose
+        // `listed_at` has been set to an earlier time since.
         let rest = u64::from(batch).saturating_sub(gone + kept);
         if rest > 0 && from != Micros::FIRST {
             let more = self.purge_from(Micros::FIRST, u32::try_from(rest).unwrap_or(batch)).await?;
@@ -433,8 +436,9 @@ impl PostgresInner {
         Ok((gone, kept))
     }
 
-    /// Purges records whose `listed_at` is `from` or later. The next purge goes on after them: the index keeps entries
-    /// of removed rows until the next vacuum, and a purge that starts at the beginning would read all of these entries.
+    /// Purges records whose `listed_at` is `from` or later. The next purge goes on where this purge ended: the index
+    /// keeps the entries of removed rows until the next vacuum, and a purge from the beginning would read all of these
+    /// entries.
     async fn purge_from(&self, from: Micros, batch: u32) -> Result<(u64, u64), StoreError> {
         let here = self.here()?;
         let rows = here.server.rows(&here.server.sql.purge, &[&i64::from(batch), &from], Effect::Writes).await?;
@@ -478,7 +482,7 @@ impl PostgresInner {
     }
 }
 
-/// The parameters of a statement about leases.
+/// The parameters of a statement that renews or checks leases.
 struct LeaseParams<'a> {
     keys: Vec<&'a str>,
     owners: HiddenParam<Vec<&'a [u8]>>,
@@ -495,7 +499,7 @@ impl<'a> LeaseParams<'a> {
         }
     }
 
-    /// Returns for each lease whether the statement returns its index.
+    /// Runs `statement`. Returns for each lease whether the answer contains the index of the lease.
     async fn of(&self, database: &Database, statement: &Statement, effect: Effect) -> Result<Vec<bool>, OpFailure> {
         let params: [&(dyn ToSql + Sync); 3] = [&self.keys, &self.owners, &self.attempts];
         let mut answered = vec![false; self.keys.len()];
@@ -544,14 +548,15 @@ impl Store for PostgresInner {
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
-            // Two chunks in flight keep the server busy, and leave connections to attempts that start and finish.
+            // Two chunks are in flight at a time: enough to keep the server busy, while other connections stay free for
+            // attempts that start and finish.
             let chunks: Vec<_> = order.chunks(RENEWED_AT_ONCE).collect();
             let mut halves = [0, 1].map(|half| {
                 let chunks = chunks.iter().skip(half).step_by(2);
                 Box::pin(async move {
                     let (mut locked, mut renewed) = (Vec::new(), Ok(()));
                     for places in chunks {
-                        // A failure of some leases must not delay the others.
+                        // A failed chunk must not delay the renewal of the next chunk.
                         match self.renew_some(leases, places, answer).await {
                             Ok(some) => locked.extend(some),
                             Err(error) => renewed = Err(error),
@@ -614,14 +619,14 @@ impl Store for PostgresInner {
         })
     }
 
-    /// Runs one statement, which walks along an index of times from the end of the last purge; at the end of the index
-    /// a second one starts from the beginning. Rows that another session is writing are left for later, and records
-    /// that were renewed since are postponed.
+    /// Runs one statement, which walks along the index of `listed_at` from the end of the last purge. At the end of the
+    /// index, a second statement starts from the beginning. The purge leaves rows that another session is writing for a
+    /// later purge, and moves the `listed_at` of records that were renewed.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         StoreFuture::new(async move { Ok(self.purge_batch(batch).await?.0) })
     }
 
-    /// Runs one statement, which walks along the primary key.
+    /// Runs one statement, which reads the rows in the order of their keys.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
         StoreFuture::new(async move {
             let here = self.here()?;
@@ -652,7 +657,7 @@ impl Store for PostgresInner {
     }
 }
 
-/// Reads an untrusted row of all columns, for tests. `None`: the statement has just made the record.
+/// Reads an untrusted row of all columns, for tests. Returns `None` if the row says that the statement made the record.
 ///
 /// # Errors
 /// If the row is no record.

@@ -21,11 +21,11 @@ use crate::sync::Process;
 
 /// Oldest server that supports all statements used here.
 const OLDEST: i64 = 120_000;
-/// Longest time that a statement waits for one key, in milliseconds. Only a transaction of the user's holds a key for
-/// longer than a commit takes. All other operations of the statement wait with it.
+/// Longest time that a statement waits for the lock of one key, in milliseconds. Only a transaction of the user holds a
+/// key for longer than a commit takes. Meanwhile all other operations of the statement wait, too.
 const LOCK_TIMEOUT_MS: u32 = 1000;
-/// Longest time that a renewal or a late write waits for one key, in milliseconds: a row that is locked while such a
-/// statement is under way must not cost a lease.
+/// Longest time that a renewal or a late write waits for the lock of one key, in milliseconds. One locked row must not
+/// delay the renewal of other leases.
 const UPKEEP_LOCK_TIMEOUT_MS: u32 = 100;
 
 /// Settings of a [`PostgresStore`].
@@ -80,10 +80,10 @@ impl PostgresOptions {
     }
 
     /// Name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key); default: none).
-    /// Two applications with their own tables may have the same scope and key. With different names they never pass the
-    /// same child key to a third party. Nothing else depends on the name. Don't change it once child keys are in use:
-    /// another name gives other child keys, even to an operation that is retried.
-    /// [`Within::namespace`](crate::within::Within::namespace) is the same for a transaction.
+    /// Two applications with separate tables may have the same scope and key. With different names they never pass the
+    /// same child key to a third party. The name has no other effect. Don't change the name once child keys are in use:
+    /// a retried operation would get another child key. [`Within::namespace`](crate::within::Within::namespace) sets
+    /// this name for a transaction.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }
@@ -97,7 +97,7 @@ impl PostgresOptions {
     }
 
     /// Creates the schema and the table if they are missing; any number of processes may do so simultaneously. The
-    /// login then needs the right to create a schema. Without this option they must exist: see
+    /// login then needs the right to create a schema. Without this option, the schema and the table must exist: see
     /// [`PostgresStore::schema_sql`].
     #[must_use]
     pub fn ensure_schema(self) -> Self {
@@ -106,8 +106,8 @@ impl PostgresOptions {
 
     /// Number of hash partitions of the table that [`ensure_schema`](PostgresOptions::ensure_schema) creates, up to 128
     /// (default: 0, a plain table). From about ten million records on, 16 partitions keep each index small, and let the
-    /// server clean up several of them in parallel. With fewer records they only cost. docs/operations.md has the
-    /// figures.
+    /// server vacuum several partitions in parallel. With fewer records, partitions only make each call slower.
+    /// docs/operations.md has the figures.
     ///
     /// Only the creation of the table uses this number: a store opens a table with any number of partitions. An
     /// existing table is never changed.
@@ -128,33 +128,35 @@ impl PostgresOptions {
         sql::ddl(&self.schema, self.partitions)
     }
 
-    /// Largest number of connections for calls, in each runtime (default: 6). Up to two for renewals and late writes
-    /// and one that listens are extra. Operations of any number of tasks share the connections. Operations with results
-    /// over 8 KB use at most half of them.
+    /// Largest number of connections for calls, in each runtime (default: 6). The store opens up to three further
+    /// connections: two for renewals and late writes, and one that listens. Operations of any number of tasks share the
+    /// connections. Operations with results over 8 KB use half of the connections at most.
     #[must_use]
     pub fn pool_size(self, pool_size: usize) -> Self {
         Self { pool_size: pool_size.max(1), ..self }
     }
 
-    /// Time limit of one exchange with the server (default: 5 s). Keep it well below the shortest beat (a third of the
-    /// lease). After a time-out the write may have taken effect; it is repeated with the same owner token. The
-    /// `statement_timeout` of connections that the store opens is twelve times as long, except behind PgBouncer.
+    /// Time limit of one exchange with the server (default: 5 s). Keep this limit well below the shortest renewal
+    /// interval (a third of the lease). After a time-out a write may have taken effect; the engine repeats the write
+    /// with the same owner token. The `statement_timeout` of connections that the store opens is twelve times as long,
+    /// except behind PgBouncer.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
     }
 
-    /// For a server behind PgBouncer, or another pooler, that gives each transaction its own session.
+    /// Adapts the store to a server behind PgBouncer, or behind another pooler that gives each transaction a session of
+    /// its own.
     ///
-    /// A session then keeps no state. Statements have no names and are planned each time, and a duplicate that waits
-    /// for a running attempt polls every 50 ms instead of being woken.
+    /// Behind a pooler, a session keeps no state between transactions. So the server plans each statement anew, and a
+    /// duplicate that waits for a running attempt polls every 50 ms instead of being woken.
     #[must_use]
     pub fn behind_pgbouncer(self) -> Self {
         Self { behind_pgbouncer: true, ..self }
     }
 
-    /// Deletes expired records in the background, in batches, every `interval` (default: never, only
-    /// [`Store::purge`](crate::Store::purge) does). The task ends with the store.
+    /// Deletes expired records in the background, in batches, every `interval` (default: never; only
+    /// [`Store::purge`](crate::Store::purge) deletes them). The background task ends with the store.
     #[must_use]
     pub fn purge_every(self, interval: Duration) -> Self {
         Self { purge_every: Some(interval), ..self }
@@ -165,7 +167,7 @@ impl PostgresOptions {
     /// # Errors
     /// The errors of [`PostgresStore::connect`].
     pub async fn connect(self, url: &str) -> Result<PostgresStore, StoreError> {
-        // This store's TLS checks every certificate in full, so both values mean the same.
+        // This store's TLS checks every certificate in full, so `verify-full` and `require` mean the same.
         let checked = url.replace("sslmode=verify-full", "sslmode=require");
         let mut config: Config = checked.parse().map_err(|error: tokio_postgres::Error| {
             // The parser's error may quote the URL, which may hold a password.
@@ -186,12 +188,12 @@ impl PostgresOptions {
         self.open(calls, ConnectionSource::Config(Box::new(upkeep), tls), listener).await
     }
 
-    /// Uses your own pool, which may serve other work too.
+    /// Uses your own pool, which may also serve other work of yours.
     ///
     /// The type is the pool of deadpool-postgres 0.14 (feature `with-deadpool-postgres-0_14`).
     ///
-    /// Size, TLS and login are the pool's own. Its connections can't listen, so a duplicate that waits for a running
-    /// attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) it is woken.
+    /// The pool decides on size, TLS and login. Its connections can't listen, so a duplicate that waits for a running
+    /// attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) a notification wakes the duplicate.
     ///
     /// # Errors
     /// The errors of [`PostgresStore::connect`].
@@ -214,10 +216,11 @@ impl PostgresOptions {
         }
         // A pooler refuses session settings.
         if !self.behind_pgbouncer {
-            // A long answer takes time to send over a slow network. An exchange that is given up earlier is cancelled.
+            // Longer than the time limit of an exchange, because a long answer takes time on a slow network. When the
+            // store gives up an exchange, it cancels the statement itself.
             let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
-            // Leaves the planner one path to every row, by its key: even right after the table was empty, and always in
-            // the same order. So no call has anything to plan anew.
+            // The planner can reach a row only by its key, in a fixed order of joins, even right after the table was
+            // empty. So every call has the same plan, and the server plans each statement only once.
             let ours = format!(
                 "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
@@ -234,7 +237,7 @@ impl PostgresOptions {
         upkeep: ConnectionSource,
         listener: Option<Listener>,
     ) -> Result<PostgresStore, StoreError> {
-        // Checks the settings that need no server.
+        // Checks the settings before it contacts the server.
         if self.schema.is_empty() || self.schema.len() > sql::MAX_SCHEMA_BYTES || self.schema.contains('\0') {
             let limit = sql::MAX_SCHEMA_BYTES;
             return Err(misconfigured(format!("the name of the schema must have 1 to {limit} bytes, and no NUL")));
@@ -283,7 +286,8 @@ impl PostgresOptions {
 /// Returns the encryption of the connections of `config`.
 fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     if config.get_ssl_mode() != SslMode::Require {
-        // `prefer`, the driver's default, protects from no attacker, and fails if a certificate is not trusted.
+        // The driver's default (`prefer`) is not used: it protects from no attacker, but fails if a certificate is not
+        // trusted.
         config.ssl_mode(SslMode::Disable);
         return Ok(Tls::Off);
     }
@@ -301,12 +305,12 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
 }
 
 impl StatementPool {
-    /// Returns `Some` if the table exists. Any other problem is an error.
+    /// Checks the server and the table. Returns `None` if the table does not exist; any other problem is an error.
     async fn check(&self, schema: &str, purges: bool) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server is not PostgreSQL: it answers otherwise".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
-        // Columns of the wrong type come from a server that is not PostgreSQL, so they are the same error.
+        // Columns of a wrong type show, too, that the server is not PostgreSQL.
         let read = || -> Result<_, tokio_postgres::Error> {
             let (version, number): (&str, i64) = (row.try_get(0)?, row.try_get(1)?);
             let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);
@@ -317,7 +321,7 @@ impl StatementPool {
         };
         let (version, number, encoding, standby, read_only, durable, there, comment, (usage, mut missing)) =
             read().map_err(|_| unusable())?;
-        // The server: its version, its encoding, and its ability to write.
+        // Checks the server: its version, its encoding, and its ability to write.
         if !version.starts_with("PostgreSQL ") || version.contains("-YB-") || number < OLDEST {
             let name: String = version.split(" on ").next().unwrap_or(version).chars().take(60).collect();
             return Err(misconfigured(format!("the server is {name}; PostgreSQL 12 or newer is needed")));
@@ -337,7 +341,7 @@ impl StatementPool {
                  a forgotten operation runs again"
             );
         }
-        // The table: a foreign one is left alone, and a missing right is reported before the first call needs it.
+        // Checks the table: a foreign table is refused, and a missing right is reported before the first call needs it.
         if there && comment.is_none_or(|comment| !is_ours(comment)) {
             return Err(misconfigured(format!(
                 "the table `records` in the schema `{schema}` is of another version, or not of this library: its \
@@ -345,7 +349,7 @@ impl StatementPool {
                 sql::TABLE_VERSION
             )));
         }
-        // Handlers delete nothing: this right is for purges, and for operators who forget records.
+        // Calls delete no rows: only purges and operators who forget records need the right to `DELETE`.
         missing.retain(|right| *right != "DELETE" || purges);
         let missing = match (usage, missing.join(", ")) {
             (None, missing) if missing.is_empty() => return Ok(there.then_some(())),
@@ -361,7 +365,8 @@ impl StatementPool {
     }
 }
 
-/// Returns whether the comment on a table names this version. The rest of the comment is the administrator's.
+/// Returns whether the comment on a table begins with this version. An administrator may have added text after the
+/// version.
 fn is_ours(comment: &str) -> bool {
     comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
 }

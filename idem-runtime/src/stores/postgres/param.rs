@@ -8,7 +8,7 @@ use tokio_postgres::types::{IsNull, ToSql, Type};
 
 use crate::kit::metered::SENT_IN_TIME;
 
-/// Effect of a statement if the server runs it.
+/// Effect of a statement that the server runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Effect {
     Reads,
@@ -18,7 +18,8 @@ pub(super) enum Effect {
 }
 
 impl Effect {
-    /// Returns the longest silence of an exchange, if `limit` is for a short one.
+    /// Returns the longest time without any byte after which an exchange is given up, where `limit` is the time for a
+    /// short exchange.
     pub(super) fn limit(self, limit: Duration) -> Duration {
         match self {
             Self::Records(bytes) => {

@@ -1,7 +1,8 @@
--- The table of `PostgresStore`, version 1. `PostgresOptions::ensure_schema` runs the same, for a schema of any name.
+-- The table of `PostgresStore`, version 1. `PostgresOptions::ensure_schema` runs these statements for a schema of any name.
 --
--- `listed_at` is when the purge looks at a row, no later than `expires_at`. It is the only indexed time: a record that
--- finishes as planned keeps it, so that its completion changes no index. The fill factor leaves room for that in the page.
+-- `listed_at` is the time at which a purge reads a row, no later than `expires_at`. No other time is indexed, and a record
+-- that finishes as planned keeps its `listed_at`, so that its completion changes no index. The fill factor leaves space for
+-- the completed row in the same page.
 CREATE SCHEMA IF NOT EXISTS "idem";
 
 CREATE TABLE IF NOT EXISTS "idem".records (
@@ -31,8 +32,8 @@ CREATE TABLE IF NOT EXISTS "idem".records (
     result        bytea
 ) WITH (fillfactor = 30);
 
--- Results that do not fit into the page are compressed. lz4 takes a fraction of the time that pglz takes, where the server
--- has it: 14 or newer, built with lz4. A compression that was chosen before is kept.
+-- The server compresses results that do not fit into a page. lz4 takes a fraction of the time that pglz takes. Servers from
+-- version 14 on have lz4 if they were built with it. A compression that was chosen earlier stays in use.
 DO 'BEGIN
     IF EXISTS (SELECT FROM pg_settings WHERE name = ''default_toast_compression'' AND ''lz4'' = ANY (enumvals))
         AND EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = ''"idem".records''::regclass

@@ -1,4 +1,4 @@
-//! The connections of one runtime: a few, which all of its operations share.
+//! The few connections of one runtime, which all operations of the runtime share.
 
 use std::collections::HashMap;
 use std::io;
@@ -23,9 +23,9 @@ use crate::kit::metered::{Meter, Metered, Moment};
 use crate::store::StoreErrorKind;
 use crate::sync::lock;
 
-/// Number of broken connections of a pool in a row after which taking one fails.
+/// Number of broken connections in a row that the user's pool may hand out before an operation fails.
 const CONNECTIONS: usize = 64;
-/// Longest duration of an exchange, in time limits, even if bytes keep arriving.
+/// Longest duration of an exchange whose bytes keep arriving, as a multiple of the time limit.
 pub(super) const LONGEST: u32 = 12;
 
 /// Encryption of connections.
@@ -39,11 +39,11 @@ pub(super) enum Tls {
 /// Source of connections.
 #[derive(Clone)]
 pub(super) enum ConnectionSource {
-    /// Opened by this store.
+    /// Connections that this store opens.
     Config(Box<Config>, Tls),
     /// Connections of the user's own pool.
     Pool(Pool),
-    /// Opened by this store, in the way of the user's own pool.
+    /// Connections that this store opens with the settings of the user's own pool.
     LikePool(Pool),
 }
 
@@ -52,7 +52,7 @@ pub(super) enum ConnectionSource {
 pub(super) struct LastExchange {
     clock: Arc<dyn Clock>,
     on_connection: Arc<Moment>,
-    /// On all connections of the runtime.
+    /// Time of the latest exchange of bytes on any connection of the runtime.
     on_any: Arc<Moment>,
 }
 
@@ -79,8 +79,8 @@ impl Meter for LastExchange {
     }
 }
 
-/// Runs `future`. Returns `None` once no byte has `moved` for `limit`. So an exchange whose answer is arriving is not
-/// given up, even if the answer is long and the network slow.
+/// Runs `future`. Returns `None` when no byte has `moved` for `limit`. An exchange whose answer is still arriving is
+/// thus not given up, even if the answer is long and the network slow.
 pub(super) async fn unless_stuck<F: Future>(
     clock: &dyn Clock,
     limit: Duration,
@@ -109,7 +109,7 @@ pub(super) struct Session {
 
 enum SomeClient {
     Ours(Client, AbortHandle),
-    /// Ends its task when it is dropped.
+    /// A client of the user's pool, which ends the task of its connection when it is dropped.
     Theirs(ClientWrapper),
 }
 
@@ -126,7 +126,7 @@ impl Deref for Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // Aborted immediately: anything in flight on the connection no longer matters.
+        // The task is aborted immediately, because no caller waits for anything in flight on the connection.
         if let SomeClient::Ours(_, task) = &self.client {
             task.abort();
         }
@@ -136,7 +136,8 @@ impl Drop for Session {
 /// The connections of one runtime.
 pub(super) struct Sessions {
     source: ConnectionSource,
-    /// The latest connection is used first: a lone task then uses one backend, which is awake.
+    /// The connection that became idle last is used first: a lone task then always uses the same process of the server,
+    /// whose caches are warm.
     idle: Mutex<Vec<Session>>,
     size: usize,
     room: Semaphore,
@@ -150,7 +151,7 @@ impl Sessions {
         Self { source, idle: Mutex::default(), size, room, limit, exchanged }
     }
 
-    /// Returns the largest number of connections. For a pool of the user's own, other work may use some of them.
+    /// Returns the largest number of connections. Other work may use some connections of the user's own pool.
     pub(super) fn size(&self) -> usize {
         match &self.source {
             ConnectionSource::Pool(pool) => pool.status().max_size,
@@ -195,7 +196,7 @@ impl Sessions {
         loop {
             let idle = lock(&self.idle).pop();
             let session = match idle {
-                // A connection that broke while idle has sent nothing.
+                // A connection that broke while it was idle has sent nothing, so another connection can be tried.
                 Some(session) if session.is_closed() => continue,
                 Some(session) => session,
                 None => self.connect().await?,
@@ -236,7 +237,8 @@ impl Sessions {
                 SomeClient::Ours(client, task)
             }
             ConnectionSource::Pool(pool) | ConnectionSource::LikePool(pool) => {
-                // The pool does not reveal its host, so the check assumes a name that must be looked up.
+                // The pool does not reveal its host, so this check assumes that the host's name must be looked up on a
+                // thread.
                 lookup::check(std::iter::once("")).map_err(no_thread)?;
                 let client = pool.manager().create().await;
                 SomeClient::Theirs(client.map_err(|error| OpFailure::not_connected(&error))?)
@@ -245,7 +247,7 @@ impl Sessions {
         Ok(Session { client, prepared: Mutex::default(), exchanged })
     }
 
-    /// Asks the server to stop its work on a connection for which no caller waits.
+    /// Asks the server to cancel the statement on a connection that was given up.
     fn cancel(&self, session: Session) {
         let ConnectionSource::Config(config, tls) = &self.source else { return };
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
@@ -272,7 +274,7 @@ impl Sessions {
 pub(super) struct TakenSession<'a>(SessionKind<'a>);
 
 enum SessionKind<'a> {
-    // Fields drop in order: the permit is returned after the connection.
+    // Fields drop in order: the permit is returned only after the connection.
     Ours { session: Option<Session>, sessions: &'a Sessions, _room: SemaphorePermit<'a> },
     Theirs { object: Option<Object> },
 }
@@ -290,7 +292,7 @@ impl Deref for TakenSession<'_> {
 }
 
 impl TakenSession<'_> {
-    /// Returns the statement as prepared in this session.
+    /// Returns `statement` as prepared in this session. Prepares it at its first use.
     pub(super) async fn prepare(&self, statement: &Statement) -> Result<tokio_postgres::Statement, Error> {
         match &self.0 {
             SessionKind::Ours { session: Some(session), .. } => {
@@ -309,7 +311,8 @@ impl TakenSession<'_> {
         }
     }
 
-    /// Returns the time of the latest exchange of bytes on the connection, as far as known.
+    /// Returns the time of the latest exchange of bytes on the connection; zero for a connection of the user's pool,
+    /// whose bytes can't be observed.
     pub(super) fn moved(&self) -> Instant {
         match &self.0 {
             SessionKind::Ours { session: Some(session), .. } => session.exchanged.on_connection.get(),
@@ -317,7 +320,7 @@ impl TakenSession<'_> {
         }
     }
 
-    /// Gives the connection up. With `cancel`, the server may still be working, and is asked to stop.
+    /// Closes the connection. With `cancel`, also asks the server to stop the statement on it.
     pub(super) fn give_up(mut self, cancel: bool) {
         match &mut self.0 {
             SessionKind::Ours { session, sessions, .. } => match session.take() {
@@ -365,7 +368,8 @@ where
     Ok((client, task.abort_handle()))
 }
 
-/// Returns whether the bytes of unencrypted connections can be counted: all hosts must be names or addresses.
+/// Returns whether the bytes of unencrypted connections can be observed: all hosts must be names or addresses, not
+/// sockets.
 fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }
@@ -414,7 +418,7 @@ impl TlsStream for Stream {
     }
 }
 
-/// Encrypts like `tls`, and notes the time of each exchange of bytes.
+/// Encrypts by `tls`, and notes the time of each exchange of bytes.
 #[derive(Clone)]
 struct TimedTls<T> {
     tls: T,

@@ -1,12 +1,12 @@
-//! The statements, and how their rows are read. No other file depends on the columns of the table.
+//! The statements, and the reading of their rows. No other file depends on the columns of the table.
 //!
-//! Every time in a statement is the moment at which the server received the statement (`statement_timestamp()`), for
-//! reads and writes alike. Outside a transaction that equals `now()`. Inside a transaction of the user's, `now()` is
-//! the start of the transaction, which may be before the lapse of a lease that the transaction has to take over.
+//! The time of a statement is the moment at which the server received the statement (`statement_timestamp()`), for
+//! reads and writes alike. Outside of a transaction this time equals `now()`. Inside of a user's transaction, `now()`
+//! is the start of the transaction: a lease that lapsed later would still seem to hold, and could not be taken over.
 //!
 //! An expired record counts as absent in every statement, whether or not it was purged. No statement writes to a row of
-//! another format. No statement waits for a row that another session has locked, nor for a record that a transaction of
-//! the user's has not committed yet: it leaves the key alone, and its answer shows this.
+//! another format. No statement waits for a row that another session has locked, nor for a record that a user's
+//! transaction has not committed yet: the statement skips such a key, and its answer shows that the key was skipped.
 
 use std::error::Error;
 use std::time::Duration;
@@ -28,9 +28,9 @@ use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 pub(super) const SCHEMA: &str = "idem";
 /// Start of the comment on the table.
 pub(super) const TABLE_VERSION: &str = "idem 1";
-/// Longest name of a schema, in bytes: the name of a channel has at most 63.
+/// Longest name of a schema, in bytes: the name of a channel is `idem:` and the schema, and has 63 bytes at most.
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
-/// Largest result, in bytes: a value of PostgreSQL is smaller than 1 GiB, and so is the message that carries it.
+/// Largest result, in bytes. PostgreSQL limits a value, and the message that carries it, to less than 1 GiB.
 const MAX_RESULT_BYTES: usize = 1_000_000_000;
 /// A thousand years, in milliseconds: longer than any policy allows, and far from the end of PostgreSQL's calendar.
 const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
@@ -43,8 +43,8 @@ fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// Largest number of hash partitions. Each statement locks all of them, and the server has room for 64 locks per
-/// connection.
+/// Largest number of hash partitions. Each statement locks all partitions, and the server's memory for locks has
+/// limits.
 pub(super) const MAX_PARTITIONS: u16 = 128;
 /// The storage parameters in [`DDL`]. A partitioned table takes none: its partitions have them.
 const STORAGE: &str = " WITH (fillfactor = 30)";
@@ -62,7 +62,8 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
                 )
             };
             let created: String = (0..partitions).map(partition).collect();
-            // Created after the choice of a compression: a partition inherits the present compression of its table.
+            // The partitions are created after the choice of a compression, because a partition inherits the present
+            // compression of its table.
             DDL.replace(&format!("{STORAGE};\n"), " PARTITION BY HASH (key);\n")
                 .replace("CREATE INDEX", &format!("{created}\nCREATE INDEX"))
         }
@@ -71,7 +72,7 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
     let mut text = String::new();
     for (n, part) in ddl.split("\"idem\"").enumerate() {
         if n > 0 {
-            // A quote in a text that is itself in a text is written four times.
+            // A quote within a text that stands within another text is written as four quotes.
             let is_in_text = text.ends_with("''") || text.ends_with("''ALTER TABLE ");
             text += &if is_in_text { name.replace('\'', "''''") } else { name.clone() };
         }
@@ -80,12 +81,11 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
     text
 }
 
-/// Returns the statements of [`ddl`], safe to run from many processes simultaneously. The statements are one text, so
-/// that they run in one transaction.
+/// Returns the statements of [`ddl`], safe to run from many processes simultaneously. All statements are one text, so
+/// that the server runs them in one transaction.
 pub(super) fn ensure(schema: &str, partitions: u16) -> String {
-    // `IF NOT EXISTS` alone looks before it creates: two processes that look at the same time both create. The lock
-    // makes processes that start together wait for each other. They wait without a time limit, unlike a statement about
-    // a record.
+    // `IF NOT EXISTS` alone does not suffice: of two processes that check at the same time, both create, and one fails.
+    // The lock makes these processes wait for each other, without the time limit of the statements about records.
     format!(
         "BEGIN; SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;",
         ddl(schema, partitions)
@@ -130,23 +130,23 @@ pub struct Statement {
     pub(super) types: &'static [Type],
 }
 
-/// All statements about records. The comments name the parameters first.
+/// All statements about records. Each comment names the parameters of its statement before the colon.
 #[derive(Debug)]
 pub(super) struct Statements {
-    /// `key`: returns its record, if there is one.
+    /// `key`: returns the record of the key, if there is a record.
     pub(super) look: Statement,
     /// `key`: returns the columns that answer a reservation, if there is a record.
     pub(super) answer: Statement,
-    /// `keys`: returns their records, without results of more than [`IN_A_BATCH`] bytes.
+    /// `keys`: returns the records of the keys, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) look_many: Statement,
-    /// The columns of [`RESERVE`]: makes a record, or returns the existing one.
+    /// The columns of [`RESERVE`]: makes a record, or returns the existing record.
     pub(super) reserve: Statement,
     /// Arrays of the columns of [`RESERVE`]: like `reserve`, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
     /// The columns of [`RESERVE`]: like `reserve` inside the user's transaction, unless another transaction holds the
     /// key. Always returns one row; see [`WithinAnswer`].
     pub(super) reserve_within: Statement,
-    /// Replaces a record by the record of a new attempt, if it is still the one that was read.
+    /// Replaces a record by the record of a new attempt, if the record is unchanged since it was read.
     pub(super) replace: Statement,
     /// The columns of [`END`]: ends an attempt.
     pub(super) end: Statement,
@@ -154,7 +154,7 @@ pub(super) struct Statements {
     pub(super) end_many: Statement,
     /// `keys, owners, attempts`: renews leases. Returns the indexes of the renewed leases, counted from 1.
     pub(super) renew: Statement,
-    /// Like `renew`, and marks that the bodies of the attempts begin.
+    /// The parameters of `renew`: renews leases, and marks that the bodies of the attempts begin.
     pub(super) begin: Statement,
     /// The parameters of `renew`: returns the indexes of leases that were not renewed only because their row was
     /// locked.
@@ -164,16 +164,17 @@ pub(super) struct Statements {
     pub(super) mark: Statement,
     /// `key, attempt`: returns whether the attempt is pending.
     pub(super) is_pending: Statement,
-    /// The columns of [`DECIDE`]: replaces a record by an operator's decision, if it is still the one that was read.
+    /// The columns of [`DECIDE`]: replaces a record by an operator's decision, if the record is unchanged since it was
+    /// read.
     pub(super) decide: Statement,
-    /// The columns of [`FORGET`]: removes a record, if it is still the one that was read.
+    /// The columns of [`FORGET`]: removes a record, if the record is unchanged since it was read.
     pub(super) forget: Statement,
-    /// `key`: returns its row, and a digest of all columns.
+    /// `key`: returns the row of the key, and a digest of all columns.
     pub(super) examine: Statement,
     /// `key, digest`: removes the row if it still has this digest.
     pub(super) forget_damaged: Statement,
     /// `limit, from`: deletes expired rows whose `listed_at` is `from` or later, and moves the `listed_at` of renewed
-    /// ones. Returns the number of both, and the last `listed_at` that was reached.
+    /// rows. Returns the number of deleted and of moved rows, and the last `listed_at` that the statement reached.
     pub(super) purge: Statement,
     /// The columns of [`LIST`]: returns the records in a range of keys, and a last row with the last key and the number
     /// of rows that were read.
@@ -182,24 +183,24 @@ pub(super) struct Statements {
     pub(super) ping: Statement,
     /// Returns the lock timeout of this session.
     pub(super) lock_timeout: Statement,
-    /// `key`: waits until no other transaction of a user holds the key, and holds it until this one ends.
+    /// `key`: waits until no other transaction holds the key, then holds the key until the present transaction ends.
     pub(super) hold: Statement,
     /// Name of the schema: returns properties of the server and of the table.
     pub(super) check: Statement,
 }
 
-/// Size of a result, in bytes, above which a statement that reads many records leaves it out, so that the answer has a
-/// bound. Each result that is left out is read alone.
+/// Size of a result, in bytes, above which a statement that reads many records leaves the result out, to limit the size
+/// of its answer. A separate statement then reads each such result.
 const IN_A_BATCH: usize = 4096;
 /// Columns that answer a reservation, in this order.
 const ANSWER: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
                       r.ttl_ms, r.codec, r.result, r.result_bytes, r.lapses_at, r.expires_at, statement_timestamp(), \
                       r.began_at, r.traceparent, r.decided_by, r.decided_reason, r.begun";
-/// The same columns for a record that was just made.
+/// Nulls in place of the columns of [`ANSWER`], for a record that the statement made.
 const MADE: &str = "NULL::smallint, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bytea, NULL::boolean, \
                     NULL::bigint, NULL::bigint, NULL::text, NULL::bytea, NULL::bigint, NULL::timestamptz, \
                     NULL::timestamptz, NULL::timestamptz, NULL::timestamptz, NULL::text, NULL::text, NULL::text, NULL::boolean";
-/// Columns after [`ANSWER`] where an operator may see the record. Most replays don't need them.
+/// Columns that follow [`ANSWER`] in a statement for an operator. Replays don't need these columns.
 const REST: &str = "r.holder, r.first_seen_at";
 /// The columns of a row.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -212,15 +213,16 @@ pub(super) enum Columns {
 
 /// Index of the first column of [`REST`].
 const REST_AT: usize = 20;
-/// Index of the key, where it follows [`ANSWER`].
+/// Index of the key in a row where the key follows [`ANSWER`].
 const KEY_OF_MANY_AT: usize = 20;
 /// Index of the flag for a result that was left out, in a statement that reads many records.
 const LEFT_OUT_AT: usize = 21;
-/// Index of the key, where it follows [`ANSWER`] and [`REST`].
+/// Index of the key in a row where the key follows [`ANSWER`] and [`REST`].
 const KEY_AT: usize = 22;
-/// Index of the digest of a row, where it follows [`ANSWER`] and [`REST`].
+/// Index of the digest in a row where the digest follows [`ANSWER`] and [`REST`].
 const DIGEST_AT: usize = 22;
-/// In a list, index of the size of a result; in its last row, of the number of rows that were read.
+/// Index of the size of a result in a row of a list. In the last row, this column holds the number of rows that were
+/// read.
 const SIZE_AT: usize = 23;
 
 /// Parameters of a reservation.
@@ -270,8 +272,8 @@ const REPLACE: [Type; 17] = [
     Type::BOOL,
 ];
 
-/// Parameters of a decision: key, new owner, state, attempts used, codec, result and its size, then the parameters of
-/// [`FORGET`] from the second on, the operator and their reason; last, whether the body had begun.
+/// Parameters of a decision: key, new owner, state, attempts used, codec, result and its size, then the second to sixth
+/// parameter of [`FORGET`], the operator and the reason, and whether the body had begun.
 const DECIDE: [Type; 15] = [
     Type::TEXT,
     Type::BYTEA,
@@ -293,7 +295,8 @@ const DECIDE: [Type; 15] = [
 /// lease may be live, and whether the body had begun.
 const FORGET: [Type; 7] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::TEXT, Type::INT8, Type::BOOL, Type::BOOL];
 
-/// Parameters of a list: keys after this one, keys before this one, number of rows to read, states (null: any).
+/// Parameters of a list: the key before the range, the key after the range, the number of rows to read, and the states
+/// (null: any state).
 const LIST: [Type; 4] = [Type::TEXT, Type::TEXT, Type::INT8, Type::TEXT_ARRAY];
 /// Largest number of rows that one page of a list reads.
 const LOOKED_AT: usize = 2000;
@@ -306,13 +309,14 @@ impl Statements {
         let channel = channel(schema).replace('\'', "''");
         let ms = |ms: &str| format!("({ms}) * interval '1 millisecond'");
         let now = "statement_timestamp()";
-        // The lock, and not the row, shows whether a transaction of the user's holds the key: its row is invisible, and
-        // a statement can't wait for it with a time limit. The lock ends with its transaction. Another key with the
-        // same hash only causes a wait.
+        // An advisory lock shows whether a user's transaction holds the key: the row of an open transaction is
+        // invisible to other sessions. The lock ends with the transaction. If another key has the same hash, the only
+        // consequence is a wait.
         let lock_number = |key: &str| format!("hashtextextended({key} COLLATE \"C\", '{}'::bigint)", lock_seed(schema));
-        // An insert would wait for that transaction, and all other keys of the statement with it. The lock is released
-        // immediately: one lock for each key of a batch could exhaust the server's memory for locks. A transaction that
-        // takes the key between this look and the insert makes the insert wait, up to the `lock_timeout`.
+        // The statement first tests the lock, because an insert of that key would wait for the transaction and delay
+        // all other keys of the statement. The test releases the lock immediately: one lock for each key of a batch
+        // could exhaust the server's memory for locks. If a transaction takes the key between this test and the insert,
+        // the insert waits, up to the `lock_timeout`.
         let is_free = format!(
             "CASE WHEN pg_try_advisory_lock_shared({0}) THEN pg_advisory_unlock_shared({0}) ELSE false END",
             lock_number("u.key")
@@ -333,10 +337,10 @@ impl Statements {
         // A waiter has marked the row, so that an end without waiters takes no lock at its commit.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
         let there = format!("r.format = {VERSION} AND r.expires_at > {now}");
-        // A row that another session has locked, for a moment or in a forgotten `psql`, must not block the other rows
-        // of the statement, nor the connection. A row whose `xmax` is zero was never locked since it was written. The
-        // statement first tries to lock any other row, and skips the rows that another session holds.
-        // Selects by key, because rows of two partitions may have the same `ctid`.
+        // A row that another session has locked must not block the other rows of the statement. A row whose `xmax` is
+        // zero was never locked since it was written. The statement first tries to lock every other row, and skips the
+        // rows that another session holds. The rows are selected by key, because rows of two partitions may have the
+        // same `ctid`.
         let free = |asked: &str| {
             format!(
                 "(r.xmax = '0'::xid OR r.key = ANY (ARRAY(SELECT f.key FROM {asked} JOIN {table} AS f ON f.key = a.key \
@@ -361,7 +365,7 @@ impl Statements {
         let answer = format!("SELECT {ANSWER} FROM {table} AS r WHERE r.key = $1");
         let is_large = format!("octet_length(r.result) > {IN_A_BATCH}");
         let bounded = ANSWER.replace("r.result,", &format!("CASE WHEN {is_large} THEN NULL ELSE r.result END,"));
-        // A join, because `key = ANY($1)` would look for every key in every partition.
+        // The statement uses a join, because `key = ANY($1)` would look for every key in every partition.
         let many =
             format!("{bounded}, r.key, {is_large} FROM unnest($1) AS a (key) JOIN {table} AS r ON r.key = a.key");
         let look_many = format!("SELECT {many}");
@@ -381,7 +385,8 @@ impl Statements {
             lock_number("$1"),
             make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))", "(SELECT is_held FROM held)"),
         );
-        // A new attempt replaces an expired record, or a lapsed or ended one that is unchanged since it was read.
+        // A new attempt replaces a record that has expired, or that is unchanged since it was read and whose lease has
+        // lapsed or whose attempt has ended.
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
              attempt = $7, attempts_used = $8, state = 'pending', begun = false, codec = NULL, result = NULL, result_bytes = NULL, \
@@ -399,14 +404,14 @@ impl Statements {
             "r.key = u.key AND r.owner = u.owner AND r.attempt = u.attempt AND r.state = 'pending' AND {there}"
         );
         let asked = "unnest($1, $2, $3) WITH ORDINALITY AS u (key, owner, attempt, place)";
-        // A late renewal must not shorten a lease that a later one has extended.
+        // `greatest`: a delayed renewal must not shorten a lease that a later renewal has extended.
         let renew = format!(
             "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} WHERE {held} AND {free_many} RETURNING u.place",
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
-        // A request that arrives after the lease has lapsed marks nothing.
+        // If the lease has lapsed when the request arrives, the statement marks nothing.
         let begin = format!(
             "UPDATE {table} AS r SET begun = true, lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} \
@@ -423,7 +428,7 @@ impl Statements {
              OR EXISTS (SELECT FROM {table} AS r WHERE {pending} AND r.waited)"
         );
         let is_pending = format!("SELECT EXISTS (SELECT FROM {table} AS r WHERE {pending})");
-        // The last parameter: the lease may be live.
+        // Parameter `first + 4` is true if the decision also applies while the lease is live.
         let met = |first: u32, begun: u32| {
             format!(
                 "r.key = $1 AND r.owner = ${first} AND r.attempt = ${} AND r.state = ${} AND r.attempts_used = ${} \
@@ -441,12 +446,14 @@ impl Statements {
             met(8, 15),
         );
         let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
-        // The binary form depends on no setting of the session, unlike the text of a time or of bytes.
+        // The digest covers the binary form of the row: the text of a time or of bytes depends on settings of the
+        // session.
         let digest = "sha256(record_send(r))";
         let examine = format!("SELECT {ANSWER}, {REST}, {digest} FROM {table} AS r WHERE r.key = $1");
         let forget_damaged =
             format!("DELETE FROM {table} AS r WHERE r.key = $1 AND {digest} = $2 AND {free_one} RETURNING {wake}");
-        // Skips rows that another session is writing, so that a purge never waits. The next purge takes them.
+        // `SKIP LOCKED` skips rows that another session is writing, so that a purge never waits. A later purge takes
+        // these rows.
         let purge = format!(
             "WITH due AS MATERIALIZED (SELECT r.key, r.listed_at, r.expires_at <= {now} AS is_over FROM {table} AS r \
              WHERE r.listed_at >= $2 AND r.listed_at <= {now} AND r.format = {VERSION} ORDER BY r.listed_at LIMIT $1 FOR UPDATE SKIP LOCKED), \
@@ -455,7 +462,8 @@ impl Statements {
              WHERE r.key = due.key AND NOT due.is_over RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept), (SELECT max(listed_at) FROM due)"
         );
-        // Limited by the number of rows that it reads. The last row of the answer returns how far it came.
+        // The limit counts the rows that the statement reads. The last row of the answer contains the last key that was
+        // read.
         let unread = format!("{}, {REST}", ANSWER.replace("r.result,", "NULL::bytea,"));
         let none = "NULL::text, NULL::timestamptz";
         let list = format!(
@@ -467,8 +475,8 @@ impl Statements {
              OR (r.expires_at > {now} AND ($4 IS NULL OR r.state = ANY($4))) UNION ALL SELECT {MADE}, {none}, max(key), count(*) FROM looked"
         );
         let ping = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'";
-        // Joins, under one snapshot: `to_regclass` also sees a table that was committed since, whose comment would be
-        // missing.
+        // Joins read the catalogs under one snapshot: `to_regclass` also finds a table that was committed later, whose
+        // comment the snapshot lacks.
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
                      current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
@@ -517,7 +525,7 @@ impl Statements {
 
 const VERSION: i64 = Parts::VERSION;
 
-/// Executor of statements: the pool, with a transaction for each statement, or the user's transaction.
+/// Executes statements: in the pool, where each statement is a transaction, or in the user's transaction.
 pub(super) trait Executor {
     type Row: Cells;
     type Error;
@@ -559,7 +567,7 @@ impl Statements {
         }
     }
 
-    /// Returns a row that could not be read a moment ago, as an operator sees it, and the digest of all its columns.
+    /// Returns an unreadable row as an operator sees it, and the digest of all its columns.
     async fn examine_at<A: Executor>(&self, at: &A, key: &str) -> Result<Option<(Inspection, Vec<u8>)>, StoreError>
     where
         StoreError: From<A::Error>,
@@ -578,7 +586,7 @@ impl Statements {
         Ok(Some((inspection, digest)))
     }
 
-    /// Applies an operator's decision to a row that can't be read. `None` if the row has changed meanwhile, or is
+    /// Applies an operator's decision to an unreadable row. Returns `None` if the row has changed meanwhile, or is
     /// locked.
     async fn decide_damaged<A: Executor>(
         &self,
@@ -600,7 +608,7 @@ impl Statements {
         Ok((!rows.is_empty()).then_some(DecisionAnswer::Applied))
     }
 
-    /// Replaces the record `met`, if it is still unchanged. Returns whether it was.
+    /// Replaces the record `met` if the record is still unchanged. Returns whether the record was replaced.
     pub(super) async fn replace_met<A: Executor>(
         &self,
         at: &A,
@@ -631,8 +639,8 @@ impl Statements {
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
 
-    /// Applies an operator's decision to the record of its key. `None` if the record has changed meanwhile, or is
-    /// locked.
+    /// Applies an operator's decision to the record of its key. Returns `None` if the record has changed meanwhile, or
+    /// is locked.
     pub(super) async fn try_decide<A: Executor>(
         &self,
         at: &A,
@@ -653,7 +661,8 @@ impl Statements {
             Ruling::Replace(with) => Some(with),
             Ruling::Remove => None,
         };
-        // Writes only if the record is still the one that was read: its revision is among the parameters.
+        // Writes only if the record is unchanged since it was read: the parameters contain its owner, attempt, state
+        // and count.
         let seen = Parts::of(&found.record);
         let may_live = decision.ends_live_lease();
         let rows = match &with {
@@ -695,7 +704,7 @@ impl Statements {
         Ok((!rows.is_empty()).then_some(DecisionAnswer::Applied))
     }
 
-    /// Ends the attempt that `record` names, if it is pending. Returns whether it was.
+    /// Ends the attempt that `record` names, if the attempt is pending. Returns whether the attempt was ended.
     pub(super) async fn end_pending<A: Executor>(
         &self,
         at: &A,
@@ -721,7 +730,7 @@ impl Statements {
     }
 }
 
-/// Returns the attempt number to compare; `None` for a release, which may not have it.
+/// Returns the attempt number to compare; `None` for a release, whose caller may not know the number.
 pub(super) fn number_of(record: &Record) -> Option<i64> {
     record.is_finished().then_some(record.attempt.into())
 }
@@ -736,7 +745,7 @@ pub(super) fn corrupt(error: FormatError) -> StoreError {
 pub(super) struct Micros(pub(super) i64);
 
 impl Micros {
-    /// The time before all others: `-infinity`.
+    /// The earliest time: `-infinity`.
     pub(super) const FIRST: Self = Self(i64::MIN);
 
     fn since(self, earlier: Self) -> Duration {
@@ -789,7 +798,7 @@ impl FoundRow {
         self.expires_at.since(self.now)
     }
 
-    /// Returns the rest of the lease. Zero if the lease has lapsed, or the record is not pending.
+    /// Returns the rest of the lease; zero if the lease has lapsed or the record is not pending.
     pub(super) fn lapses_in(&self) -> Duration {
         match self.record.state {
             State::Pending { .. } => self.lapses_at.since(self.now),
@@ -797,7 +806,7 @@ impl FoundRow {
         }
     }
 
-    /// Decides a reservation that found this record. Takes it by value, because that copies no result.
+    /// Decides a reservation that found this record. Takes the record by value, so that the result is not copied.
     pub(super) fn meet(self, request: &ReserveRequest) -> AdmissionOutcome {
         if self.is_expired() {
             return AdmissionOutcome::Replace { met: self, with: Record::first(request), takeover: false };
@@ -817,7 +826,7 @@ impl FoundRow {
         Inspection::new(self.record, expires_in, lapses_in).since(first_seen, Some(began))
     }
 
-    /// Returns the record of a reservation that was just made, for the other requests for the key.
+    /// Returns the row that a reservation of the same batch made, for the other requests of its key.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
         let now = Micros(0);
@@ -825,10 +834,10 @@ impl FoundRow {
     }
 }
 
-/// Outcome of a reservation that found a record.
+/// Decision about a reservation that found a record.
 pub(super) enum AdmissionOutcome {
     Answer(Reservation),
-    /// Replaces the record `met`, if it is still unchanged.
+    /// Replace the record `met` by `with`, if the record is still unchanged.
     Replace {
         met: FoundRow,
         with: Record,
@@ -836,14 +845,15 @@ pub(super) enum AdmissionOutcome {
     },
 }
 
-/// Answer of a statement that reserves or looks, for one key.
+/// Answer for one key of a statement that reserves or reads records.
 #[derive(Clone, Debug)]
 pub(super) enum LookupResult {
     /// This statement made the record.
     Made,
     /// There is a record, or a row that is no record.
     Found(Result<Box<FoundRow>, FormatError>),
-    /// Another session made a record that this statement could not see yet, or that is not committed.
+    /// The statement did not see the record of the key: another session has not committed the record, or committed it
+    /// too late for the statement.
     Unseen,
     /// There is a record, but its result was left out.
     LeftOut,
@@ -869,7 +879,7 @@ fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
 /// Reads a row with these columns.
 pub(super) fn met(row: &impl Cells, columns: Columns) -> LookupResult {
     match row.cell::<Option<i16>>(0) {
-        // The row of a record that was just made is all nulls. A row without only its format is damaged.
+        // A row of nulls stands for a record that the statement made. A row whose format alone is null is damaged.
         Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => LookupResult::Made,
         Ok(Some(format)) => LookupResult::Found(found(row, format, ReadExtent::Whole, columns).map(Box::new)),
         _ => LookupResult::Found(Err(FormatError::Damaged)),
@@ -881,7 +891,7 @@ pub trait Cells {
     /// Returns the value in the column `at`.
     ///
     /// # Errors
-    /// If there is no value, or one of another type.
+    /// If there is no value, or the value has another type.
     fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError>;
 }
 
@@ -893,7 +903,7 @@ impl Cells for Row {
 
 /// Answer of [`Statements::reserve_within`].
 pub(super) struct WithinAnswer {
-    /// True if this transaction holds the key.
+    /// True if the user's transaction holds the key.
     pub(super) is_held: bool,
     pub(super) met: LookupResult,
 }
@@ -947,8 +957,9 @@ pub(super) fn page(rows: &[Row], filter: &Filter, looked_at: i64) -> Result<Page
     Ok(page)
 }
 
-/// Returns the parameters of [`Statements::list`] for `filter`: keys after this one, keys before this one, number of
-/// rows, states. A damaged row may have any state.
+/// Returns the parameters of [`Statements::list`] for `filter`: the key before the range, the key after the range, the
+/// number of rows, and the states. A filter for damaged records passes no states, because a damaged row may have any
+/// state.
 pub(super) fn list(filter: &Filter) -> (String, String, i64, Option<Vec<&'static str>>) {
     let prefix = filter.prefix();
     // First string that sorts after every key with this prefix: the prefix ends with `/`, and `0` follows `/`.

@@ -1,4 +1,4 @@
-//! The connections of a runtime, and the statements sent over them.
+//! The connections of a runtime, and the statements that it sends.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use super::failure::OpFailure;
 use super::param::Effect;
 use super::sql::{Executor, Statement, Statements};
 
-/// The connections, and the statements sent over them.
+/// The connections of a runtime, and the statements that it sends.
 #[derive(Debug)]
 pub(super) struct StatementPool {
     pub(super) database: Database,
     pub(super) sql: Arc<Statements>,
-    /// Held by the batch of first runs, or of their ends, that is in flight. The two take turns, so that each batch
-    /// gathers the operations of all tasks. That halves the number of commits.
+    /// Permit of the batch that is in flight. A batch of reservations and a batch of ends take turns, so that each
+    /// batch gathers the operations of all tasks. The turns halve the number of commits.
     pub(super) turn: Semaphore,
 }
 

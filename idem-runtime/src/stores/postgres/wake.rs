@@ -42,10 +42,10 @@ pub(super) struct Listener {
 pub(super) enum Mark {
     /// The attempt has ended: there is nothing to wait for.
     Over,
-    /// The end of the attempt will be notified.
+    /// The row is marked: the end of the attempt will cause a notification.
     Made,
-    /// The attempt is running, but its end will not be notified: another session has locked the row, or there is no
-    /// listener.
+    /// The attempt is running, but its end will cause no notification: another session has locked the row, or there is
+    /// no listener.
     Refused,
 }
 
@@ -72,7 +72,7 @@ impl Drop for ListenTask {
 }
 
 impl Wakeups {
-    /// Makes the state of a runtime. Without a listener, waiters poll.
+    /// Makes the wake-ups of one runtime. Without a listener, waiters poll.
     pub(super) fn new(listener: Option<Listener>, channel: String, clock: Arc<dyn Clock>) -> Self {
         Self {
             listener: listener.map(Arc::new),
@@ -84,13 +84,13 @@ impl Wakeups {
         }
     }
 
-    /// Returns whether a row must be marked for its end to be notified.
+    /// Returns whether waiters get notifications, so that a waiter has to mark its row.
     pub(super) fn listens(&self) -> bool {
         self.listener.is_some()
     }
 
-    /// Waits until `key` is notified, at most `at_most`. `mark` marks the row; `mark` runs once notifications arrive,
-    /// so that none can be missed.
+    /// Waits until a notification names `key`, at most `at_most`. `mark` marks the row. `mark` runs only after the
+    /// store listens, so that no notification can be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -125,7 +125,7 @@ impl Wakeups {
     }
 }
 
-/// Passes notifications on to the waiters, over its own connection, which is reopened when it breaks.
+/// Wakes the waiters of notified keys. Listens over a separate connection, which is reopened when it breaks.
 async fn listen(
     listener: Arc<Listener>,
     channel: String,
@@ -140,7 +140,7 @@ async fn listen(
             Tls::On(tls) => hear(&listener.config, tls.clone(), &channel, &waiting, &live).await,
         }
         if live.send_replace(false) {
-            // Notifications in between are lost: every waiter looks again.
+            // Notifications between two connections are lost, so every waiter reads its record again.
             waiting.wake_all();
         }
         clock.sleep(RECONNECT).await;
@@ -166,7 +166,8 @@ where
     let text = sql::listen(channel);
     let (mut carry, mut listened) = (pin!(carry), pin!(client.batch_execute(&text)));
     let mut is_live = false;
-    // The connection makes progress only while it is polled, so the statement needs both polls.
+    // The connection makes progress only while it is polled, so this future polls both the `LISTEN` statement and the
+    // connection.
     poll_fn(|cx| {
         if !is_live && let Poll::Ready(done) = listened.as_mut().poll(cx) {
             if done.is_err() {

@@ -1,4 +1,5 @@
-//! Transactions of `sqlx`: the same statements, parameters and rows, passed as the bytes of the protocol.
+//! Transactions of `sqlx`. The statements are those of all drivers; parameters and rows are passed in the binary format
+//! of the protocol.
 
 use std::fmt;
 use std::pin::Pin;
@@ -21,8 +22,8 @@ use crate::combine::race;
 use crate::record::format::FormatError;
 use crate::store::transaction::{DriverTransaction, Sealed};
 
-/// Longest wait for the connection: a body that holds the lock while it calls a handler that needs the connection waits
-/// for itself.
+/// Longest wait for the lock on the connection. A body that holds this lock while it calls another handler on the same
+/// transaction would wait for itself forever.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// A transaction of `sqlx`; see [`PostgresStore::within`](super::PostgresStore::within).
@@ -97,7 +98,7 @@ impl TransactionSession for InSqlx<'_, '_> {
         Ok(())
     }
 
-    // Uses the driver's savepoints: only the driver can undo a savepoint in a drop.
+    // The savepoints are the driver's, because only the driver can undo a savepoint in a `drop`.
 
     async fn save(&self) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
@@ -115,7 +116,7 @@ impl TransactionSession for InSqlx<'_, '_> {
 
     async fn keep(&self, begun: impl FnOnce()) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
-        // No statement is under way on the connection, so the first poll queues this one.
+        // No other statement is in flight on the connection, so the first poll queues the `RELEASE`.
         begun();
         Manager::commit(&mut connection).await?;
         Ok(())
@@ -128,7 +129,7 @@ impl TransactionSession for InSqlx<'_, '_> {
     }
 
     fn undo_immediately(&self) {
-        // The body is gone. If the lock is taken, the user is using the transaction next to the call.
+        // The body has been dropped. If the lock is taken, the user's own code is using the transaction concurrently.
         if let Ok(mut connection) = self.transaction.try_lock() {
             Manager::start_rollback(&mut connection);
         }
@@ -137,9 +138,9 @@ impl TransactionSession for InSqlx<'_, '_> {
 
 type Manager = <Postgres as Database>::TransactionManager;
 
-/// A savepoint that is being made. If the driver's own future were dropped halfway, it would undo the whole
-/// transaction, and the commit would later report success. So the future is forgotten instead, which may leave an
-/// unused savepoint.
+/// A savepoint that is being made. If the driver's future were dropped halfway, the driver would undo the whole
+/// transaction, but a later commit would report success. So `drop` leaks the future instead, which may leave an unused
+/// savepoint.
 struct SavepointGuard<'a>(Option<SavepointFuture<'a>>);
 
 type SavepointFuture<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;

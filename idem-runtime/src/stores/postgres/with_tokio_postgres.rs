@@ -1,4 +1,4 @@
-//! Transactions of tokio-postgres, and of its pool.
+//! Transactions of tokio-postgres, and of the pool deadpool-postgres.
 
 use std::pin::pin;
 use std::task::{Context, Waker};
@@ -107,11 +107,12 @@ impl TransactionSession for &Transaction<'_> {
     }
 }
 
-/// Queues `text` on the connection, before every later statement, and does not wait for it. If `text` fails, the
-/// transaction can't go on, which the next statement reports.
+/// Queues the statement `text` on the connection, before every later statement, and does not wait for the answer. If
+/// `text` fails, the server refuses every further statement of the transaction, so the next statement reports the
+/// failure.
 fn send(tx: &Transaction<'_>, text: &str) {
     let sent = pin!(tx.batch_execute(text));
-    // The first poll queues it.
+    // The first poll queues the statement.
     drop(sent.poll(&mut Context::from_waker(Waker::noop())));
 }
 

@@ -23,7 +23,8 @@ use crate::store::transaction::{DriverTransaction, Sealed, TransactionConflict, 
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{PerProcess, lock};
 
-/// Number of tables whose statements are kept. With a schema for each tenant, each call may need another one.
+/// Number of tables whose statements are kept. An application with one schema per tenant may need another table at each
+/// call.
 const TABLES: usize = 16;
 
 /// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
@@ -35,7 +36,8 @@ pub struct InPostgres<'a, S> {
 }
 
 /// An open transaction of a driver, for [`PostgresStore::within`](super::PostgresStore::within): the `Transaction` of
-/// tokio-postgres 0.7, of deadpool-postgres 0.14 or of sqlx 0.8. Each has a feature of its name.
+/// tokio-postgres 0.7, of deadpool-postgres 0.14 or of sqlx 0.8. Each driver has its own feature, for example
+/// `with-sqlx-0_8`.
 pub trait Transaction: DriverTransaction {
     #[doc(hidden)]
     type Session<'a>: TransactionSession
@@ -53,8 +55,8 @@ pub trait TransactionSession: Sealed + Clone {
     #[doc(hidden)]
     type Row: Cells;
 
-    /// Runs a statement and returns its rows. Does not prepare the statement: that would take its own exchange, and
-    /// poolers forget prepared statements.
+    /// Runs a statement and returns its rows. Does not prepare the statement: the preparation would take one more
+    /// exchange, and poolers forget prepared statements.
     #[doc(hidden)]
     fn rows(
         &self,
@@ -87,7 +89,7 @@ pub trait TransactionSession: Sealed + Clone {
 pub struct StatementError {
     /// The `SQLSTATE`, if the server answered.
     pub(super) code: Option<String>,
-    /// Contains no values: the server quotes them only in its `DETAIL`.
+    /// Text of the error. It contains no values, because the server quotes values only in the `DETAIL`.
     pub(super) message: String,
 }
 
@@ -99,7 +101,8 @@ impl StatementError {
     }
 }
 
-/// Returns whether the server undid a transaction in favour of another one: it may be retried as a whole.
+/// Returns whether the server aborted a transaction because of a conflict with another transaction. The whole
+/// transaction may be retried.
 pub(crate) fn is_conflict(code: &str) -> bool {
     [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED].iter().any(|it| it.code() == code)
 }
@@ -133,11 +136,12 @@ struct SchemaTable {
 static LATEST: PerProcess<Mutex<Vec<Arc<SchemaTable>>>> = PerProcess::empty();
 
 impl SchemaTable {
-    /// Returns the table in `schema`. A handler asks for it at each call, so its statements are built only once.
+    /// Returns the table in `schema`. Keeps the statements of recent tables, because each call of a handler needs the
+    /// statements of its table.
     fn of(schema: &str) -> Arc<Self> {
         let mut latest = lock(LATEST.here());
         if let Some(at) = latest.iter().position(|table| table.schema == schema) {
-            // Most programs have one table, so nothing moves.
+            // Moves the table to the front. Most programs have one table, which is already there.
             let table = Arc::clone(&latest[at]);
             latest[..=at].rotate_right(1);
             return table;
@@ -246,7 +250,8 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 return Err(StoreError::new(StoreErrorKind::Aborted, "the server returned no row for a reservation"));
             };
             let said = said.map_err(corrupt)?;
-            // The key is free for this transaction, so the count of duplicates that ran into another one starts anew.
+            // This transaction holds the key, so the count of duplicates that found the key held by another transaction
+            // starts anew.
             if said.is_held {
                 MEETINGS.forget(request.key.seed());
             }
@@ -261,7 +266,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 AdmissionOutcome::Answer(answer) => return Ok(answer),
                 AdmissionOutcome::Replace { met, with, takeover } => (met, with, takeover),
             };
-            // Another transaction holds the key: it may be about to replace the same record.
+            // Another transaction holds the key, and may be about to replace the same record.
             if !said.is_held {
                 return Ok(held_by_another(&request.key, with.attempt));
             }
@@ -299,7 +304,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 self.session.execute(&format!("SET LOCAL lock_timeout = '{before}'")).await?;
                 Ok(true)
             }
-            // The rollback to the savepoint undoes the setting.
+            // The rollback to the savepoint also restores the `lock_timeout` that was set for this wait.
             Err(refused) if refused.ended_a_wait() => Ok(false),
             Err(refused) => Err(refused.into()),
         }
@@ -326,17 +331,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_statements_of_few_schemas_are_kept() {
+    fn only_the_statements_of_recent_schemas_are_kept() {
         let first = SchemaTable::of("tenant 0");
         for n in 0..10 * TABLES {
             SchemaTable::of(&format!("tenant {n}"));
-            assert!(Arc::ptr_eq(&first, &SchemaTable::of("tenant 0")), "what is used is kept");
+            assert!(
+                Arc::ptr_eq(&first, &SchemaTable::of("tenant 0")),
+                "the statements of a used schema were built again"
+            );
             assert!(lock(LATEST.here()).len() <= TABLES);
         }
         assert_eq!(Arc::strong_count(&first), 2);
         for n in 1..=TABLES {
             SchemaTable::of(&format!("tenant {n}"));
         }
-        assert_eq!(Arc::strong_count(&first), 1, "what is not used is given up");
+        assert_eq!(Arc::strong_count(&first), 1, "the statements of an unused schema are still kept");
     }
 }

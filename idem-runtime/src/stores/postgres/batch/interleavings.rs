@@ -1,4 +1,4 @@
-//! Operations that gather while lanes come and go, in every order.
+//! Tests of operations that gather while lanes start and end, in many orders of the threads.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -13,8 +13,8 @@ use super::*;
 use crate::clock::Clock;
 use crate::sync::{TestClock, explore};
 
-/// A server that answers each operation with its key. An operation on the key `locked` waits for another session's
-/// transaction, and fails its batch. An operation on a key that starts with `large` has a large result.
+/// A server that answers each operation with the operation's key. An operation on the key `locked` fails its whole
+/// batch, as if another session had locked the row. An operation on a key that starts with `large` has a large result.
 struct Echo<const OUTLIVES: bool> {
     database: Database,
     turn: Option<Semaphore>,
@@ -22,9 +22,9 @@ struct Echo<const OUTLIVES: bool> {
 }
 
 struct Server {
-    /// Blocks each exchange that has arrived.
+    /// Blocks each arrived exchange until it gets a permit.
     gate: Semaphore,
-    // A plain mutex: no thread switch happens while it is held.
+    // A plain mutex of `std`: no thread switch happens while a test holds this lock.
     log: std::sync::Mutex<Log>,
 }
 
@@ -32,7 +32,7 @@ struct Server {
 struct Log {
     exchanges: usize,
     arrived: Vec<String>,
-    /// Number of large operations that are being done.
+    /// Number of large operations in flight.
     large: usize,
 }
 
@@ -53,7 +53,7 @@ impl Server {
     }
 
     async fn exchange(&self, keys: &[&String]) {
-        // The exchange is on its way: a caller that gives up before its next poll has sent nothing.
+        // Models the way to the server: a caller that gives up before its next poll has sent nothing.
         yield_now().await;
         let large = keys.iter().filter(|key| is_large(key)).count();
         {
@@ -61,8 +61,8 @@ impl Server {
             log.exchanges += 1;
             log.arrived.extend(keys.iter().map(|key| (*key).clone()));
             log.large += large;
-            assert!(large == 0 || keys.len() == 1, "a large one has others with it: {keys:?}");
-            assert!(log.large <= ROOM_FOR_LARGE + 1, "large ones take {} connections", log.large);
+            assert!(large == 0 || keys.len() == 1, "a large operation shares its statement: {keys:?}");
+            assert!(log.large <= ROOM_FOR_LARGE + 1, "large operations take {} connections", log.large);
         }
         let _done = ExchangeGuard { server: self, large };
         let _through = self.gate.acquire().await;
@@ -70,7 +70,7 @@ impl Server {
     }
 }
 
-/// Ends an exchange, even if it is dropped.
+/// Counts the large operations of an exchange as ended, even if the exchange is dropped.
 struct ExchangeGuard<'a> {
     server: &'a Server,
     large: usize,
@@ -131,7 +131,8 @@ fn is_locked() -> OpFailure {
 }
 
 const CONNECTIONS: usize = 6;
-/// Number of connections that large operations may take in addition to the lone one: with it, half of all.
+/// Number of connections that large operations may take in addition to the lone operation's connection: half of all
+/// connections, in total.
 const ROOM_FOR_LARGE: usize = 2;
 
 /// Makes lanes to a server whose gate is shut.
@@ -162,9 +163,9 @@ async fn all_is_over<const OUTLIVES: bool>(lanes: &Lanes<Echo<OUTLIVES>>) {
     let shared = &lanes.0;
     shared.runtime.0.idle().await;
     assert_eq!(shared.runtime.0.alive(), 0, "a lane is still running");
-    assert_eq!(shared.lanes.load(Ordering::SeqCst), 0, "the place of a lane is lost");
+    assert_eq!(shared.lanes.load(Ordering::SeqCst), 0, "a lane that ended is still counted");
     assert!(lock(&shared.queue).is_empty(), "an operation is left that no lane will take");
-    assert!(!shared.lone.load(Ordering::SeqCst), "the place of a lone operation is lost");
+    assert!(!shared.lone.load(Ordering::SeqCst), "the turn of a lone operation was not given back");
 }
 
 fn each_gets_its_own_answer(turn: Option<Semaphore>) {
@@ -188,7 +189,7 @@ fn each_gets_its_own_answer(turn: Option<Semaphore>) {
     block_on(all_is_over(&lanes));
 }
 
-/// Each operation gets its own answer, even if it gathers while lanes end.
+/// Each operation gets its own answer, even if the operation gathers while lanes end.
 #[test]
 fn each_operation_gets_its_own_answer() {
     explore(|| each_gets_its_own_answer(None));
@@ -200,9 +201,9 @@ fn each_operation_gets_its_own_answer_in_turn() {
     explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));
 }
 
-/// An operation on a row that another session has locked fails alone: the others of its batch are done.
+/// An operation on a row that another session has locked fails alone: the other operations of its batch succeed.
 #[test]
-fn one_that_is_locked_spoils_no_other() {
+fn an_operation_on_a_locked_row_fails_alone() {
     explore(|| {
         let (lanes, server) = open::<false>(None);
         server.open();
@@ -229,7 +230,7 @@ fn one_that_is_locked_spoils_no_other() {
 
 /// Large operations share no statement, take half of the connections, and block no other operation.
 #[test]
-fn large_ones_leave_connections_to_others() {
+fn large_operations_leave_connections_to_other_operations() {
     explore(|| {
         let (lanes, server) = open::<false>(Some(Semaphore::new(1)));
         let large: Vec<_> = (0..5)
@@ -253,11 +254,12 @@ fn large_ones_leave_connections_to_others() {
     });
 }
 
-/// Two callers go away while their operations wait for a lane, or for a permit for large operations (`kind`). Returns
-/// the number of these operations that are sent.
-fn sent_for_nobody<const OUTLIVES: bool>(kind: &'static str) -> usize {
+/// Lets two callers drop their operations while the operations wait for a lane, or (`kind` is `large-`) for a permit
+/// for large operations. Returns the number of dropped operations that are sent.
+fn sent_without_a_caller<const OUTLIVES: bool>(kind: &'static str) -> usize {
     let (lanes, server) = open::<OUTLIVES>(None);
-    // One operation that its caller drives, and one for each lane, or as many large ones. The server blocks them all.
+    // The server blocks one operation that its caller drives, and one operation for each lane, or as many large
+    // operations.
     let mut threads = Vec::new();
     for of in 0..=Echo::<OUTLIVES>::LANES {
         let held = Arc::clone(&lanes);
@@ -288,18 +290,19 @@ fn sent_for_nobody<const OUTLIVES: bool>(kind: &'static str) -> usize {
     server.arrived(&format!("{kind}gone"))
 }
 
-/// An operation that waits for a lane is not sent once its caller is gone, unless it must be done anyway.
+/// An operation that waits for a lane is not sent once its caller is gone. An operation that outlives its caller is
+/// sent.
 #[test]
 fn an_operation_without_a_caller_is_not_sent() {
     explore(|| {
         for kind in ["", "large-"] {
-            assert_eq!(sent_for_nobody::<false>(kind), 0);
-            assert_eq!(sent_for_nobody::<true>(kind), 2);
+            assert_eq!(sent_without_a_caller::<false>(kind), 0);
+            assert_eq!(sent_without_a_caller::<true>(kind), 2);
         }
     });
 }
 
-/// An operation that outlives its caller is done even if the caller goes away at any of its polls.
+/// An operation that outlives its caller is sent even if the caller drops the operation after any poll.
 #[test]
 fn an_operation_that_outlives_its_caller_is_done() {
     explore(|| {

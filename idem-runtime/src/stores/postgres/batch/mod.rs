@@ -1,16 +1,16 @@
 //! Sends the operations of many tasks in few statements.
 //!
-//! - A lone operation never waits: while no other of its kind is in flight, its caller drives it, as one plain
+//! - A lone operation never waits: while no other operation of its kind is in flight, its caller sends it, as one plain
 //!   statement.
-//! - Otherwise operations gather, and a few *lanes* (spawned tasks) each send all gathered operations as one statement
-//!   of many rows: one commit for all. A lane takes the operations that are there; it never waits for more.
-//! - An operation whose caller goes away is dropped before it is sent, unless it must be done anyway
-//!   ([`Work::OUTLIVES`]). Once sent, it belongs to the lane.
-//! - An operation that fails because of another session's transaction is sent alone from then on, so that it blocks no
-//!   others.
-//! - An operation with a large result is sent alone, too, in parallel with others of its kind: within one statement,
-//!   one process of the server would compress one result after the other. About half of the connections stay free of
-//!   large results.
+//! - Otherwise operations gather. A *lane* (a spawned task) sends all gathered operations as one statement of many
+//!   rows, with a single commit. A lane takes the operations that have gathered, and never waits for more.
+//! - An operation whose caller is gone is not sent, unless the operation has to outlive its caller
+//!   ([`Work::OUTLIVES`]). After the lane has sent an operation, its caller can't stop it.
+//! - An operation that fails because another session's transaction holds its key is sent alone from then on, so that it
+//!   blocks no other operation.
+//! - An operation with a large result is sent alone, too, in parallel with other large results: within one statement,
+//!   one process of the server would compress one result after the other. About half of the connections carry no large
+//!   results.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -34,29 +34,29 @@ pub(super) mod operations;
 const BATCH: usize = 128;
 /// Size in bytes above which a batch takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
-/// Number of operations on locked records that may be sent alone simultaneously. Each may have to wait, with a
-/// connection.
+/// Number of operations on locked records that may be sent alone simultaneously. Such an operation may occupy a
+/// connection while it waits for the lock.
 const ALONE: usize = 2;
 /// Size in bytes above which an operation is sent alone. The server compresses a result that does not fit into a page,
-/// which takes longer than everything else about its row.
+/// and the compression takes longer than all other work on the row.
 const LARGE: usize = 8 * 1024;
-/// Time for which the operations of a key are sent alone after one of them was locked.
+/// Time for which the operations on a key are sent alone after the row of the key was locked.
 const REMEMBERED: Duration = Duration::from_secs(10);
 
-/// A kind of operation, and how one or many of them are done.
+/// A kind of operation, and the ways to run one operation or many.
 pub(super) trait Work: Send + Sync + Sized + 'static {
     type Operation: Send + Sync + 'static;
     type Answer: Send + 'static;
 
     /// Number of batches that may be in flight simultaneously.
     const LANES: usize;
-    /// True if an operation is done even if its caller is gone.
+    /// True if an operation is sent even if its caller is gone.
     const OUTLIVES: bool;
 
     fn database(&self) -> &Database;
 
-    /// Returns the semaphore from which a batch holds a permit while it is in flight, if only one batch may be in
-    /// flight.
+    /// Returns the semaphore that allows only one batch in flight; `None` if several batches may be in flight. A batch
+    /// holds a permit while it is in flight.
     fn turn(&self) -> Option<&Semaphore>;
 
     /// Returns the key of an operation.
@@ -67,8 +67,9 @@ pub(super) trait Work: Send + Sync + Sized + 'static {
 
     fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, OpFailure>> + Send;
 
-    /// Returns an answer for each operation, in order, or one failure for all. If an operation is no longer
-    /// [wanted](QueuedOp::is_wanted) right before it is sent, its answer does not matter.
+    /// Returns an answer for each operation, in order, or one failure for all. The implementation may skip an operation
+    /// that is no longer [wanted](QueuedOp::is_wanted) right before it is sent, and return any answer for that
+    /// operation.
     fn many(&self, operations: &[QueuedOp<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, OpFailure>> + Send;
 }
 
@@ -82,13 +83,13 @@ pub(super) struct QueuedOp<W: Work> {
 }
 
 impl<W: Work> QueuedOp<W> {
-    /// Returns whether to send the operation, if it was not sent yet.
+    /// Returns whether the operation still has to be sent: its caller waits, or it outlives its caller.
     pub(super) fn is_wanted(&self) -> bool {
         W::OUTLIVES || !self.answer.is_closed()
     }
 }
 
-/// All operations of one kind.
+/// The operations of one kind that gather, and the lanes that send them.
 pub(super) struct Lanes<W: Work>(Arc<LanesInner<W>>);
 
 struct LanesInner<W: Work> {
@@ -96,41 +97,41 @@ struct LanesInner<W: Work> {
     runtime: Handle,
     /// True while a lone operation is in flight, driven by its caller.
     lone: AtomicBool,
-    /// True if the latest batch had more than one operation: then others are about to follow.
+    /// True if the latest batch had more than one operation: more operations will probably follow soon.
     is_busy: AtomicBool,
-    /// Number of running lanes. Written under `queue`, read without it as a hint.
+    /// Number of running lanes. Written under the lock of `queue`; read without that lock, as a hint.
     lanes: AtomicUsize,
     queue: Mutex<VecDeque<QueuedOp<W>>>,
     /// Permits for operations on locked records.
     alone: Semaphore,
-    /// Permits for large operations. `None`: there are too few connections, and large operations gather like all
-    /// others.
+    /// Permits for large operations. `None` if there are too few connections: large operations then gather like all
+    /// other operations.
     large: Option<Semaphore>,
     /// Keys that were locked, and the time until which they count as locked.
     locked: Mutex<HashMap<String, Instant>>,
-    /// True if `locked` has any keys, which is rare.
+    /// True if `locked` contains keys, which is rare: most operations then need no lock to check.
     any_locked: AtomicBool,
 }
 
-/// Reason why an operation shares no statement with others.
+/// Reason why an operation shares no statement with other operations.
 #[derive(Clone, Copy)]
 enum LoneReason {
-    /// Another session had locked its record.
+    /// Another session recently locked the record of the operation.
     Locked,
     Large,
 }
 
-/// A lone operation, driven by its caller.
+/// A lone operation, which its caller drives.
 struct LoneOp<'a, W: Work> {
     shared: &'a Arc<LanesInner<W>>,
-    /// `None` once it is answered.
+    /// `None` once the operation is answered.
     operation: Option<W::Operation>,
 }
 
 impl<W: Work> Drop for LoneOp<'_, W> {
     fn drop(&mut self) {
         self.shared.lone.store(false, Ordering::Relaxed);
-        // The operation may have been sent already. Doing it twice has the same effect as once.
+        // The operation may have been sent already. An operation that runs twice has no further effect.
         if W::OUTLIVES
             && let Some(operation) = self.operation.take()
         {
@@ -157,8 +158,8 @@ impl<W: Work> Lanes<W> {
         }))
     }
 
-    /// Runs `operation`. After its first poll, an operation with [`Work::OUTLIVES`] is done even if the call is
-    /// dropped.
+    /// Runs `operation`. After the first poll, an operation with [`Work::OUTLIVES`] is sent even if the caller drops
+    /// this future.
     pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
         if self.0.enter() {
             let mut lone = LoneOp { shared: &self.0, operation: None };
@@ -167,23 +168,22 @@ impl<W: Work> Lanes<W> {
             lone.operation = None;
             return answer;
         }
-        // Without an answer: the runtime of the lane is gone, and the operation may have been done or not.
+        // A missing answer means that the runtime of the lane is gone: the operation may have taken effect.
         LanesInner::gather(&self.0, operation).await.unwrap_or_else(|_| Err(OpFailure::lost()))
     }
 }
 
 impl<W: Work> LanesInner<W> {
-    /// Returns whether an operation may be sent alone, because nothing else is in flight. If so, marks a lone
-    /// operation.
+    /// Returns whether an operation may be sent alone, because nothing else is in flight. If it may, sets `lone`.
     fn enter(&self) -> bool {
-        // A caller outside any runtime has neither timers nor sockets; a lane has.
+        // A caller outside of any runtime has neither timers nor sockets, so a lane has to send its operation.
         self.lanes.load(Ordering::Relaxed) == 0
             && !self.is_busy.load(Ordering::Relaxed)
             && Handle::try_current().is_ok()
             && !self.lone.swap(true, Ordering::Relaxed)
     }
 
-    /// Adds an operation to the gathering ones, and makes sure that a lane will take it.
+    /// Adds an operation to the queue, and makes sure that a lane will take it.
     fn gather(this: &Arc<Self>, operation: W::Operation) -> oneshot::Receiver<Answer<W>> {
         let (answer, receiver) = oneshot::channel();
         let since = this.work.database().clock().now();
@@ -204,7 +204,7 @@ impl<W: Work> LanesInner<W> {
         receiver
     }
 
-    /// Returns the reason why an operation shares no statement with others, if there is one.
+    /// Returns the reason why an operation must share no statement with other operations, if there is a reason.
     fn why_alone(&self, operation: &W::Operation) -> Option<LoneReason> {
         if self.was_locked(W::key(operation)) {
             return Some(LoneReason::Locked);
@@ -250,8 +250,8 @@ impl<W: Work> LanesInner<W> {
         waiting.answer.send(answer).ok();
     }
 
-    /// Returns the batch that a lane sends next. If the batch is empty, also ends the lane's entry in `lanes`. Both
-    /// happen under one lock, or an operation that gathers in between would be stranded.
+    /// Returns the batch that a lane sends next. If the batch is empty, also removes the lane from `lanes`. One lock
+    /// covers both steps: an operation that gathered in between would be stranded.
     fn next(&self) -> Vec<QueuedOp<W>> {
         let mut queue = lock(&self.queue);
         let mut bytes = 0;
@@ -279,8 +279,8 @@ impl<W: Work> LanesInner<W> {
         let database = self.work.database();
         let now = database.clock().now();
         let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
-            // The server stalls. An operation that waited this long is not sent: its caller knows that nothing was
-            // written.
+            // The server stalls. An operation that waited this long is not sent, so its caller can be told that nothing
+            // was written.
             now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
         });
         for waiting in late.drain(..) {
@@ -288,7 +288,7 @@ impl<W: Work> LanesInner<W> {
         }
         if batch.len() > 1 {
             let mut answer = self.work.many(&batch).await;
-            // The next statement leaves alone a row that another session locked while this one was under way.
+            // Another session locked a row while the statement ran. A second statement skips that row from the start.
             if matches!(&answer, Err(failure) if failure.is_deadlock || failure.is_locked) {
                 answer = self.work.many(&batch).await;
             }
@@ -298,7 +298,8 @@ impl<W: Work> LanesInner<W> {
                         waiting.answer.send(Ok(one)).ok();
                     }
                 }
-                // Nothing was written. The operation that caused the failure must not fail the others, nor delay them.
+                // Nothing was written. Each operation is sent alone, so that the operation that caused the failure
+                // neither fails nor delays the other operations.
                 Err(failure) if failure.blames_one => {
                     for waiting in batch {
                         self.runtime.spawn(Arc::clone(self).ask_alone(waiting, LoneReason::Locked));
@@ -330,7 +331,7 @@ impl<W: Work> Lane<W> {
                 Some(turn) => turn.acquire().await.ok(),
                 None => None,
             };
-            // Callers woken by the same answer run first, so that their next operations are in one batch.
+            // The callers that the last answer has woken run first, so that their next operations join one batch.
             tokio::task::yield_now().await;
             let batch = self.shared.next();
             if batch.is_empty() {
@@ -344,9 +345,9 @@ impl<W: Work> Lane<W> {
 }
 
 impl<W: Work> Drop for Lane<W> {
-    /// Only a lane that panicked or whose runtime is gone is still running here. The lane ends its entry in `lanes` and
-    /// fails the waiting operations, because no other lane may come. The callers of operations in flight get the error
-    /// that the answer is lost.
+    /// `running` is still true only if the lane panicked or its runtime is gone. Removes the lane from `lanes`, and
+    /// fails the waiting operations, because perhaps no other lane will take them. The callers of operations in flight
+    /// get the error that the answer is lost.
     fn drop(&mut self) {
         if self.running {
             let mut queue = lock(&self.shared.queue);

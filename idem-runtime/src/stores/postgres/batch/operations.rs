@@ -1,4 +1,4 @@
-//! The operations that are sent together: reservations, begins of bodies, and ends of attempts.
+//! The kinds of operations that gather in batches: reservations, begins of bodies, and ends of attempts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,15 +17,16 @@ use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::record::{Lease, Parts, Record, ReserveRequest, StoredResult};
 
-/// Reservations.
+/// The work of reservations.
 pub(in super::super) struct Reservations {
     server: Arc<StatementPool>,
     replays: Replays,
 }
 
-/// Returns the order of a batch by key. Every process locks rows in the same order, so that no two wait for each other.
+/// Returns the indexes of a batch in the order of the keys. All processes lock rows in this order, so that no two
+/// processes wait for each other.
 pub(in super::super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
-    // With the keys in the sorted vector, a comparison need not look them up in the operations.
+    // The vector holds the keys, too, so that the sort compares keys without a look-up in the operations.
     let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
     order.sort_unstable();
     order.into_iter().map(|(_, place)| place).collect()
@@ -36,7 +37,7 @@ impl Reservations {
         Self { server, replays: Replays::new() }
     }
 
-    /// Sends for each `Unseen` key the first request whose caller still waits.
+    /// Sends one request for each key whose record is `Unseen`: the first request whose caller still waits.
     async fn reserve_unseen(&self, batch: &[QueuedOp<Self>], keys: &mut [OfKey<'_>]) -> Result<(), OpFailure> {
         let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
         let mut places: HashMap<&str, usize> = HashMap::new();
@@ -73,7 +74,8 @@ impl Reservations {
         ];
         for row in &ready.query(&params, Effect::Writes).await? {
             if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
-                // The old row, purged while this statement made a new one, no longer counts.
+                // If a purge removed the old row while this statement made a new row, the answer contains both. Only
+                // the new row counts.
                 if !matches!(keys[*at].met, LookupResult::Made) {
                     keys[*at].met = sql::met_in_a_batch(row);
                 }
@@ -83,7 +85,7 @@ impl Reservations {
     }
 }
 
-/// The requests in a batch that are for one key.
+/// The requests of a batch that have one key.
 struct OfKey<'a> {
     places: &'a [usize],
     /// The request that was sent.
@@ -186,7 +188,7 @@ impl Work for Reservations {
         for OfKey { places, asked, met } in keys {
             for place in places {
                 answers[*place] = match (&met, asked) {
-                    // One request made the record; the others find it.
+                    // One request made the record; the other requests for the key find that record.
                     (LookupResult::Made, Some(asked)) if asked != *place => {
                         let first = &batch[asked].operation;
                         LookupResult::Found(Ok(Box::new(FoundRow::made(Record::first(first), first.lease))))
@@ -199,7 +201,7 @@ impl Work for Reservations {
     }
 }
 
-/// Marks that bodies begin.
+/// The work of marking that bodies begin.
 pub(in super::super) struct BeginMarks(Arc<StatementPool>);
 
 impl BeginMarks {
@@ -207,8 +209,8 @@ impl BeginMarks {
         Self(server)
     }
 
-    /// Returns for each lease whether its record is marked. No key occurs twice with one attempt: an attempt has one
-    /// caller.
+    /// Returns for each lease whether its record is marked. An attempt has one caller, so no attempt occurs twice in
+    /// `leases`.
     async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = || order.iter().map(|place| leases[*place]);
@@ -260,7 +262,7 @@ impl Work for BeginMarks {
     }
 }
 
-/// Ends of attempts.
+/// The work of writing the ends of attempts.
 pub(in super::super) struct EndWrites(Arc<StatementPool>);
 
 /// The end of one attempt.
@@ -303,11 +305,11 @@ impl EndWrites {
 
 impl Work for EndWrites {
     type Operation = EndRow;
-    /// True if it ended a pending record.
+    /// True if the write ended a pending record.
     type Answer = bool;
 
     const LANES: usize = 1;
-    // An attempt has ended even if the caller that handed over its end is gone.
+    // The end of an attempt must be written even if its caller is gone.
     const OUTLIVES: bool = true;
 
     fn database(&self) -> &Database {
@@ -335,7 +337,8 @@ impl Work for EndWrites {
         let ends: Vec<&EndRow> = ends.iter().map(|it| &it.operation).collect();
         let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
-        // If a key has several ends, each gets its own statement: within one statement, any of them could win.
+        // If a batch has several ends for one key, separate statements write them in order: within one statement, any
+        // end could win.
         let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
         let mut turn = 0;
         loop {
