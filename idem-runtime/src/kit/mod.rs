@@ -1,6 +1,8 @@
 //! Code that stores share, in addition to the contract. A store imports this, `store`, `record`, `key`, `policy`,
 //! `clock`, `combine` and `sync`, and nothing else of the crate.
 
+#[cfg(any(feature = "redis", feature = "postgres"))]
+pub(crate) mod lanes;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "dynamodb"))]
 pub(crate) mod looks;
 #[cfg(any(feature = "redis", feature = "postgres"))]

@@ -29,7 +29,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
-use self::batch::Lanes;
+use self::batch::WorkLanes;
 use self::batch::operations::{BeginMarks, EndRow, EndWrites, Reservations, by_key};
 use self::client::Database;
 use self::failure::OpFailure;
@@ -194,9 +194,9 @@ struct PostgresCore {
 /// The state of one runtime: connections and tasks that end with it.
 struct Local {
     server: Arc<StatementPool>,
-    reserves: Lanes<Reservations>,
-    begins: Lanes<BeginMarks>,
-    ends: Lanes<EndWrites>,
+    reserves: WorkLanes<Reservations>,
+    begins: WorkLanes<BeginMarks>,
+    ends: WorkLanes<EndWrites>,
     wakeups: Wakeups,
 }
 
@@ -224,9 +224,9 @@ impl PostgresCore {
         let database = if is_upkeep { database.for_renewals() } else { database };
         let server = Arc::new(StatementPool { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
         Local {
-            reserves: Lanes::new(Reservations::new(Arc::clone(&server))),
-            begins: Lanes::new(BeginMarks::new(Arc::clone(&server))),
-            ends: Lanes::new(EndWrites::new(Arc::clone(&server))),
+            reserves: WorkLanes::new(Reservations::new(Arc::clone(&server))),
+            begins: WorkLanes::new(BeginMarks::new(Arc::clone(&server))),
+            ends: WorkLanes::new(EndWrites::new(Arc::clone(&server))),
             wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
             server,
         }

@@ -1,8 +1,7 @@
 //! Tests of operations that gather while lanes start and end, in many orders of the threads.
 
-use std::future::poll_fn;
-use std::pin::{Pin, pin};
-use std::task::Poll;
+use std::pin::pin;
+use std::sync::atomic::AtomicUsize;
 
 use shuttle::future::{block_on, yield_now};
 use shuttle::thread;
@@ -11,6 +10,7 @@ use tokio_postgres::Config;
 use super::super::sessions::{ConnectionSource, Sessions, Tls};
 use super::*;
 use crate::clock::Clock;
+use crate::kit::lanes::interleavings::{GatedServer, join_all, polled_once};
 use crate::sync::{TestClock, explore};
 
 /// A server that answers each operation with the operation's key. An operation on the key `locked` fails its whole
@@ -18,67 +18,31 @@ use crate::sync::{TestClock, explore};
 struct Echo<const OUTLIVES: bool> {
     database: Database,
     turn: Option<Semaphore>,
-    server: Arc<Server>,
+    server: Arc<GatedServer>,
+    /// Number of large operations that are being done.
+    large: Arc<AtomicUsize>,
 }
 
-struct Server {
-    /// Blocks each arrived exchange until it gets a permit.
-    gate: Semaphore,
-    // A plain mutex of `std`: no thread switch happens while a test holds this lock.
-    log: std::sync::Mutex<Log>,
-}
-
-#[derive(Default)]
-struct Log {
-    exchanges: usize,
-    arrived: Vec<String>,
-    /// Number of large operations in flight.
-    large: usize,
-}
-
-impl Server {
-    fn arrived(&self, key: &str) -> usize {
-        lock(&self.log).arrived.iter().filter(|it| *it == key).count()
-    }
-
-    /// Waits until `count` exchanges have arrived.
-    async fn exchanges(&self, count: usize) {
-        while lock(&self.log).exchanges < count {
-            yield_now().await;
-        }
-    }
-
-    fn open(&self) {
-        self.gate.add_permits(1000);
-    }
-
+impl<const OUTLIVES: bool> Echo<OUTLIVES> {
     async fn exchange(&self, keys: &[&String]) {
-        // Models the way to the server: a caller that gives up before its next poll has sent nothing.
-        yield_now().await;
-        let large = keys.iter().filter(|key| is_large(key)).count();
-        {
-            let mut log = lock(&self.log);
-            log.exchanges += 1;
-            log.arrived.extend(keys.iter().map(|key| (*key).clone()));
-            log.large += large;
-            assert!(large == 0 || keys.len() == 1, "a large operation shares its statement: {keys:?}");
-            assert!(log.large <= ROOM_FOR_LARGE + 1, "large operations take {} connections", log.large);
-        }
-        let _done = ExchangeGuard { server: self, large };
-        let _through = self.gate.acquire().await;
-        yield_now().await;
+        let count = keys.iter().filter(|key| is_large(key)).count();
+        assert!(count == 0 || keys.len() == 1, "a large operation has others with it: {keys:?}");
+        let _done = LargeGuard { large: &self.large, count };
+        let large = self.large.fetch_add(count, Ordering::SeqCst) + count;
+        assert!(large <= ROOM_FOR_LARGE + 1, "large operations take {large} connections");
+        self.server.exchange(keys.iter().map(|key| (*key).clone())).await;
     }
 }
 
-/// Counts the large operations of an exchange as ended, even if the exchange is dropped.
-struct ExchangeGuard<'a> {
-    server: &'a Server,
-    large: usize,
+/// Ends the large operations of an exchange, even if the exchange is dropped.
+struct LargeGuard<'a> {
+    large: &'a AtomicUsize,
+    count: usize,
 }
 
-impl Drop for ExchangeGuard<'_> {
+impl Drop for LargeGuard<'_> {
     fn drop(&mut self) {
-        lock(&self.server.log).large -= self.large;
+        self.large.fetch_sub(self.count, Ordering::SeqCst);
     }
 }
 
@@ -110,13 +74,13 @@ impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
     }
 
     async fn one(&self, operation: &String) -> Result<String, OpFailure> {
-        self.server.exchange(&[operation]).await;
+        self.exchange(&[operation]).await;
         if operation == "locked" { Err(is_locked()) } else { Ok(operation.clone()) }
     }
 
     async fn many(&self, operations: &[QueuedOp<Self>]) -> Result<Vec<String>, OpFailure> {
         let keys: Vec<_> = operations.iter().map(|waiting| &waiting.operation).collect();
-        self.server.exchange(&keys).await;
+        self.exchange(&keys).await;
         if keys.iter().any(|key| *key == "locked") {
             return Err(is_locked());
         }
@@ -136,36 +100,26 @@ const CONNECTIONS: usize = 6;
 const ROOM_FOR_LARGE: usize = 2;
 
 /// Makes lanes to a server whose gate is shut.
-fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<Lanes<Echo<OUTLIVES>>>, Arc<Server>) {
+fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<WorkLanes<Echo<OUTLIVES>>>, Arc<GatedServer>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let limit = Duration::from_secs(1);
     let source = ConnectionSource::Config(Box::new(Config::new()), Tls::Off);
     let sessions = Sessions::new(source, CONNECTIONS, limit, Arc::clone(&clock));
     let database = Database::new(sessions, clock, limit, false);
-    let server = Arc::new(Server { gate: Semaphore::new(0), log: std::sync::Mutex::default() });
-    (Arc::new(Lanes::new(Echo { database, turn, server: Arc::clone(&server) })), server)
+    let server = GatedServer::shut();
+    let echo = Echo { database, turn, server: Arc::clone(&server), large: Arc::default() };
+    (Arc::new(WorkLanes::new(echo)), server)
 }
 
-async fn call<const OUTLIVES: bool>(lanes: &Lanes<Echo<OUTLIVES>>, key: &str) {
+async fn call<const OUTLIVES: bool>(lanes: &WorkLanes<Echo<OUTLIVES>>, key: &str) {
     match lanes.call(key.to_owned()).await {
         Ok(answer) => assert_eq!(answer, key, "the answer of another operation"),
         Err(failure) => panic!("{key}: {failure:?}"),
     }
 }
 
-async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
-    let mut call = call;
-    poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
-}
-
-/// Checks that after the end of all lanes no operation is left, and that no lane is still counted.
-async fn all_is_over<const OUTLIVES: bool>(lanes: &Lanes<Echo<OUTLIVES>>) {
-    let shared = &lanes.0;
-    shared.runtime.0.idle().await;
-    assert_eq!(shared.runtime.0.alive(), 0, "a lane is still running");
-    assert_eq!(shared.lanes.load(Ordering::SeqCst), 0, "a lane that ended is still counted");
-    assert!(lock(&shared.queue).is_empty(), "an operation is left that no lane will take");
-    assert!(!shared.lone.load(Ordering::SeqCst), "the turn of a lone operation was not given back");
+async fn all_have_ended<const OUTLIVES: bool>(lanes: &WorkLanes<Echo<OUTLIVES>>) {
+    lanes.0.lanes.all_have_ended(VecDeque::is_empty).await;
 }
 
 fn each_gets_its_own_answer(turn: Option<Semaphore>) {
@@ -183,10 +137,8 @@ fn each_gets_its_own_answer(turn: Option<Semaphore>) {
             })
         })
         .collect();
-    for thread in threads {
-        thread.join().expect("no panic");
-    }
-    block_on(all_is_over(&lanes));
+    join_all(threads);
+    block_on(all_have_ended(&lanes));
 }
 
 /// Each operation gets its own answer, even if the operation gathers while lanes end.
@@ -221,10 +173,8 @@ fn an_operation_on_a_locked_row_fails_alone() {
                 })
             })
             .collect();
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&lanes));
+        join_all(threads);
+        block_on(all_have_ended(&lanes));
     });
 }
 
@@ -246,11 +196,9 @@ fn large_operations_leave_connections_to_other_operations() {
         block_on(server.exchanges(ROOM_FOR_LARGE + 2));
         assert_eq!(server.arrived("small"), 1);
         server.open();
-        for thread in large.into_iter().chain([small]) {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&lanes));
-        assert_eq!(lock(&server.log).exchanges, 6);
+        join_all(large.into_iter().chain([small]));
+        block_on(all_have_ended(&lanes));
+        assert_eq!(server.count(), 6);
     });
 }
 
@@ -272,21 +220,17 @@ fn sent_without_a_caller<const OUTLIVES: bool>(kind: &'static str) -> usize {
             thread::spawn(move || {
                 block_on(async {
                     let mut leaving = pin!(lanes.call(format!("{kind}gone")));
-                    assert!(!poll_once(leaving.as_mut()).await);
+                    assert!(!polled_once(leaving.as_mut()).await);
                 });
             })
         })
         .collect();
     let stays = Arc::clone(&lanes);
     threads.push(thread::spawn(move || block_on(call(&stays, &format!("{kind}stays")))));
-    for thread in leaving {
-        thread.join().expect("no panic");
-    }
+    join_all(leaving);
     server.open();
-    for thread in threads {
-        thread.join().expect("no panic");
-    }
-    block_on(all_is_over(&lanes));
+    join_all(threads);
+    block_on(all_have_ended(&lanes));
     server.arrived(&format!("{kind}gone"))
 }
 
@@ -315,21 +259,19 @@ fn an_operation_that_outlives_its_caller_is_done() {
                         block_on(async {
                             let mut leaving = pin!(lanes.call(format!("{kind}gone-{of}")));
                             for _ in 0..of {
-                                if poll_once(leaving.as_mut()).await {
+                                if polled_once(leaving.as_mut()).await {
                                     return;
                                 }
                                 yield_now().await;
                             }
-                            poll_once(leaving.as_mut()).await;
+                            polled_once(leaving.as_mut()).await;
                         });
                     })
                 })
                 .collect();
             server.open();
-            for thread in leaving {
-                thread.join().expect("no panic");
-            }
-            block_on(all_is_over(&lanes));
+            join_all(leaving);
+            block_on(all_have_ended(&lanes));
             for of in 0..3 {
                 assert!(server.arrived(&format!("{kind}gone-{of}")) > 0, "{kind}gone-{of} was never sent");
             }
@@ -354,10 +296,8 @@ fn a_runtime_that_shuts_down_leaves_no_caller_waiting() {
                 })
             })
             .collect();
-        lanes.0.runtime.0.end();
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&lanes));
+        lanes.0.lanes.end_runtime();
+        join_all(threads);
+        block_on(all_have_ended(&lanes));
     });
 }

@@ -2,8 +2,8 @@
 //!
 //! - A lone operation never waits: while no other operation of its kind is in flight, its caller sends it, as one plain
 //!   statement.
-//! - Otherwise operations gather. A *lane* (a spawned task) sends all gathered operations as one statement of many
-//!   rows, with a single commit. A lane takes the operations that have gathered, and never waits for more.
+//! - Otherwise operations gather, and each [lane](crate::kit::lanes) sends all gathered operations as one statement of
+//!   many rows, with a single commit.
 //! - An operation whose caller is gone is not sent, unless the operation has to outlive its caller
 //!   ([`Work::OUTLIVES`]). After the lane has sent an operation, its caller can't stop it.
 //! - An operation that fails because another session's transaction holds its key is sent alone from then on, so that it
@@ -22,8 +22,9 @@ use super::client::Database;
 use super::failure::OpFailure;
 use super::sessions::unless_stuck;
 use crate::clock::Instant;
+use crate::kit::lanes::{Lane, LaneOwner, Lanes, LoneTurn, gather};
 use crate::store::StoreErrorKind;
-use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Handle, Mutex, lock};
 
 #[cfg(all(test, shuttle))]
@@ -90,18 +91,13 @@ impl<W: Work> QueuedOp<W> {
 }
 
 /// The operations of one kind that gather, and the lanes that send them.
-pub(super) struct Lanes<W: Work>(Arc<LanesInner<W>>);
+pub(super) struct WorkLanes<W: Work>(Arc<WorkLanesInner<W>>);
 
-struct LanesInner<W: Work> {
+struct WorkLanesInner<W: Work> {
     work: W,
-    runtime: Handle,
-    /// True while a lone operation is in flight, driven by its caller.
-    lone: AtomicBool,
+    lanes: Lanes<VecDeque<QueuedOp<W>>>,
     /// True if the latest batch had more than one operation: more operations will probably follow soon.
     is_busy: AtomicBool,
-    /// Number of running lanes. Written under the lock of `queue`; read without that lock, as a hint.
-    lanes: AtomicUsize,
-    queue: Mutex<VecDeque<QueuedOp<W>>>,
     /// Permits for operations on locked records.
     alone: Semaphore,
     /// Permits for large operations. `None` if there are too few connections: large operations then gather like all
@@ -123,34 +119,31 @@ enum LoneReason {
 
 /// A lone operation, which its caller drives.
 struct LoneOp<'a, W: Work> {
-    shared: &'a Arc<LanesInner<W>>,
+    shared: &'a Arc<WorkLanesInner<W>>,
     /// `None` once the operation is answered.
     operation: Option<W::Operation>,
+    _turn: LoneTurn<'a>,
 }
 
 impl<W: Work> Drop for LoneOp<'_, W> {
     fn drop(&mut self) {
-        self.shared.lone.store(false, Ordering::Relaxed);
         // The operation may have been sent already. An operation that runs twice has no further effect.
         if W::OUTLIVES
             && let Some(operation) = self.operation.take()
         {
-            drop(LanesInner::gather(self.shared, operation));
+            drop(WorkLanesInner::gather(self.shared, operation));
         }
     }
 }
 
-impl<W: Work> Lanes<W> {
+impl<W: Work> WorkLanes<W> {
     /// Makes the lanes, which are tasks of the current runtime.
     pub(super) fn new(work: W) -> Self {
         let large = work.database().for_large();
-        Self(Arc::new(LanesInner {
+        Self(Arc::new(WorkLanesInner {
             work,
-            runtime: Handle::current(),
-            lone: AtomicBool::new(false),
+            lanes: Lanes::new(),
             is_busy: AtomicBool::new(false),
-            lanes: AtomicUsize::new(0),
-            queue: Mutex::default(),
             alone: Semaphore::new(ALONE),
             large: (large > 0).then(|| Semaphore::new(large)),
             locked: Mutex::default(),
@@ -161,26 +154,24 @@ impl<W: Work> Lanes<W> {
     /// Runs `operation`. After the first poll, an operation with [`Work::OUTLIVES`] is sent even if the caller drops
     /// this future.
     pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
-        if self.0.enter() {
-            let mut lone = LoneOp { shared: &self.0, operation: None };
+        if let Some(turn) = self.0.enter() {
+            let mut lone = LoneOp { shared: &self.0, operation: None, _turn: turn };
             // Boxed: under load most operations gather, and would carry the size of this future.
             let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
             lone.operation = None;
             return answer;
         }
         // A missing answer means that the runtime of the lane is gone: the operation may have taken effect.
-        LanesInner::gather(&self.0, operation).await.unwrap_or_else(|_| Err(OpFailure::lost()))
+        WorkLanesInner::gather(&self.0, operation).await.unwrap_or_else(|_| Err(OpFailure::lost()))
     }
 }
 
-impl<W: Work> LanesInner<W> {
-    /// Returns whether an operation may be sent alone, because nothing else is in flight. If it may, sets `lone`.
-    fn enter(&self) -> bool {
+impl<W: Work> WorkLanesInner<W> {
+    /// Returns the right to send an operation alone, if nothing else is in flight.
+    fn enter(&self) -> Option<LoneTurn<'_>> {
         // A caller outside of any runtime has neither timers nor sockets, so a lane has to send its operation.
-        self.lanes.load(Ordering::Relaxed) == 0
-            && !self.is_busy.load(Ordering::Relaxed)
-            && Handle::try_current().is_ok()
-            && !self.lone.swap(true, Ordering::Relaxed)
+        let may_be_alone = !self.is_busy.load(Ordering::Relaxed) && Handle::try_current().is_ok();
+        may_be_alone.then(|| self.lanes.enter()).flatten()
     }
 
     /// Adds an operation to the queue, and makes sure that a lane will take it.
@@ -190,17 +181,10 @@ impl<W: Work> LanesInner<W> {
         let alone = this.why_alone(&operation);
         let waiting = QueuedOp { operation, since, answer };
         if let Some(why) = alone {
-            this.runtime.spawn(Arc::clone(this).ask_alone(waiting, why));
+            this.lanes.runtime().spawn(Arc::clone(this).ask_alone(waiting, why));
             return receiver;
         }
-        let mut queue = lock(&this.queue);
-        queue.push_back(waiting);
-        let lanes = this.lanes.load(Ordering::Relaxed);
-        if lanes < W::LANES {
-            this.lanes.store(lanes + 1, Ordering::Relaxed);
-            drop(queue);
-            this.runtime.spawn(Lane { shared: Arc::clone(this), running: true }.run());
-        }
+        gather(this, W::LANES, |queue| queue.push_back(waiting));
         receiver
     }
 
@@ -250,31 +234,6 @@ impl<W: Work> LanesInner<W> {
         waiting.answer.send(answer).ok();
     }
 
-    /// Returns the batch that a lane sends next. If the batch is empty, also removes the lane from `lanes`. One lock
-    /// covers both steps: an operation that gathered in between would be stranded.
-    fn next(&self) -> Vec<QueuedOp<W>> {
-        let mut queue = lock(&self.queue);
-        let mut bytes = 0;
-        let mut next = Vec::new();
-        while next.len() < BATCH
-            && let Some(waiting) = queue.pop_front()
-        {
-            if !waiting.is_wanted() {
-                continue;
-            }
-            bytes += W::bytes(&waiting.operation);
-            if bytes > BATCH_BYTES && !next.is_empty() {
-                queue.push_front(waiting);
-                break;
-            }
-            next.push(waiting);
-        }
-        if next.is_empty() {
-            self.lanes.fetch_sub(1, Ordering::Relaxed);
-        }
-        next
-    }
-
     async fn send(self: &Arc<Self>, batch: Vec<QueuedOp<W>>) {
         let database = self.work.database();
         let now = database.clock().now();
@@ -302,7 +261,7 @@ impl<W: Work> LanesInner<W> {
                 // neither fails nor delays the other operations.
                 Err(failure) if failure.blames_one => {
                     for waiting in batch {
-                        self.runtime.spawn(Arc::clone(self).ask_alone(waiting, LoneReason::Locked));
+                        self.lanes.runtime().spawn(Arc::clone(self).ask_alone(waiting, LoneReason::Locked));
                     }
                 }
                 Err(failure) => {
@@ -317,47 +276,53 @@ impl<W: Work> LanesInner<W> {
     }
 }
 
-/// A task that sends batches until no more operations gather.
-struct Lane<W: Work> {
-    shared: Arc<LanesInner<W>>,
-    running: bool,
+/// Returns the operations of the next batch, if there are any whose callers still wait.
+fn next_batch<W: Work>(queue: &mut VecDeque<QueuedOp<W>>) -> Option<Vec<QueuedOp<W>>> {
+    let mut bytes = 0;
+    let mut next = Vec::new();
+    while next.len() < BATCH
+        && let Some(waiting) = queue.pop_front()
+    {
+        if !waiting.is_wanted() {
+            continue;
+        }
+        bytes += W::bytes(&waiting.operation);
+        if bytes > BATCH_BYTES && !next.is_empty() {
+            queue.push_front(waiting);
+            break;
+        }
+        next.push(waiting);
+    }
+    (!next.is_empty()).then_some(next)
 }
 
-impl<W: Work> Lane<W> {
-    async fn run(mut self) {
+impl<W: Work> LaneOwner for WorkLanesInner<W> {
+    type Queue = VecDeque<QueuedOp<W>>;
+
+    fn lanes(&self) -> &Lanes<Self::Queue> {
+        &self.lanes
+    }
+
+    async fn run(mut lane: Lane<Self>) {
         loop {
-            let _turn = match self.shared.work.turn() {
+            let owner = Arc::clone(lane.owner());
+            let _turn = match owner.work.turn() {
                 // The semaphore is never closed.
                 Some(turn) => turn.acquire().await.ok(),
                 None => None,
             };
             // The callers that the last answer has woken run first, so that their next operations join one batch.
             tokio::task::yield_now().await;
-            let batch = self.shared.next();
-            if batch.is_empty() {
-                self.running = false;
-                return;
-            }
-            self.shared.is_busy.store(batch.len() > 1, Ordering::Relaxed);
-            self.shared.send(batch).await;
+            let Some(batch) = lane.next(next_batch) else { return };
+            owner.is_busy.store(batch.len() > 1, Ordering::Relaxed);
+            owner.send(batch).await;
         }
     }
-}
 
-impl<W: Work> Drop for Lane<W> {
-    /// `running` is still true only if the lane panicked or its runtime is gone. Removes the lane from `lanes`, and
-    /// fails the waiting operations, because perhaps no other lane will take them. The callers of operations in flight
-    /// get the error that the answer is lost.
-    fn drop(&mut self) {
-        if self.running {
-            let mut queue = lock(&self.shared.queue);
-            self.shared.lanes.fetch_sub(1, Ordering::Relaxed);
-            let waiting = std::mem::take(&mut *queue);
-            drop(queue);
-            let failure = OpFailure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
-            for waiting in waiting {
-                waiting.answer.send(Err(failure.clone())).ok();
-            }
+    fn refuse(&self, queue: Self::Queue) {
+        let failure = OpFailure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
+        for waiting in queue {
+            waiting.answer.send(Err(failure.clone())).ok();
         }
     }
 }

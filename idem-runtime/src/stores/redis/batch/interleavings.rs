@@ -1,15 +1,12 @@
 //! Tests of operations that gather while lanes start and end, in many orders of the threads.
 
-use std::future::poll_fn;
-use std::pin::{Pin, pin};
-use std::task::Poll;
+use std::pin::pin;
 use std::time::Duration;
 
 use redis::aio::ConnectionLike;
 use redis::{Cmd, Pipeline, RedisFuture, Value};
 use shuttle::future::{block_on, yield_now};
 use shuttle::thread;
-use tokio::sync::Semaphore;
 
 use super::super::command::{Name, argument};
 use super::super::connection::UserConnection;
@@ -18,64 +15,27 @@ use super::super::scripts::{Script, Scripts};
 use super::lanes::LANES;
 use super::*;
 use crate::clock::Clock;
+use crate::kit::lanes::interleavings::{GatedServer, join_all, polled_once};
 use crate::record::{OwnerToken, Record, State};
-use crate::sync::atomic::Ordering;
-use crate::sync::{TestClock, explore, lock};
+use crate::sync::{TestClock, explore};
 
 /// A server whose answer identifies the operation. The answer to a reservation is the reserved key. A completion
 /// succeeds; if its key starts with `differs`, a script has to decide. The answer to any other script is 1, and the
 /// answer to any other command is the command's first argument.
 #[derive(Clone)]
-struct FakeServer(Arc<FakeServerInner>);
-
-struct FakeServerInner {
-    /// Blocks each arrived exchange until it gets a permit.
-    gate: Semaphore,
-    // A plain mutex of `std`: no thread switch happens while a test holds this lock.
-    log: std::sync::Mutex<Log>,
-}
-
-#[derive(Default)]
-struct Log {
-    exchanges: usize,
-    /// The key of every operation that arrived.
-    arrived: Vec<Vec<u8>>,
-}
+struct FakeServer(Arc<GatedServer>);
 
 impl FakeServer {
-    fn arrived(&self, key: &str) -> usize {
-        lock(&self.0.log).arrived.iter().filter(|it| **it == key.as_bytes()).count()
-    }
-
-    /// Waits until `count` exchanges have arrived.
-    async fn exchanges(&self, count: usize) {
-        while lock(&self.0.log).exchanges < count {
-            yield_now().await;
-        }
-    }
-
-    /// Opens the gate for all further exchanges.
-    fn open(&self) {
-        self.0.gate.add_permits(1000);
-    }
-
     async fn exchange(&self, commands: Vec<Cmd>) -> Vec<Value> {
-        // Models the way to the server: a caller that gives up before its next poll has sent nothing.
-        yield_now().await;
-        {
-            let mut log = lock(&self.0.log);
-            log.exchanges += 1;
-            for command in &commands {
-                let keys = match argument(command, 0) {
-                    b"MGET" => 1..command.args_iter().count(),
-                    b"EVALSHA" => 3..3 + keys(command),
-                    _ => 1..2,
-                };
-                log.arrived.extend(keys.map(|at| argument(command, at).to_vec()));
-            }
-        }
-        let _through = self.0.gate.acquire().await;
-        yield_now().await;
+        let arrived = commands.iter().flat_map(|command| {
+            let keys = match argument(command, 0) {
+                b"MGET" => 1..command.args_iter().count(),
+                b"EVALSHA" => 3..3 + keys(command),
+                _ => 1..2,
+            };
+            keys.map(|at| String::from_utf8_lossy(argument(command, at)).into_owned())
+        });
+        self.0.exchange(arrived).await;
         commands
             .iter()
             .map(|command| match (argument(command, 0), argument(command, 1)) {
@@ -126,14 +86,18 @@ fn script(name: &str) -> Script {
 }
 
 /// Makes a dispatch to a server whose gate is shut.
-fn open() -> (Arc<Dispatch>, FakeServer) {
-    let server = FakeServer(Arc::new(FakeServerInner { gate: Semaphore::new(0), log: std::sync::Mutex::default() }));
+fn open() -> (Arc<Dispatch>, Arc<GatedServer>) {
+    let server = GatedServer::shut();
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let timeout = Duration::from_secs(1);
     let names =
         ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "remove", "renew", "take", "watch"];
     let scripts = Arc::new(Scripts::new(names.map(script)));
-    let connection = ServerConnection::theirs(UserConnection::new(server.clone(), &clock), Arc::clone(&clock), timeout);
+    let connection = ServerConnection::theirs(
+        UserConnection::new(FakeServer(Arc::clone(&server)), &clock),
+        Arc::clone(&clock),
+        timeout,
+    );
     let channel = "ends".into();
     let terms = ExchangeTerms { clock, timeout, replicas: None, channel, scripts, one_key: false, compares: true };
     (Arc::new(Dispatch::new(connection, terms)), server)
@@ -174,20 +138,8 @@ async fn ask(dispatch: &Dispatch, key: &str) {
     assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
 }
 
-/// Polls `call` once, which hands its operation over.
-async fn poll_once<F: Future>(call: Pin<&mut F>) -> bool {
-    let mut call = call;
-    poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
-}
-
-/// Checks that after the end of all lanes no operation is left, and that no lane is still counted.
-async fn all_is_over(dispatch: &Dispatch) {
-    let lanes = &dispatch.0;
-    lanes.runtime.0.idle().await;
-    assert_eq!(lanes.runtime.0.alive(), 0, "a lane is still running");
-    assert_eq!(lanes.running.load(Ordering::SeqCst), 0, "a lane that ended is still counted");
-    assert!(lock(&lanes.queue).batches.is_empty(), "an operation is left that no lane will take");
-    assert!(!lanes.lone.load(Ordering::SeqCst), "the turn of a lone operation was not given back");
+async fn all_have_ended(dispatch: &Dispatch) {
+    dispatch.0.lanes.all_have_ended(|queue| queue.batches.is_empty()).await;
 }
 
 /// Each operation gets its own answer, even if the operation gathers while lanes end.
@@ -211,10 +163,8 @@ fn each_operation_gets_its_own_answer() {
                 })
             })
             .collect();
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&dispatch));
+        join_all(threads);
+        block_on(all_have_ended(&dispatch));
     });
 }
 
@@ -238,28 +188,24 @@ fn an_operation_without_a_caller_is_not_sent() {
                     block_on(async {
                         let (reserved, got) = (format!("reserve-{of}"), format!("get-{of}"));
                         let mut reserving = pin!(dispatch.run(reservation(&reserved)));
-                        assert!(!poll_once(reserving.as_mut()).await);
+                        assert!(!polled_once(reserving.as_mut()).await);
                         let mut asking = pin!(dispatch.run(Op::Read(get(&got))));
-                        assert!(!poll_once(asking.as_mut()).await);
+                        assert!(!polled_once(asking.as_mut()).await);
                         let (finished, kept) = (format!("finish-{of}"), format!("kept-{of}"));
                         let mut finish = pin!(dispatch.run(completion(&finished)));
-                        assert!(!poll_once(finish.as_mut()).await);
+                        assert!(!polled_once(finish.as_mut()).await);
                         let mut keeping = pin!(dispatch.run(Op::Write(get(&kept).keep_if_dropped())));
-                        assert!(!poll_once(keeping.as_mut()).await);
+                        assert!(!polled_once(keeping.as_mut()).await);
                     });
                 })
             })
             .collect();
         let stays = Arc::clone(&dispatch);
         threads.push(thread::spawn(move || block_on(reserve(&stays, "stays"))));
-        for thread in leaving {
-            thread.join().expect("no panic");
-        }
+        join_all(leaving);
         server.open();
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&dispatch));
+        join_all(threads);
+        block_on(all_have_ended(&dispatch));
         for of in 0..2 {
             for (what, times) in [("reserve", 0), ("get", 0), ("finish", 1), ("kept", 1)] {
                 assert_eq!(server.arrived(&format!("{what}-{of}")), times, "how often {what}-{of} was sent");
@@ -281,21 +227,19 @@ fn an_end_is_written_although_its_caller_goes() {
                         let key = format!("finish-{of}");
                         let mut finish = pin!(dispatch.run(completion(&key)));
                         for _ in 0..of {
-                            if poll_once(finish.as_mut()).await {
+                            if polled_once(finish.as_mut()).await {
                                 return;
                             }
                             yield_now().await;
                         }
-                        poll_once(finish.as_mut()).await;
+                        polled_once(finish.as_mut()).await;
                     });
                 })
             })
             .collect();
         server.open();
-        for thread in leaving {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&dispatch));
+        join_all(leaving);
+        block_on(all_have_ended(&dispatch));
         for of in 0..3 {
             assert!(server.arrived(&format!("finish-{of}")) > 0, "finish-{of} was never sent");
         }
@@ -322,10 +266,8 @@ fn a_runtime_that_shuts_down_leaves_no_caller_waiting() {
                 })
             })
             .collect();
-        dispatch.0.runtime.0.end();
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
-        block_on(all_is_over(&dispatch));
+        dispatch.0.lanes.end_runtime();
+        join_all(threads);
+        block_on(all_have_ended(&dispatch));
     });
 }

@@ -37,7 +37,7 @@ mod interleavings;
 
 use std::sync::Arc;
 
-use self::lanes::{Lanes, LoneTurn};
+use self::lanes::ConnectionLanes;
 use self::op_future::DelegatedOp;
 pub(super) use self::op_future::OpFuture;
 use self::sender::BatchSender;
@@ -46,15 +46,16 @@ use super::op::{Op, OpAnswer};
 use super::place::ServerConnection;
 use super::terms::ExchangeTerms;
 use super::write::RecordWrite;
+use crate::kit::lanes::LoneTurn;
 
 /// One connection and everything in flight on it.
-pub(super) struct Dispatch(Arc<Lanes>);
+pub(super) struct Dispatch(Arc<ConnectionLanes>);
 
 impl Dispatch {
     /// Makes a dispatch that sends over `connection`, from tasks of the current runtime. A gathered operation waits at
     /// most as long as an exchange may take.
     pub(super) fn new(connection: ServerConnection, terms: ExchangeTerms) -> Self {
-        Self(Arc::new(Lanes::new(BatchSender::new(connection, terms))))
+        Self(Arc::new(ConnectionLanes::new(BatchSender::new(connection, terms))))
     }
 
     /// Returns the connection, for requests that are not operations.
