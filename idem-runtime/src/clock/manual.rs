@@ -1,4 +1,4 @@
-//! Time that tests move.
+//! Clock that tests move.
 
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -29,7 +29,7 @@ pub struct ManualClock {
 #[derive(Debug, Default)]
 struct Manual {
     now: Duration,
-    /// Time of the wall clock at the origin.
+    /// Time of the wall clock at the origin of this clock.
     wall: Duration,
     random: SplitMix,
     sleepers: Vec<(Duration, Waker)>,
@@ -41,14 +41,14 @@ impl ManualClock {
         Self::default()
     }
 
-    /// Creates a clock whose entropy is derived from `seed`, for runs that must repeat exactly.
+    /// Creates a clock whose entropy comes from `seed`, for runs that must repeat exactly.
     pub fn seeded(seed: u64) -> Self {
         let clock = Self::default();
         clock.lock().random = SplitMix(seed);
         clock
     }
 
-    /// Moves time forward and wakes every sleeper whose time has come.
+    /// Moves time forward by `duration`, and wakes every sleeper that is due.
     pub fn advance(&self, duration: Duration) {
         let due = {
             let mut state = self.lock();
@@ -63,14 +63,14 @@ impl ManualClock {
         }
     }
 
-    /// Sets the wall clock, and nothing else: leases and retentions of stores that use the wall clock end earlier or
-    /// later, and no sleeper wakes. The wall clock starts at 1970 and moves with [`advance`](ManualClock::advance).
+    /// Sets the wall clock alone: leases and retentions of stores that use the wall clock end earlier or later, and no
+    /// sleeper wakes. The wall clock starts at 1970 and moves with [`advance`](ManualClock::advance).
     pub fn set_wall(&self, since_1970: Duration) {
         let mut state = self.lock();
         state.wall = since_1970.saturating_sub(state.now);
     }
 
-    /// Returns the time until the next sleeper is due; `None` if there is no sleeper.
+    /// Returns the time until the earliest sleeper is due; `None` if there is no sleeper.
     pub fn next_wake(&self) -> Option<Duration> {
         let state = self.lock();
         state.sleepers.iter().map(|(at, _)| at.saturating_sub(state.now)).min()

@@ -1,4 +1,4 @@
-//! The only reader of time and the only source of randomness.
+//! Clocks: the only reader of time and the only source of randomness in the library.
 
 mod manual;
 mod random;
@@ -14,16 +14,17 @@ pub use self::manual::ManualClock;
 pub(crate) use self::random::{Secret, SplitMix};
 pub use self::system::SystemClock;
 
-/// A point on a [`Clock`]: the time since an origin that only this clock knows.
+/// A point in the time of a [`Clock`]: the time since an origin that only this clock knows.
 ///
-/// Instants of two clocks, and so of two machines, can't be compared; only durations travel.
+/// Instants of two clocks, and so of two machines, can't be compared. Only durations may leave their process.
 ///
-/// Counted in nanoseconds; the last possible point is 584 years after the origin.
+/// An instant is counted in nanoseconds. The last possible instant is 584 years after the origin.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Instant(u64);
 
 impl Instant {
-    /// Creates the point `since_origin` after the clock's origin; the last possible point if it is later than that.
+    /// Creates the instant `since_origin` after the clock's origin, or the last possible instant if `since_origin` is
+    /// too long.
     #[inline]
     pub const fn new(since_origin: Duration) -> Self {
         Self(as_nanos(since_origin))
@@ -40,13 +41,13 @@ impl Instant {
         self.0
     }
 
-    /// Returns the time from `earlier` to `self`, zero if `earlier` is later.
+    /// Returns the time from `earlier` to `self`; zero if `earlier` is the later instant.
     #[inline]
     pub const fn saturating_since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// Returns the point `duration` later; the last possible point if that overflows.
+    /// Returns the instant `duration` after this instant, or the last possible instant if `duration` is too long.
     #[must_use]
     #[inline]
     pub const fn saturating_add(self, duration: Duration) -> Self {
@@ -60,16 +61,16 @@ impl fmt::Debug for Instant {
     }
 }
 
-/// Returns the nanoseconds of `duration`; the largest number if there are more.
+/// Returns the nanoseconds of `duration`, or the largest number if the duration is too long.
 #[inline]
 pub(crate) const fn as_nanos(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1_000_000_000).saturating_add(duration.subsec_nanos() as u64)
 }
 
-/// A future that is ready when a [`Clock`] has moved on far enough.
+/// A future that is ready after a time on a [`Clock`].
 pub type Sleep = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// The source of the library's time and randomness.
+/// Source of the library's time and randomness.
 ///
 /// [`SystemClock`] is the real source. Tests pass [`ManualClock`] to a store and drive leases and retentions by hand.
 pub trait Clock: fmt::Debug + Send + Sync + 'static {
@@ -77,32 +78,33 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     fn now(&self) -> Instant;
 
     /// Returns the time since 1970 by the wall clock, which all processes of a host share. The wall clock may be set,
-    /// and two hosts may disagree.
+    /// and the wall clocks of two hosts may differ.
     ///
-    /// Only stores whose records are dated by the hosts that write them depend on the wall clock: SQLite and DynamoDB.
-    /// Redis uses it to note the beginning of an attempt, and to report the age of a replayed record.
+    /// Decisions depend on the wall clock only in stores whose records are dated by the hosts that write them: SQLite
+    /// and DynamoDB. Redis only reports with it when an attempt began, and how old a replayed record is.
     fn wall(&self) -> Duration;
 
     /// Returns a future that is ready once `duration` has passed.
     fn sleep(&self, duration: Duration) -> Sleep;
 
-    /// Returns 128 random bits: the owner token of an attempt, or the start of the tokens of a store in this process.
+    /// Returns 128 random bits, for the owner token of an attempt or the first token of a store in memory.
     fn entropy(&self) -> u128;
 
-    /// Runs `task`, for which no caller waits: a renewal, or the late write of a call that was dropped.
+    /// Runs `task`, which no caller awaits: a renewal, or a late write of a call that was dropped.
     ///
-    /// The real clock runs the task on a thread of the library's own. A clock for tests runs the task where the test
-    /// runs, so that the test decides the order of events.
+    /// The real clock runs the task on a thread of the library. A test clock runs the task on the runtime of the test,
+    /// so that the test decides the order of events.
     fn spawn(&self, task: Task);
 
-    /// Returns whether a test has paused or moved the time of the current runtime, if this clock goes by that time
-    /// (default: `false`). Leases that a thread or a server measures in real time can't be renewed there.
+    /// Returns whether a test has paused or moved the time of the current runtime, if this clock uses that time
+    /// (default: `false`). A lease that counts in the real time of a thread or a server can't be renewed in such a
+    /// runtime.
     fn is_moved(&self) -> bool {
         false
     }
 }
 
-/// A task for [`Clock::spawn`].
+/// Task for [`Clock::spawn`].
 pub type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Returns the milliseconds since 1970 by the wall clock.

@@ -1,10 +1,11 @@
-//! Numbers that look random: from a seed, or from a secret of this process.
+//! Pseudorandom numbers, from a seed or from a secret of this process.
 #![allow(clippy::disallowed_types)]
 
-/// The secret with which keys are hashed, so that chosen keys can't be made to collide in a map.
+/// Secret with which keys are hashed, so that no sender can choose keys that collide in a map.
 pub(crate) type Secret = std::collections::hash_map::RandomState;
 
-/// `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+/// Generator of pseudorandom numbers: `SplitMix64` (Steele, Lea, Flood: "Fast splittable pseudorandom number
+/// generators", 2014).
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SplitMix(pub(crate) u64);
 

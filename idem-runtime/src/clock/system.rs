@@ -1,4 +1,4 @@
-//! The machine's own time and randomness.
+//! Clock with the machine's own time and randomness.
 #![allow(clippy::disallowed_methods)]
 
 use std::time::Duration;
@@ -7,14 +7,14 @@ use tokio::runtime::Handle;
 
 use super::{Clock, Instant, Sleep, Task, upkeep};
 
-/// The machine's clock, tokio's timers, and the randomness of the operating system.
+/// Clock of the machine, with tokio's timers and the randomness of the operating system.
 ///
-/// Steps of the wall clock don't affect this clock. On Linux and Android this clock counts the time for which the
-/// machine was suspended, so that a lease that lapsed meanwhile counts as lapsed.
+/// Steps of the wall clock don't affect this clock. On Linux and Android this clock also counts the time for which the
+/// machine was suspended, so that a lease may lapse during a suspension.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: tokio::time::Instant,
-    /// Time since the start of the machine, when this clock was made.
+    /// Time from the start of the machine until this clock was made.
     #[cfg(any(target_os = "linux", target_os = "android"))]
     booted: Duration,
 }
@@ -31,7 +31,8 @@ impl Default for SystemClock {
 
 impl Clock for SystemClock {
     fn now(&self) -> Instant {
-        // Tokio's time stands still while the machine is suspended, and runs ahead in tests that pause it.
+        // Tokio's time stands still while the machine is suspended, and runs ahead in tests that pause it. So the
+        // larger of two times counts.
         let elapsed = self.origin.elapsed();
         #[cfg(any(target_os = "linux", target_os = "android"))]
         let elapsed = elapsed.max(since_boot().saturating_sub(self.booted));
@@ -48,14 +49,15 @@ impl Clock for SystemClock {
 
     fn entropy(&self) -> u128 {
         let mut bits = [0; 16];
-        // With a repeated token two bodies could run under one reservation, so the library can't go on without
-        // randomness.
+        // If an owner token repeated, two bodies could run under one reservation. So the library must not continue
+        // without randomness.
         getrandom::fill(&mut bits).expect("the operating system has randomness");
         u128::from_ne_bytes(bits)
     }
 
     fn spawn(&self, task: Task) {
-        // The thread of the library uses real time: where a test has paused time, its tasks would come too late.
+        // The thread of the library uses real time. Where a test has paused time, the tasks of that thread would run
+        // too late.
         match Handle::try_current() {
             Ok(runtime) if self.is_moved() => drop(runtime.spawn(task)),
             _ => upkeep::spawn(task),
@@ -63,14 +65,14 @@ impl Clock for SystemClock {
     }
 
     fn is_moved(&self) -> bool {
-        // Tokio's time equals the machine's time to the nanosecond, unless it was paused.
+        // Tokio's time equals the machine's time to the nanosecond, unless a test has paused it.
         let before = std::time::Instant::now();
         let tokio = tokio::time::Instant::now().into_std();
         tokio < before || tokio > std::time::Instant::now()
     }
 }
 
-/// Returns the time since the start of the machine, suspension included.
+/// Returns the time since the start of the machine, including suspensions.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn since_boot() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);

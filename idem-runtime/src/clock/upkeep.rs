@@ -1,9 +1,9 @@
-//! A thread of the library's own, for the work that no caller waits for: renewals and late writes.
+//! Thread of the library for work that no caller awaits: renewals and late writes.
 //!
-//! On a runtime of the user this work would depend on everything else that runs there. A handler that blocks the only
-//! thread of its runtime would lose its lease, and a runtime that ends would take late writes with it. A process has
-//! one such thread, regardless of the number of stores. The thread starts with the first handler, waits most of the
-//! time, and ends with the process.
+//! On a runtime of the user this work would depend on all other tasks of that runtime. A handler that blocks the only
+//! thread of its runtime would lose its lease, and a runtime that shuts down would drop late writes. A process has one
+//! such thread, regardless of the number of stores. The thread starts with the first handler, waits most of the time,
+//! and ends with the process.
 
 use std::io;
 use std::sync::Mutex;
@@ -14,12 +14,11 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use super::Task;
 use crate::sync::{PerProcess, lock};
 
-/// The runtime of the thread. The child of a `fork()` has only the thread that forked, and starts another upkeep
-/// thread.
+/// Runtime of the library's thread. The child of a `fork()` has no copy of the thread, and starts another one.
 static THREAD: PerProcess<Mutex<Option<Handle>>> = PerProcess::empty();
 
-/// Runs `task` on the thread of the library. While no thread can be started or no descriptor opened, the task runs on
-/// the runtime of the caller.
+/// Runs `task` on the thread of the library. If the thread can't be started or no descriptor can be opened, the task
+/// runs on the runtime of the caller.
 pub(crate) fn spawn(task: Task) {
     static WARNED: AtomicBool = AtomicBool::new(false);
     match runtime() {
@@ -54,8 +53,8 @@ fn runtime() -> io::Result<Handle> {
     Ok(handle)
 }
 
-/// A runtime that may be dropped inside of another runtime, if its thread can't be started. Tokio's own drop panics
-/// there.
+/// A runtime that may be dropped inside of another runtime, if its thread can't be started. The drop of a tokio
+/// `Runtime` would panic there.
 struct Own(Option<Runtime>);
 
 impl Own {

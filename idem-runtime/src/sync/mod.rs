@@ -1,4 +1,4 @@
-//! Primitives that threads share: locks, atomics and tasks. A panic in one thread poisons no lock.
+//! Primitives that threads share: locks, atomics and tasks. A panic of a thread poisons no lock.
 //!
 //! Under `--cfg shuttle` the primitives come from the crate `shuttle`, which tries many orders of the steps of threads;
 //! see `scripts/interleavings`.
@@ -24,24 +24,24 @@ pub(crate) use self::controlled::*;
 
 /// Locks `mutex` even if a thread panicked while it held the lock.
 ///
-/// Every critical section of this crate leaves its data consistent at each step, so a poisoned lock means nothing here.
+/// Every critical section of this crate keeps its data consistent at each step, so a poisoned lock is harmless.
 #[cfg(not(shuttle))]
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Detects that this process was forked after the value was made. A child has none of its parent's threads, and its
-/// connections still belong to the parent.
+/// Process that made a value. A comparison with the current process detects a fork. A forked child has none of its
+/// parent's threads, and its connections still belong to the parent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Process(u32);
 
 impl Process {
-    /// Returns this process.
+    /// Returns the current process.
     pub(crate) fn this() -> Self {
         Self(std::process::id())
     }
 
-    /// Returns whether the value was made in this process. Costs a system call: some 50 ns.
+    /// Returns whether this is the current process. Costs a system call: some 50 ns.
     pub(crate) fn is_this(self) -> bool {
         self.0 == std::process::id()
     }

@@ -1,7 +1,7 @@
 //! Values that each process has for itself, and locks that never block a forked child forever.
 //!
-//! A fork copies every lock in its state at that moment, but of all threads only the one that forks. A lock that
-//! another thread holds stays locked in the child forever.
+//! A fork copies every lock in its current state, but only the thread that calls `fork()`. A lock that another thread
+//! holds stays locked in the child forever.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -10,25 +10,25 @@ use std::time::Duration;
 
 use super::{Mutex, MutexGuard, Process, lock};
 
-/// Number of claims in one value. A process needs a second claim only if its parent was forked while a thread made the
+/// Number of claims on one value. A process needs a second claim only if its parent was forked while a thread made the
 /// value of the first claim.
 const CLAIMS: usize = 4;
-/// Process id in a claim that is free.
+/// Process id of a claim that no process has taken.
 const FREE: u32 = 0;
 
 /// A value that each process has for itself: a forked child makes a new value, and neither uses nor drops the value of
 /// its parent.
 ///
-/// In the child, a lock in the parent's value may be held forever, by a thread that does not exist there. And the drop
-/// of a socket in the child would end the watch on that socket in the parent, because both share the system's list of
-/// watched sockets.
+/// In the child, a lock in the parent's value may be held forever by a thread that the child does not have. And if the
+/// child dropped a socket of the parent, the parent would no longer get events of that socket, because both processes
+/// share the system's list of watched sockets.
 pub(crate) struct PerProcess<T> {
     value: Option<(Process, T)>,
     claims: [Claim<T>; CLAIMS],
 }
 
-/// The value of a forked child. The child claims it before a thread makes the value, so a grandchild that finds an
-/// unfinished value does not wait for that thread.
+/// Claim of a forked child on a value. The child takes a claim before a thread makes the value. So a grandchild that is
+/// forked meanwhile does not wait for that thread, but takes another claim.
 struct Claim<T> {
     process: AtomicU32,
     value: OnceLock<Box<PerProcess<T>>>,
@@ -45,22 +45,22 @@ impl<T> PerProcess<T> {
         this
     }
 
-    /// Creates an empty instance: no process has a value yet.
+    /// Makes a container in which no process has a value yet.
     pub(crate) const fn empty() -> Self {
         let claims = [const { Claim { process: AtomicU32::new(FREE), value: OnceLock::new() } }; CLAIMS];
         Self { value: None, claims }
     }
 
-    /// Returns the value of the process in which this was made.
+    /// Returns the value of the process that made this container.
     pub(crate) fn first(&self) -> &T {
         &self.value.as_ref().expect("made with a value").1
     }
 
-    /// Returns the latest value that this process or one of its parents has made. Makes no system call: in a child,
-    /// this is the parent's value until the child has asked for its own value.
+    /// Returns the newest value of this process or its ancestors. Makes no system call: a child gets its parent's value
+    /// until the child has asked for its own value.
     #[inline]
     pub(crate) fn latest(&self) -> Option<&T> {
-        // No process was forked since: each call asks several times, so this case is one load.
+        // No child has taken a claim. Each call asks several times, so this usual case costs one load.
         if self.claims[0].process.load(Ordering::Relaxed) == FREE {
             return self.value.as_ref().map(|(_, value)| value);
         }
@@ -76,18 +76,18 @@ impl<T> PerProcess<T> {
         }
     }
 
-    /// Returns the value of this process. In a child without a value, `make` builds the value from the parent's value;
-    /// no lock of the parent is taken.
+    /// Returns the value of this process. In a child without a value, `make` builds the value from the parent's value,
+    /// without locks of the parent.
     pub(crate) fn here_or(&self, make: impl FnOnce(&T) -> T) -> &T {
         self.find_or(|parents| make(parents.expect("made with a value")))
     }
 
-    /// Returns the value of this process. If there is none, `make` makes it.
+    /// Returns the value of this process. `make` makes the value at the first call.
     pub(crate) fn here_or_else(&self, make: impl FnOnce() -> T) -> &T {
         self.find_or(|_| make())
     }
 
-    /// Returns the value of this process. If there is none, `Default` makes it.
+    /// Returns the value of this process. `Default` makes the value at the first call.
     pub(crate) fn here(&self) -> &T
     where
         T: Default,
@@ -95,7 +95,7 @@ impl<T> PerProcess<T> {
         self.here_or_else(T::default)
     }
 
-    /// Returns the value of this process, if there is one.
+    /// Returns the value of this process, if it has been made.
     pub(crate) fn known(&self) -> Option<&T> {
         let this = std::process::id();
         let mut at = self;
@@ -150,23 +150,23 @@ impl<T> Drop for PerProcess<T> {
 
 #[cfg(any(test, feature = "redis"))]
 impl<T: Clone + Default> PerProcess<Mutex<T>> {
-    /// The lock of this process. A child begins with a copy of its parent's data, and with none if a thread of the
-    /// parent held the lock at the fork.
+    /// Returns the lock of this process. A child starts with a copy of its parent's data, or with empty data if a
+    /// thread of the parent held the lock at the fork.
     pub(crate) fn copied(&self) -> &Mutex<T> {
         let copy = |parents: &Mutex<T>| parents.try_lock().ok().map(|data| data.clone());
         self.find_or(|parents| Mutex::new(parents.and_then(copy).unwrap_or_default()))
     }
 }
 
-/// A value that is made once, and that a child goes on with.
+/// A value that is made once, and that forked children share.
 ///
-/// A child that is forked while a thread of its parent makes the value makes its own. With a `OnceLock` it would wait
-/// for that thread for ever.
+/// If a child is forked while a thread of its parent makes the value, the child makes its own value. With a `OnceLock`
+/// the child would wait for that thread forever.
 pub(crate) struct SharedOnce<T> {
-    /// The process that makes `first`.
+    /// Process that makes `first`.
     maker: AtomicU32,
     first: OnceLock<T>,
-    /// The values of children that were forked meanwhile.
+    /// Values of children that were forked while a thread made `first`.
     later: PerProcess<T>,
 }
 
@@ -175,13 +175,14 @@ impl<T> SharedOnce<T> {
         Self { maker: AtomicU32::new(FREE), first: OnceLock::new(), later: PerProcess::empty() }
     }
 
-    /// The value, if it is made. One load once it is.
+    /// Returns the value if it has been made. Costs one load then.
     #[inline]
     pub(crate) fn get(&self) -> Option<&T> {
         self.first.get().or_else(|| self.later.latest())
     }
 
-    /// The value. `make` makes it, unless it is made. A system call before that.
+    /// Returns the value; `make` makes it at the first call. Costs one load after the first call, and a system call in
+    /// the first.
     #[inline]
     pub(crate) fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         match self.get() {
@@ -212,7 +213,7 @@ impl<T: fmt::Debug> fmt::Debug for SharedOnce<T> {
     }
 }
 
-/// A list without a lock, which only grows. A child goes on with a copy.
+/// A list without a lock, which only grows. A forked child continues with a copy.
 pub(crate) struct SharedList<T>(SharedOnce<Box<Entry<T>>>);
 
 struct Entry<T> {
@@ -225,13 +226,13 @@ impl<T> SharedList<T> {
         Self(SharedOnce::new())
     }
 
-    /// The values, the earliest first.
+    /// Returns the values, the oldest value first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         let entries = std::iter::successors(self.0.get(), |entry| entry.next.0.get());
         entries.map(|entry| &entry.value)
     }
 
-    /// The first value that `is_it`. If there is none, `make` makes it, which is added at the end.
+    /// Returns the first value for which `is_it` returns true. Without such a value, appends the value of `make`.
     pub(crate) fn find_or_add(&self, is_it: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &T {
         let (mut at, mut make) = (self, Some(make));
         loop {
@@ -239,7 +240,7 @@ impl<T> SharedList<T> {
                 let make = make.take().expect("an added value ends the search");
                 Box::new(Entry { value: make(), next: Self::new() })
             });
-            // Another thread may have added another value meanwhile.
+            // Another thread may have appended another value meanwhile.
             if make.is_none() || is_it(&entry.value) {
                 return &entry.value;
             }
@@ -254,22 +255,22 @@ impl<T> Default for SharedList<T> {
     }
 }
 
-/// A thread of the parent held the lock at the fork.
+/// Error of a lock that a thread of the parent held at the fork.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct InheritedLock;
 
-/// A lock of data that a forked child continues to use. The lock asks for the process only while another thread holds
-/// it.
+/// Data that a forked child continues to use, and its lock. The lock reads the process number only while another thread
+/// holds the lock.
 #[derive(Debug)]
 pub(crate) struct SharedWithChild<T> {
     process: Process,
-    /// True once a child has found that no thread will unlock the data.
+    /// True once a child has found that no thread will ever release the lock.
     is_inherited: AtomicBool,
     data: Mutex<T>,
 }
 
-/// Number of times that a child checks whether a lock is free, and the pause in between. The child's own threads hold a
-/// lock only for a moment.
+/// Number of times that a child checks whether a lock is free, with a pause of [`PAUSE`] in between. The child's own
+/// threads hold a lock only for a moment.
 const LOOKS: u32 = 500;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -320,14 +321,15 @@ impl<T: Default> Default for SharedWithChild<T> {
     }
 }
 
-/// A lock of data that a child goes on with, or begins anew if a thread of the parent held the lock at the fork.
+/// Data that a forked child continues to use, and its lock. If a thread of the parent held the lock at the fork, the
+/// child starts with new data.
 pub(crate) struct SharedOrAnew<T> {
     shared: SharedWithChild<T>,
     anew: PerProcess<Mutex<T>>,
 }
 
 impl<T: Default> SharedOrAnew<T> {
-    /// Locks the data. No system call, unless another thread holds the lock.
+    /// Locks the data. Makes a system call only while another thread holds the lock.
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         self.shared.lock().unwrap_or_else(|InheritedLock| lock(self.anew.here()))
     }
@@ -339,16 +341,17 @@ impl<T: Default> Default for SharedOrAnew<T> {
     }
 }
 
-/// Data in `N` shards, each with a lock of its own. A child goes on with the data; a shard begins anew if a thread of
-/// the parent held its lock at the fork.
+/// Data in `N` shards, each with its own lock. A forked child continues with the data. A shard starts empty in the
+/// child if a thread of the parent held its lock at the fork.
 pub(crate) struct Shards<T, const N: usize> {
     shards: [SharedWithChild<T>; N],
-    /// One for all shards: few processes fork, and a value of each shard would be large.
+    /// New shards of a forked child. One value for all shards, because few processes fork and a value for each shard
+    /// would be large.
     anew: PerProcess<Box<[SharedWithChild<T>; N]>>,
 }
 
 impl<T: Default, const N: usize> Shards<T, N> {
-    /// Locks the shard at `at`.
+    /// Locks the shard with the index `at`.
     pub(crate) fn shard(&self, at: usize) -> MutexGuard<'_, T> {
         self.shards[at].lock().unwrap_or_else(|InheritedLock| {
             let anew = self.anew.here_or_else(|| Box::new(std::array::from_fn(|_| SharedWithChild::default())));
@@ -356,7 +359,7 @@ impl<T: Default, const N: usize> Shards<T, N> {
         })
     }
 
-    /// Locks one shard after the other.
+    /// Locks the shards one after the other.
     pub(crate) fn iter(&self) -> impl Iterator<Item = MutexGuard<'_, T>> {
         (0..N).map(|at| self.shard(at))
     }
@@ -372,7 +375,7 @@ impl<T: Default, const N: usize> Default for Shards<T, N> {
 mod tests {
     use super::*;
 
-    /// Process with another id, as a child sees its parent.
+    /// Process with another id, in the role of a parent.
     const PARENT: Process = Process(u32::MAX);
 
     #[test]
@@ -385,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_the_parent_was_making_at_the_fork_is_not_waited_for() {
+    fn a_child_does_not_wait_for_a_value_that_its_parent_was_making() {
         let values = PerProcess::empty();
         values.claims[0].process.store(PARENT.0, Ordering::SeqCst);
         assert_eq!(values.latest(), None);
@@ -394,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grandchild_goes_on_from_the_value_of_its_parent() {
+    fn a_grandchild_derives_its_value_from_the_value_of_its_parent() {
         let values = PerProcess::made_by(PARENT, 1);
         let parents = PerProcess::made_by(Process(u32::MAX - 1), 2);
         values.claims[0].process.store(u32::MAX - 1, Ordering::SeqCst);
@@ -409,7 +412,7 @@ mod tests {
         let lock = SharedWithChild { process: PARENT, ..SharedWithChild::new(1) };
         let held = lock.lock().unwrap();
         assert!(matches!(lock.lock(), Err(InheritedLock)));
-        assert!(lock.is_inherited.load(Ordering::Relaxed), "the next caller does not look as often");
+        assert!(lock.is_inherited.load(Ordering::Relaxed), "the next caller does not wait again");
         drop(held);
         assert_eq!(lock.lock().map(|data| *data), Ok(1));
     }
@@ -426,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_made_once_and_a_child_goes_on_with_it() {
+    fn a_shared_value_is_made_once_and_kept_by_a_child() {
         let once = SharedOnce::new();
         assert_eq!(once.get(), None);
         assert_eq!(*once.get_or_init(|| 1), 1);
@@ -435,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_does_not_wait_for_a_thread_that_made_a_value_at_the_fork() {
+    fn a_child_makes_a_shared_value_that_its_parent_was_making() {
         let once = SharedOnce::new();
         std::thread::scope(|threads| {
             let (end, ended) = std::sync::mpsc::channel::<()>();
@@ -479,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_adds_to_a_list_to_which_its_parent_was_adding() {
+    fn a_child_can_extend_a_list_that_its_parent_was_extending() {
         let list = SharedList::new();
         list.find_or_add(|it| *it == 1, || 1);
         let first = list.0.get().unwrap();
@@ -489,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn data_whose_lock_was_held_at_the_fork_begin_anew() {
+    fn data_start_anew_if_their_lock_was_held_at_the_fork() {
         let shared = SharedWithChild { process: PARENT, ..SharedWithChild::new(1) };
         let data = SharedOrAnew { shared, anew: PerProcess::empty() };
         let held = data.lock();

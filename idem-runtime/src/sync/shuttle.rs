@@ -1,4 +1,4 @@
-//! Locks, atomics and tasks whose order a scheduler of the crate `shuttle` decides, and helpers for their tests.
+//! Locks, atomics and tasks whose order a scheduler of the crate `shuttle` decides, and helpers for tests with them.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::DerefMut;
@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 
 use crate::clock::{Clock, Instant, ManualClock, Sleep, Task};
 
-/// Locks `mutex` of either kind: data that no test here shares keeps the mutex of `std`.
+/// Locks a mutex of `shuttle` or of `std`. Data that no test of interleavings shares keeps a mutex of `std`.
 pub(crate) fn lock<M: Lock + ?Sized>(mutex: &M) -> M::Guard<'_> {
     mutex.guard()
 }
@@ -73,7 +73,7 @@ impl<M: Lock> Lock for LazyLock<M> {
 }
 
 /// Runs `test` in many orders of the steps of its threads and tasks. Half of the orders are random. The other half have
-/// few switches, and find faults that need a long run of one thread in the middle of another.
+/// few switches between threads, and find faults that need a long run of one thread in the middle of another.
 ///
 /// `IDEM_INTERLEAVINGS` sets the number of orders (default: 1000). A failure prints its schedule, and
 /// [`shuttle::replay`] repeats it.
@@ -81,7 +81,8 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     let count = std::env::var("IDEM_INTERLEAVINGS").map_or(1000, |count| count.parse().expect("a number"));
     let seed = std::env::var("IDEM_INTERLEAVINGS_SEED").map_or(0x1de4, |seed| seed.parse().expect("a number"));
     let mut config = Config::new();
-    // The model is always sequentially consistent, regardless of the ordering that the code asks for.
+    // The warnings concern memory orderings: the model is sequentially consistent, regardless of the ordering in the
+    // code.
     config.silence_warnings = true;
     config.stack_size = 1 << 18;
     let test = Arc::new(test);
@@ -97,13 +98,13 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     }
 }
 
-/// Tasks that run until they end or [`end`](Tasks::end) drops them, with a count of the tasks that can go on.
+/// Tasks that run until they end or [`end`](Tasks::end) drops them. Counts the tasks that are woken or being polled.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tasks(Arc<TasksInner>);
 
 #[derive(Debug, Default)]
 struct TasksInner {
-    // The scheduler does not switch threads while this lock is held.
+    // A mutex of `std`: the scheduler must not switch threads while this lock is held.
     state: std::sync::Mutex<SchedulerState>,
     idle: Notify,
 }
@@ -113,9 +114,9 @@ struct SchedulerState {
     ended: bool,
     started: usize,
     alive: HashMap<usize, Option<AbortHandle>>,
-    /// Tasks that are about to be dropped.
+    /// Tasks that must be dropped.
     doomed: HashSet<usize>,
-    /// The number of tasks that are woken or being polled.
+    /// Number of tasks that are woken or being polled.
     busy: usize,
 }
 
@@ -150,13 +151,13 @@ impl Tasks {
         lock(&self.0.state).alive.len()
     }
 
-    /// Drops all tasks, and all later ones, like a runtime that shuts down.
+    /// Drops all tasks, and all tasks that are started later, like a runtime that shuts down.
     pub(crate) fn end(&self) {
         lock(&self.0.state).ended = true;
         self.drop_up_to(usize::MAX);
     }
 
-    /// Drops the first task, like a runtime that shuts down and is followed by another.
+    /// Drops the oldest task, like a runtime that shuts down and is replaced by another runtime.
     pub(crate) fn drop_first(&self) {
         self.drop_up_to(1);
     }
@@ -173,7 +174,7 @@ impl Tasks {
         doomed.iter().for_each(AbortHandle::abort);
     }
 
-    /// Waits until every task has ended or waits.
+    /// Waits until every task has ended or waits for a wake-up.
     pub(crate) async fn idle(&self) {
         loop {
             let mut idle = pin!(self.0.idle.notified());
@@ -194,7 +195,7 @@ impl Tasks {
     }
 }
 
-/// A task whose states are counted.
+/// A task whose wake-ups and polls are counted.
 struct CountedTask {
     task: Option<Task>,
     pulse: Arc<Pulse>,
@@ -208,7 +209,7 @@ impl Future for CountedTask {
         let this = self.get_mut();
         let before = std::mem::replace(&mut *lock(&this.pulse.rhythm), Rhythm::Polled(cx.waker().clone()));
         if let Rhythm::Resting(_) = before {
-            // The task was not woken, but the scheduler may still poll it.
+            // No wake-up preceded this poll, but the scheduler may poll a task without a wake-up.
             lock(&this.pulse.tasks.0.state).busy += 1;
         }
         let polled = match &mut this.task {
@@ -242,7 +243,7 @@ impl Drop for CountedTask {
     }
 }
 
-/// Detects that a task is woken.
+/// Wakes a task, and records its wake-up.
 struct Pulse {
     tasks: Tasks,
     rhythm: std::sync::Mutex<Rhythm>,
@@ -250,7 +251,7 @@ struct Pulse {
 
 #[derive(Default)]
 enum Rhythm {
-    /// The task is about to be polled.
+    /// The task is waiting to be polled.
     #[default]
     Woken,
     Polled(Waker),
@@ -275,7 +276,7 @@ impl Wake for Pulse {
     }
 }
 
-/// Stands for the runtime that runs the lanes of a store as tasks: each call of `current` makes a new runtime.
+/// Stand-in for the runtime that runs the lanes of a store as tasks: each call of `current` makes a new runtime.
 #[derive(Clone, Debug, Default)]
 #[cfg(any(feature = "postgres", feature = "redis"))]
 pub(crate) struct Handle(pub(crate) Tasks);
@@ -296,7 +297,7 @@ impl Handle {
     }
 }
 
-/// A clock that stands still until a test moves it, with tasks that the scheduler interleaves with the rest.
+/// A clock that stands still until a test moves it. The scheduler interleaves its tasks with all other tasks.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TestClock {
     time: ManualClock,
@@ -308,8 +309,8 @@ impl TestClock {
         self.time.advance(duration);
     }
 
-    /// Moves time by `duration`, from one sleeper to the next; each step waits until all tasks wait. `seen` gets the
-    /// length of each step before the step is made.
+    /// Moves time by `duration`, from one sleeper to the next, and waits after each step until all tasks wait. Calls
+    /// `seen` with the length of each step before the step.
     pub(crate) async fn pass(&self, duration: Duration, seen: impl Fn(Duration)) {
         let end = self.now().saturating_add(duration);
         loop {
