@@ -1,6 +1,6 @@
-//! Values that consist of bytes only.
+//! Recording of values that consist only of bytes.
 //!
-//! To serde a `Vec<u8>` is a sequence of numbers, and JSON writes it as a text that is three to four times as long.
+//! In serde a `Vec<u8>` is a sequence of numbers, and JSON writes it as a text that is three to four times as long.
 
 use serde::de::value::{self, SeqDeserializer};
 use serde::de::{DeserializeOwned, Deserializer, Visitor};
@@ -8,24 +8,24 @@ use serde::ser::{self, Impossible, Serialize, SerializeSeq, Serializer};
 
 use super::{CodecError, CodecName};
 
-/// Codec name in records whose result is bytes, stored unencoded.
+/// Name of the codec in records whose result consists of bytes, which are stored unencoded.
 pub(super) const NAME: CodecName = CodecName::new(b"bytes").expect("a name that fits");
 
-/// Returns the bytes that `value` consists of, at least one; `None` for any other value.
+/// Returns the bytes that `value` consists of, if there is at least one byte; `None` for any other value.
 pub(crate) fn of<T: Serialize + ?Sized>(value: &T) -> Option<Vec<u8>> {
     value.serialize(Whole).ok().filter(|bytes| !bytes.is_empty())
 }
 
-/// Reads recorded bytes as any type that can be read from an array of numbers in JSON.
+/// Reads recorded bytes as a `T`, if `T` can be read from an array of numbers in JSON.
 ///
 /// # Errors
-/// `T` can't be read from such an array.
+/// [`CodecError`] if `T` can't be read from such an array.
 pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
-    // The text of the error may quote the result, and results don't reach logs.
+    // The text of serde's error may quote the result, and results must not reach logs.
     T::deserialize(RecordedBytes(bytes)).map_err(|_| CodecError::from("the bytes do not fit the type"))
 }
 
-/// Splits a sequence into the bytes at its beginning and the elements from the first other one.
+/// Splits a sequence into its leading elements that are bytes and the remaining elements.
 pub(crate) fn leading<I>(elements: I) -> (Vec<u8>, impl Iterator<Item = I::Item>)
 where
     I: IntoIterator<Item: Serialize>,
@@ -34,7 +34,7 @@ where
     let (mut bytes, mut rest) = (Vec::new(), Vec::new());
     let unread = match elements.peek().is_some_and(|first| first.serialize(Element).is_ok()) {
         true => {
-            // The loop has no exit in the middle, so for elements of type `u8` it compiles to a copy of memory.
+            // The loop never exits early, so for elements of type `u8` it compiles to a copy of memory.
             bytes.extend(elements.map(|element| match element.serialize(Element) {
                 Ok(byte) if rest.is_empty() => byte,
                 _ => {
@@ -50,7 +50,7 @@ where
     (bytes, rest.into_iter().chain(unread.into_iter().flatten()))
 }
 
-/// The value, or a part of it, is not a byte.
+/// Error for a value that does not consist only of bytes.
 #[derive(Debug)]
 struct NotBytes;
 
@@ -78,7 +78,7 @@ macro_rules! refuse {
     (@ $answer:ident) => { Result<Self::$answer, NotBytes> };
 }
 
-/// Refuses the methods that neither a byte nor a list of bytes calls.
+/// Implements the methods of a `Serializer` that bytes and lists of bytes never call, as refusals.
 macro_rules! refuse_the_rest {
     () => {
         type Error = NotBytes;
@@ -126,14 +126,14 @@ macro_rules! refuse_the_rest {
             Err(NotBytes)
         }
 
-        // Refused before the value is formatted.
+        // The value is refused before it is formatted, which might be slow.
         fn collect_str<T: std::fmt::Display + ?Sized>(self, _: &T) -> Result<Self::Ok, NotBytes> {
             Err(NotBytes)
         }
     };
 }
 
-/// Accepts one byte.
+/// Serializer that accepts a single byte.
 struct Element;
 
 impl Serializer for Element {
@@ -160,8 +160,8 @@ impl Serializer for Element {
     }
 }
 
-/// Accepts a value that consists of bytes, inside of any number of `Some` and newtypes: JSON does not show these
-/// either.
+/// Serializer that accepts a value of bytes. The bytes may be inside of any number of `Some` and newtypes, which JSON
+/// does not show either.
 struct Whole;
 
 impl Serializer for Whole {
@@ -215,7 +215,7 @@ impl SerializeSeq for Elements {
     }
 }
 
-/// Recorded bytes. A type that does not ask for bytes reads them as an array of numbers.
+/// Deserializer of recorded bytes. A type that does not ask for bytes reads them as an array of numbers.
 struct RecordedBytes<'a>(&'a [u8]);
 
 impl<'de> Deserializer<'de> for RecordedBytes<'_> {

@@ -1,8 +1,8 @@
-//! A `Deserializer` around another one that limits the cost of malformed bytes.
+//! A `Deserializer` that wraps another `Deserializer` and limits the cost of malformed bytes.
 //!
-//! Bytes that do not have the form that the type expects may nest without end, where each level uses stack. They may
-//! also claim any number of elements that take no bytes. `rmp-serde` has no limit that counts options and enums, and
-//! `postcard` has no limit; `serde_json` has one.
+//! Malformed bytes may nest without end, where each level uses stack, or may claim any number of elements of zero
+//! bytes. The limits of `rmp-serde` do not count options and enums, and `postcard` has no limits; `serde_json` limits
+//! both.
 
 use std::cell::Cell;
 use std::fmt;
@@ -11,16 +11,16 @@ use serde::de::{DeserializeSeed, Deserializer, EnumAccess, MapAccess, SeqAccess,
 
 use super::shape::{Shape, ShapeStep};
 
-/// Limit of nesting, the same as in `serde_json`.
+/// Largest depth of nesting, the same as in `serde_json`.
 const MAX_DEPTH: u8 = 127;
-/// Number of elements that may take no bytes.
+/// Largest number of elements that may take no bytes.
 const MAX_EMPTY_ELEMENTS: usize = 65_536;
 
-/// Limits of one deserialization, and the problem that stopped it.
+/// Limits of one deserialization, and the reason why it was stopped.
 pub(super) struct Guard<'s> {
-    /// Number of elements that the bytes may still claim.
+    /// Number of elements that the bytes may still contain.
     elements: Cell<usize>,
-    /// Shape of the values read, for a codec that checks it.
+    /// Shape of the values read so far; `None` if the codec does not check the shape.
     shape: Option<&'s Shape>,
     problem: Cell<Option<&'static str>>,
 }
@@ -35,7 +35,7 @@ impl<'s> Guard<'s> {
         GuardedPart { inner, guard: self, depth: MAX_DEPTH, counts: true, names: Names::None }
     }
 
-    /// Returns the reason why the guard stopped, if it did.
+    /// Returns the reason why the guard stopped the deserialization, if it did.
     pub(super) fn problem(&self) -> Option<&'static str> {
         self.problem.get()
     }
@@ -64,25 +64,25 @@ impl<'s> Guard<'s> {
     }
 }
 
-/// A part of the deserialization, with the guard around it.
+/// A part of the deserialization (a deserializer, a visitor or an access to elements), wrapped in its guard.
 pub(super) struct GuardedPart<'g, I> {
     inner: I,
     guard: &'g Guard<'g>,
-    /// Number of levels that may follow.
+    /// Number of further levels that may be nested inside of this part.
     depth: u8,
-    /// True if elements are counted. The elements of a struct or a tuple are not counted, because the type fixes their
-    /// number.
+    /// True if elements count against the limit. The elements of a struct or a tuple do not count, because the type
+    /// fixes their number.
     counts: bool,
     names: Names,
 }
 
-/// Names that the reading type gives to parts which the bytes hold only in order.
+/// Names in the reading type of parts that the bytes contain without names.
 #[derive(Clone, Copy)]
 enum Names {
     None,
-    /// Names of the fields that follow.
+    /// Names of the fields of the struct that is being read.
     Fields(&'static [&'static str]),
-    /// Names of the variants, one of which follows.
+    /// Names of the variants of the enum that is being read.
     Variants(&'static [&'static str]),
 }
 
@@ -91,12 +91,12 @@ impl<'g, I> GuardedPart<'g, I> {
         GuardedPart { inner, guard: self.guard, depth: self.depth, counts: true, names: Names::None }
     }
 
-    /// Guards a tuple or struct, whose length the type fixes.
+    /// Wraps a tuple or struct, whose length the type fixes.
     fn parts<J>(&self, inner: J, fields: &'static [&'static str]) -> GuardedPart<'g, J> {
         GuardedPart { counts: false, names: Names::Fields(fields), ..self.with(inner) }
     }
 
-    /// Adds a part with a name to the shape.
+    /// Adds a named part to the shape.
     fn named(&self, kind: ShapeStep, name: &str) {
         self.guard.kind(kind);
         self.guard.name(name);
@@ -111,7 +111,7 @@ impl<'g, I> GuardedPart<'g, I> {
         Ok(())
     }
 
-    /// Counts an element. Fails if the bytes claim more elements than the limit.
+    /// Counts an element. Fails if the bytes contain more elements than the limit.
     fn count<T, E: serde::de::Error>(&self, element: Option<T>) -> Result<Option<T>, E> {
         if self.counts && element.is_some() {
             match self.guard.elements.get().checked_sub(1) {
@@ -122,7 +122,7 @@ impl<'g, I> GuardedPart<'g, I> {
         Ok(element)
     }
 
-    /// Limits a claimed number of elements, because the caller may allocate memory for them.
+    /// Limits a claimed number of elements, because the caller may allocate memory for that number.
     fn believed(&self, claimed: Option<usize>) -> Option<usize> {
         claimed.map(|claimed| claimed.min(self.guard.elements.get()))
     }
@@ -227,7 +227,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for GuardedPart<'_, D> {
         self.inner.deserialize_enum(name, variants, visitor)
     }
 
-    /// Reads the number of a variant. The visitor of the number adds the name of the variant to the shape.
+    /// Reads the number of a variant. The wrapped visitor adds the name of the variant to the shape.
     fn deserialize_identifier<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
         let visitor = GuardedPart { names: self.names, ..self.with(visitor) };
         self.inner.deserialize_identifier(visitor)
@@ -298,7 +298,8 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for GuardedPart<'_, V> {
         self.inner.visit_some(inner)
     }
 
-    // A newtype is not a level: a recursive type contains itself through an option, a collection or an enum.
+    // A newtype does not count as a level: a recursive type contains itself only through an option, a collection or an
+    // enum.
     fn visit_newtype_struct<D: Deserializer<'de>>(self, inner: D) -> Result<V::Value, D::Error> {
         let inner = self.with(inner);
         self.inner.visit_newtype_struct(inner)

@@ -1,4 +1,4 @@
-//! Reads results of all codecs of the library.
+//! Reading of results that any codec of the library wrote.
 
 use serde::de::DeserializeOwned;
 
@@ -8,8 +8,8 @@ use super::msgpack;
 use super::postcard;
 use super::{Codec, CodecError, CodecName, Json, bytes};
 
-/// Decodes a result of the library's codec `name`. Returns `None` if the library has no such codec, or it is not
-/// compiled in.
+/// Decodes a result that the library's codec `name` wrote. Returns `None` if the library has no such codec, or if this
+/// build does not include it.
 pub(super) fn decode<V: DeserializeOwned>(name: CodecName, recorded: &[u8]) -> Option<Result<V, CodecError>> {
     if name == CodecName::of::<Json>() {
         return Some(Json::decode(recorded));
@@ -28,7 +28,7 @@ pub(super) fn decode<V: DeserializeOwned>(name: CodecName, recorded: &[u8]) -> O
     None
 }
 
-/// Returns the feature that this build needs to read results of the codec `name`.
+/// Returns the feature without which this build can't read results of the codec `name`.
 pub(super) fn missing_feature(name: &str) -> Option<&'static str> {
     match name {
         "msgpack" if !cfg!(feature = "msgpack") => Some("msgpack"),
@@ -43,7 +43,7 @@ mod tests {
     use crate::codec::ResultProblem;
 
     #[test]
-    fn a_codec_that_is_not_compiled_in_is_named() {
+    fn the_error_names_the_feature_of_a_missing_codec() {
         for (name, is_there) in [("msgpack", cfg!(feature = "msgpack")), ("postcard", cfg!(feature = "postcard"))] {
             let codec = CodecName::new(name.as_bytes()).unwrap();
             assert_eq!(decode::<u8>(codec, &[7]).is_some(), is_there);

@@ -31,18 +31,19 @@ pub use self::problem::ResultProblem;
 use self::trace::Trace;
 pub use self::undecodable::Undecodable;
 
-/// A result that could not be encoded or decoded.
+/// Reason why a result could not be encoded or decoded.
 pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Encoding of results in records.
 ///
 /// A record carries the name of its codec, and this name includes the version of the written form. The first version
-/// has no number, as in `json`; a second one would be `json2`. Change [`Codec::NAME`] whenever the written form
+/// has no number, as in `json`; a second version would be `json2`. Change [`Codec::NAME`] whenever the written form
 /// changes, so that no record is ever read in a wrong form. The library reserves `json`, `msgpack`, `postcard`,
 /// `bytes`, and these names with a number.
 ///
-/// A handler with one of the library's codecs also reads results of the others, if their features are enabled. So you
-/// can change the codec while records exist. For other changes, use [`OnUndecodable`](crate::OnUndecodable).
+/// A handler with one of the library's codecs also reads results that another codec of the library wrote, if the
+/// feature of that codec is enabled. So you can change the codec while records exist. For other changes, use
+/// [`OnUndecodable`](crate::OnUndecodable).
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Json};
@@ -64,35 +65,36 @@ pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 /// }
 /// ```
 pub trait Codec: 'static {
-    /// Name of this form in records: 1 to 15 bytes of ASCII, the same in every release.
+    /// Name of the written form in records: 1 to 15 bytes of ASCII, the same in every release.
     const NAME: &'static str;
 
     /// True if handlers with this codec also decode results of [`Json`] and the library's other codecs.
     ///
-    /// Write `true` if earlier results may have been recorded by one of these. A codec that encrypts or signs keeps
+    /// Write `true` if earlier results may have been recorded by such a codec. A codec that encrypts or signs must keep
     /// `false`: otherwise every program that can write to the store could forge a result.
     const READS_OTHERS: bool = false;
 
     /// Writes `value`.
     ///
     /// # Errors
-    /// The value can't be encoded. The completion is then recorded without its result.
+    /// [`CodecError`] if the value can't be encoded. The completion is then recorded without its result.
     fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, CodecError>;
 
-    /// Reads what [`encode`](Codec::encode) wrote.
+    /// Reads bytes that [`encode`](Codec::encode) wrote.
     ///
     /// # Errors
-    /// The bytes don't decode as a `T`. The caller gets `Error::ResultUnavailable`, never a second run.
+    /// [`CodecError`] if the bytes don't decode as a `T`. The caller then gets `Error::ResultUnavailable`, and the body
+    /// does not run again.
     fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError>;
 }
 
-/// Writes `value` as a handler with the codec `C` records it. Returns the codec name of the written form with the
-/// bytes.
+/// Writes `value` as a handler with the codec `C` records it. Returns the bytes and the name of the codec that wrote
+/// them.
 ///
 /// # Errors
-/// The errors of the codec.
+/// Error of the codec.
 pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec<u8>), CodecError> {
-    // Only `Json` is replaced by plain bytes: a codec of the user may encrypt, and no result may bypass it.
+    // Only `Json` is replaced by plain bytes. A codec of the user may encrypt, so its results must not bypass it.
     if TypeId::of::<C>() == TypeId::of::<Json>()
         && let Some(bytes) = bytes::of(value)
     {
@@ -101,8 +103,8 @@ pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec
     Ok((CodecName::of::<C>(), C::encode(value)?))
 }
 
-/// Reads bytes that the codec `name` wrote, for a handler with the codec `C`. Returns `None` if this handler can't read
-/// that codec.
+/// Reads bytes that the codec `name` wrote, for a handler with the codec `C`. Returns `None` if such a handler can't
+/// read results of that codec.
 pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8]) -> Option<Result<T, CodecError>> {
     match name == CodecName::of::<C>() {
         true => Some(C::decode(bytes)),
@@ -112,14 +114,15 @@ pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8])
 }
 
 /// Checks that a duplicate gets the same `value` as the first caller. Writes the value as a handler with the codec `C`
-/// records it, reads it back, and compares the two.
+/// records it, reads it back, and compares the two values.
 ///
-/// Use it in tests of your own result types. Debug builds, and all builds with the feature `testing`, make the same
-/// check for each result of a handler after they record it.
+/// Use this check in tests of your own result types. Debug builds, and all builds with the feature `testing`, make the
+/// same check after a handler has recorded its result.
 ///
-/// The check compares both values in the data model of serde. `Some(None)` and `None` are different, and so are
-/// integers of two lengths, and two NaNs. The check ignores the order of elements and entries. It also ignores data
-/// that the type hides from serde: a field with `#[serde(skip)]`, or a field that `serialize_with` cuts short.
+/// The check compares both values in the data model of serde. `Some(None)` and `None` differ, integers of different
+/// widths differ, and so do NaNs with different bits. The check ignores the order of elements and entries. It also
+/// ignores data that the type hides from serde: a field with `#[serde(skip)]`, or a field that `serialize_with` cuts
+/// short.
 ///
 /// ```
 /// use idem_runtime::codec::check_round_trip;
@@ -138,7 +141,7 @@ pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8])
 /// ```
 ///
 /// # Errors
-/// The value can't be written or read, or it is read back as another value. [`RoundTripError`] holds the difference.
+/// [`RoundTripError`] if the value can't be written or read, or if it is read back as another value.
 pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) -> Result<(), RoundTripError> {
     let failed = RoundTripError::new::<C, T>;
     let (name, bytes) = write::<C, T>(value).map_err(|source| failed(RoundTripProblem::Unencodable(source)))?;
@@ -146,7 +149,7 @@ pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) ->
     let read = read.map_err(|source| failed(RoundTripProblem::Undecodable(source)))?;
     let (Ok(trace), Ok(read)) = (Trace::of(value), Trace::of(&read)) else { return Ok(()) };
     match trace.difference(&read) {
-        // A value that serializes differently each time can't be compared.
+        // A value that serializes differently each time can't be compared, so no difference is reported.
         Some(difference) if Trace::of(value).is_ok_and(|again| again == trace) => {
             Err(failed(RoundTripProblem::Differs(difference)))
         }
@@ -154,8 +157,8 @@ pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) ->
     }
 }
 
-/// A value that is not read back as it was written. The text of this error names the codec, the type and the field, and
-/// quotes no value. The text of its source may quote the value, if the codec is yours.
+/// Error for a value that is not read back as it was written. The text of this error names the codec, the type and the
+/// field, and quotes no value. The text of its source may quote the value, if the codec is your own.
 #[derive(Debug)]
 pub struct RoundTripError {
     codec: &'static str,
@@ -175,8 +178,9 @@ impl RoundTripError {
         Self { codec: C::NAME, type_name: std::any::type_name::<T>(), problem }
     }
 
-    /// Returns whether the value can't be written or read, so that a duplicate gets
-    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). Otherwise the duplicate gets another value.
+    /// Returns true if the value can't be written or read: a duplicate gets
+    /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). Returns false if the value is read back as
+    /// another value, which the duplicate gets.
     pub const fn is_unavailable(&self) -> bool {
         matches!(self.problem, RoundTripProblem::Unencodable(_) | RoundTripProblem::Undecodable(_))
     }
@@ -205,31 +209,32 @@ impl std::error::Error for RoundTripError {
 }
 
 thread_local! {
-    /// Reused buffer. A `Vec` that grew has spare capacity, so the exact length is copied out.
+    /// Reused buffer. A `Vec` that grew has spare capacity, so the bytes are copied out in their exact length.
     static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// Size of the largest buffer that is reused. A longer result keeps its own buffer, and the next result gets a new
+/// Size of the largest buffer that is reused. A longer result keeps the buffer, and the next result starts with a new
 /// buffer.
 const LONGEST_BUFFER: usize = 16 * 1024;
 
-/// JSON by `serde_json`, the default: readable, and tolerant of changes of the type.
+/// JSON by `serde_json`, the default codec: readable, and tolerant of changes of the type.
 ///
 /// Old records stay readable if a field is added with `#[serde(default)]`, made an `Option`, or removed.
 ///
-/// Limits: keys of maps must be strings, numbers, or unit variants, or the result does not encode. `Some(())` and
-/// `Some(None)` are read back as `None`. An infinite float or NaN is written as `null`, and is read back as `None` or
-/// not at all. A value that is nested more than 127 levels deep is written, but not read.
+/// Limits: keys of maps must be strings, numbers, or unit variants; otherwise the result does not encode. `Some(())`
+/// and `Some(None)` are read back as `None`. An infinite float or NaN is written as `null`, and is read back as `None`
+/// or not at all. A value that is nested more than 127 levels deep is written, but can't be read.
 ///
 /// # Bytes
 ///
-/// JSON has no type for bytes: an array of numbers is three to four times as long. So a result that consists of bytes
-/// only (a `Vec<u8>`, a `Bytes`, an `Option` or a newtype of one) is recorded as these bytes, and the record names
-/// `bytes` as its codec. Every type that could read the array can read the bytes, so the return type may change as
+/// JSON has no type for bytes, and an array of numbers is three to four times as long. So a result that consists only
+/// of bytes (a `Vec<u8>`, a `Bytes`, or these in an `Option` or a newtype) is recorded as these bytes, with `bytes` as
+/// the name of the codec. Every type that could read the array can read the bytes, so the return type may change as
 /// under JSON.
 ///
-/// Bytes *inside of* a value are an array. `Postcard` keeps all such bytes as bytes. `MessagePack` keeps them for a
-/// type that uses the bytes of serde: a `Bytes`, or a `Vec<u8>` under `#[serde(with = "serde_bytes")]`.
+/// JSON writes bytes *inside of* a value as an array of numbers. `Postcard` writes all such bytes as bytes.
+/// `MessagePack` does so for a type that uses the bytes of serde: a `Bytes`, or a `Vec<u8>` under `#[serde(with =
+/// "serde_bytes")]`.
 ///
 /// [`Json::encode`](Codec::encode) itself always writes JSON.
 #[derive(Clone, Copy, Debug, Default)]
@@ -256,7 +261,7 @@ impl Codec for Json {
     }
 }
 
-/// Returns the position where decoding failed. The text of `serde_json`'s error is left out: it quotes the result, and
+/// Describes where and why decoding failed. Leaves out the text of `serde_json`'s error, which quotes the result:
 /// results must not reach logs.
 fn place_of(error: &serde_json::Error) -> String {
     let problem = match error.classify() {
@@ -278,7 +283,7 @@ impl CodecName {
     /// Length of the longest name, in bytes.
     pub const MAX_BYTES: usize = 15;
 
-    /// Returns the name of `C`. A name that can't be stored is a compile error where the codec is used.
+    /// Returns the name of `C`. An invalid name is a compile error where the codec is used.
     pub const fn of<C: Codec>() -> Self {
         const {
             match Self::new(C::NAME.as_bytes()) {
@@ -288,7 +293,7 @@ impl CodecName {
         }
     }
 
-    /// Reads a name from bytes; `None` if it is not valid.
+    /// Makes a name from bytes; `None` if the bytes are not a valid name.
     pub const fn new(name: &[u8]) -> Option<Self> {
         if name.is_empty() || name.len() > Self::MAX_BYTES || !name.is_ascii() {
             return None;
@@ -299,11 +304,11 @@ impl CodecName {
             bytes[at] = name[at];
             at += 1;
         }
-        #[allow(clippy::cast_possible_truncation)] // At most 15, see above.
+        #[allow(clippy::cast_possible_truncation)] // At most 15, as checked above.
         Some(Self { len: name.len() as u8, bytes })
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.bytes[..usize::from(self.len)]).unwrap_or_default()
     }
@@ -320,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_fit_or_are_refused() {
+    fn invalid_codec_names_are_refused() {
         assert_eq!(CodecName::of::<Json>().as_str(), "json");
         assert_eq!(CodecName::new(b""), None);
         assert_eq!(CodecName::new(b"sixteen-bytes-xx"), None);
@@ -328,13 +333,13 @@ mod tests {
     }
 
     #[test]
-    fn a_result_that_does_not_decode_is_not_quoted() {
+    fn the_error_of_an_undecodable_result_does_not_quote_it() {
         let error = Json::decode::<u32>(br#""4111 1111""#).unwrap_err();
         assert_eq!(error.to_string(), "a value does not fit its type, at line 1 column 11");
     }
 
     #[test]
-    fn falsy_results_survive() {
+    fn empty_and_zero_results_are_read_back() {
         fn there_and_back<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(value: &T) {
             assert_eq!(Json::decode::<T>(&Json::encode(value).unwrap()).unwrap(), *value);
         }

@@ -1,4 +1,4 @@
-//! `Postcard`: results without names or types.
+//! `Postcard`: a binary codec that writes neither names nor types.
 
 use postcard::ser_flavors::{Flavor, StdVec};
 use postcard::{Deserializer, Error, Serializer};
@@ -10,27 +10,29 @@ use super::shape::Shape;
 use super::strict::Strict;
 use super::{Codec, CodecError};
 
-/// Postcard (its wire format 1), followed by a hash of the shape of the value: the smallest and the fastest codec, for
+/// Postcard (its wire format 1), followed by a hash of the shape of the value. The smallest and fastest codec, for
 /// types that do not change.
 ///
-/// The bytes hold no names and no types; only the reading type gives them a meaning. So the hash identifies the type
-/// that wrote them: the names of types, fields and variants and the kinds of values, in order. If the return type has
-/// changed in any way, its name included, the result is not read. [`OnUndecodable`](crate::OnUndecodable) can migrate
-/// it, with a type that has the old names by `#[serde(rename = "…")]`.
+/// The bytes contain neither names nor types: only the reading type gives them a meaning. So the hash identifies the
+/// type that wrote the bytes, by the names of types, fields and variants and the kinds of values, in order. If the
+/// return type has changed in any way, including its name, the result is not read.
+/// [`OnUndecodable`](crate::OnUndecodable) can migrate such a result, with a type that has the old names by
+/// `#[serde(rename = "…")]`.
 ///
-/// To change the type while records exist, first change the codec to [`Json`](crate::Json) or `MessagePack`, which
-/// still reads the old records while the type is the same. Then wait until the retention of these records has ended.
+/// To change the type while records exist, first change the codec to [`Json`](crate::Json) or `MessagePack`. A handler
+/// with either of these codecs still reads the old records while the type is unchanged. Change the type when the
+/// retention of these records has ended.
 ///
 /// Limits:
 ///
 /// - A type with `#[serde(flatten)]`, or a field that was left out by `#[serde(skip_serializing_if)]`, does not encode:
 ///   the completion is recorded without its result.
-/// - A type with `#[serde(tag)]` or `#[serde(untagged)]`, or a type that contains one like `serde_json::Value`,
-///   encodes, but never decodes.
-/// - A type that is written in another way than it is read, for example with `#[serde(alias)]`, or with
-///   `#[serde(skip_serializing)]` without `skip_deserializing`, encodes, but never decodes.
+/// - A type with `#[serde(tag)]` or `#[serde(untagged)]` encodes, but never decodes. The same holds for a type that
+///   contains such a type, for example `serde_json::Value`.
+/// - A type that reads differently from how it writes encodes, but never decodes. Examples are `#[serde(alias)]`, and
+///   `#[serde(skip_serializing)]` without `skip_deserializing`.
 /// - A value that is nested more than 127 levels deep (every option, collection, struct and enum is a level) is
-///   written, but not read.
+///   written, but can't be read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Postcard;
 

@@ -9,58 +9,59 @@ use super::{CodecError, known};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ResultProblem {
-    /// The encoded result was larger than `max_result_bytes`, or than the store can hold.
+    /// The encoded result was larger than `max_result_bytes`, or larger than the store allows.
     #[non_exhaustive]
     TooLarge {
         /// Size of the result in bytes.
         size: u64,
     },
-    /// The codec could not write the result, or an operator resolved the operation without one.
+    /// The codec could not write the result, or an operator resolved the operation without a result.
     Unencodable,
     /// Another codec wrote the result, and the handler can't read it.
     #[non_exhaustive]
     OtherCodec {
-        /// Name of that codec.
+        /// Name of the codec that wrote the result.
         codec: String,
     },
     /// The stored result doesn't decode as the function's return type.
     #[non_exhaustive]
     Undecodable {
-        /// The error of the codec.
+        /// Error of the codec.
         source: CodecError,
     },
-    /// The function given as `on_undecodable` could not migrate the result.
+    /// The migration function of `on_undecodable` returned an error.
     #[non_exhaustive]
     MigrationFailed {
-        /// The error of the function.
+        /// Error of the migration function.
         source: CodecError,
     },
-    /// The output of the function given as `on_undecodable` doesn't decode as the handler's return type.
+    /// The output of the migration function of `on_undecodable` doesn't decode as the handler's return type.
     #[non_exhaustive]
     MigratedUndecodable {
-        /// The error of the codec.
+        /// Error of the codec.
         source: CodecError,
     },
-    /// A part of the result is gone or was altered, for example the object that it was offloaded to.
+    /// A part of the result is gone or was altered, for example the object that a wrapper stored outside of the record.
     #[non_exhaustive]
     Unreadable {
         /// Description of the damage.
         reason: Arc<str>,
     },
-    /// An error was recorded, and this handler doesn't read recorded errors (`on_error = release`).
+    /// The record holds an error, and this handler doesn't read recorded errors (`on_error = release`).
     RecordedError,
 }
 
 impl ResultProblem {
-    /// Returns whether the result exists but this version of the handler can't read it: a mistake of the deployment.
+    /// Returns whether the result exists but this version of the handler can't read it, which is a mistake of the
+    /// deployment.
     pub(crate) fn is_misconfiguration(&self) -> bool {
         match self {
             Self::OtherCodec { .. }
             | Self::Undecodable { .. }
             | Self::MigrationFailed { .. }
             | Self::MigratedUndecodable { .. } => true,
-            // Not a mistake: handlers that share a key may differ in this permanently, so their messages would
-            // circulate forever.
+            // `RecordedError` is not a mistake: handlers that share a key may differ in `on_error` permanently, and
+            // their messages would be delivered again forever.
             Self::TooLarge { .. } | Self::Unencodable | Self::Unreadable { .. } | Self::RecordedError => false,
         }
     }

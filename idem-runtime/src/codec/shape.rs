@@ -1,12 +1,12 @@
-//! A hash of the shape of a value: the kinds of its parts and the names of its types, fields and variants, in the order
+//! Hash of the shape of a value: the kinds of its parts and the names of its types, fields and variants, in the order
 //! in which they are written.
 //!
-//! Both sides hash their steps: the writing side the calls of `Serialize`, the reading side the requests of
-//! `Deserialize`. Without names in the bytes, only the shape hash detects bytes of another type.
+//! Writer and reader hash the same steps: the writer hashes the calls of `Serialize`, the reader the requests of
+//! `Deserialize`. Bytes without names differ in nothing but this hash if another type wrote them.
 
 use std::cell::Cell;
 
-/// A step that enters the hash. The numbers are a part of the written form.
+/// A step that enters the hash. The numbers of the steps belong to the written form, and must not change.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 pub(super) enum ShapeStep {
@@ -45,7 +45,8 @@ pub(super) enum ShapeStep {
     End = 32,
 }
 
-/// FNV-1a with 64 bits (draft-eastlake-fnv). A weak hash is enough: no attacker chooses types so that they collide.
+/// Hash of a shape: FNV-1a with 64 bits (draft-eastlake-fnv). A weak hash suffices, because no attacker chooses types
+/// that collide.
 pub(super) struct Shape(Cell<u64>);
 
 impl Shape {
@@ -67,7 +68,7 @@ impl Shape {
 
     pub(super) fn name(&self, name: &str) {
         name.bytes().for_each(|byte| self.byte(byte));
-        // A separator: this byte does not occur in UTF-8.
+        // This byte separates two names: it does not occur in UTF-8.
         self.byte(0xff);
     }
 

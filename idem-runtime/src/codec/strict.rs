@@ -1,7 +1,7 @@
-//! A `Serializer` around another one that hashes the shape of the value, and refuses to leave out a field.
+//! A `Serializer` that wraps another `Serializer`, hashes the shape of the value, and refuses to leave out a field.
 //!
-//! `#[serde(skip_serializing_if)]` is harmless if the reader finds fields by name. If the reader finds them by
-//! position, it would read the fields after a missing one as other fields, often without an error.
+//! `#[serde(skip_serializing_if)]` is harmless if the reader finds fields by name. A reader that finds fields by
+//! position would read the fields after a skipped field as other fields, often without an error.
 
 use serde::ser::{
     Error as _, Serialize, SerializeMap, SerializeSeq, SerializeStruct, SerializeStructVariant, SerializeTuple,
@@ -10,7 +10,7 @@ use serde::ser::{
 
 use super::shape::{Shape, ShapeStep};
 
-/// A part of the serialization, with its shape.
+/// A part of the serialization (a serializer or a compound), wrapped to hash its shape.
 pub(super) struct Strict<'s, S> {
     inner: S,
     shape: &'s Shape,
@@ -21,7 +21,7 @@ impl<'s, S> Strict<'s, S> {
         Self { inner, shape }
     }
 
-    /// Adds a part with a name to the shape.
+    /// Adds a named part to the shape.
     fn named(&self, kind: ShapeStep, name: &str) {
         self.shape.kind(kind);
         self.shape.name(name);
@@ -35,7 +35,7 @@ impl<'s, S> Strict<'s, S> {
     }
 }
 
-/// A value inside of another value of the same shape.
+/// A value inside of another value. Both add to the same shape.
 struct InnerValue<'a, T: ?Sized>(&'a T, &'a Shape);
 
 impl<T: Serialize + ?Sized> Serialize for InnerValue<'_, T> {

@@ -1,27 +1,27 @@
-//! Compares a value with its copy that a codec wrote and read back, by their traces in the data model of serde.
+//! Traces of values in the data model of serde, to compare a value with the copy that a codec wrote and read back.
 //!
-//! A codec may lose a part of that model: JSON writes `Some(None)` as it writes `None`. A trace keeps the whole model.
-//! So two different values of one type have different traces, unless their own `Serialize` hides the difference. The
-//! order of elements and entries does not count, because the order of a hash table is random.
+//! A codec may lose a part of the data model: JSON writes `Some(None)` like `None`. A trace contains the whole model.
+//! So two different values of one type have different traces, unless their own `Serialize` hides the difference. Traces
+//! ignore the order of elements and entries, because the order of a hash table is random.
 
 use std::fmt::{self, Display, Write as _};
 
 use serde::Serialize;
 use serde::ser::{self, Serializer};
 
-/// A value in the data model of serde.
+/// Trace of a value in the data model of serde.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Trace {
-    /// A value that has no data except its kind.
+    /// A value without data, for example `None`. The text names its kind.
     Plain(&'static str),
-    /// A number of this kind. A float is stored as its bits.
+    /// A number, with the name of its kind. A float is represented by its bits.
     Number(&'static str, u128),
     Text(&'static str, Box<[u8]>),
-    /// A value that consists of parts, with the name of its variant (empty for other values).
+    /// A value that consists of parts: its kind, the name of its variant (empty for other values), and its parts.
     Parts(&'static str, &'static str, Vec<(FieldName, Trace)>),
 }
 
-/// Name of the field that the part belongs to; empty for elements and entries.
+/// Name of the field to which a part belongs; empty for elements and entries.
 type FieldName = &'static str;
 
 impl Trace {
@@ -35,8 +35,8 @@ impl Trace {
         }
     }
 
-    /// Returns the first difference to `read`, the value that a codec read after it wrote `self`; `None` without a
-    /// difference. The text names fields and variants of the type, and quotes no value.
+    /// Describes the first difference between this trace and `read`, the trace of the value that was read back; `None`
+    /// if the traces are equal. The text names fields and variants of the type, and quotes no value.
     pub(super) fn difference(&self, read: &Self) -> Option<String> {
         let mut path = String::new();
         let what = self.first_difference(read, &mut path)?;
@@ -54,7 +54,7 @@ impl Trace {
             let differ = parts.iter().zip(read_parts).find(|(part, read)| part != read);
             let ((place, part), (_, read)) = differ?;
             for step in [*name, *place].into_iter().filter(|step| !step.is_empty()) {
-                // Writing to a `String` never fails.
+                // The result is ignored, because writing to a `String` never fails.
                 let _ = write!(path, ".{step}");
             }
             return part.first_difference(read, path);
@@ -71,7 +71,7 @@ impl Trace {
     }
 }
 
-/// The value's own `Serialize` failed.
+/// Error for a value whose own `Serialize` failed.
 #[derive(Debug)]
 pub(super) struct NoTrace;
 
@@ -91,7 +91,7 @@ impl ser::Error for NoTrace {
 
 struct Tracer;
 
-/// A value of parts that is still being traced.
+/// A value of parts whose trace is not finished.
 struct TracedParts {
     kind: &'static str,
     name: &'static str,
@@ -104,8 +104,7 @@ impl TracedParts {
         Self { kind, name, list: Vec::new(), is_sorted: false }
     }
 
-    /// Trace of a sequence or a map. The parts are sorted before the comparison, so that their order makes no
-    /// difference.
+    /// Starts the trace of a sequence or a map. The parts are sorted at the end, so that their order does not matter.
     fn unordered(kind: &'static str) -> Self {
         Self { is_sorted: true, ..Self::new(kind, "") }
     }

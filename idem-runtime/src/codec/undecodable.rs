@@ -1,4 +1,4 @@
-//! Recorded results that no longer decode.
+//! Recorded results that no longer decode, for migrations.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use super::{CodecError, CodecName, ResultProblem, known};
 
-/// A recorded result that can't be read as the function's return type: the input of a migration.
+/// A recorded result that does not decode as the function's return type: the input of a migration.
 #[derive(Clone, Copy)]
 pub struct Undecodable<'a> {
     codec: &'a str,
@@ -19,12 +19,12 @@ impl<'a> Undecodable<'a> {
         Self { codec, bytes, is_error }
     }
 
-    /// A value that the function returned as `Ok`. For tests of a migration.
+    /// Makes a recorded value, which the function returned as `Ok`. For tests of a migration.
     pub const fn value(codec: &'a str, bytes: &'a [u8]) -> Self {
         Self { codec, bytes, is_error: false }
     }
 
-    /// A recorded error, which the function returned as `Err`. For tests of a migration.
+    /// Makes a recorded error, which the function returned as `Err`. For tests of a migration.
     pub const fn error(codec: &'a str, bytes: &'a [u8]) -> Self {
         Self { codec, bytes, is_error: true }
     }
@@ -39,17 +39,17 @@ impl<'a> Undecodable<'a> {
         self.bytes
     }
 
-    /// Returns whether this is a recorded error (`on_error = record`). Migrate it to the function's error type, not to
-    /// the type of its value.
+    /// Returns whether this is a recorded error (`on_error = record`). Migrate an error to the function's error type,
+    /// and a value to the type of its `Ok`.
     pub const fn is_error(&self) -> bool {
         self.is_error
     }
 
-    /// Decodes the result as an old type `T`, if one of the library's own codecs wrote it and is compiled in. For a
-    /// codec of your own call that codec: `MyCodec::decode(recorded.bytes())`.
+    /// Decodes the result as an old type `T`, if a codec of the library wrote the result and this build includes that
+    /// codec. For your own codec, call that codec instead: `MyCodec::decode(recorded.bytes())`.
     ///
     /// # Errors
-    /// Another codec wrote the result, or the result is not a `T` either.
+    /// [`CodecError`] if another codec wrote the result, or if the result is not a `T`.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, CodecError> {
         let decoded = CodecName::new(self.codec.as_bytes()).and_then(|codec| known::decode(codec, self.bytes));
         decoded.unwrap_or_else(|| Err(ResultProblem::OtherCodec { codec: self.codec.to_owned() }.to_string().into()))
