@@ -1,4 +1,4 @@
-//! The numbers themselves: counters, histograms and gauges to which many threads add.
+//! Counters, histograms and gauges to which many threads add.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -6,10 +6,10 @@ use super::facade;
 use super::snapshot::{Distribution, Series, Value};
 use super::table::{Kind, Metric};
 
-/// The value of the open label of a family: a scope or a store.
+/// Value of a family's open label: the name of a scope or a store.
 type OpenLabel<'a> = &'a str;
 
-/// A counter for each combination of the closed labels of a metric.
+/// Counters of one metric, one for each combination of its closed labels.
 pub(crate) struct Counters {
     metric: &'static Metric,
     cells: Box<[Counter]>,
@@ -29,7 +29,8 @@ impl Counters {
         Self { metric, cells: (0..combinations(metric)).map(cell).collect() }
     }
 
-    /// Adds `count` to the counter at `at`: the position of a closed label, or of several in the order of the table.
+    /// Adds `count` to the counter with the index `at`: the index of the closed label's value. Several closed labels
+    /// are combined in the order of the table.
     pub(crate) fn add(&self, at: usize, count: u64) {
         if let Some(cell) = self.cells.get(at) {
             cell.count.fetch_add(count, Ordering::Relaxed);
@@ -45,7 +46,7 @@ impl Counters {
     }
 }
 
-/// A histogram for each combination of the closed labels of a metric.
+/// Histograms of one metric, one for each combination of its closed labels.
 pub(crate) struct Histograms {
     metric: &'static Metric,
     bounds: &'static [u64],
@@ -53,9 +54,9 @@ pub(crate) struct Histograms {
 }
 
 struct Histogram {
-    /// One bucket per bound, plus an overflow bucket.
+    /// One bucket for each bound, plus one bucket for values above all bounds.
     counts: Box<[AtomicU64]>,
-    /// Sum in parts of the unit.
+    /// Sum of all values, in parts of the unit.
     sum: AtomicU64,
     exported: facade::Histogram,
 }
@@ -74,9 +75,9 @@ impl Histograms {
         Self { metric, bounds, cells: (0..combinations(metric)).map(cell).collect() }
     }
 
-    /// Adds a value, in parts of the unit, to the histogram at `at`.
+    /// Adds a value, in parts of the unit, to the histogram with the index `at`.
     pub(crate) fn add(&self, at: usize, parts: u64) {
-        // Most operations of a store in memory take no measurable time.
+        // A shortcut for zero: most operations of a store in memory take no measurable time.
         let bucket = if parts == 0 { 0 } else { self.bounds.partition_point(|bound| *bound < parts) };
         if let Some(cell) = self.cells.get(at)
             && let Some(count) = cell.counts.get(bucket)
@@ -99,7 +100,7 @@ impl Histograms {
     }
 }
 
-/// A number that goes up and down. Only an exporter counts it: a snapshot gets the level from its caller.
+/// A number that goes up and down. Only the exporter keeps the number: a snapshot gets the level from its caller.
 pub(crate) struct Gauge {
     metric: &'static Metric,
     exported: facade::Gauge,
@@ -129,7 +130,7 @@ fn combinations(metric: &Metric) -> usize {
     metric.labels.iter().skip(1).map(|label| label.values.len()).product()
 }
 
-/// Returns the labels of the combination at `at`. The last label changes fastest.
+/// Returns the labels of the combination with the index `at`. The value of the last label changes fastest.
 fn labels(metric: &'static Metric, open: OpenLabel<'_>, at: usize) -> Vec<(&'static str, String)> {
     let (mut rest, mut labels) = (at, Vec::with_capacity(metric.labels.len()));
     for label in metric.labels.iter().rev() {

@@ -1,7 +1,8 @@
-//! The same numbers through the facade `metrics`, for any exporter that the program has.
+//! Export of all metrics through the facade `metrics`, for any exporter that the program has.
 //!
-//! Handles are made once for each scope and store, so that an event costs no look-up and no allocation. The handles
-//! belong to the recorder that is installed at that time: install it before the first call.
+//! Handles of the facade are made once for each scope and store, so that an event costs no look-up and no allocation. A
+//! handle belongs to the recorder that is installed when the handle is made: install the recorder before the first
+//! call.
 
 use ::metrics::{Key, Level, Metadata, with_recorder};
 
@@ -54,7 +55,7 @@ impl Histogram {
     }
 }
 
-/// Passes the meaning of each metric to the exporter.
+/// Passes the help text of each metric to the exporter.
 pub(super) fn describe() {
     with_recorder(|recorder| {
         for metric in table::TABLE {

@@ -1,12 +1,12 @@
-//! Numbers about calls, leases and stores: a table of all metrics, a snapshot of each store handle, and behind the
-//! feature `metrics` the same numbers through the facade of that name.
+//! Metrics about calls, leases and stores: a table of all metrics, and a snapshot of each store handle. The feature
+//! `metrics` also exports them through the facade of that name.
 //!
 //! [`StoreExt::metrics`](crate::StoreExt::metrics) returns a [`Snapshot`]. [`TABLE`] lists every metric with its labels
-//! and meaning; no label is ever a key. A scope beyond the first 200 of a store handle counts as `_other`. An event
-//! costs one addition, or two if a sum is kept as well; a scope's first call allocates its counters.
+//! and meaning; no label is ever a key. Scopes beyond the first 200 of a store handle are counted together as `_other`.
+//! An event costs one addition, or two if the metric has a sum. The first call of a scope allocates its counters.
 //!
-//! With the feature `metrics`, install the recorder of your exporter before the first call: earlier events go into
-//! snapshots only. Histograms have the buckets of [`Metric::buckets`]; set them in your exporter:
+//! With the feature `metrics`, install the recorder of your exporter before the first call: earlier events are only in
+//! snapshots. Histograms have the buckets of [`Metric::buckets`]; set these buckets in your exporter:
 //!
 //! ```text
 //! let mut builder = metrics_exporter_prometheus::PrometheusBuilder::new();
@@ -37,15 +37,15 @@ use crate::sync::SharedList;
 
 static TRANSACTIONS: SharedList<Arc<Metrics>> = SharedList::new();
 
-/// Returns the numbers of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), in
-/// the whole process: such calls have no store handle of their own. The numbers are kept by driver (label `store`) and
-/// by scope; a scope has one series for each of its drivers.
+/// Returns the metrics of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), for
+/// the whole process: such calls have no store handle of their own. The metrics are kept by driver (label `store`) and
+/// by scope; a scope has one series for each driver that it uses.
 pub fn in_transactions() -> Snapshot {
-    // Their leases are held by the transactions.
+    // The number of leases is 0, because transactions hold the leases of such calls.
     Snapshot { series: TRANSACTIONS.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
 }
 
-/// The numbers of one store handle and its clones.
+/// Metrics of one store handle and its clones.
 pub(crate) struct Metrics {
     store: &'static str,
     scopes: Scopes,
@@ -72,19 +72,19 @@ impl Metrics {
         }
     }
 
-    /// Returns the numbers of all calls inside of transactions with this driver, in the whole process: each such call
-    /// has its own store.
+    /// Returns the metrics of all calls inside of transactions with this driver, in the whole process: each such call
+    /// has its own store handle.
     pub(crate) fn of_transactions(store: &'static str, clock: &Arc<dyn Clock>) -> Arc<Self> {
         let make = || Arc::new(Self::new(store, Arc::clone(clock)));
         Arc::clone(TRANSACTIONS.find_or_add(|known| known.store == store, make))
     }
 
-    /// Returns the numbers of the handler with this scope.
+    /// Returns the metrics of the handler with this scope.
     pub(crate) fn scope(&self, scope: &str) -> Arc<ScopeCells> {
         self.scopes.get(scope)
     }
 
-    /// Notes the duration of a store operation.
+    /// Records the duration of a store operation.
     pub(crate) fn store_took(&self, op: StoreOp, took: Duration) {
         self.store_seconds.add(op as usize, as_nanos(took));
     }
@@ -113,7 +113,7 @@ impl Metrics {
         self.broker_beats.add(result as usize, 1);
     }
 
-    /// Returns all numbers; `leases_held` is the number of leases that are kept alive now.
+    /// Returns the current values of all metrics; `leases_held` is the number of leases that are kept alive.
     pub(crate) fn snapshot(&self, leases_held: usize) -> Snapshot {
         let mut series = Vec::new();
         self.scopes.read(&mut series);

@@ -1,4 +1,4 @@
-//! The numbers of handlers, found by their scope without a lock.
+//! Metrics of handlers, found by scope without a lock.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,21 +15,22 @@ use super::table::{
 use crate::clock::{Clock, Instant, as_nanos};
 use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
 
-/// Number of scopes that have numbers of their own. Scopes are written in code; a larger number is data by mistake.
+/// Number of scopes with their own counters. Scopes are written in code; more scopes mean that data is used as a scope
+/// by mistake.
 const LIMIT: usize = 200;
-/// Enough that a look-up soon ends.
+/// Number of lists: large enough that a search reads few scopes.
 const LISTS: usize = 32;
-/// The scope that counts for all beyond the limit.
+/// Name that counts all scopes beyond the limit.
 const OTHER: &str = "_other";
-/// Number of payloads that shadow mode remembers for each handler.
+/// Number of payloads per handler that shadow mode remembers.
 const PAYLOADS: usize = 1024;
 
-/// Scopes by their hash.
+/// Scopes in lists, by hash.
 pub(super) struct Scopes {
     clock: Arc<dyn Clock>,
     lists: Box<[SharedList<Arc<ScopeCells>>]>,
     other: SharedOnce<Arc<ScopeCells>>,
-    /// The number of scopes. Threads that add new ones in the same moment may exceed the limit by one each.
+    /// Number of scopes. Threads that add scopes at the same moment may exceed the limit, by one scope each.
     count: AtomicUsize,
 }
 
@@ -52,7 +53,8 @@ impl Scopes {
         let new = |name| Arc::new(ScopeCells::new(name, Arc::clone(&self.clock)));
         let is_it = |cells: &Arc<ScopeCells>| *cells.scope == *scope;
         if self.count.load(Ordering::Acquire) >= LIMIT {
-            // Another thread may have made the last one meanwhile. It is counted once it is in its list.
+            // Another thread may have added this scope as the last one within the limit. A scope is counted once it is
+            // in its list.
             let found = list.iter().find(|cells| is_it(cells));
             return Arc::clone(found.unwrap_or_else(|| self.other.get_or_init(|| new(OTHER))));
         }
@@ -74,8 +76,8 @@ impl Scopes {
     }
 }
 
-/// Returns the slot at which the search for `scope` begins. The scopes of a program are few and known, so any quick
-/// hash suffices.
+/// Returns the list that holds `scope`. A program has few scopes, and no attacker chooses them, so any fast hash
+/// suffices.
 fn place(scope: &str) -> usize {
     let mut hash = 0_u64;
     for chunk in scope.as_bytes().chunks(8) {
@@ -86,7 +88,7 @@ fn place(scope: &str) -> usize {
     usize::try_from(hash >> 56).unwrap_or_default() % LISTS
 }
 
-/// Parts of the hashes of a payload and of its key, by the former.
+/// Latest payloads, each as the hash of the payload and the hash of its key, by the hash of the payload.
 struct Payloads(Box<[(u64, u64)]>);
 
 impl Default for Payloads {
@@ -95,7 +97,7 @@ impl Default for Payloads {
     }
 }
 
-/// The numbers of one handler in one store handle.
+/// Metrics of one handler in one store handle.
 pub(crate) struct ScopeCells {
     scope: Box<str>,
     clock: Arc<dyn Clock>,
@@ -112,7 +114,7 @@ pub(crate) struct ScopeCells {
     result_bytes: Histograms,
     results_dropped: Counters,
     key_quality: Counters,
-    /// Shadow mode: which key a payload had.
+    /// Latest payloads and their keys, in shadow mode only.
     payloads: SharedOnce<SharedOrAnew<Payloads>>,
 }
 
@@ -138,7 +140,7 @@ impl ScopeCells {
         }
     }
 
-    /// Returns the present time, by the clock of the store handle.
+    /// Returns the current time by the clock of the store handle.
     pub(crate) fn now(&self) -> Instant {
         self.clock.now()
     }
@@ -163,7 +165,7 @@ impl ScopeCells {
         self.wait_seconds.add(0, as_nanos(waited));
     }
 
-    /// Notes the replay of a record of this age, whose handler keeps results for this `ttl`.
+    /// Records the replay of a record with the age `age`, for a handler that keeps results for `ttl`.
     pub(crate) fn replayed(&self, age: Duration, ttl: Duration) {
         self.replay_age_seconds.add(0, as_nanos(age));
         if !ttl.is_zero() {
@@ -171,7 +173,7 @@ impl ScopeCells {
         }
     }
 
-    /// Notes that a body ran for this long, under this lease if it had a reservation.
+    /// Records that a body ran for `ran`. `lease` is the duration of its lease, if it had a reservation.
     pub(crate) fn ran(&self, ran: Duration, lease: Option<Duration>) {
         self.body_seconds.add(0, as_nanos(ran));
         if let Some(lease) = lease.filter(|lease| !lease.is_zero()) {
@@ -179,24 +181,25 @@ impl ScopeCells {
         }
     }
 
-    /// Notes that an attempt has succeeded, and that its result of `bytes` bytes is recorded.
+    /// Records that an attempt has succeeded, and that its result of `bytes` bytes is recorded.
     pub(crate) fn recorded(&self, attempt: u32, bytes: usize) {
         self.attempts.add(0, u64::from(attempt));
         self.result_bytes.add(0, bytes as u64);
     }
 
-    /// Notes that an attempt has succeeded, and that only its completion is recorded.
+    /// Records that an attempt has succeeded, and that only its completion is recorded.
     pub(crate) fn recorded_without_result(&self, attempt: u32, why: Dropped) {
         self.attempts.add(0, u64::from(attempt));
         self.results_dropped.add(why as usize, 1);
     }
 
-    /// Shadow mode: notes that one key came with another payload than before.
+    /// Records, in shadow mode, that a key came with another payload than before.
     pub(crate) fn key_is_too_coarse(&self) {
         self.key_quality.add(KeyQuality::TooCoarse as usize, 1);
     }
 
-    /// Shadow mode: notes that a payload came under this key. Counts the payload if it is remembered under another key.
+    /// Records, in shadow mode, that a payload came under this key. Counts a problem if the payload is remembered under
+    /// another key.
     pub(crate) fn payload_under_key(&self, payload: u64, key: u64) {
         let mut payloads = self.payloads.get_or_init(SharedOrAnew::default).lock();
         let at = usize::try_from(payload % PAYLOADS as u64).unwrap_or_default();
@@ -232,8 +235,8 @@ impl ScopeCells {
     }
 }
 
-/// Returns `part` as a fraction of `whole`.
-#[expect(clippy::cast_precision_loss, reason = "it is rounded anyway")]
+/// Returns the ratio of `part` to `whole`.
+#[expect(clippy::cast_precision_loss, reason = "the ratio is rounded anyway")]
 fn share(part: Duration, whole: Duration) -> f64 {
     as_nanos(part) as f64 / as_nanos(whole) as f64
 }
@@ -264,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_meet_a_scope_first_share_its_numbers() {
+    fn threads_that_add_a_scope_together_share_its_metrics() {
         let scopes = Scopes::new(Arc::new(ManualClock::new()));
         std::thread::scope(|threads| {
             for _ in 0..8 {

@@ -1,14 +1,14 @@
-//! The numbers at one moment, for programs that export or check them.
+//! Snapshots of all metrics, for programs that export or check them.
 
 use std::fmt::{self, Write as _};
 
 use super::table::{Kind, Metric};
 
-/// All numbers of one store handle and its clones at one moment; [`StoreExt::metrics`](crate::StoreExt::metrics)
-/// returns it.
+/// Values of all metrics of one store handle and its clones at one moment.
+/// [`StoreExt::metrics`](crate::StoreExt::metrics) returns a snapshot.
 ///
-/// Counters start with the handle, and only grow. They are read one after the other while calls go on, so two counters
-/// may differ by the events in between.
+/// Counters start at zero with the store handle, and only grow. A snapshot reads one counter after the other while
+/// calls go on, so the newest events may be in one counter and not yet in another.
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, StoreExt, idempotent};
@@ -34,19 +34,19 @@ pub struct Snapshot {
     pub(super) series: Vec<Series>,
 }
 
-/// One line of a [`Snapshot`]: a metric, its labels and its value.
+/// A metric with its labels and its value: one line of a [`Snapshot`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Series {
-    /// The metric.
+    /// Metric of the series.
     pub metric: &'static Metric,
-    /// The names and values of the labels.
+    /// Names and values of the labels.
     pub labels: Vec<(&'static str, String)>,
-    /// The value.
+    /// Current value of the series.
     pub value: Value,
 }
 
-/// The value of a [`Series`].
+/// Value of a [`Series`].
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub enum Value {
@@ -58,20 +58,21 @@ pub enum Value {
     Distribution(Distribution),
 }
 
-/// The values of a histogram.
+/// Content of a histogram.
 #[derive(Clone, PartialEq, Debug, Default)]
 #[non_exhaustive]
 pub struct Distribution {
-    /// The upper bounds of the buckets, in the unit of the metric.
+    /// Upper bounds of the buckets, in the unit of the metric.
     pub bounds: Vec<f64>,
-    /// The number of values in each bucket and in no lower bucket; the last bucket is above all bounds.
+    /// Number of values in each bucket. A value counts only in the lowest bucket that holds it. The last bucket holds
+    /// the values above all bounds.
     pub counts: Vec<u64>,
-    /// The sum of all values, in the unit of the metric.
+    /// Sum of all values, in the unit of the metric.
     pub sum: f64,
 }
 
 impl Distribution {
-    /// Returns the number of all values.
+    /// Returns the number of all values in the histogram.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
@@ -84,20 +85,21 @@ impl Series {
 }
 
 impl Snapshot {
-    /// Returns all series, including those without any event.
+    /// Returns all series, including series without an event.
     pub fn series(&self) -> &[Series] {
         &self.series
     }
 
-    /// Keeps the numbers of the handler with this scope; `_other` has the sum of all scopes beyond the first 200.
+    /// Keeps only the series of the handler with this scope. The scope `_other` has the sum of all scopes beyond the
+    /// first 200.
     #[must_use]
     pub fn scope(mut self, scope: &str) -> Self {
         self.series.retain(|series| series.has(&[("scope", scope)]));
         self
     }
 
-    /// Returns the sum of the series of `metric` with these labels: the count of a counter, the level of a gauge, or
-    /// the number of values in a histogram.
+    /// Returns the sum over the series of `metric` with these labels: of the counts of a counter, the levels of a
+    /// gauge, or the numbers of values in a histogram.
     pub fn count(&self, metric: &Metric, labels: &[(&str, &str)]) -> u64 {
         let of = self.series.iter().filter(|it| it.metric.name == metric.name && it.has(labels));
         let counts = of.map(|it| match &it.value {
@@ -107,7 +109,8 @@ impl Snapshot {
         counts.sum()
     }
 
-    /// Returns the text that Prometheus reads (version 0.0.4), for a route `/metrics` without another crate.
+    /// Returns the metrics in the text format of Prometheus (version 0.0.4). A program can serve this text on a route
+    /// `/metrics` without another crate.
     pub fn prometheus_text(&self) -> String {
         let mut text = String::new();
         let mut described = "";
@@ -123,14 +126,14 @@ impl Snapshot {
                 };
                 let _ = writeln!(text, "# HELP {described} {}\n# TYPE {described} {kind}", it.metric.help);
             }
-            // Writing to a `String` never fails.
+            // The result is ignored, because writing to a `String` never fails.
             let _ = write!(text, "{it}");
         }
         text
     }
 }
 
-/// Writes the series in the form of Prometheus, a line for each number.
+/// Writes the series in the text format of Prometheus, with a line for each number.
 impl fmt::Display for Series {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = self.metric.name;

@@ -1,25 +1,26 @@
-//! Every metric of the library: name, unit, labels, buckets and meaning. The exported metrics, `docs/metrics.md`, the
-//! dashboard and the alerts are made from this table.
+//! Table of all metrics of the library: name, unit, labels, buckets and meaning. The exported metrics,
+//! `docs/metrics.md`, the dashboard and the alerts are made from this table.
 
 use std::fmt;
 
-/// One metric: its name, its meaning, and its labels.
+/// A metric: its name, its meaning, and its labels.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Metric {
-    /// The name, as Prometheus writes it.
+    /// Name of the metric in the form of Prometheus.
     pub name: &'static str,
-    /// The kind of number.
+    /// Kind of the metric.
     pub kind: Kind,
-    /// The unit of the number.
+    /// Unit of the metric's values.
     pub unit: Unit,
-    /// The labels. The first label is open: a scope or a store. All others are closed sets.
+    /// Labels of the metric. The first label is open: its value is a scope or a store. The values of all other labels
+    /// are closed sets.
     pub labels: &'static [Label],
-    /// The meaning, in one sentence.
+    /// Meaning of the metric, in one sentence.
     pub help: &'static str,
 }
 
-/// Kind of number of a [`Metric`].
+/// Kind of a [`Metric`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Kind {
@@ -27,10 +28,10 @@ pub enum Kind {
     Counter,
     /// A number that goes up and down.
     Gauge,
-    /// Numbers of values within each bound.
+    /// Numbers of values up to each bound.
     #[non_exhaustive]
     Histogram {
-        /// The upper bounds, in parts of the unit; [`Metric::buckets`] has them in whole units.
+        /// Upper bounds in parts of the unit; [`Metric::buckets`] returns the bounds in whole units.
         bounds: &'static [u64],
     },
 }
@@ -45,12 +46,12 @@ pub enum Unit {
     Seconds,
     /// Bytes.
     Bytes,
-    /// Parts of a whole: 1 is all of it.
+    /// Ratio: 1 is the whole.
     Ratio,
 }
 
 impl Unit {
-    /// Returns the number of parts of a unit in a histogram, which adds whole numbers.
+    /// Returns the number of parts in one unit. Histograms add whole parts.
     pub(super) const fn parts(self) -> u64 {
         match self {
             Self::Count | Self::Bytes => 1,
@@ -59,7 +60,7 @@ impl Unit {
         }
     }
 
-    /// Converts a number of units to parts.
+    /// Converts an amount in units to parts.
     #[allow(
         clippy::cast_possible_truncation,
         clippy::cast_precision_loss,
@@ -82,13 +83,13 @@ impl fmt::Display for Unit {
     }
 }
 
-/// A label of a [`Metric`]. No label is ever a key.
+/// A label of a [`Metric`]. No label ever holds a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Label {
-    /// The name.
+    /// Name of the label.
     pub name: &'static str,
-    /// All values that the label can have; empty for a scope or a store, which the program names.
+    /// All values that the label can have; empty for the name of a scope or a store.
     pub values: &'static [&'static str],
 }
 
@@ -96,8 +97,8 @@ const SCOPE: Label = Label { name: "scope", values: &[] };
 const STORE: Label = Label { name: "store", values: &[] };
 
 impl Metric {
-    /// Returns the upper bounds of a histogram in its unit, without the last bound, which is infinite; empty for other
-    /// kinds.
+    /// Returns the upper bounds of a histogram in its unit, except the last bound, which is infinite. Returns an empty
+    /// list for other kinds of metrics.
     ///
     /// Set these bounds in an exporter of the facade `metrics`; see `docs/metrics.md`.
     pub fn buckets(&self) -> Vec<f64> {
@@ -107,14 +108,14 @@ impl Metric {
         }
     }
 
-    /// Converts parts of the unit to a number of units.
-    #[allow(clippy::cast_precision_loss, reason = "what is read by people and plotted")]
+    /// Converts an amount in parts to units.
+    #[allow(clippy::cast_precision_loss, reason = "the value is only shown to people")]
     pub(super) fn whole(&self, parts: u64) -> f64 {
         parts as f64 / self.unit.parts() as f64
     }
 }
 
-/// A closed set of label values.
+/// Defines a closed set of label values.
 macro_rules! labels {
     ($(#[$about:meta])* $name:ident, $label:literal { $($(#[$what:meta])* $variant:ident = $text:literal,)+ }) => {
         $(#[$about])*
@@ -123,10 +124,10 @@ macro_rules! labels {
         pub enum $name { $($(#[$what])* $variant,)+ }
 
         impl $name {
-            /// The label with all its values.
+            /// Label with all its values.
             pub const LABEL: Label = Label { name: $label, values: &[$($text),+] };
 
-            /// Returns the value of the label.
+            /// Returns the text of the value.
             pub const fn name(self) -> &'static str {
                 Self::LABEL.values[self as usize]
             }
@@ -135,33 +136,33 @@ macro_rules! labels {
 }
 
 labels! {
-    /// Outcome of a call, as a label: every call has exactly one outcome.
+    /// Outcome of a call, as a label. Every call has exactly one outcome.
     CallOutcome, "outcome" {
         /// The body ran, and its result is recorded.
         Executed = "executed",
         /// The body ran and returned an error, which was released or recorded.
         Failed = "failed",
-        /// A recorded result was returned.
+        /// A recorded result was returned, without a wait.
         Replayed = "replayed",
         /// A recorded result was returned after a wait for the attempt that made it.
         WaitedReplayed = "waited_replayed",
-        /// Another attempt was running.
+        /// The call was refused, because another attempt was running.
         InProgress = "in_progress",
-        /// The key was used with another payload.
+        /// The call was refused, because the key was used with another payload.
         FingerprintMismatch = "fingerprint_mismatch",
-        /// An earlier run had been interrupted, and `on_crash = fail` allows no other.
+        /// The call was refused: an earlier run had been interrupted, and `on_crash = fail` allows no further run.
         Interrupted = "interrupted",
-        /// As many attempts as `max_attempts` allows had started.
+        /// The call was refused, because the number of started attempts had reached `max_attempts`.
         AttemptsExhausted = "attempts_exhausted",
-        /// The key was missing.
+        /// The call was refused, because its key was missing.
         MissingKey = "missing_key",
-        /// Key, fingerprint or policy was not valid.
+        /// The call was refused, because its key, fingerprint or policy was not valid.
         Invalid = "invalid",
         /// The operation had finished, and its result can't be replayed.
         ResultUnavailable = "result_unavailable",
         /// The store failed, and the body did not run.
         StoreError = "store_error",
-        /// The lease was lost while the body ran: to another attempt, or with the record.
+        /// The lease was lost while the body ran: another attempt took over, or the record was removed.
         LeaseLost = "lease_lost",
         /// The body ran for longer than its `timeout`.
         TimedOut = "timed_out",
@@ -173,9 +174,9 @@ labels! {
         Panicked = "panicked",
         /// The body ran without a reservation: the store did not answer, or the key was missing.
         Unprotected = "unprotected",
-        /// Shadow mode: the body ran, although the library would have suppressed it.
+        /// Shadow mode: the body ran, although the library would have suppressed the call.
         Suppressed = "suppressed",
-        /// Mode `off`: the body ran, and the store was not asked.
+        /// Mode `off`: the body ran without a call of the store.
         Off = "off",
     }
 }
@@ -183,19 +184,19 @@ labels! {
 labels! {
     /// Disposition of the message of a call, as a label.
     DispositionLabel, "disposition" {
-        /// Acknowledge the message.
+        /// The message is to be acknowledged.
         Ack = "ack",
-        /// Deliver the message again.
+        /// The message is to be delivered again.
         Retry = "retry",
-        /// Set the message aside.
+        /// The message is to be set aside.
         DeadLetter = "dead_letter",
     }
 }
 
 labels! {
-    /// Reason why it is unknown whether an effect has happened, as a label; see [`Doubt`](crate::policy::Doubt).
+    /// Reason why an effect is uncertain, as a label; see [`Doubt`](crate::policy::Doubt).
     DoubtLabel, "kind" {
-        /// The lease was lost while the body ran: to another attempt, or with the record.
+        /// The lease was lost while the body ran: another attempt took over, or the record was removed.
         LeaseLost = "lease_lost",
         /// The body ran, and its result could not be recorded.
         Unrecorded = "unrecorded",
@@ -205,7 +206,7 @@ labels! {
         Cancelled = "cancelled",
         /// The body panicked.
         Panicked = "panicked",
-        /// An earlier run had been interrupted.
+        /// An earlier run had been interrupted, and its effect is unknown.
         Interrupted = "interrupted",
     }
 }
@@ -221,17 +222,17 @@ labels! {
 }
 
 labels! {
-    /// Judgement of shadow mode about the keys of a handler, as a label.
+    /// Problem that shadow mode found with the keys of a handler, as a label.
     KeyQuality, "kind" {
         /// One key came with several payloads: different operations share the key.
         TooCoarse = "too_coarse",
-        /// One payload came under several keys: a duplicate may have another key.
+        /// One payload came under several keys: a duplicate may have another key than the first delivery.
         TooFine = "too_fine",
     }
 }
 
 labels! {
-    /// An operation of a store, as a label.
+    /// Operation of a store, as a label.
     StoreOp, "op" {
         /// [`Store::reserve`](crate::Store::reserve).
         Reserve = "reserve",
@@ -259,11 +260,11 @@ labels! {
 }
 
 labels! {
-    /// The kind of a [`StoreError`](crate::StoreError), as a label.
+    /// Kind of a [`StoreError`](crate::StoreError), as a label.
     ErrorKind, "kind" {
         /// Nothing was written.
         Unavailable = "unavailable",
-        /// The write may have landed.
+        /// The write may have taken effect.
         Unconfirmed = "unconfirmed",
         /// The stored bytes are not a record.
         Corrupt = "corrupt",
@@ -275,7 +276,7 @@ labels! {
         TooLarge = "too_large",
         /// The store does not support the operation.
         Unsupported = "unsupported",
-        /// The user's transaction can't go on.
+        /// The user's transaction can't continue.
         Aborted = "aborted",
     }
 }
@@ -285,19 +286,19 @@ labels! {
     BeatResult, "result" {
         /// The lease is renewed.
         Renewed = "renewed",
-        /// Another attempt has the lease, or the record is gone.
+        /// Another attempt holds the lease, or the record is gone.
         Refused = "refused",
-        /// The store failed. The renewal is repeated.
+        /// The store failed, and the renewal is repeated.
         Failed = "failed",
     }
 }
 
 labels! {
-    /// Result of a beat to the broker, which reports that a message is being handled, as a label.
+    /// Result of a beat, which extends a message at its broker, as a label.
     BrokerBeat, "result" {
-        /// The broker was told.
+        /// The broker has extended the message.
         Told = "told",
-        /// The broker could not be told. The beat is repeated.
+        /// The broker did not extend the message, and the beat is repeated.
         Failed = "failed",
         /// The broker no longer extends the message.
         Lost = "lost",
@@ -306,7 +307,7 @@ labels! {
 
 const MILLI: u64 = 1_000_000;
 const SECOND: u64 = 1_000 * MILLI;
-/// Bounds for times: from half a millisecond to half an hour.
+/// Bounds for durations: from half a millisecond to half an hour.
 const TIMES: &[u64] = &[
     MILLI / 2,
     MILLI,
@@ -328,7 +329,7 @@ const TIMES: &[u64] = &[
     1800 * SECOND,
 ];
 const PERCENT: u64 = 10_000;
-/// Bounds for parts: from a hundredth to ten times the whole.
+/// Bounds for ratios: from a hundredth to ten times the whole.
 const PARTS: &[u64] = &[
     PERCENT,
     5 * PERCENT,
@@ -342,7 +343,7 @@ const PARTS: &[u64] = &[
     500 * PERCENT,
     1000 * PERCENT,
 ];
-/// Bounds for parts of `ttl`: from a hundredth of `ttl` to twice as much, closer near its end.
+/// Bounds for ratios to `ttl`: from a hundredth of `ttl` to twice `ttl`, in smaller steps near `ttl`.
 const PARTS_OF_TTL: &[u64] = &[
     PERCENT,
     5 * PERCENT,
@@ -356,7 +357,7 @@ const PARTS_OF_TTL: &[u64] = &[
 ];
 const HOUR: u64 = 3600 * SECOND;
 const DAY: u64 = 24 * HOUR;
-/// Bounds for ages: from a second to a month.
+/// Bounds for ages of records: from a second to a month.
 const AGES: &[u64] = &[
     SECOND,
     10 * SECOND,

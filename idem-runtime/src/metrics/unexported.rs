@@ -1,5 +1,5 @@
-//! Stub of the facade for a build without the feature `metrics`. It does nothing.
-#![allow(clippy::unused_self, reason = "as the handles of the facade")]
+//! Stub of the facade, which does nothing, for a build without the feature `metrics`.
+#![allow(clippy::unused_self, reason = "the methods have the signatures of the facade")]
 
 use super::table::Metric;
 
