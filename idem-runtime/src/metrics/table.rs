@@ -398,41 +398,41 @@ const fn histogram(bounds: &'static [u64]) -> Kind {
 
 table! {
     CALLS: "idem_calls_total", Kind::Counter, Count, [SCOPE, CallOutcome::LABEL],
-        "Calls that have ended, by how they ended.";
+        "Calls that have ended, by outcome.";
     DISPOSITIONS: "idem_dispositions_total", Kind::Counter, Count, [SCOPE, DispositionLabel::LABEL],
-        "Calls that have returned, by what is to be done with the message.";
+        "Calls that have returned, by the disposition of their message.";
     UNCERTAIN: "idem_uncertain_total", Kind::Counter, Count, [SCOPE, DoubtLabel::LABEL],
-        "Calls after which the effect may have happened and the record does not know.";
+        "Calls whose effect may have happened although no record shows it.";
     TAKEOVERS: "idem_takeovers_total", Kind::Counter, Count, [SCOPE],
-        "Attempts that took over from one whose lease had lapsed.";
+        "Attempts that took over from an attempt whose lease had lapsed.";
     BODY_SECONDS: "idem_body_seconds", histogram(TIMES), Seconds, [SCOPE],
         "Run times of bodies.";
     BODY_LEASE_RATIO: "idem_body_lease_ratio", histogram(PARTS), Ratio, [SCOPE],
-        "Run times of bodies, in leases: above 1 they live on heartbeats.";
+        "Run times of bodies, in leases: above 1 a body needs heartbeats.";
     WAIT_SECONDS: "idem_wait_seconds", histogram(TIMES), Seconds, [SCOPE],
         "Waits of duplicates for a running attempt.";
     REPLAY_AGE_SECONDS: "idem_replay_age_seconds", histogram(AGES), Seconds, [SCOPE],
         "Ages of records at their replays, counted from the beginning of their attempts.";
     REPLAY_AGE_RATIO: "idem_replay_age_ratio", histogram(PARTS_OF_TTL), Ratio, [SCOPE],
-        "The same in parts of `ttl`: near 1 duplicates are about to be forgotten, and to run.";
+        "Ages of records at their replays, in parts of `ttl`: near 1 a later duplicate may run again.";
     ATTEMPTS: "idem_attempts", histogram(ATTEMPT_NUMBERS), Count, [SCOPE],
-        "The number of the attempt that succeeded.";
+        "Numbers of the attempts that succeeded.";
     RESULT_BYTES: "idem_result_bytes", histogram(SIZES), Bytes, [SCOPE],
-        "The size of recorded results.";
+        "Sizes of recorded results.";
     RESULTS_DROPPED: "idem_results_dropped_total", Kind::Counter, Count, [SCOPE, Dropped::LABEL],
         "Completions that are recorded without their result, so that duplicates can't replay it.";
     KEY_QUALITY: "idem_key_quality_total", Kind::Counter, Count, [SCOPE, KeyQuality::LABEL],
-        "Shadow mode: calls whose key seems to name too much or too little.";
+        "Shadow mode: calls whose key seems to be too coarse or too fine.";
     STORE_SECONDS: "idem_store_seconds", histogram(TIMES), Seconds, [STORE, StoreOp::LABEL],
-        "Durations of operations of the store; the least bucket for immediate answers.";
+        "Durations of operations of the store; immediate answers are in the lowest bucket.";
     STORE_ERRORS: "idem_store_errors_total", Kind::Counter, Count, [STORE, StoreOp::LABEL, ErrorKind::LABEL],
-        "Operations of the store that failed, each try of its own.";
+        "Failed operations of the store; each try counts.";
     LEASES_HELD: "idem_leases_held", Kind::Gauge, Count, [STORE],
         "Leases that this process keeps alive.";
     BEATS: "idem_beats_total", Kind::Counter, Count, [STORE, BeatResult::LABEL],
-        "Renewals of leases, by what became of them.";
+        "Renewals of leases, by result.";
     BEAT_LAG_SECONDS: "idem_beat_lag_seconds", histogram(TIMES), Seconds, [STORE],
-        "Delays of renewals of leases after their plan.";
+        "Delays of renewals of leases after their planned time.";
     BROKER_BEATS: "idem_broker_beats_total", Kind::Counter, Count, [STORE, BrokerBeat::LABEL],
-        "Times that a broker was to be told that a message is being handled.";
+        "Beats of deliveries, which extend a message at its broker, by result.";
 }
