@@ -4,8 +4,8 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::Poll;
 
-/// Returns the output of `future` if it is ready by its second poll, which follows immediately. Most futures are ready
-/// by then and need no timer: hyper, for example, reads the body of a request once it was asked for.
+/// Returns the output of `future` if it is ready by its second poll, which follows immediately. Such a future needs no
+/// timer. Most futures are ready by then: hyper, for example, reads the body of a request after its first poll.
 #[cfg(feature = "http")]
 pub(crate) async fn soon<F: Future + Unpin>(mut future: F) -> Option<F::Output> {
     let mut is_polled = false;
@@ -21,7 +21,7 @@ pub(crate) async fn soon<F: Future + Unpin>(mut future: F) -> Option<F::Output> 
     .await
 }
 
-/// Returns the output of `future`, or `None` if `limit` is over first.
+/// Returns the output of `future`, or `None` if `limit` is ready first.
 pub(crate) async fn race<F: Future>(future: F, mut limit: impl Future<Output = ()> + Unpin) -> Option<F::Output> {
     let mut future = pin!(future);
     poll_fn(|cx| match future.as_mut().poll(cx) {
@@ -31,7 +31,7 @@ pub(crate) async fn race<F: Future>(future: F, mut limit: impl Future<Output = (
     .await
 }
 
-/// Returns the outputs of all `futures`, in their order; the futures run concurrently.
+/// Runs all `futures` concurrently, and returns their outputs in order.
 #[cfg(any(feature = "conformance", feature = "postgres", feature = "redis"))]
 pub(crate) async fn all<F: Future + Unpin>(futures: &mut [F]) -> Vec<F::Output> {
     let mut outputs: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();

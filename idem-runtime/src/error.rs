@@ -1,4 +1,4 @@
-//! Errors that a call returns in place of a result, and the disposition of the message that follows from them.
+//! Errors that a call returns in place of a result, and the dispositions of messages that follow from them.
 
 use std::fmt;
 use std::io;
@@ -9,32 +9,32 @@ use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
 use crate::policy::{Backoff, Doubt, PolicyProblem, Uncertain};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Longest pause before a message is delivered again that a mistake of the deployment holds up: long enough for no hot
-/// loop, short enough for messages to flow soon after the correction.
+/// Longest pause before a redelivery while a mistake of the deployment prevents success: long enough to avoid a hot
+/// loop, short enough that messages flow soon after the correction.
 const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
 
-/// Pause before a message with `key` is delivered again that a mistake of the deployment holds up. The pauses of
-/// different keys differ: the mistake holds up many messages.
+/// Returns the pause before a redelivery of a message with `key`, while a mistake of the deployment prevents success.
+/// Such a mistake delays many messages, so the pauses of different keys differ.
 pub(crate) fn deployment_pause(key: Option<&Key>) -> Duration {
     Backoff::new(DEPLOYMENT_PAUSE, DEPLOYMENT_PAUSE).after(1, key.map_or(0, Key::spread))
 }
 
-/// Action for the message that was handled.
+/// Action for a message after a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Disposition {
     /// The operation has finished: acknowledge the message.
     Ack,
     /// Deliver the message again after this time, which is never zero.
     Retry {
-        /// Time until a new delivery is likely to get further.
+        /// Time until a new delivery is likely to succeed.
         after: Duration,
     },
-    /// No delivery of this message can succeed, or the broker does not deliver the message again: set the message aside
-    /// for an operator. The delivery may have returned `Ok` if it swallowed the error of a call.
+    /// Set the message aside for an operator: no delivery of this message can succeed, or the broker does not deliver
+    /// the message again. The delivery may have returned `Ok` if it swallowed the error of a call.
     DeadLetter,
 }
 
-/// Reason why an idempotent function did not return a result of its body.
+/// Reason why a call of an idempotent function did not return the result of its body.
 ///
 /// A handler's own error type must implement `From<Error>`. `anyhow::Error`, `Box<dyn std::error::Error>` and
 /// [`std::io::Error`] already implement it. [`Error::disposition`] returns the action for the message.
@@ -61,142 +61,140 @@ pub enum Error {
     /// The key, or a part of it, is `None`, empty or blank. The body did not run.
     #[non_exhaustive]
     MissingKey {
-        /// The scope of the handler.
+        /// Scope of the handler.
         scope: String,
     },
     /// The key is not valid. The body did not run.
     #[non_exhaustive]
     InvalidKey {
-        /// The scope of the handler.
+        /// Scope of the handler.
         scope: String,
-        /// The reason why the key is not valid.
+        /// Reason why the key is not valid.
         problem: KeyProblem,
     },
     /// The payload can't be hashed. The body did not run.
     #[non_exhaustive]
     InvalidFingerprint {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The error of the payload's `Serialize` implementation.
+        /// Error of the payload's `Serialize` implementation.
         source: FingerprintError,
     },
     /// The policy can't be honoured. The body did not run.
     #[non_exhaustive]
     InvalidPolicy {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The option that is wrong, and the value to write instead.
+        /// Option that is wrong, with a suggested value.
         problem: PolicyProblem,
     },
     /// Another attempt is running. The body did not run.
     #[non_exhaustive]
     InProgress {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The number of the running attempt.
+        /// Number of the running attempt.
         attempt: u32,
-        /// Time to wait before the next delivery: the rest of the lease of that attempt, or longer.
+        /// Pause before the next delivery: the remaining lease of the running attempt, or longer.
         retry_after: Duration,
     },
     /// The key was used with another payload. The body did not run.
     #[non_exhaustive]
     FingerprintMismatch {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The attempt that the recorded payload belongs to.
+        /// Number of the attempt that ran with the recorded payload.
         attempt: u32,
-        /// The fingerprints of both payloads, as far as they are known.
+        /// Fingerprints of both payloads, as far as they are known.
         payloads: Box<Mismatch>,
     },
-    /// An earlier run started and did not return, and `on_crash = fail` forbids another. The body did not run now.
+    /// An earlier run started and did not return, and `on_crash = fail` forbids another run. The body of this call did
+    /// not run.
     #[non_exhaustive]
     Interrupted {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The attempt that was interrupted.
+        /// Number of the attempt that was interrupted.
         attempt: u32,
     },
     /// `max_attempts` runs have started without a recorded result. The body did not run again.
     #[non_exhaustive]
     AttemptsExhausted {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The number of attempts that have started.
+        /// Number of attempts that have started.
         attempts: u32,
     },
-    /// The lease lapsed while the body ran. The body was cancelled, or it ran to its end and its result was not
-    /// recorded.
+    /// The lease lapsed while the body ran. The body was cancelled, or returned a result that was not recorded.
     ///
-    /// Without a `source` another attempt took over, or the record is gone. With a `source` the store refused
-    /// permanently to renew the lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause); it is
-    /// not known whether another attempt has taken over. The key is freed if the store accepts the release. Otherwise
-    /// another attempt can take over immediately. Under `on_crash = fail` the operation counts as interrupted.
+    /// Without a `source`, another attempt took over, or the record is gone. With a `source`, the store permanently
+    /// refused to renew the lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause). Another
+    /// attempt may have taken over in that case. The key is freed if the store accepts the release; otherwise another
+    /// attempt can take over immediately. Under `on_crash = fail` the operation is interrupted.
     #[non_exhaustive]
     LeaseLost {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The attempt that lost its lease.
+        /// Number of the attempt that lost its lease.
         attempt: u32,
         /// Suggested time until the next delivery.
         retry_after: Duration,
-        /// The error of the renewal. `None`: the record no longer belongs to this attempt.
+        /// Error of the last renewal; `None` if the record no longer belongs to this attempt.
         source: Option<StoreError>,
     },
-    /// The body ran for longer than `timeout` and was cancelled. The key is free, or the operation counts as
-    /// interrupted under `on_crash = fail`.
+    /// The body ran for longer than `timeout` and was cancelled. The key is free, or under `on_crash = fail` the
+    /// operation is interrupted.
     #[non_exhaustive]
     TimedOut {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The attempt that was cancelled.
+        /// Number of the attempt that was cancelled.
         attempt: u32,
-        /// The time limit of the attempt.
+        /// Time limit of the attempt.
         timeout: Duration,
         /// Suggested time until the next delivery.
         retry_after: Duration,
     },
     /// The delivery panicked, and [`Observe::catch_panics`](crate::future::Observe::catch_panics) caught the panic. A
-    /// body that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash = fail`.
+    /// running body was dropped: its key is free, or under `on_crash = fail` the operation is interrupted.
     #[non_exhaustive]
     Panicked {
-        /// The key of the last call, if a call was made.
+        /// Key of the last call of the delivery; `None` if no call was made.
         key: Option<Key>,
-        /// The attempt of that call, if its body had started.
+        /// Number of the last call's attempt; `None` if its body had not started.
         attempt: Option<u32>,
         /// Suggested time until the next delivery.
         retry_after: Duration,
     },
     /// The broker no longer extends the message, and [`OnBeatLost::Cancel`](crate::brokers::OnBeatLost) cancelled the
-    /// delivery. A body that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash =
-    /// fail`.
+    /// delivery. A running body was dropped: its key is free, or under `on_crash = fail` the operation is interrupted.
     MessageLost {
-        /// The key of the last call, if a call was made.
+        /// Key of the last call of the delivery; `None` if no call was made.
         key: Option<Key>,
-        /// The attempt of that call, if its body had started.
+        /// Number of the last call's attempt; `None` if its body had not started.
         attempt: Option<u32>,
-        /// Suggested time until the next delivery, if the broker still takes an answer.
+        /// Suggested time until the next delivery, if the broker still accepts a response for the message.
         retry_after: Duration,
     },
     /// The [deadline](crate::future::ObserveAll::deadline) of the batch passed before the delivery had ended, or before
-    /// it began. A body that ran was dropped: its key is free, or the operation counts as interrupted under `on_crash =
-    /// fail`.
+    /// it began. A running body was dropped: its key is free, or under `on_crash = fail` the operation is interrupted.
     #[non_exhaustive]
     DeadlinePassed {
-        /// The key of the last call, if a call was made.
+        /// Key of the last call of the delivery; `None` if no call was made.
         key: Option<Key>,
-        /// The attempt of that call, if its body had started.
+        /// Number of the last call's attempt; `None` if its body had not started.
         attempt: Option<u32>,
         /// Suggested time until the next delivery.
         retry_after: Duration,
@@ -205,63 +203,63 @@ pub enum Error {
     /// not begin.
     #[non_exhaustive]
     HeldBack {
-        /// Suggested time until the next delivery: the time of the earlier message, if that message has one.
+        /// Suggested time until the next delivery: that of the earlier message, if the earlier message has one.
         retry_after: Duration,
     },
     /// The body ran, and its result could not be recorded. The key is held until the lease lapses. Under `on_crash =
-    /// fail` the process keeps trying to write the result, and duplicates get [`Error::Interrupted`] until it is
-    /// recorded.
+    /// fail` the process keeps trying to write the result, and duplicates get [`Error::Interrupted`] until the result
+    /// is recorded.
     #[non_exhaustive]
     Unrecorded {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that should hold the record.
+        /// Name of the store that should hold the record.
         store: &'static str,
-        /// The attempt that ran.
+        /// Number of the attempt that ran.
         attempt: u32,
-        /// Time until the lease lapses, or the suggested time until the next delivery if that is longer.
+        /// Time until the lease lapses, or the suggested time until the next delivery if that time is longer.
         retry_after: Duration,
-        /// The last error of the store.
+        /// Last error of the store.
         source: StoreError,
     },
     /// The operation has finished, but its result was not storable or no longer decodes. The body did not run again.
     #[non_exhaustive]
     ResultUnavailable {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that holds the record.
+        /// Name of the store that holds the record.
         store: &'static str,
-        /// The reason why there is no result.
+        /// Reason why there is no result.
         problem: ResultProblem,
     },
-    /// The store could not reserve the key, or could not confirm its lease to a body that asked.
+    /// The store could not reserve the key, or did not confirm the lease when the body asked for it.
     #[non_exhaustive]
     Store {
-        /// The key of the operation.
+        /// Key of the operation.
         key: Key,
-        /// The store that failed.
+        /// Name of the store that failed.
         store: &'static str,
-        /// True if the body had started.
+        /// True if the body of the call had started.
         started: bool,
-        /// True if the key may be reserved for this call until its lease lapses: a try may have taken effect, or the
-        /// body had started. False if nothing was written.
+        /// True if the key may be reserved for this call until its lease lapses, because a try may have taken effect or
+        /// the body had started. False if nothing was written.
         may_be_reserved: bool,
         /// Suggested time until the next delivery.
         retry_after: Duration,
-        /// The error of the store.
+        /// Error of the store.
         source: StoreError,
     },
 }
 
-/// Two payloads under one key; see [`Error::FingerprintMismatch`].
+/// Fingerprints of two payloads under one key; see [`Error::FingerprintMismatch`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Mismatch {
-    /// The fingerprint of this call's payload.
+    /// Fingerprint of this call's payload.
     pub presented: Option<Fingerprint>,
-    /// The fingerprint in the record; `None` if the store did not return it.
+    /// Fingerprint in the record; `None` if the store did not return the fingerprint.
     pub recorded: Option<Fingerprint>,
-    /// Time since the last write of the record; `None` if unknown.
+    /// Time since the last write of the record; `None` if the time is unknown.
     pub age: Option<Duration>,
 }
 
@@ -284,7 +282,7 @@ impl fmt::Display for Mismatch {
 }
 
 impl Error {
-    /// Returns the key of the operation, if there is one.
+    /// Returns the key of the operation, if the error has a key.
     pub fn key(&self) -> Option<&Key> {
         match self {
             Self::NoAttempt | Self::MissingKey { .. } | Self::InvalidKey { .. } | Self::HeldBack { .. } => None,
@@ -305,7 +303,7 @@ impl Error {
         }
     }
 
-    /// Returns the action for the message that was handled. Never [`Disposition::Ack`]: a failed call is not
+    /// Returns the action for the message. Never [`Disposition::Ack`]: the message of a failed call is not
     /// acknowledged.
     pub fn disposition(&self) -> Disposition {
         match self {
@@ -319,7 +317,7 @@ impl Error {
             | Self::HeldBack { retry_after, .. }
             | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
             _ if self.is_misconfigured() => Disposition::Retry { after: deployment_pause(self.key()) },
-            // The operation is done, and nobody can be told with what result: that is for a person to settle.
+            // No delivery can finish the operation, so a person must decide about it.
             Self::NoAttempt
             | Self::ResultUnavailable { .. }
             | Self::MissingKey { .. }
@@ -332,10 +330,10 @@ impl Error {
         }
     }
 
-    /// Returns whether the error is a mistake of the deployment and not of the message: a policy that can't be
-    /// honoured, two handlers with one scope, `current()` outside of a handler, a return type that no longer reads
-    /// recorded results, or a store with the wrong version, rights or settings. Such a message is delivered again until
-    /// the deployment is fixed.
+    /// Returns whether the deployment is wrong, as opposed to the message. Examples are a policy that can't be
+    /// honoured, two handlers with one scope, `current()` outside of a handler, a return type that no longer decodes
+    /// recorded results, or a store with the wrong version, rights or settings. The message of such an error is
+    /// delivered again until the deployment is fixed.
     pub fn is_misconfigured(&self) -> bool {
         match self {
             Self::NoAttempt | Self::InvalidPolicy { .. } => true,
@@ -349,7 +347,8 @@ impl Error {
         }
     }
 
-    /// Returns whether the effect may have happened although the record does not show it. Alert on such errors.
+    /// Returns whether the effect may have happened although the record does not show it. An alert on such errors is
+    /// advisable.
     pub fn is_uncertain(&self) -> bool {
         self.doubt().is_some()
     }
@@ -368,7 +367,7 @@ impl Error {
         }
     }
 
-    /// Returns the operation in doubt, for the hook `on_uncertain`.
+    /// Returns the uncertain operation, for the hook `on_uncertain`; `None` if the error leaves nothing uncertain.
     pub(crate) fn uncertain(&self) -> Option<Uncertain<'_>> {
         let cause = self.doubt()?;
         match self {

@@ -25,22 +25,22 @@
 //! | to | see |
 //! |---|---|
 //! | protect a handler | [`#[idempotent]`](macro@idempotent) with all its options; [`Operation`] without the macro |
-//! | decide about a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`]; of a batch [`observe_all`] |
+//! | decide about a message | [`observe`], [`Outcome`], [`Disposition`], [`Error`]; for a batch [`observe_all`] |
 //! | keep a broker from delivering again while a handler runs | [`Observe::on_beat`](future::Observe::on_beat), [`Observe::delivery_limit`](future::Observe::delivery_limit), [`brokers`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
 //! | keep records | [`MemoryStore`], and behind features `SqliteStore`, `RedisStore`, `PostgresStore`, `DynamoStore` |
-//! | record inside of a transaction of yours | `PostgresStore::within`, `SqliteStore::within` |
-//! | return bytes | a `Vec<u8>` or a `Bytes` is recorded as it is, see [`Json`]; [`PayloadDigest`](key::PayloadDigest) in place of a large payload |
-//! | encode results otherwise | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
-//! | change what a handler returns | [`OnUndecodable`], [`Undecodable`] |
+//! | record inside of your own transaction | `PostgresStore::within`, `SqliteStore::within` |
+//! | return bytes | a `Vec<u8>` or a `Bytes` is recorded unencoded, see [`Json`]; [`PayloadDigest`](key::PayloadDigest) in place of a large payload |
+//! | choose the encoding of results | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
+//! | change the return type of a handler | [`OnUndecodable`], [`Undecodable`] |
 //! | protect HTTP routes | `http::IdempotencyLayer` (features `http`, `axum`) |
 //! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
-//! | look at a record, resolve an interrupted operation, or let it run again | [`StoreExt::operator`], [`operator`] |
-//! | watch it: spans, counters, readiness | `tracing`, [`StoreExt::metrics`], [`StoreExt::health`], [`metrics`], [`KeyDisplay`] |
+//! | inspect a record, resolve an interrupted operation, or let it run again | [`StoreExt::operator`], [`operator`] |
+//! | monitor calls and stores: spans, counters, readiness | `tracing`, [`StoreExt::metrics`], [`StoreExt::health`], [`metrics`], [`KeyDisplay`] |
 //! | shut down | [`StoreExt::flush`] |
-//! | test your handlers: killed at each await, with duplicates in flight | `testing` (feature `testing`) |
-//! | test time | [`ManualClock`](clock::ManualClock), [`MemoryStore::options`], [`MemoryStore::peer`] |
+//! | test your handlers: kills at each await, duplicates in flight | `testing` (feature `testing`) |
+//! | test leases and retentions | [`ManualClock`](clock::ManualClock), [`MemoryStore::options`], [`MemoryStore::peer`] |
 //! | write a store | [`Store`] with [`store`] and [`record`], `conformance` (feature `conformance`) |
 //!
 //! # Guarantees
@@ -49,9 +49,9 @@
 //! changes within its retention; a late attempt never touches the record of its successor; a failing store is never
 //! read as "no record".
 //!
-//! An effect of the body can still happen twice: a process may die after the effect and before its record, or be paused
-//! for longer than its lease. [`Attempt::child_key`] is the same on every attempt, for APIs that have idempotency keys;
-//! `on_crash = fail` allows one run at most.
+//! An effect of the body can still happen twice: a process may crash after the effect and before its record, or be
+//! paused for longer than its lease. [`Attempt::child_key`] is the same on every attempt, for APIs that have
+//! idempotency keys. `on_crash = fail` allows one run at most.
 //!
 //! # Features
 //!
@@ -60,28 +60,28 @@
 //! | `macros` (default) | the attribute |
 //! | `memory` (default) | [`MemoryStore`] |
 //! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer; one server, Sentinel or Cluster |
-//! | `redis-tls` | `rediss://` URLs: rustls, with the certificates that the system trusts |
+//! | `redis-tls` | `rediss://` URLs for `RedisStore`: rustls, with the certificates that the system trusts |
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
 //! | `postgres` | `PostgresStore`: PostgreSQL 12 and newer |
-//! | `postgres-tls` | `sslmode=require` in its URLs: rustls, with the certificates that the system trusts |
+//! | `postgres-tls` | `sslmode=require` in URLs for `PostgresStore`: rustls, with the certificates that the system trusts |
 //! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
-//! | `cached` | `Cached`: finished records kept in this process, in front of any store |
+//! | `cached` | `Cached`: a cache of finished records in this process, in front of any store |
 //! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
-//! | `offloaded` | `Offloaded`: large results in an object store, their records in any store |
+//! | `offloaded` | `Offloaded`: large results in an object store, records in any store |
 //! | `http` | `http::IdempotencyLayer`: the `Idempotency-Key` header for any tower stack |
-//! | `axum` | the same in axum: route templates, nested routers, an extractor |
-//! | `http-client` | `http::client::RetryLayer`: sends keys, and retries what may be retried |
+//! | `axum` | `http::IdempotencyLayer` in axum: route templates, nested routers, an extractor |
+//! | `http-client` | `http::client::RetryLayer`: sends keys with requests, and retries requests that are safe to retry |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
 //! | `with-tokio-postgres-0_7`, `with-sqlx-0_8`, `with-rusqlite-0_40` | `PostgresStore::within`, `SqliteStore::within`: records inside of your own transaction |
 //! | `with-redis-1`, `with-deadpool-postgres-0_14` | `connect_with`, `connect_over`: stores on clients, connections and pools of your own |
 //! | `tower` | `tower::OperationLayer`, for typed services of tower |
-//! | `metrics` | exports the numbers of [`StoreExt::metrics`] through the facade `metrics` 0.24 |
+//! | `metrics` | exports the values of [`StoreExt::metrics`] through the facade `metrics` 0.24 |
 //! | `testing` | `testing::explore`, which kills your handler at each of its awaits, on simulated time |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
 //! A function that takes or returns a type of a driver has a feature named after the driver and its major version. The
-//! next major version will have an additional feature. `DynamoStore` takes the client of `aws-sdk-dynamodb` 1, and
-//! `Offloaded` an object store of `object_store` 0.14.
+//! next major version of the driver will have a feature of its own. `DynamoStore` takes the client of
+//! `aws-sdk-dynamodb` 1, and `Offloaded` an object store of `object_store` 0.14.
 //!
 //! The library runs on tokio: tokio tasks renew leases and make late writes.
 #![warn(missing_debug_implementations, missing_docs)]
@@ -112,12 +112,12 @@ pub mod tower;
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub mod within;
 
-/// The futures that [`observe`] and [`observe_all`] return.
+/// Futures that [`observe`] and [`observe_all`] return.
 pub mod future {
     pub use crate::engine::{CatchPanics, NoBeat, Observe, ObserveAll, OnBeat};
 }
 
-/// Actions of an operator on a record: inspect, resolve, reopen, break a lease, forget.
+/// Actions of an operator on a record: to inspect, resolve, reopen or forget it, and to break its lease.
 pub mod operator {
     pub use crate::store::operator::{Operator, OperatorError, Resolution};
 }
@@ -160,19 +160,19 @@ pub mod dynamodb {
     pub use crate::stores::dynamo::{DynamoOptions, DynamoStore};
 }
 
-/// Finished records kept in this process, in front of any store.
+/// A cache of finished records in this process, in front of any store.
 #[cfg(feature = "cached")]
 pub mod cached {
     pub use crate::stores::cached::{Cached, CachedOptions};
 }
 
-/// Large results compressed, in any store.
+/// Compression of large results, in any store.
 #[cfg(feature = "compressed")]
 pub mod compressed {
     pub use crate::stores::compressed::{Compressed, CompressedOptions};
 }
 
-/// Large results in an object store, their records in any store.
+/// Large results in an object store, with records in any store.
 #[cfg(feature = "offloaded")]
 pub mod offloaded {
     pub use crate::stores::offloaded::{Offloaded, OffloadedOptions};
