@@ -1,9 +1,9 @@
-//! A crash of a process that is only a store handle.
+//! Simulated crashes of processes that consist only of a store handle.
 
 use crate::store::Store;
 
-/// Stops all renewals, releases and late writes of this store handle, as if its process had crashed. Its calls get no
-/// answer from that: the test drops them. For tests and demonstrations with several handles in one process.
+/// Stops all renewals, releases and late writes of this store handle, as if its process had crashed. Running calls do
+/// not end: the test must drop them. For tests and demonstrations with several handles in one process.
 ///
 /// ```
 /// use idem_runtime::MemoryStore;
@@ -11,7 +11,7 @@ use crate::store::Store;
 ///
 /// let store = MemoryStore::new();
 /// let worker = store.peer();
-/// // … `worker` runs a handler, which is dropped …
+/// // … `worker` runs a handler, and the call is dropped …
 /// crash(&worker);
 /// // The key stays reserved until the lease of `worker` lapses.
 /// ```

@@ -1,4 +1,4 @@
-//! Runs a handler repeatedly, each time with another fault.
+//! Explorer, which runs a handler repeatedly, each time with another fault.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
@@ -23,28 +23,29 @@ use crate::engine::{Observe, Outcome, Refusal};
 use crate::error::Disposition;
 use crate::sync::lock;
 
-/// Time until the broker redelivers a message that got no answer. It doubles with each delivery, up to a lease.
+/// Time until the broker redelivers an unanswered message. The time doubles with each delivery, up to a lease.
 const REDELIVERY: Duration = Duration::from_secs(1);
-/// Number of deliveries after which a message counts as never acknowledged. Deliveries refused as in progress don't
-/// count.
+/// Number of deliveries after which a message counts as never acknowledged. Deliveries that are refused as in progress
+/// are not counted.
 const DELIVERIES: u32 = 30;
-/// Time from the first delivery to the last duplicate (default: 1 h).
+/// Default time from the first delivery to the last duplicate.
 const LATE: Duration = Duration::from_secs(3600);
-/// Simulated time that a scenario may take (default: 1 h).
+/// Default simulated time that a scenario may take.
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// Limit of polls of the deliveries of a scenario.
+/// Largest number of polls of the deliveries in a scenario.
 const POLLS: u64 = 1_000_000;
-/// Time in which the rest of a scenario must end: late writes, and tasks that the handler has spawned.
+/// Simulated time that follows the last delivery, for late writes and for tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
-/// Lease to assume at least: outages of the store, redelivery and time limits are derived from the longest lease.
+/// Shortest lease that is assumed. Outages of the store, pauses of redelivery and time limits are derived from the
+/// longest lease.
 const LEASE: Duration = Duration::from_secs(30);
-/// Number of characters of an error that a story shows.
+/// Number of characters of an error in a story.
 const SHOWN: usize = 160;
-/// Limit of scenarios (default: 50 000).
+/// Default limit of the number of scenarios.
 const MAX_SCENARIOS: usize = 50_000;
 
-/// The output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) decides what happens to
-/// the message, or the [`Disposition`] that a consumer of your own has decided on.
+/// Output of a delivery: the `Result` of a handler, from which [`observe`](crate::observe) computes the disposition, or
+/// the [`Disposition`] that a consumer of your own has computed.
 pub trait DeliveryOutput: sealed::DeliveryOutput {}
 
 impl<D: sealed::DeliveryOutput> DeliveryOutput for D {}
@@ -61,12 +62,12 @@ mod sealed {
     }
 }
 
-/// The answer of a delivery that ended.
+/// Outcome and output of a delivery that ended.
 #[derive(Debug)]
 pub struct DeliveryAnswer {
     outcome: Outcome,
     disposition: Disposition,
-    /// The value as JSON.
+    /// Value that the handler returned, as JSON.
     value: Option<String>,
     error: Option<String>,
 }
@@ -89,7 +90,7 @@ impl sealed::DeliveryOutput for Disposition {
         DeliveryAnswer { outcome, disposition: self, value: None, error: None }
     }
 
-    /// A `Disposition` itself tells a failed delivery from a successful one.
+    /// Returns false: a `Disposition` already contains the decision for a failed delivery.
     fn failed(&self) -> bool {
         false
     }
@@ -122,13 +123,13 @@ impl DeliveryAnswer {
 }
 
 /// Kills your handler at each of its awaits and store calls, with duplicates in flight, and reports whether the effects
-/// that you count happened once. The [module](crate::testing) shows how to use it.
+/// that you count happened once. The [module](crate::testing) has an example.
 ///
-/// `deliver` is called for every delivery of one message. It builds the handler's surroundings from the [`Worker`], and
-/// calls the handler. [`Explorer`] has options.
+/// `explore` calls `deliver` for every delivery of one message. `deliver` builds the handler's surroundings from the
+/// [`Worker`], and calls the handler. [`Explorer`] does the same with options.
 ///
 /// # Panics
-/// Inside a tokio runtime, because it starts its own. Call it from a plain `#[test]`.
+/// Inside of a tokio runtime, because `explore` starts its own runtime. Call it from a plain `#[test]`.
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,
@@ -137,7 +138,7 @@ where
     Explorer::new().explore(deliver)
 }
 
-/// [`explore`], with options.
+/// Explorer of a handler: [`explore`] with options.
 #[derive(Clone, Debug)]
 #[must_use = "nothing is explored before `explore` is called"]
 pub struct Explorer {
@@ -174,60 +175,62 @@ impl Explorer {
         }
     }
 
-    /// Sets the seed from which the order of concurrent tasks is drawn (default: 0).
+    /// Sets the seed of the random order of concurrent tasks (default: 0).
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Sets the number of task orders in which each scenario with duplicates is run (default: 2).
+    /// Sets the number of task orders in which each scenario with concurrent workers runs (default: 2).
     pub fn orders(mut self, orders: u32) -> Self {
         self.orders = orders;
         self
     }
 
-    /// Sets the number of duplicates, in scenarios that have any (default: 1).
+    /// Sets the number of duplicates in scenarios with duplicates (default: 1).
     pub fn duplicates(mut self, duplicates: u32) -> Self {
         self.duplicates = duplicates;
         self
     }
 
-    /// Checks for at-most-once, for `on_crash = fail`: no effect may happen more often than in the plain run. An effect
-    /// may be missing if the message was set aside, so that an operator can decide.
+    /// Checks that effects happen at most once, for `on_crash = fail`: no effect may happen more often than in the
+    /// plain run. An effect may be missing if the message was set aside, so that an operator can decide.
     pub fn at_most_once(mut self) -> Self {
         self.at_most_once = true;
         self
     }
 
-    /// Also cancels or kills a later delivery, at each of its awaits, after the first delivery was cut. For handlers
-    /// whose second attempt takes another path. The number of these scenarios grows with the square of the awaits.
+    /// Adds scenarios in which a later delivery is also cancelled or killed, at each of its awaits, after the first
+    /// delivery was cut. For handlers whose second attempt takes another path. The number of these scenarios grows with
+    /// the square of the awaits.
     pub fn twice(mut self) -> Self {
         self.twice = true;
         self
     }
 
     /// Sets the time after the first delivery within which your broker may deliver a message again (default: 1 h). A
-    /// duplicate arrives right before the end of that time, and reveals a `ttl` that is too short.
+    /// duplicate arrives just before the end of that time, and reveals a `ttl` that is too short.
     pub fn redelivered_within(mut self, late: Duration) -> Self {
         self.redelivered_within = late;
         self
     }
 
     /// Sets the simulated time that a scenario may take before its handler counts as stuck (default: 1 h). The limit is
-    /// always at least 30 leases.
+    /// at least 30 leases.
     pub fn patience(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
     }
 
-    /// Limits the number of scenarios. The report contains the number of scenarios left out.
+    /// Limits the number of scenarios (default: 50 000). The report contains the number of scenarios that were left
+    /// out.
     pub fn max_scenarios(mut self, limit: usize) -> Self {
         self.max_scenarios = Some(limit);
         self
     }
 
-    /// Runs only the scenario with this name, as a finding shows it: `"crash@await:3/duplicate:during"`. The name
-    /// stands for the same scenario as long as the options are the same.
+    /// Runs only the scenario with this name, as it stands in a finding: `"crash@await:3/duplicate:during"`. The name
+    /// identifies the same scenario as long as the options are the same.
     ///
     /// ```
     /// use idem_runtime::testing::{Explorer, SimulatedStore, Worker};
@@ -250,17 +253,17 @@ impl Explorer {
         self
     }
 
-    /// Calls `deliver` for every delivery of a message. `deliver` builds the handler's surroundings from the
-    /// [`Worker`], and calls the handler, as if the worker had just started.
+    /// Explores a handler: calls `deliver` for every delivery of a message. `deliver` builds the handler's surroundings
+    /// from the [`Worker`], and calls the handler, as if the worker had just started.
     ///
     /// # Panics
-    /// If [`only`](Explorer::only) names no existing scenario, or inside a tokio runtime.
+    /// If [`only`](Explorer::only) names no existing scenario, or inside of a tokio runtime.
     pub fn explore<F, D>(&self, deliver: F) -> Report
     where
         F: Fn(Worker) -> D + 'static,
         D: Future<Output: DeliveryOutput> + 'static,
     {
-        // The handler's output and its `Outcome` together give the answer of a delivery.
+        // The output of the handler and its `Outcome` together make the answer of a delivery.
         let deliver: Deliver = Rc::new(move |worker| {
             let delivery = deliver(worker);
             Box::pin(async move {
@@ -268,7 +271,7 @@ impl Explorer {
                 sealed::DeliveryOutput::answer(delivered, outcome)
             })
         });
-        // The plain run shows the points at which faults can happen, and the effects to expect.
+        // The plain run collects the points at which faults can happen, and the effects to expect.
         let plain = self.run(Scenario::PLAIN, LEASE, &deliver);
         let mut report = Report::new(self.at_most_once, &plain);
         report.judge(&plain, self.at_most_once);
@@ -280,7 +283,7 @@ impl Explorer {
         if self.twice {
             scenarios.extend(Scenario::twice(awaits));
         }
-        // A single scenario: the report then shows this run alone.
+        // With `only`, the report contains the run of this scenario alone.
         if let Some(only) = &self.only {
             if *only == Scenario::PLAIN.to_string() {
                 return report;
@@ -293,7 +296,8 @@ impl Explorer {
             report.judge(&run, self.at_most_once);
             return report;
         }
-        // An explicit limit is the caller's choice. Scenarios left out by the default limit make the report incomplete.
+        // The caller of `max_scenarios` knows that scenarios are left out. If the default limit leaves scenarios out,
+        // the report is incomplete.
         let limit = self.max_scenarios.unwrap_or(MAX_SCENARIOS).saturating_sub(1);
         report.left_out = scenarios.len().saturating_sub(limit);
         report.incomplete = report.left_out > 0 && self.max_scenarios.is_none();
@@ -348,14 +352,15 @@ impl Explorer {
 
 type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = DeliveryAnswer>>>>;
 
-/// State of a scenario while it is played.
+/// State of a scenario while it runs.
 struct Scene {
     simulation: Rc<Simulation>,
     world: Arc<World>,
     scenario: Scenario,
     deliver: Deliver,
     duplicates: u32,
-    /// Deliveries of the message and of its duplicates. Each ends when its copy is acknowledged.
+    /// Tasks that deliver the message and its duplicates. Each task ends when its copy of the message is acknowledged
+    /// or set aside.
     copies: RefCell<Vec<Task<()>>>,
     known: RefCell<ScenarioFacts>,
 }
@@ -371,30 +376,30 @@ struct ScenarioFacts {
 }
 
 impl ScenarioFacts {
-    /// Returns the cut for a later delivery, and marks it as used: it happens once.
+    /// Returns the cut for a later delivery, and marks that cut as used.
     fn cut_again(&mut self, scenario: Scenario) -> Cut {
         self.cut_again = true;
         scenario.then.map_or(Cut::Nothing, |(cut, _)| cut)
     }
 }
 
-/// Selects the cuts of the scenario that apply to a delivery.
+/// Selects the cut of the scenario that applies to a delivery.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CutSelection {
-    /// The scenario's own cut.
+    /// The cut of the first delivery.
     First,
     /// The cut for a later delivery.
     Later,
-    /// No cut.
+    /// No cut applies to the delivery.
     No,
 }
 
-/// End of one delivery.
+/// End of a delivery.
 enum DeliveryEnd {
     Answered(DeliveryAnswer),
-    /// The delivery was dropped or panicked: the broker gets no answer.
+    /// The delivery was dropped or panicked, so the broker gets no answer.
     Unanswered,
-    /// The worker of the delivery is dead.
+    /// The worker of the delivery died.
     Died,
 }
 
@@ -412,7 +417,7 @@ impl Scene {
         }
         self.all_ended().await;
         if self.scenario.duplicate == Duplicate::Late {
-            // The broker counts from its first delivery, and stops redelivering at `late`.
+            // The broker counts from the first delivery, and stops redelivering after the time `late`.
             let passed = self.world.clock().now().since_origin();
             self.world.clock().sleep(late.saturating_sub(passed).saturating_sub(SLOWER)).await;
             self.duplicate();
@@ -434,7 +439,7 @@ impl Scene {
         self.copies.borrow_mut().push(copy);
     }
 
-    /// Delivers the duplicates, each to its own worker, once in a scenario.
+    /// Starts the delivery of the duplicates, each to its own worker, unless that has happened in this scenario.
     fn duplicate(self: &Rc<Self>) {
         if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
             for _ in 0..self.duplicates {
@@ -449,7 +454,7 @@ impl Scene {
         }
     }
 
-    /// Delivers one copy of the message as a broker does: again and again, until it is acknowledged or set aside.
+    /// Delivers one copy of the message like a broker: repeatedly, until the copy is acknowledged or set aside.
     async fn deliver(self: Rc<Self>, what: &'static str, mut worker: Worker, mut watched: CutSelection) {
         let world = &self.world;
         let mut redelivery = REDELIVERY;
@@ -461,7 +466,8 @@ impl Scene {
             let mut again_after = None;
             left -= u32::from(!ended.is_in_progress());
             match ended {
-                // The worker dies between the handler's return and the acknowledgement, so the broker delivers again.
+                // The worker dies between the return of the handler and the acknowledgement, so the broker delivers
+                // again.
                 DeliveryEnd::Answered(_) if watched == CutSelection::First && self.scenario.point == Point::Return => {
                     self.kill(&worker, "when the handler has returned, before the message is acknowledged");
                     self.duplicate_after();
@@ -488,11 +494,11 @@ impl Scene {
                 }
                 DeliveryEnd::Unanswered | DeliveryEnd::Died => {}
             }
-            // Faults hit the first delivery; later deliveries get only the second cut of the scenario.
+            // The fault hits the first delivery. Later deliveries get only the second cut of the scenario.
             if watched == CutSelection::First {
                 watched = CutSelection::Later;
             }
-            // Wait as the broker does, and replace a dead worker.
+            // The broker waits before the next delivery, and a new worker replaces a dead one.
             world.clock().sleep(again_after.unwrap_or(redelivery)).await;
             redelivery = (redelivery * 2).min(world.lease());
             if worker.is_dead() {
@@ -508,7 +514,7 @@ impl Scene {
     }
 
     async fn deliver_once(self: &Rc<Self>, number: u32, worker: &Worker, watched: CutSelection) -> DeliveryEnd {
-        // The closure itself may panic before it returns a future.
+        // The closure may panic before it returns a future.
         let mut call = match catch_unwind(AssertUnwindSafe(|| (self.deliver)(worker.clone()))) {
             Ok(call) => call,
             Err(panic) => return self.panicked(number, &*panic),
@@ -516,7 +522,7 @@ impl Scene {
         let mut awaits = 0;
         loop {
             let mut dead = pin!(worker.dead());
-            // Polls the delivery until it ends, its worker dies, or it reaches the point of its cut.
+            // Polls the delivery until it ends, its worker dies, or the delivery reaches the point of its cut.
             let step = poll_fn(|cx| {
                 if dead.as_mut().poll(cx).is_ready() {
                     return Poll::Ready(Step::Ended(DeliveryEnd::Died));
@@ -532,11 +538,11 @@ impl Scene {
                     Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
                     Ok(Poll::Pending) => awaits += 1,
                 }
-                // The worker may have died during the poll.
+                // The worker may have died during this poll.
                 if worker.is_dead() {
                     return Poll::Ready(Step::Ended(DeliveryEnd::Died));
                 }
-                // The plain run collects the points at which other scenarios cut.
+                // The plain run collects the points at which other scenarios cut the delivery.
                 if watched == CutSelection::First && self.scenario == Scenario::PLAIN {
                     self.known.borrow_mut().awaits.push(place.clone());
                 }
@@ -561,7 +567,7 @@ impl Scene {
         }
     }
 
-    /// Returns whether the delivery has reached its cut: it is pending for the `awaits`-th time.
+    /// Returns whether the delivery is at the point of its cut: at its `awaits`-th await.
     fn is_reached(&self, watched: CutSelection, awaits: usize) -> bool {
         match watched {
             CutSelection::First => self.scenario.point == Point::Await(awaits),
@@ -572,13 +578,13 @@ impl Scene {
         }
     }
 
-    /// Applies `cut` to the delivery at `place`. Returns the delivery's end if the cut ended it.
+    /// Applies `cut` to the delivery at `place`. Returns the end of the delivery if the cut ended it.
     async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<DeliveryEnd> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {
             self.world.narrate(&format!("delivery {number} is {place}"));
             self.duplicate();
-            // Time passes only while no task can go on, so the duplicates run first.
+            // Time passes only while no task can go on, so the duplicates run before this sleep ends.
             clock.sleep(SLOWER).await;
         }
         match cut {
@@ -606,8 +612,8 @@ impl Scene {
         }
     }
 
-    /// Delivers the message to another worker, as a broker does that waits too long for an answer. Later lets the
-    /// `stopped` worker go on.
+    /// Delivers the message to another worker, like a broker that has waited too long for an answer. Later resumes the
+    /// `stopped` worker.
     fn stand_in(self: &Rc<Self>, stopped: Worker) {
         let other = self.world.worker();
         let copy = {
@@ -651,7 +657,7 @@ impl Scene {
     }
 }
 
-/// Waits until one of the two futures is ready.
+/// Waits until `one` or `other` is ready.
 async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|cx| if one.as_mut().poll(cx).is_ready() { Poll::Ready(()) } else { other.as_mut().poll(cx) }).await;
@@ -660,6 +666,6 @@ async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) 
 /// Result of polling a delivery until it ends or reaches its cut.
 enum Step {
     Ended(DeliveryEnd),
-    /// The delivery is at the place where the scenario cuts it.
+    /// The delivery is at the point of its cut. The text describes that point.
     Reached(String),
 }

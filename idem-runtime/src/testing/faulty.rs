@@ -1,4 +1,4 @@
-//! A store that fails on request of a test.
+//! A store that fails when a test asks for it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -12,25 +12,25 @@ use crate::store::{
 };
 use crate::sync::lock;
 
-/// Fault of one call of a [`FaultyStore`].
+/// Fault of a call of a [`FaultyStore`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Fault {
-    /// No fault: the call is passed on.
+    /// The call is passed on to the inner store without a fault.
     None,
     /// The call fails and writes nothing.
     Before(StoreErrorKind),
-    /// A call that writes a result fails and writes nothing. All other calls are passed on.
+    /// The call fails and writes nothing if it would write a result. Any other call is passed on to the inner store.
     BeforeResult(StoreErrorKind),
-    /// The call takes effect, and its answer is lost.
+    /// The call takes effect, but its answer is lost.
     After,
-    /// The call takes effect after this many polls. Its answer arrives after as many more.
+    /// The call takes effect after this number of polls. Its answer arrives after the same number of further polls.
     Slow(u32),
-    /// The call never answers, and writes nothing.
+    /// The call writes nothing and never returns.
     Hang,
 }
 
-/// The calls of a [`Store`] that may fail.
+/// Calls of a [`Store`] that may fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum StoreCall {
@@ -58,7 +58,7 @@ pub enum StoreCall {
     Ping,
 }
 
-/// A store that passes its calls on to another store, and fails on request of a test. Clones share the faults.
+/// A store that passes its calls on to another store, and fails when a test asks for it. Clones share the faults.
 ///
 /// # Examples
 /// ```
@@ -94,7 +94,7 @@ struct FaultPlan {
 }
 
 impl FaultyStore {
-    /// Creates a store that passes every call on until a test sets a fault.
+    /// Creates a store that passes every call on to `inner` until a test sets a fault.
     pub fn new(inner: &(impl Store + ?Sized)) -> Self {
         Self { inner: inner.handle(), response_timeout: inner.response_timeout(), plan: Arc::default() }
     }
@@ -105,24 +105,24 @@ impl FaultyStore {
         Self { response_timeout, ..self }
     }
 
-    /// Applies `fault` to the next call of this kind.
+    /// Applies `fault` to the next call of the kind `call`.
     pub fn next(&self, call: StoreCall, fault: Fault) {
         lock(&self.plan).faults.push_back((call, fault));
     }
 
-    /// Applies `fault` to every call of this kind from now on.
+    /// Applies `fault` to every call of the kind `call` from now on.
     pub fn always(&self, call: StoreCall, fault: Fault) {
         let mut plan = lock(&self.plan);
         plan.always.retain(|(other, _)| *other != call);
         plan.always.push((call, fault));
     }
 
-    /// Returns the number of calls of this kind.
+    /// Returns the number of calls of the kind `call`.
     pub fn count(&self, call: StoreCall) -> usize {
         lock(&self.plan).calls.iter().filter(|it| **it == call).count()
     }
 
-    /// Returns the reservations that were requested, so that a test can send one again as a late request.
+    /// Returns the requests of all `reserve` calls, so that a test can send a request again as a late one.
     pub fn reserves(&self) -> Vec<ReserveRequest> {
         lock(&self.plan).reserves.clone()
     }
@@ -173,7 +173,7 @@ impl FaultyStore {
     }
 }
 
-/// Yields this many times.
+/// Yields to the scheduler `polls` times.
 async fn pending(polls: u32) {
     for _ in 0..polls {
         tokio::task::yield_now().await;
@@ -205,7 +205,7 @@ impl Store for FaultyStore {
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
-        // A lost answer is lost for every lease of the call.
+        // The answer is lost for every lease of the call.
         let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
         StoreFuture::renewed(answer, self.through(StoreCall::Renew, inner))
     }

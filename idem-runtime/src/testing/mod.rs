@@ -1,11 +1,11 @@
 //! Tests for your own handlers: an explorer that kills a handler at each of its awaits, on simulated time, and a store
-//! that fails on request ([`FaultyStore`]).
+//! that fails when a test asks for it ([`FaultyStore`]).
 //!
-//! [`explore`] delivers a message to your handler many times. Nothing happens to the handler in the first run, the
-//! *plain run*. This run shows the awaits at which the handler is pending, its store calls, and its effects. Each of
-//! these points then gives several scenarios: the handler is cancelled there; its worker is killed, or stands still
-//! while another worker takes over; requests and answers get lost; duplicates arrive before, during and after it. The
-//! message is delivered again as a broker would, until it is acknowledged. Every effect is counted, and each difference
+//! [`explore`] delivers a message to your handler many times. The first run, the *plain run*, has no fault. It collects
+//! the awaits at which the handler is pending, its store calls, and its effects. Each of these points then gives
+//! several scenarios. The handler is cancelled at that point. Its worker is killed, or stands still while another
+//! worker takes over. Requests and answers get lost. Duplicates arrive before the point, at the point and after it. The
+//! message is delivered again like by a broker, until it is acknowledged. Every effect is counted, and each difference
 //! from the plain run is a finding.
 //!
 //! ```
@@ -18,7 +18,7 @@
 //! }
 //!
 //! impl App {
-//!     /// What a worker has when it starts.
+//!     /// Makes the parts of a worker that starts.
 //!     fn new(worker: Worker) -> Self {
 //!         Self { store: worker.store(), worker }
 //!     }
@@ -30,38 +30,38 @@
 //!     Ok(order)
 //! }
 //!
-//! // A worker that dies after the charge and before its record: the next one charges again.
+//! // A worker dies after the charge and before its record, so the next worker charges again.
 //! let report = explore(|worker| async { charge(&App::new(worker), 42).await });
 //! assert!(report.findings().iter().any(|finding| matches!(finding.problem(), Problem::Repeated { times: 2, .. })));
 //! println!("{report}");
 //!
 //! #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
 //! async fn charge_with_key(app: &App, order: u32) -> std::io::Result<u32> {
-//!     let key = current()?.child_key("charge"); // The same on every attempt.
+//!     let key = current()?.child_key("charge"); // The key is the same on every attempt.
 //!     app.worker.effect("charge").key(key).await.map_err(std::io::Error::other)?;
 //!     Ok(order)
 //! }
 //!
-//! // What a test of your project says.
+//! // A test of your project makes this assertion.
 //! explore(|worker| async { charge_with_key(&App::new(worker), 42).await }).assert_once();
 //! ```
 //!
-//! A finding contains its story line by line, and the name of its scenario. The name plays that scenario alone, for
-//! example under a debugger: `Explorer::new().only("crash@await:4").explore(…)`.
+//! A finding contains its story line by line, and the name of its scenario. With this name you can run the scenario
+//! alone, for example in a debugger: `Explorer::new().only("crash@await:4").explore(…)`.
 //!
 //! # Scenarios of a handler
 //!
-//! | scenario | fault at that point of the first delivery | bugs it finds |
+//! | scenario | fault at the named point of the first delivery | bugs it finds |
 //! |---|---|---|
 //! | `cancel@await:n` | the future is dropped; the worker lives on | half-done work is done again |
-//! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | the same, one lease later; work that the handler did not wait for |
-//! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another worker takes over and ends; the first goes on | effects of an attempt that is over |
-//! | `pause@await:n`, `@effect:n` | as `stop`, but the first goes on once the other began | concurrent attempts |
-//! | `overtake@await:n`, `@effect:n` | as `stop`, but the other takes over and dies | a lost lease taken for success |
+//! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | half-done work is done again, one lease later; work that the handler did not wait for |
+//! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another worker takes over and ends; the first worker goes on | effects of an attempt that is over |
+//! | `pause@await:n`, `@effect:n` | as `stop`, but the first worker goes on once the other has begun | concurrent attempts |
+//! | `overtake@await:n`, `@effect:n` | as `stop`, but the other worker takes over and dies | a lost lease taken for success |
 //! | `request-lost@store:n`, `@effect:n` | the request does not arrive; the caller gets an error | errors that are swallowed |
 //! | `answer-lost@store:n`, `@effect:n` | the request is done; the caller gets an error | work that is done again after an error |
 //! | `down@store:n` | the store is unreachable from that call on, for two leases | results that can't be recorded |
-//! | `run` | nothing | |
+//! | `run` | no fault | |
 //!
 //! | suffix | a duplicate is delivered to another worker |
 //! |---|---|
@@ -70,7 +70,7 @@
 //! | `/duplicate:after` | right after the fault |
 //! | `/duplicate:late` | after the end of all deliveries, at the limit [`Explorer::redelivered_within`] |
 //!
-//! Scenarios with concurrent workers are run in several orders (`/order:1`): [`Explorer::orders`].
+//! Scenarios with concurrent workers are run in several task orders (`/order:1`): [`Explorer::orders`].
 //!
 //! # Expectations
 //!
@@ -78,28 +78,28 @@
 //!   happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, an effect may also be missing
 //!   if the message was set aside.
 //! - The message and each duplicate are acknowledged in the end. The message is set aside only if the plain run sets it
-//!   aside.
+//!   aside too.
 //! - All deliveries get the same result.
 //! - No task panics, waits forever or spins.
 //!
 //! # Your part
 //!
-//! The closure is called for each delivery. From its [`Worker`] it builds the parts of a worker process: a store
-//! ([`Worker::store`]), and fakes of the services that your handler calls. The fakes count their effects
-//! ([`Worker::effect`]), and may share state ([`Worker::shared`]). The closure returns the `Result` of your handler, or
-//! the [`Disposition`](crate::Disposition) that your consumer has decided on.
+//! The explorer calls your closure for each delivery. From the [`Worker`], the closure builds the parts of a worker
+//! process: a store ([`Worker::store`]), and fakes of the services that your handler calls. The fakes count their
+//! effects ([`Worker::effect`]), and may share state ([`Worker::shared`]). The closure returns the `Result` of your
+//! handler, or the [`Disposition`](crate::Disposition) that your consumer has computed.
 //!
-//! Time is simulated: `tokio::time` and [`Worker::clock`] follow it. Everything runs on one thread. A run repeats
-//! exactly if the handler is deterministic: `tokio::select!` needs `biased;` for that, and the handler must not use
-//! real time or real input and output. For tests of another shape, use a [`Simulation`] alone.
+//! Time is simulated, and `tokio::time` and [`Worker::clock`] show the simulated time. All tasks run on one thread. A
+//! run repeats exactly if the handler is deterministic: the handler must not use real time or real input and output,
+//! and every `tokio::select!` needs `biased;`. For tests of another form, use a [`Simulation`] alone.
 //!
 //! # Limits
 //!
 //! A scenario has one fault, which hits the first worker ([`Explorer::twice`] cuts two deliveries). Combinations of
-//! several faults are not covered. The awaits of tasks that your handler spawns are not among the points; their effects
-//! and store calls are. The results are only as good as your fakes. A crash is simulated inside this process: the
-//! values of a killed handler are dropped, so their `Drop` runs. The store loses no records: a Redis that loses records
-//! in a failover is not among the scenarios.
+//! several faults are not covered. No fault hits the awaits of tasks that your handler spawns, but faults hit the
+//! effects and store calls of such tasks. The results are only as good as your fakes. A crash is simulated inside of
+//! this process: the values of a killed handler are dropped, so their `Drop` runs. The store never loses records,
+//! unlike a Redis in a failover.
 
 mod crash;
 #[cfg(feature = "testing")]

@@ -1,8 +1,8 @@
-//! Problems of a handler.
+//! Problems of a handler that the explorer finds.
 
 use std::fmt;
 
-/// A problem in one scenario.
+/// A problem that a scenario has shown.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Finding {
     pub(super) scenario: String,
@@ -11,17 +11,17 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// The name of the scenario, for [`Explorer::only`](super::Explorer::only).
+    /// Name of the scenario, for [`Explorer::only`](super::Explorer::only).
     pub fn scenario(&self) -> &str {
         &self.scenario
     }
 
-    /// The problem.
+    /// Problem that the scenario has shown.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// The scenario line by line: simulated times and actions.
+    /// Story of the scenario: its actions line by line, with simulated times.
     pub fn story(&self) -> &[String] {
         &self.story
     }
@@ -42,49 +42,49 @@ impl fmt::Display for Finding {
 pub enum Problem {
     /// An effect happened more often than in the plain run.
     Repeated {
-        /// The name of the effect.
+        /// Name of the effect.
         effect: String,
         /// Number of times that the effect happened.
         times: usize,
-        /// Number of times that the plain run has the effect.
+        /// Number of times that the effect happened in the plain run.
         expected: usize,
     },
-    /// An effect did not happen, or less often than in the plain run.
+    /// An effect happened less often than in the plain run, or not at all.
     Missing {
-        /// The name of the effect.
+        /// Name of the effect.
         effect: String,
         /// Number of times that the effect happened.
         times: usize,
-        /// Number of times that the plain run has the effect.
+        /// Number of times that the effect happened in the plain run.
         expected: usize,
     },
     /// An effect did not happen because its key had been used for another effect.
     KeyShared {
-        /// The name of the effect.
+        /// Name of the effect that did not happen.
         effect: String,
-        /// The effect that did happen under the key.
+        /// Name of the effect that had used the key before.
         other: String,
     },
     /// A message was delivered many times and never acknowledged.
     Unacknowledged,
     /// A message was set aside although the plain run acknowledges it.
     SetAside,
-    /// Two deliveries got different results, although both were recorded or replayed.
+    /// Two deliveries got different results, although both results were recorded or replayed.
     ResultsDiffer,
     /// The handler panicked.
     Panicked {
-        /// The message of the panic.
+        /// Message of the panic.
         message: String,
     },
     /// A delivery did not end.
     Stuck,
-    /// The handler has no counted effect, so the explorer can't find anything: see
+    /// The handler has no counted effect, so the explorer can't find a problem; see
     /// [`Worker::effect`](super::Worker::effect).
     NothingCounted,
 }
 
 impl Problem {
-    /// Returns whether one story can stand for both problems.
+    /// Returns whether the report shows one story for both problems.
     pub(super) fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })

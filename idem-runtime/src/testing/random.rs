@@ -1,8 +1,8 @@
-//! Pseudo-random numbers from a seed.
+//! Pseudorandom numbers from a seed.
 
 use crate::clock::SplitMix;
 
-/// A pseudo-random number generator: the same seed gives the same numbers.
+/// A generator of pseudorandom numbers: the same seed gives the same numbers.
 ///
 /// ```
 /// use idem_runtime::testing::Random;
@@ -15,18 +15,18 @@ use crate::clock::SplitMix;
 pub struct Random(pub(super) SplitMix);
 
 impl Random {
-    /// Creates the generator of `seed`.
+    /// Creates the generator with this `seed`.
     pub const fn seeded(seed: u64) -> Self {
         Self(SplitMix(seed))
     }
 
     /// Returns the next number below `limit`, or zero if `limit` is zero.
     pub fn below(&mut self, limit: u64) -> u64 {
-        // The high half of the product: as uniform as 64 bits allow.
+        // The high half of the product is as uniform as 64 random bits allow.
         u64::try_from((u128::from(self.0.next()) * u128::from(limit)) >> 64).unwrap_or_default()
     }
 
-    /// Returns the next toss of a coin: true with probability one half.
+    /// Returns true with a probability of one half.
     pub fn coin(&mut self) -> bool {
         self.below(2) == 0
     }

@@ -1,4 +1,4 @@
-//! The findings of an exploration.
+//! Report of an exploration.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use super::problem::{Finding, Problem};
 use super::run::Run;
 
-/// The findings of [`explore`](super::explore). `Display` writes them for people; the same handler gives the same text.
+/// Findings of [`explore`](super::explore). `Display` writes them for people; the same handler gives the same text.
 #[derive(Clone, Debug)]
 #[must_use = "look at its findings, or call `assert_once`"]
 pub struct Report {
@@ -15,7 +15,7 @@ pub struct Report {
     awaits: Vec<String>,
     store_calls: Vec<String>,
     effect_calls: Vec<String>,
-    /// Number of times that each effect happens in the plain run.
+    /// Number of times that each effect happened in the plain run.
     expected: BTreeMap<String, usize>,
     set_aside: bool,
     findings: Vec<Finding>,
@@ -49,18 +49,18 @@ impl Report {
         self.left_out
     }
 
-    /// Returns the awaits at which the plain run was pending. The delivery was cut at each of them.
+    /// Returns the awaits at which the plain run was pending. Other scenarios cut the delivery at each of these awaits.
     pub fn awaits(&self) -> &[String] {
         &self.awaits
     }
 
-    /// Returns the store calls of the plain run. Each of them failed in some scenario.
+    /// Returns the store calls of the plain run. Each of these calls failed in another scenario.
     pub fn store_calls(&self) -> &[String] {
         &self.store_calls
     }
 
-    /// Returns the effects that the plain run called, and the [questions](super::Worker::happened) that it asked. In
-    /// some scenario each answer got lost.
+    /// Returns the effects of the plain run, and its [questions](super::Worker::happened) about effects. In another
+    /// scenario each of them got no answer.
     pub fn effects(&self) -> &[String] {
         &self.effect_calls
     }
@@ -70,10 +70,11 @@ impl Report {
         &self.findings
     }
 
-    /// Asserts that every effect happened as often as expected, and every message ended.
+    /// Asserts that every effect happened as often as expected, and that every message was acknowledged or set aside as
+    /// expected.
     ///
     /// # Panics
-    /// With the report, if there are findings, or if the default limit left scenarios out.
+    /// If there are findings, or if the default limit left scenarios out. The panic message contains the report.
     pub fn assert_once(&self) {
         assert!(self.findings.is_empty() && !self.incomplete, "{self}");
     }
@@ -96,7 +97,7 @@ impl Report {
         self.findings.push(run.finding(problem));
     }
 
-    /// Compares a run with the plain run.
+    /// Adds the differences between `run` and the plain run to the findings.
     pub(super) fn judge(&mut self, run: &Run, at_most_once: bool) {
         self.scenarios += 1;
         for problem in &run.problems {
@@ -137,7 +138,7 @@ impl fmt::Display for Report {
         if self.findings.is_empty() {
             return write!(f, "nothing found");
         }
-        // One story for each problem, from the scenario with the fewest lines.
+        // Each problem is shown with one story, from the scenario with the fewest lines.
         let mut problems: Vec<(&Problem, Vec<&Finding>)> = Vec::new();
         for finding in &self.findings {
             match problems.iter_mut().find(|(problem, _)| problem.is_like(&finding.problem)) {

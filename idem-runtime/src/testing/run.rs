@@ -1,10 +1,10 @@
-//! The trace of one scenario that was run.
+//! Trace of a scenario that has run.
 
 use std::time::Duration;
 
 use super::problem::{Finding, Problem};
 
-/// Trace of one scenario that was run.
+/// Trace of a scenario that has run.
 pub(super) struct Run {
     pub(super) scenario: String,
     pub(super) awaits: Vec<String>,

@@ -1,34 +1,34 @@
-//! The faults that can happen to a handler, and their points.
+//! Faults that can happen to a handler, and the points at which they happen.
 
 use std::fmt;
 
 use self::Duplicate::{After, During, Late, Never, With};
 
-/// The fault of the first delivery.
+/// Fault of the first delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Cut {
-    /// No fault.
+    /// No fault happens.
     Nothing,
-    /// The handler's future is dropped; the worker lives on.
+    /// The handler's future is dropped, and the worker lives on.
     Cancel,
     /// The worker dies.
     Crash,
     /// The worker stands still until another worker has handled the message.
     Stop,
-    /// The worker stands still until another worker has taken over, and then runs concurrently with it.
+    /// The worker stands still until another worker has taken over, and then runs concurrently with that worker.
     Pause,
-    /// The worker stands still until another worker has taken over, and has died of this same scenario.
+    /// The worker stands still until another worker has taken over and then died.
     Overtake,
     /// A request does not reach the store or the service.
     RequestLost,
-    /// A request takes effect, and its answer gets lost.
+    /// A request takes effect, but its answer gets lost.
     AnswerLost,
     /// The worker can't reach the store, from this call on and for longer than a lease.
     Down,
 }
 
 impl Cut {
-    /// Returns whether the worker stands still for a while.
+    /// Returns whether the worker stands still for some time.
     pub(super) fn stands_still(self) -> bool {
         matches!(self, Self::Stop | Self::Pause | Self::Overtake)
     }
@@ -50,7 +50,7 @@ impl fmt::Display for Cut {
     }
 }
 
-/// The point of the fault; numbers count from 1.
+/// Point of the fault in the first delivery. The numbers count from 1.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Point {
     Nowhere,
@@ -60,9 +60,10 @@ pub(super) enum Point {
     Return,
     /// The message has been acknowledged.
     Ack,
-    /// The n-th call of the store.
+    /// The delivery makes its n-th call of the store.
     Store(usize),
-    /// The n-th effect. A worker that stands still there has already sent the request.
+    /// The delivery makes its n-th effect. If the worker stands still at this point, the request of the effect has
+    /// already been sent.
     Effect(usize),
 }
 
@@ -83,13 +84,14 @@ impl fmt::Display for Point {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Duplicate {
     Never,
-    /// Together with the message.
+    /// The duplicates are delivered together with the message.
     With,
-    /// At the point of the fault, just before it.
+    /// The duplicates are delivered just before the fault.
     During,
-    /// Right after the fault.
+    /// The duplicates are delivered right after the fault.
     After,
-    /// After all deliveries have ended, as late as the broker may deliver again.
+    /// The duplicates are delivered after all other deliveries have ended, at the latest time at which the broker may
+    /// deliver.
     Late,
 }
 
@@ -105,42 +107,43 @@ impl fmt::Display for Duplicate {
     }
 }
 
-/// One run of the message through the workers. Its text is enough to repeat it.
+/// A run of the message through the workers. The text of a scenario identifies it, so that the run can be repeated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Scenario {
     pub(super) cut: Cut,
     pub(super) point: Point,
     pub(super) duplicate: Duplicate,
-    /// The fault of a later delivery, and the number of the await at which it happens.
+    /// Fault of a later delivery, and the number of the await at which it happens.
     pub(super) then: Option<(Cut, usize)>,
     /// Number of the task order, from 0.
     pub(super) order: u32,
 }
 
 impl Scenario {
-    /// The plain run: no fault.
+    /// The plain run, which has no fault.
     pub(super) const PLAIN: Self =
         Self { cut: Cut::Nothing, point: Point::Nowhere, duplicate: Never, then: None, order: 0 };
 
-    /// Returns whether a stopped worker's renewal is delayed, so that its handler goes on before the heartbeat finds
-    /// the lease lost.
+    /// Returns whether the renewals of a stopped worker are delayed, so that its handler goes on before a renewal shows
+    /// that the lease is lost.
     pub(super) fn renews_late(self) -> bool {
         self.cut.stands_still() && self.order.is_multiple_of(2)
     }
 
-    /// Returns whether a stopped worker's handler is delayed, so that the heartbeat finds the lease lost first.
+    /// Returns whether the handler of a stopped worker is delayed, so that a renewal shows first that the lease is
+    /// lost.
     pub(super) fn goes_on_late(self) -> bool {
         self.cut.stands_still() && !self.order.is_multiple_of(2)
     }
 
-    /// Lists every scenario for a handler with this many awaits, store calls and effects.
+    /// Returns every scenario for a handler with this number of awaits, store calls and effects.
     pub(super) fn all(awaits: usize, store_calls: usize, effects: usize, orders: u32) -> Vec<Self> {
         let mut all = Vec::new();
         let mut add = |cut, point, duplicates: &[Duplicate]| {
             for &duplicate in duplicates {
                 let first = Self { cut, point, duplicate, ..Self::PLAIN };
                 let orders = match duplicate {
-                    // Without concurrency there is only one order of tasks.
+                    // Without concurrent workers there is only one order of tasks.
                     Never if !first.cut.stands_still() => 1,
                     Late => 1,
                     _ => orders.max(1),
@@ -148,9 +151,9 @@ impl Scenario {
                 all.extend((0..orders).map(|order| Self { order, ..first }));
             }
         };
-        // Duplicates without a fault.
+        // Scenarios with duplicates and without a fault.
         add(Cut::Nothing, Point::Nowhere, &[With, Late]);
-        // At an await, the worker itself fails.
+        // Scenarios with a fault of the worker at an await.
         for n in 1..=awaits {
             let point = Point::Await(n);
             add(Cut::Nothing, point, &[During]);
@@ -160,17 +163,17 @@ impl Scenario {
             add(Cut::Pause, point, &[Never]);
             add(Cut::Overtake, point, &[Never]);
         }
-        // Between the handler's end and the acknowledgement, and after it.
+        // Scenarios whose worker dies after the return of the handler, before or after the acknowledgement.
         add(Cut::Crash, Point::Return, &[Never, With, After]);
         add(Cut::Crash, Point::Ack, &[Never, After]);
-        // At a call of the store, messages get lost, or the store is down.
+        // Scenarios with a fault at a call of the store: a message gets lost, or the store is unreachable.
         for n in 1..=store_calls {
             let point = Point::Store(n);
             add(Cut::RequestLost, point, &[Never, With]);
             add(Cut::AnswerLost, point, &[Never, With]);
             add(Cut::Down, point, &[Never, After]);
         }
-        // At an effect, both the worker and the messages may fail.
+        // Scenarios with a fault at an effect: the worker fails, or a message gets lost.
         for n in 1..=effects {
             let point = Point::Effect(n);
             add(Cut::RequestLost, point, &[Never, With]);
@@ -183,7 +186,7 @@ impl Scenario {
         all
     }
 
-    /// Lists every scenario in which two deliveries are cut, one after the other.
+    /// Returns every scenario in which two deliveries are cut, one after the other.
     pub(super) fn twice(awaits: usize) -> impl Iterator<Item = Self> {
         let cuts = move || (1..=awaits).flat_map(|at| [Cut::Cancel, Cut::Crash].map(|cut| (cut, at)));
         cuts().flat_map(move |(cut, at)| {

@@ -1,4 +1,4 @@
-//! Runs many tasks on one thread, in an order that a seed decides, on simulated time.
+//! Simulation of many tasks on one thread, in an order that a seed decides, on simulated time.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
 use std::cell::{Cell, RefCell};
@@ -17,19 +17,20 @@ use super::tasks::{Slot, Tasks};
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant, SplitMix};
 
-/// Simulated time that a run may take (default: 1 d).
+/// Default simulated time that a run may take.
 const TIME_LIMIT: Duration = Duration::from_secs(24 * 3600);
-/// Number of polls that a run may make (default: 10 000 000).
+/// Default number of polls that a run may make.
 const POLL_LIMIT: u64 = 10_000_000;
 
 /// Many tasks on one thread, in an order that a seed decides, on simulated time.
 ///
-/// The simulation draws the next task from those that can go on. While no task can go on, time jumps to the next moment
-/// for which a task sleeps, so an hour takes no real time. Nothing depends on the machine, so a seed repeats its run
-/// exactly.
+/// The simulation picks the next task at random from the tasks that can go on. While no task can go on, time jumps to
+/// the next moment at which a sleep ends, so an hour takes no real time. No choice depends on the machine, so a seed
+/// repeats its run exactly.
 ///
 /// The simulation also runs the library's own tasks (heartbeats, late writes), and supports `tokio::spawn` and
-/// `tokio::time` in a handler. A handler must not use real input and output: simulated time does not wait for them.
+/// `tokio::time` in a handler. A handler must not use real input and output, because simulated time does not wait for
+/// it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -48,7 +49,7 @@ const POLL_LIMIT: u64 = 10_000_000;
 /// let store = MemoryStore::options().clock(simulation.clock()).build();
 /// let call = |store: MemoryStore| async move { observe(ship(&store, 42)).await.1 };
 /// simulation.run(async {
-///     // A worker that is dropped at the first await of its handler; two others.
+///     // One worker is dropped at the first await of its handler. Two other workers follow.
 ///     let killed = simulation.spawn_killed_at(1, call(store.clone()));
 ///     assert!(killed.await.is_err());
 ///     let tasks = [simulation.spawn(call(store.clone())), simulation.spawn(call(store.clone()))];
@@ -63,7 +64,7 @@ const POLL_LIMIT: u64 = 10_000_000;
 ///
 /// A simulation has its own tokio runtime, so use it in a plain `#[test]`, not in a `#[tokio::test]`.
 pub struct Simulation {
-    // Declared before the runtime, so that the remaining tasks are dropped while it exists.
+    // Declared before the runtime, so that the remaining tasks are dropped before the runtime.
     tasks: Rc<Tasks>,
     runtime: Option<Runtime>,
     clock: SimulatedClock,
@@ -73,7 +74,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// Creates a simulation that draws the order of its tasks, and the entropy of its clock, from `seed`.
+    /// Creates a simulation. `seed` decides the order of its tasks and the entropy of its clock.
     ///
     /// # Panics
     /// If no runtime can be built.
@@ -81,7 +82,7 @@ impl Simulation {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .start_paused(true)
-            // Run one spawned task at a time, so that tasks of the simulation can run in between.
+            // The runtime runs one spawned task at a time, so that tasks of the simulation can run in between.
             .event_interval(1)
             .build()
             .expect("a runtime can be built");
@@ -105,8 +106,8 @@ impl Simulation {
         }
     }
 
-    /// Sets the simulated time after which a run counts as stuck (default: 1 d). This limit finds a task that waits for
-    /// an event that never comes.
+    /// Sets the simulated time after which a run counts as stuck (default: 1 d). This limit detects a task that waits
+    /// for an event that never comes.
     pub fn limit_time(&self, limit: Duration) {
         self.time_limit.set(limit);
     }
@@ -126,27 +127,26 @@ impl Simulation {
         self.seed
     }
 
-    /// Draws a number below `limit`, from the same seed as the order of tasks.
+    /// Returns a random number below `limit`, from the same seed as the order of tasks.
     pub fn random(&self, limit: u64) -> u64 {
         self.tasks.random.borrow_mut().below(limit)
     }
 
-    /// Runs `future` and all tasks spawned meanwhile until `future` is ready. Tasks that are still running then are
-    /// dropped.
+    /// Runs `future` and all spawned tasks until `future` is ready. Tasks that still run at that time are dropped.
     ///
     /// # Panics
-    /// If the run is [`SimulationStuck`], if a task panics, or inside another runtime.
+    /// If the run is [`SimulationStuck`], if a task panics, or inside of another runtime.
     pub fn run<F: Future>(&self, future: F) -> F::Output {
         self.try_run(future).unwrap_or_else(|stuck| panic!("{stuck}"))
     }
 
-    /// Runs like [`run`](Simulation::run), but returns an error instead of panicking if the run is stuck.
+    /// Runs like [`run`](Simulation::run), but returns an error if the run is stuck.
     ///
     /// # Errors
     /// [`SimulationStuck`] if `future` does not become ready.
     ///
     /// # Panics
-    /// If a task panics, or inside another runtime.
+    /// If a task panics, or inside of another runtime.
     pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, SimulationStuck> {
         let runtime = self.runtime.as_ref().expect("present until it is dropped");
         let Self { tasks, clock, .. } = self;
@@ -155,12 +155,12 @@ impl Simulation {
         let ran = runtime.block_on(async {
             let mut future = pin!(future);
             let limit = clock.now().saturating_add(self.time_limit.get());
-            // The timer for the next jump of time.
+            // Timer of the next jump of time.
             let mut due: Option<(Instant, Pin<Box<tokio::time::Sleep>>)> = None;
             let main = tasks.new_waker();
             main.wake_by_ref();
             poll_fn(|cx| {
-                // Wakers and clock must know the scheduler before any task is polled.
+                // Wakers and clock must hold the waker of the scheduler before any task is polled.
                 tasks.polled_by(cx.waker());
                 clock.wakes(Some(cx.waker()));
                 clock.wake_sleepers();
@@ -168,7 +168,7 @@ impl Simulation {
                 if clock.now() >= limit || tasks.is_exhausted() {
                     return Poll::Ready(Err(self.stuck(tasks.is_exhausted())));
                 }
-                // No task of the simulation was drawn: let the runtime run its own tasks, or let time jump.
+                // No task of the simulation was picked: the runtime runs its own tasks, or time jumps.
                 let Some(id) = tasks.draw() else {
                     let next = clock.next_wake().map_or(limit, |next| next.min(limit));
                     if due.as_ref().is_none_or(|(at, _)| *at != next) {
@@ -190,7 +190,7 @@ impl Simulation {
                 } else {
                     tasks.poll(id, false);
                 }
-                // Call the scheduler again: time advances once no task can go on.
+                // The scheduler runs again, because time advances only while no task can go on.
                 cx.waker().wake_by_ref();
                 Poll::Pending
             })
@@ -207,8 +207,8 @@ impl Simulation {
         self.spawn_killed_at(u64::MAX, future)
     }
 
-    /// Runs like [`spawn`](Simulation::spawn), but drops `future` at its `awaits`-th await, as soon as it has been
-    /// polled that often and is still pending. With 0 the future is never polled.
+    /// Runs like [`spawn`](Simulation::spawn), but drops `future` at its `awaits`-th await: after that number of polls,
+    /// if it is still pending. If `awaits` is 0, the future is never polled.
     pub fn spawn_killed_at<F: Future + 'static>(&self, awaits: u64, future: F) -> Task<F::Output> {
         let state = Rc::new(TaskState { output: Cell::new(None), waiter: Cell::new(None) });
         let waker = self.tasks.new_waker();
@@ -252,7 +252,7 @@ impl fmt::Debug for Simulation {
     }
 }
 
-/// A run that did not end.
+/// Error of a run that did not end.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SimulationStuck {
     seed: u64,
@@ -262,12 +262,12 @@ pub struct SimulationStuck {
 }
 
 impl SimulationStuck {
-    /// Returns true if tasks were polled endlessly. Otherwise, all tasks waited for an event that never comes.
+    /// Returns true if tasks were polled endlessly, and false if all tasks waited for an event that never came.
     pub fn is_spinning(&self) -> bool {
         self.spinning
     }
 
-    /// Returns the simulated time at which the run was given up.
+    /// Returns the simulated time at which the run was stopped.
     pub fn after(&self) -> Duration {
         self.after
     }
@@ -286,7 +286,7 @@ impl fmt::Display for SimulationStuck {
 
 impl std::error::Error for SimulationStuck {}
 
-/// A task was killed before it was ready.
+/// Error of a task that was killed before it was ready.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KilledTask(());
 
@@ -298,7 +298,8 @@ impl fmt::Display for KilledTask {
 
 impl std::error::Error for KilledTask {}
 
-/// A task of a [`Simulation`]. Awaiting it gives the output of its future. A dropped handle does not end the task.
+/// Handle of a task in a [`Simulation`]. Awaiting the handle returns the output of the task's future. Dropping the
+/// handle does not end the task.
 pub struct Task<T> {
     id: u64,
     tasks: Rc<Tasks>,
@@ -307,14 +308,14 @@ pub struct Task<T> {
 }
 
 impl<T> Task<T> {
-    /// Drops the task's future: immediately, or once it is pending if called from inside it. Has no effect on a task
-    /// that has ended.
+    /// Drops the task's future immediately. A task that kills itself is dropped when it is next pending. A task that
+    /// has ended is not affected.
     pub fn kill(&self) {
         self.tasks.kill(self.id);
     }
 
-    /// Returns the number of polls of the task. Each poll left it pending at an await, except the last one if it has
-    /// ended.
+    /// Returns the number of polls of the task. Each poll left the task pending at an await, except the last poll of a
+    /// task that has ended.
     pub fn polls(&self) -> u64 {
         self.polls.get()
     }

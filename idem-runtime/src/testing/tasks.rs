@@ -1,4 +1,4 @@
-//! The tasks of a simulation.
+//! Tasks of a simulation.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ use crate::clock::Task;
 use crate::sync::lock;
 
 pub(super) struct Slot {
-    /// `None` during a poll.
+    /// Future of the task; `None` during a poll.
     pub(super) future: Option<Pin<Box<dyn Future<Output = ()>>>>,
     pub(super) waker: Arc<TaskWaker>,
     pub(super) polls: Rc<Cell<u64>>,
@@ -25,12 +25,12 @@ pub(super) struct Tasks {
     pub(super) random: RefCell<Random>,
     pub(super) slots: RefCell<BTreeMap<u64, Slot>>,
     pub(super) next: Cell<u64>,
-    /// Number of polls left.
+    /// Number of polls that the run may still make.
     pub(super) left: Cell<u64>,
     pub(super) woken: Arc<Mutex<WakeQueue>>,
 }
 
-/// The tasks that can go on. Behind a lock, because a waker may be called from any thread.
+/// Tasks that can go on. The queue has a lock, because a waker may be called from any thread.
 #[derive(Default)]
 pub(super) struct WakeQueue {
     pub(super) tasks: BTreeSet<u64>,
@@ -65,12 +65,12 @@ impl Tasks {
         Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
     }
 
-    /// Returns whether the limit of polls is reached.
+    /// Returns whether the run has made as many polls as it may.
     pub(super) fn is_exhausted(&self) -> bool {
         self.left.get() == 0
     }
 
-    /// Adds the tasks that the clock was asked to spawn.
+    /// Adds tasks that were spawned through the clock.
     pub(super) fn adopt(&self, spawned: Vec<Task>) {
         for task in spawned {
             let waker = self.new_waker();
@@ -86,7 +86,7 @@ impl Tasks {
         }
     }
 
-    /// Polls a task that can go on while another one blocks; false if no task can.
+    /// Polls another task that can go on while one task blocks. Returns false if no task can go on.
     pub(super) fn poll_another(&self) -> bool {
         let id = {
             let (mut woken, slots) = (lock(&self.woken), self.slots.borrow());
@@ -107,8 +107,8 @@ impl Tasks {
         lock(&self.woken).scheduler = Some(scheduler.clone());
     }
 
-    /// Draws a task that can go on. Sometimes returns `None` although there is one, so that a task of the runtime runs
-    /// first.
+    /// Picks a task that can go on, at random. Sometimes returns `None` although a task can go on, so that a task of
+    /// the runtime runs first.
     pub(super) fn draw(&self) -> Option<u64> {
         let mut woken = lock(&self.woken);
         if woken.tasks.is_empty() || self.random.borrow_mut().coin() {
@@ -121,14 +121,14 @@ impl Tasks {
         Some(id)
     }
 
-    /// Schedules the next call of the scheduler if a task can go on.
+    /// Wakes the scheduler if a task can go on.
     pub(super) fn go_on(&self, scheduler: &Waker) {
         if !lock(&self.woken).tasks.is_empty() {
             scheduler.wake_by_ref();
         }
     }
 
-    /// Polls a task. With `inside` (during the poll of another task), the poll does not use up the other task's
+    /// Polls a task. If `inside` is true, another task is being polled; then this poll does not use up that task's
     /// cooperative budget of tokio.
     pub(super) fn poll(&self, id: u64, inside: bool) {
         let Some((mut future, waker)) = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
@@ -137,7 +137,8 @@ impl Tasks {
         }) else {
             return;
         };
-        // The slots must not be borrowed during a poll or a drop: both may spawn and kill.
+        // The slots must not be borrowed during a poll or a drop, because a task may spawn and kill other tasks in
+        // both.
         let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
         let mut cx = Context::from_waker(&waker);
         let poll = |future: Pin<&mut dyn Future<Output = ()>>, cx: &mut Context<'_>| match inside {
@@ -164,7 +165,7 @@ impl Tasks {
 
     pub(super) fn kill(&self, id: u64) {
         let future = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
-            // A future that is being polled is not in its slot; `kill_at = 0` ends it when the poll returns.
+            // A future that is being polled is not in its slot. `kill_at = 0` ends it when the poll returns.
             slot.kill_at.set(0);
             slot.future.take()
         });
@@ -182,10 +183,10 @@ impl Tasks {
         }
     }
 
-    /// Drops all tasks. `spawned` returns the tasks that the clock was asked to spawn meanwhile.
+    /// Drops all tasks. `spawned` returns tasks that were spawned through the clock meanwhile.
     pub(super) fn clear(&self, spawned: impl Fn() -> Vec<Task>) {
         loop {
-            // A dropped task may spawn a last write.
+            // The drop of a task may spawn a late write.
             self.adopt(spawned());
             let Some((_, slot)) = self.slots.borrow_mut().pop_first() else { break };
             drop(slot);

@@ -1,4 +1,4 @@
-//! Simulated time: a clock whose sleepers the simulation itself wakes, even while one of its tasks blocks.
+//! Simulated time: a clock that the simulation moves, even while a task blocks.
 #![allow(clippy::disallowed_methods, reason = "simulated time is made of tokio's")]
 
 use std::cell::RefCell;
@@ -17,13 +17,13 @@ use crate::engine::{CurrentGuard, Observation};
 use crate::sync::lock;
 
 thread_local! {
-    /// The tasks of the simulation that runs on this thread.
+    /// Tasks of the simulation that runs on this thread.
     static RUNNING: RefCell<Option<Rc<Tasks>>> = const { RefCell::new(None) };
 }
 
-/// The clock of a [`Simulation`](crate::testing::Simulation). Its time advances while no task can go on.
+/// Clock of a [`Simulation`](crate::testing::Simulation). Its time advances while no task can go on.
 ///
-/// The clock shows the time of the simulation's tokio runtime, so `tokio::time` in a handler agrees with it.
+/// The clock shows the time of the simulation's tokio runtime, so `tokio::time` in a handler shows the same time.
 #[derive(Clone)]
 pub struct SimulatedClock(Arc<Time>);
 
@@ -35,17 +35,17 @@ struct Time {
 
 struct TimeState {
     random: SplitMix,
-    /// The sleeping tasks, by the time at which they wake and the order in which they fell asleep.
+    /// Sleeping tasks, by wake-up time and by the order in which they fell asleep.
     sleepers: BTreeMap<(Instant, u64), Waker>,
     fell_asleep: u64,
-    /// Tasks spawned since the simulation last took them.
+    /// Tasks that were spawned since the simulation last took them.
     spawned: Vec<Task>,
-    /// Woken when a task falls asleep or is spawned.
+    /// Waker of the simulation, for a task that falls asleep or is spawned.
     simulation: Option<Waker>,
 }
 
 impl SimulatedClock {
-    /// Creates the clock of a runtime whose time is paused.
+    /// Creates the clock of a runtime with paused time.
     pub(super) fn new(runtime: &tokio::runtime::Handle, seed: u64) -> Self {
         let _entered = runtime.enter();
         let state = TimeState {
@@ -58,25 +58,25 @@ impl SimulatedClock {
         Self(Arc::new(Time { runtime: runtime.clone(), origin: tokio::time::Instant::now(), state: Mutex::new(state) }))
     }
 
-    /// Lets time jump, as a stopped process sees it: everything due in between is late.
+    /// Moves time by `duration` in one jump, like for a process that was suspended: every timer in between fires late.
     ///
     /// To let time pass normally, await [`sleep`](Clock::sleep).
     pub fn advance(&self, duration: Duration) {
         let _entered = self.0.runtime.enter();
-        // The first poll makes the jump. A second poll would only yield, which is left to the caller.
+        // The first poll moves the time. A second poll would only yield, which the caller may do.
         let jump = pin!(tokio::time::advance(duration));
         let _ = jump.poll(&mut Context::from_waker(Waker::noop()));
     }
 
-    /// Blocks the thread of the calling task for `duration`, as `std::thread::sleep` would. Meanwhile the other tasks
-    /// of the simulation and the library's own work go on: they stand for other threads.
+    /// Blocks the thread of the calling task for `duration`, like `std::thread::sleep`. Meanwhile the other tasks of
+    /// the simulation and the library's own tasks go on, as if they ran on other threads.
     ///
     /// Tasks of `tokio::spawn`, sleeps of `tokio::time` and yields of `tokio::task::yield_now` wait, because they
     /// belong to the runtime of the blocked thread. Outside of [`Simulation::run`](crate::testing::Simulation::run),
     /// time jumps as in [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
-        // Tasks that are polled in here are not part of the blocking task's call.
+        // Tasks that are polled during the block do not belong to the attempt or the delivery of the blocking task.
         let (mut nowhere, mut nobody) = (None, None);
         let _entered = CurrentGuard::enter(&mut nowhere);
         let _observation = Observation::enter(&mut nobody);
@@ -96,12 +96,12 @@ impl SimulatedClock {
         }
     }
 
-    /// Sets the `tasks` that go on while one of them blocks, until the returned guard is dropped.
+    /// Sets the tasks of the simulation that runs on this thread, until the returned guard is dropped.
     pub(super) fn running(tasks: &Rc<Tasks>) -> RunningTasks {
         RunningTasks(RUNNING.replace(Some(Rc::clone(tasks))))
     }
 
-    /// Wakes the tasks whose time is due.
+    /// Wakes the sleeping tasks that are due.
     pub(super) fn wake_sleepers(&self) {
         let now = self.now();
         loop {
@@ -121,18 +121,18 @@ impl SimulatedClock {
         lock(&self.0.state).sleepers.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// Returns the tasks spawned since the last call.
+    /// Returns the tasks that were spawned since the last call.
     pub(super) fn take_spawned(&self) -> Vec<Task> {
         std::mem::take(&mut lock(&self.0.state).spawned)
     }
 
-    /// Sets the waker to wake when a task falls asleep or is spawned.
+    /// Sets the waker of the simulation, for tasks that fall asleep or are spawned.
     pub(super) fn wakes(&self, simulation: Option<&Waker>) {
         let earlier = std::mem::replace(&mut lock(&self.0.state).simulation, simulation.cloned());
         drop(earlier);
     }
 
-    /// Converts a moment to the runtime's clock.
+    /// Converts an instant of this clock to an instant of the runtime.
     pub(super) fn of_the_runtime(&self, at: Instant) -> tokio::time::Instant {
         self.0.origin + at.since_origin()
     }
@@ -199,7 +199,7 @@ impl Future for Sleeper {
             });
             state.sleepers.insert((this.until, number), waker)
         };
-        // Dropped outside of the lock: dropping the last waker of a task drops the task.
+        // Dropped outside of the lock, because dropping the last waker of a task drops the task.
         if earlier.is_none() {
             this.clock.wake_simulation();
         }

@@ -1,4 +1,4 @@
-//! The surroundings of a handler in a scenario: a worker that can be killed, its store, and effects that are counted.
+//! Surroundings of a handler in a scenario: a worker that can be killed, its store, and effects that are counted.
 
 use std::any::{Any, TypeId};
 use std::collections::{BTreeMap, HashMap};
@@ -26,18 +26,18 @@ use crate::store::{
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
 
-/// Number of leases for which a store is down: long enough for another worker to take over.
+/// Duration of an outage of the store, in leases: long enough for another worker to take over.
 const DOWN_FOR_LEASES: u32 = 2;
 
 /// Duration of an effect in a task that the handler has spawned.
 const SPAWNED: Duration = Duration::from_millis(100);
-/// Delay of the loser in a race between a handler and its heartbeat.
+/// Delay that decides a race between a handler and its heartbeat.
 pub(super) const SLOWER: Duration = Duration::from_millis(1);
 
 /// A simulated worker process, to which the message is delivered.
 ///
-/// Build your handler's surroundings from it: its [`store`](Worker::store), and fakes whose effects are counted
-/// ([`effect`](Worker::effect)). Once the worker is killed, nothing built from it acts any more. Clones are the same
+/// Build your handler's surroundings from a worker: its [`store`](Worker::store), and fakes whose effects are counted
+/// ([`effect`](Worker::effect)). A killed worker acts no more: neither its store nor its effects. Clones are the same
 /// worker.
 #[derive(Clone)]
 pub struct Worker(Arc<Process>);
@@ -65,29 +65,30 @@ impl Worker {
         SimulatedStore(Arc::new_cyclic(this))
     }
 
-    /// Returns the clock of the scenario. `tokio::time` follows it as well.
+    /// Returns the clock of the scenario. `tokio::time` shows the same time.
     pub fn clock(&self) -> SimulatedClock {
         self.0.world.clock.clone()
     }
 
-    /// Returns the number of the worker, from 1. The faults hit worker 1.
+    /// Returns the number of the worker, from 1. Faults hit only worker 1.
     pub fn number(&self) -> u32 {
         self.0.number
     }
 
-    /// Creates an effect on the outside, such as a charge or a mail. The effect happens when it is awaited. The name
-    /// identifies it (`"charge order 42"`): in every scenario it must happen as often as in the plain run.
+    /// Creates an effect outside of the process, such as a charge or a mail. The effect happens when the returned value
+    /// is awaited. The name identifies the effect (`"charge order 42"`): in every scenario it must happen as often as
+    /// in the plain run.
     ///
-    /// The effect is pending before and after it happens, so the handler can be cut at both points. The answer is true
-    /// if the effect happened now, and false if its [`key`](Effect::key) was known.
+    /// The returned future is pending before and after the effect happens, so the handler can be cut at both points.
+    /// The output is true if the effect happened now, and false if its [`key`](Effect::key) was used before.
     pub fn effect(&self, name: impl Into<String>) -> Effect {
         Effect { worker: self.clone(), name: name.into(), key: None, under_way: None }
     }
 
-    /// Asks the outside world whether the effect with this name has happened.
+    /// Asks the simulated outside world whether the effect with this name has happened.
     ///
     /// # Errors
-    /// [`NoAnswer`], in scenarios in which the answer gets lost.
+    /// [`NoAnswer`] in scenarios in which this answer gets lost.
     pub async fn happened(&self, name: &str) -> Result<bool, NoAnswer> {
         let world = &self.0.world;
         let question = format!("whether `{name}` happened");
@@ -109,11 +110,11 @@ impl Worker {
         self.travel(|| "at a checkpoint".to_owned()).await;
     }
 
-    /// Returns state that the fakes of all workers share in one scenario, such as the books of a payment provider.
-    /// There is one value of each type, created on first use.
+    /// Returns state that the fakes of all workers share in one scenario, such as the books of a payment provider. The
+    /// state has one value of each type, which the first call creates.
     ///
     /// # Panics
-    /// Never: the value is looked up by its type.
+    /// Never, because the value is found by its type.
     pub fn shared<T: Default + Send + Sync + 'static>(&self) -> Arc<T> {
         let mut state = lock(&self.0.world.state);
         let shared = state.shared.entry(TypeId::of::<T>()).or_insert_with(|| Arc::new(T::default()));
@@ -125,7 +126,7 @@ impl Worker {
         self.0.world.narrate(line.as_ref());
     }
 
-    /// Kills the worker: its running work stops, and it releases nothing.
+    /// Kills the worker: its running work stops, and it releases no lease.
     pub(super) fn die(&self) {
         self.becomes(Health::Dead);
     }
@@ -167,7 +168,7 @@ impl Worker {
         }
     }
 
-    /// Yields once at a place that the story can name.
+    /// Yields once at the place with this description, which the story shows.
     async fn travel(&self, place: impl FnOnce() -> String) {
         let mut place = Some(place);
         poll_fn(|cx| match place.take() {
@@ -189,7 +190,7 @@ impl fmt::Debug for Worker {
     }
 }
 
-/// The answer of an [`effect`](Worker::effect) got lost: the effect may or may not have happened.
+/// Error of an [`effect`](Worker::effect) whose answer got lost: the effect may or may not have happened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoAnswer(());
 
@@ -201,7 +202,7 @@ impl fmt::Display for NoAnswer {
 
 impl std::error::Error for NoAnswer {}
 
-/// An effect on the outside; see [`Worker::effect`].
+/// An effect outside of the process; see [`Worker::effect`].
 #[must_use = "it happens when it is awaited"]
 pub struct Effect {
     worker: Worker,
@@ -213,8 +214,8 @@ pub struct Effect {
 type EffectFuture = Pin<Box<dyn Future<Output = Result<bool, NoAnswer>> + Send>>;
 
 impl Effect {
-    /// Sets the idempotency key that the other side gets, for example a [`child_key`](crate::Attempt::child_key). The
-    /// other side does nothing for a known key.
+    /// Sets the idempotency key of the request to the other service, for example a
+    /// [`child_key`](crate::Attempt::child_key). The service does nothing for a key that was used before.
     pub fn key(mut self, key: impl Into<String>) -> Self {
         self.key = Some(key.into());
         self
@@ -253,8 +254,8 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
         return Err(NoAnswer(()));
     }
     if tokio::task::try_id().is_some() {
-        // An effect in a spawned task takes longer than a handler that does not wait for it. So the test shows that it
-        // is not awaited.
+        // An effect in a spawned task takes some time. A handler that does not await the task returns before the
+        // effect, and the explorer finds that.
         world.clock.sleep(SPAWNED).await;
         worker.running().await;
     }
@@ -272,7 +273,7 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
 }
 
 /// Runs an effect whose request leaves the body before the worker stands still. The effect happens when the worker goes
-/// on, even if the body does not.
+/// on, even if the body does not go on.
 async fn late_effect(
     worker: Worker,
     name: String,
@@ -291,7 +292,7 @@ async fn late_effect(
     Ok(now)
 }
 
-/// The store of a [`Worker`]: a [`MemoryStore`] whose calls take time, and fail where the scenario requires it.
+/// Store of a [`Worker`]: a [`MemoryStore`] whose calls take time, and fail where the scenario requires it.
 #[derive(Clone, Debug)]
 pub struct SimulatedStore(Arc<WorkerInner>);
 
@@ -306,7 +307,7 @@ struct WorkerInner {
 }
 
 impl WorkerInner {
-    /// Runs one call: the request travels, takes effect, and the answer travels back.
+    /// Runs one call: the request travels, takes effect, and its answer travels back.
     fn ask<'a, T: Send + 'a>(
         &'a self,
         what: &'static str,
@@ -418,7 +419,7 @@ impl Store for WorkerInner {
     }
 }
 
-/// The state that all workers of a scenario share.
+/// State that all workers of a scenario share.
 pub(super) struct World {
     clock: SimulatedClock,
     memory: MemoryStore,
@@ -432,12 +433,12 @@ pub(super) struct WorldState {
     pub(super) effects: Vec<PastEffect>,
     pub(super) story: Vec<String>,
     pub(super) problems: Vec<Problem>,
-    /// The store calls of the first worker, in order.
+    /// Store calls of the first worker, in order.
     pub(super) store_calls: Vec<String>,
     pub(super) effect_calls: Vec<String>,
-    /// Place at which the current poll ended.
+    /// Place at which the last poll ended, for the story.
     place: Option<String>,
-    /// True if the fault at a call has happened since the last `take_cut`.
+    /// True if the fault has happened at a call since the last `take_cut`.
     cut: bool,
     pub(super) lease: Duration,
     down_until: Option<Instant>,
@@ -484,7 +485,7 @@ impl World {
         state.deliveries
     }
 
-    /// Returns the longest lease that was requested.
+    /// Returns the longest lease of a reservation.
     pub(super) fn lease(&self) -> Duration {
         lock(&self.state).lease
     }
@@ -493,7 +494,7 @@ impl World {
         lock(&self.state).takeovers
     }
 
-    /// Waits until another worker has taken over.
+    /// Waits until a second worker has taken over.
     pub(super) async fn takeover(&self) {
         loop {
             let taken_over = self.taken_over.notified();
@@ -504,7 +505,7 @@ impl World {
         }
     }
 
-    /// Adds a line to the story.
+    /// Adds a line to the story of the scenario.
     pub(super) fn narrate(&self, line: &str) {
         let at = self.clock.now().since_origin();
         lock(&self.state).story.push(format!("{:>9.3}s  {line}", at.as_secs_f64()));
@@ -515,12 +516,12 @@ impl World {
         lock(&self.state).place.take().unwrap_or_else(|| "at an await of its own".to_owned())
     }
 
-    /// Returns whether a fault at a call has happened since the last call of this function.
+    /// Returns whether the fault has happened at a call since this function was last called.
     pub(super) fn take_cut(&self) -> bool {
         std::mem::take(&mut lock(&self.state).cut)
     }
 
-    /// Counts a call of the first worker, and returns the fault for it.
+    /// Counts a call of the first worker. Returns the fault of the scenario, if it happens at this call.
     fn count(
         &self,
         worker: &Worker,
