@@ -1,4 +1,4 @@
-//! The attempt in which a handler runs.
+//! Attempts: the runs of handler bodies, and the attempt that is current on a thread.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::record::{Lease, LeaseMark, OwnerToken, Provenance, Verdict};
 use crate::store::{Store, renew_all};
 
 thread_local! {
-    /// The attempt whose body is being polled on this thread.
+    /// Attempt whose body is being polled on this thread.
     static CURRENT: RefCell<Option<Attempt>> = const { RefCell::new(None) };
 }
 
@@ -24,8 +24,8 @@ thread_local! {
 /// [`Error::NoAttempt`] outside of the body of an idempotent function, and in a body whose message has no key
 /// (`missing_key = run`).
 ///
-/// The current attempt follows the `await`s of the body. A spawned task has no current attempt: hand it a clone of the
-/// [`Attempt`].
+/// `current` returns the attempt after every `await` of the body as well. A spawned task has no current attempt: give
+/// the task a clone of the [`Attempt`].
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, current, idempotent};
@@ -33,7 +33,7 @@ thread_local! {
 /// async fn pay(store: &MemoryStore, id: u32) -> Result<String, Error> {
 ///     let attempt = current()?;
 ///     assert_eq!(attempt.number(), 1);
-///     // The same on every attempt, so the payment provider recognises a retry.
+///     // The child key is the same on every attempt, so the payment provider recognises a retry.
 ///     Ok(attempt.child_key("charge"))
 /// }
 /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
@@ -47,16 +47,16 @@ pub fn current() -> Result<Attempt, Error> {
 
 /// One run of a handler body.
 ///
-/// A body that runs without a reservation (mode `off` or `shadow`, `on_store_error = run`) has an attempt as well, so
-/// that a handler works the same in every mode: the [`number`](Attempt::number) of that attempt is 0.
+/// A body that runs without a reservation (mode `off` or `shadow`, `on_store_error = run`) also has an attempt, so that
+/// a handler works the same in every mode. The [`number`](Attempt::number) of that attempt is 0.
 #[derive(Clone)]
 pub struct Attempt {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) lease: Lease,
-    /// Time of the request for the reservation, on the clock of the store handle.
+    /// Time when the request for the reservation was sent, on the clock of the store handle.
     pub(crate) reserved_at: Instant,
     pub(crate) backoff: Backoff,
-    /// The attempt whose body made this call.
+    /// Attempt whose body made this call; `None` for a call outside of a body.
     parent: Option<Arc<Attempt>>,
 }
 
@@ -88,18 +88,18 @@ impl Attempt {
         &self.lease.key
     }
 
-    /// Returns the number of the attempt, from 1 and strictly increasing for a key: the fencing token for a system that
-    /// can refuse writes of an older attempt. 0 if the body runs without a reservation.
+    /// Returns the number of the attempt, from 1 and strictly increasing for a key. The number is a fencing token for a
+    /// system that can refuse writes of an older attempt. 0 if the body runs without a reservation.
     pub fn number(&self) -> u32 {
         self.lease.attempt
     }
 
-    /// Returns a key for a call to another API that has idempotency keys: a UUID made from the namespace of the store,
-    /// this operation's key and `name`, the same on every attempt.
+    /// Returns a key for a call to another API that has idempotency keys. The child key is a UUID made from the
+    /// namespace of the store, the key of this operation and `name`, and is the same on every attempt.
     ///
-    /// The child key depends on nothing else. An operation whose key is used again after its retention has the same
-    /// child keys as before, so the other API may take its call for the old call: never use a key for two operations.
-    /// Two applications with one account at that API need stores with different namespaces ([`Store::namespace`]).
+    /// No other input enters the child key. An operation whose key is used again after its retention has the same child
+    /// keys as before, so the other API may take its call for the old call: never use a key for two operations. Two
+    /// applications that share an account at that API need stores with different namespaces ([`Store::namespace`]).
     pub fn child_key(&self, name: &str) -> String {
         crate::key::child_key(self.store.namespace(), self.key(), name)
     }
@@ -109,7 +109,7 @@ impl Attempt {
         self.number() > 0
     }
 
-    /// Returns the time for which the lease is certainly held, without a call of the store. Zero means that another
+    /// Returns the time for which the lease is certainly held. Makes no call of the store. Zero means that another
     /// attempt may have taken over, that there is no reservation, or that the call has ended.
     pub fn lease_remaining(&self) -> Duration {
         if !self.is_protected() {
@@ -118,15 +118,15 @@ impl Attempt {
         self.store.context().leases().lease_remaining(self.lease.owner)
     }
 
-    /// Renews the lease now, to be sure that it is held just before a side effect. Without a reservation there is
-    /// nothing to confirm, and the store is not asked.
+    /// Renews the lease now, to be sure that the lease is held just before a side effect. Without a reservation this
+    /// method returns `Ok` and does not ask the store.
     ///
     /// # Errors
-    /// [`Error::LeaseLost`] if another attempt took over, or the record was removed. [`Error::Store`] if the store
-    /// failed: then it is not known whether the lease is held.
+    /// [`Error::LeaseLost`] if another attempt took over, or if the record was removed. [`Error::Store`] if the store
+    /// failed: the lease may or may not be held.
     ///
     /// # Cancel safety
-    /// Cancel safe: the lease is renewed, or it is not.
+    /// Cancel safe: a dropped future has renewed the lease or has not.
     pub async fn confirm_lease(&self) -> Result<(), Error> {
         if !self.is_protected() {
             return Ok(());
@@ -153,15 +153,15 @@ impl Attempt {
 }
 
 impl Attempt {
-    /// Returns the pause before the message is delivered again.
+    /// Returns the pause before the message is delivered again if this attempt fails.
     pub(crate) fn pause(&self) -> Duration {
         self.backoff.after(self.number(), self.lease.owner.seed())
     }
 }
 
 impl Attempt {
-    /// Does the same as [`pause`](Self::pause) for a body that runs without a reservation. No record counts its
-    /// failures, so the store handle counts them by key.
+    /// Records the end of a body without a reservation, and returns the pause before the message is delivered again. No
+    /// record counts the failures of such a body, so the store handle counts them by key.
     pub(crate) fn pause_unprotected(&self, is_ok: bool) -> Duration {
         let failures = self.store.context().counts().unrecorded_failures(self.key(), is_ok);
         self.backoff.after(failures.max(1), self.key().spread() ^ u64::from(failures))
@@ -174,7 +174,7 @@ impl fmt::Debug for Attempt {
     }
 }
 
-/// Returns whether an attempt that holds `key` is running further up in this call tree.
+/// Returns whether the current attempt, or an attempt that encloses it, has `key`.
 pub(crate) fn is_inside(key: &Key) -> bool {
     CURRENT.with_borrow(|current| {
         let mut attempt = current.as_ref();
@@ -188,7 +188,7 @@ pub(crate) fn is_inside(key: &Key) -> bool {
     })
 }
 
-/// Makes an attempt the current one on this thread, until the guard is dropped.
+/// Makes an attempt the current attempt of this thread until the guard is dropped.
 pub(crate) struct CurrentGuard<'a> {
     slot: &'a mut Option<Attempt>,
 }

@@ -1,4 +1,4 @@
-//! Concurrent handling of many deliveries, each with its own outcome.
+//! Concurrent handling of a batch of deliveries, each with its own outcome.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fmt;
@@ -19,26 +19,28 @@ use crate::clock::{Clock, Sleep, SystemClock};
 use crate::error::{Disposition, Error};
 use crate::sync::{Mutex, lock};
 
-/// Runs the deliveries of a batch concurrently, and returns the outcome of each.
+/// Runs the deliveries of a batch concurrently, and returns the outcome of each delivery.
 ///
 /// Each item is the id of a message and the [`observe`](crate::observe) of its handling, with the settings of that
 /// delivery.
 ///
 /// - At most [`limit`](ObserveAll::limit) items run at a time (default: 16), in their order. The batch takes an item
-///   from the iterator only when that item may start. So `on_beat` does not yet extend a message that waits for its
-///   place: fetch no more messages than may run.
-/// - Items with one key take turns, so that the body runs once and the others replay its result. If the body fails, the
-///   next item runs it. A turn lasts for one call: it ends when the call returns or is dropped, for example by a
-///   time-out around it. A call that its handler keeps and no longer polls delays the others for `timeout` and a lease
-///   at most.
-/// - An error, a panic or a delay of one item does not affect the others: an item waits only for calls on its own keys.
-/// - Deliveries of one [`group`](Observe::group) run in their order, up to the first that is not acknowledged.
-/// - At the [`deadline`](ObserveAll::deadline), if there is one, the batch ends with the items that are done.
-/// - Under [`Mode::Shadow`](crate::Mode::Shadow) and [`Mode::Off`](crate::Mode::Off) no item waits for another.
+///   from the iterator only when that item may start. So `on_beat` does not extend a message that still waits to start:
+///   fetch no more messages than may run.
+/// - Items with the same key take turns, so that the body runs once and the later items replay its result. If the body
+///   fails, the next item runs the body again. A turn lasts for one call: it ends when the call returns or is dropped,
+///   for example by a time-out around it. If a handler keeps a call and no longer polls it, the call delays later items
+///   with its key for `timeout` plus one lease at most.
+/// - An error, a panic or a delay of one item does not affect other items: an item waits only for calls on its own
+///   keys.
+/// - Deliveries of one [`group`](Observe::group) run in their order, and stop after the first delivery that is not
+///   acknowledged.
+/// - At the [`deadline`](ObserveAll::deadline), if one is set, the batch ends with the items that are done.
+/// - Under [`Mode::Shadow`](crate::Mode::Shadow) and [`Mode::Off`](crate::Mode::Off) no item waits for another item.
 ///
 /// # Cancel safety
-/// Dropping the future drops the items that have not ended, and starts no other item; `#[idempotent]` describes the
-/// effect on their keys.
+/// Dropping the future drops the items that run, and starts no further item. `#[idempotent]` describes the effect of a
+/// drop on keys.
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
@@ -56,7 +58,7 @@ use crate::sync::{Mutex, lock};
 /// let batch = observe_all(messages.map(|(id, order)| (id, observe(ship(&store, order))))).limit(8).await;
 ///
 /// assert!(batch.items()[2].outcome.replayed());
-/// // The answer that AWS Lambda expects for a batch of SQS.
+/// // The response that AWS Lambda expects for a batch of SQS.
 /// let failures = serde_json::to_string(&batch.item_failures()).unwrap();
 /// assert_eq!(failures, r#"{"batchItemFailures":[{"itemIdentifier":"b"}]}"#);
 /// # });
@@ -83,20 +85,20 @@ where
 /// Default of [`ObserveAll::limit`].
 const DEFAULT_LIMIT: usize = 16;
 
-/// The future of [`observe_all`].
+/// Future of [`observe_all`].
 #[must_use = "futures do nothing unless polled"]
 pub struct ObserveAll<I, F: Future, B, C> {
-    /// `None` once the iterator has returned its last item.
+    /// Iterator of the items; `None` once it has returned its last item.
     calls: Option<C>,
     started: usize,
     limit: usize,
-    /// Items that have started and not ended, by their position in the batch.
+    /// Items that have started and not ended, by index in the batch.
     running: HashMap<usize, RunningItem<I, F, B>>,
     ended: Vec<(usize, BatchItem<I, F::Output>)>,
     woken: Arc<WakeList>,
     turns: Turns,
     groups: HashMap<Box<str>, Group<I, F, B>>,
-    /// Items that their group allows to begin.
+    /// Items whose group has become free for them, so that they may start.
     next_of_groups: VecDeque<PulledItem<I, F, B>>,
     deadline: Deadline,
 }
@@ -109,19 +111,19 @@ struct PulledItem<I, F: Future, B> {
     group: Option<Box<str>>,
 }
 
-/// State of a group, whose items are handled in their order.
+/// State of a group, whose items are handled one after the other.
 enum Group<I, F: Future, B> {
-    /// One item has begun, and these items wait for it.
+    /// An item of the group has started; the items in the queue wait for its end.
     Busy(VecDeque<PulledItem<I, F, B>>),
-    /// One item was not acknowledged, so no other item begins. Holds the time until the next delivery may get further,
-    /// if known.
+    /// An item of the group was not acknowledged, so no further item of the group starts. Holds the time until a later
+    /// delivery may succeed, if that time is known.
     Stopped(Option<Duration>),
 }
 
-/// Time at which a batch ends with the items that are done.
+/// Deadline of a batch, at which the batch ends with the items that are done.
 enum Deadline {
     None,
-    /// This long after the first poll of the batch.
+    /// The deadline is this long after the first poll of the batch.
     After(Duration),
     At(Sleep),
 }
@@ -141,15 +143,17 @@ impl<I, F: Future, B, C> ObserveAll<I, F, B, C> {
     }
 
     /// Sets the time, counted from the first poll, after which the batch ends with the items that are done (default:
-    /// the batch waits for all items). Deliveries that still run are dropped, as by a time-out of your own: their keys
-    /// are freed, or count as interrupted under `on_crash = fail`. Deliveries that have not begun don't begin; the
-    /// batch takes all of them from the iterator. Both end with [`Error::DeadlinePassed`], to be delivered again.
+    /// the batch waits for all items). Deliveries that still run are dropped, like calls in a time-out: their keys are
+    /// freed, or are interrupted under `on_crash = fail`. Deliveries that have not started never start, and the batch
+    /// takes all remaining items from the iterator. All these deliveries end with [`Error::DeadlinePassed`], to be
+    /// delivered again.
     ///
-    /// A function of AWS Lambda that is killed by its own time-out answers for no message, and all messages come again.
-    /// Give the batch a deadline a second before that time-out, and [`flush`](crate::StoreExt::flush) the store before
-    /// the answer: the process stands still after the answer, and so do the writes that free keys.
+    /// If AWS Lambda kills a function at its time-out, no message of the batch gets a response, and all messages are
+    /// delivered again. So set a deadline one second before that time-out, and [`flush`](crate::StoreExt::flush) the
+    /// store before the response: Lambda suspends the process after the response, together with the writes that free
+    /// keys.
     ///
-    /// The time is tokio's. A body that blocks the thread delays the answer.
+    /// The deadline uses tokio's time. A body that blocks the thread delays the response.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -181,7 +185,7 @@ impl<I, F: Future, B, C> fmt::Debug for ObserveAll<I, F, B, C> {
     }
 }
 
-// No field is pinned in place: items are boxed.
+// No field is pinned in place, because the items are boxed.
 impl<I, F: Future, B, C> Unpin for ObserveAll<I, F, B, C> {}
 
 impl<I, F, B, C, T, E> Future for ObserveAll<I, F, B, C>
@@ -210,8 +214,8 @@ where
             for item in this.woken.take() {
                 this.poll_item(item);
             }
-            // An item that is woken meanwhile wakes the batch as well. An item that starts in the place of another does
-            // not: the loop has to poll it.
+            // An item that is woken during this loop also wakes the batch. An item that was started during this loop
+            // does not: the loop must poll it.
             let has_more = this.calls.is_some() || !this.next_of_groups.is_empty();
             if !has_more || this.running.len() >= this.limit {
                 break;
@@ -244,8 +248,8 @@ where
         }
     }
 
-    /// Returns the next item of the iterator that may begin. An item whose group is busy waits for that group; an item
-    /// whose group has stopped ends.
+    /// Takes items from the iterator until an item may start, and returns that item. An item of a busy group joins the
+    /// queue of the group; an item of a stopped group ends.
     fn pull(&mut self) -> Option<PulledItem<I, F, B>> {
         loop {
             let pulled = self.next_item()?;
@@ -287,7 +291,7 @@ where
         }
     }
 
-    /// Continues `group` after an item has ended with `disposition`: the next item may begin, or no item of the group.
+    /// Lets the next item of `group` start after an item has ended with `disposition`, or stops the group.
     fn go_on(&mut self, group: Box<str>, disposition: Disposition) {
         let Some(Group::Busy(waiting)) = self.groups.get_mut(&group) else { return };
         let after = match disposition {
@@ -319,7 +323,7 @@ where
         self.ended.push((item, BatchItem { id, result, outcome, is_set_aside: false }));
     }
 
-    /// Drops the running items, and lets no other item begin.
+    /// Drops the running items, and ends all items that have not started.
     fn pass_deadline(&mut self) {
         let mut running: Vec<_> = self.running.drain().collect();
         running.sort_unstable_by_key(|(item, _)| *item);
@@ -346,7 +350,7 @@ where
         }
     }
 
-    /// Returns the items that have ended, in their order.
+    /// Returns the ended items, in the order of the batch.
     fn batch(&mut self) -> Batch<I, T, E> {
         let mut ended = std::mem::take(&mut self.ended);
         ended.sort_unstable_by_key(|(item, _)| *item);
@@ -354,13 +358,13 @@ where
     }
 }
 
-/// Items that are to be polled, and the waker of the task that polls the batch.
+/// Items that must be polled, and the waker of the task that polls the batch.
 #[derive(Default)]
 struct WakeList(Mutex<WakeListState>);
 
 #[derive(Default)]
 struct WakeListState {
-    /// Ordered, so that a batch polls its items in the same order in each run.
+    /// Indexes of the items. The set is ordered, so that each run of a batch polls its items in the same order.
     items: BTreeSet<usize>,
     batch: Option<Waker>,
 }
@@ -398,7 +402,7 @@ impl Wake for ItemWaker {
     }
 }
 
-/// The ended deliveries of a batch, in the order of its items.
+/// Ended deliveries of a batch, in the order of the items.
 #[derive(Debug)]
 #[must_use = "it says which messages are to be acknowledged"]
 pub struct Batch<I, T, E> {
@@ -409,23 +413,23 @@ pub struct Batch<I, T, E> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct BatchItem<I, R> {
-    /// The id of the message.
+    /// Id of the message.
     pub id: I,
-    /// The result of the handler, or the error of a delivery that ended without one, such as [`Error::Panicked`].
+    /// Result of the handler, or the error of a delivery without a result, such as [`Error::Panicked`].
     pub result: R,
-    /// The outcome of the delivery.
+    /// Outcome of the delivery.
     pub outcome: Outcome,
     is_set_aside: bool,
 }
 
 impl<I, R> BatchItem<I, R> {
-    /// Returns the action for the message.
+    /// Returns what to do with the message.
     pub fn disposition(&self) -> Disposition {
         self.outcome.disposition()
     }
 
-    /// Notes that you have set the message aside: it then counts as acknowledged, and no longer as a failure of the
-    /// batch.
+    /// Records that the user has moved the message to another queue: the message then counts as acknowledged, and no
+    /// longer as a failure of the batch.
     pub fn set_aside(&mut self) {
         self.is_set_aside = true;
     }
@@ -453,11 +457,12 @@ impl<I, T, E> Batch<I, T, E> {
 
     /// Returns the items that can't succeed ([`Disposition::DeadLetter`]).
     ///
-    /// A stream has no dead-letter queue of its own: Kinesis, DynamoDB streams and Kafka go on at the lowest failure of
-    /// a shard or partition. So a message that can't succeed blocks all messages behind it until the event source gives
-    /// up (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the message).
-    /// Send such a message to a queue of your own, note that by [`set_aside`](BatchItem::set_aside), and answer then.
-    /// If the sending fails, return the error: the whole batch comes again, and finished operations are replayed.
+    /// A stream has no dead-letter queue: Kinesis, DynamoDB streams and Kafka continue at the lowest failure of a shard
+    /// or partition. So a message that can't succeed blocks all later messages until the event source gives up
+    /// (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the message). Send
+    /// such a message to a queue of your own, record that with [`set_aside`](BatchItem::set_aside), and respond then.
+    /// If the sending fails, return the error: the whole batch is delivered again, and finished operations are
+    /// replayed.
     ///
     /// ```
     /// # use idem_runtime::brokers::{Batch, ItemFailures};
@@ -478,9 +483,9 @@ impl<I, T, E> Batch<I, T, E> {
     }
 
     /// Returns the ids of all messages that are not acknowledged, in the form that AWS Lambda expects from a handler of
-    /// SQS, Kinesis or DynamoDB streams (`ReportBatchItemFailures`). A message that can't succeed is among them, unless
-    /// it is [set aside](Batch::dead_letters): SQS moves it to the dead-letter queue after `maxReceiveCount`, and a
-    /// stream is blocked by it.
+    /// SQS, Kinesis or DynamoDB streams (`ReportBatchItemFailures`). The ids include a message that can't succeed,
+    /// unless it is [set aside](Batch::dead_letters): SQS moves such a message to the dead-letter queue after
+    /// `maxReceiveCount`, while a stream is blocked by it.
     ///
     /// Use [`kafka_failures`](Batch::kafka_failures) for Kafka.
     pub fn item_failures(&self) -> ItemFailures
@@ -500,7 +505,7 @@ impl<I, T, E> Batch<I, T, E> {
 
 impl<T, E> Batch<KafkaRecord, T, E> {
     /// Returns the records that are not acknowledged, in the form that AWS Lambda expects from a handler of Amazon MSK
-    /// or another Kafka (`ReportBatchItemFailures`). A record that can't succeed is among them, unless it is [set
+    /// or another Kafka (`ReportBatchItemFailures`). A record that can't succeed is included, unless it is [set
     /// aside](Batch::dead_letters).
     ///
     /// ```
@@ -528,37 +533,37 @@ impl<T, E> Batch<KafkaRecord, T, E> {
     }
 }
 
-/// A record of Kafka, as AWS Lambda names it.
+/// Record of Kafka, in the terms of AWS Lambda.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 #[non_exhaustive]
 pub struct KafkaRecord {
-    /// The topic and the number of the partition, as in the `records` of the event: `orders-0`.
+    /// Topic and number of the partition, as in the `records` of the event: `orders-0`.
     pub partition: String,
-    /// The offset in the partition.
+    /// Offset in the partition.
     pub offset: i64,
 }
 
 impl KafkaRecord {
-    /// Names the record at `offset` of `partition`, which is a key of the `records` of the event: `orders-0`.
+    /// Names the record at `offset` of `partition`. The partition is a key in the `records` of the event: `orders-0`.
     pub fn new(partition: impl Into<String>, offset: i64) -> Self {
         Self { partition: partition.into(), offset }
     }
 }
 
-/// The messages of a batch that are not acknowledged; serialized as `{"batchItemFailures":[{"itemIdentifier":"…"}]}`.
+/// Messages of a batch that are not acknowledged; serialized as `{"batchItemFailures":[{"itemIdentifier":"…"}]}`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 #[non_exhaustive]
 pub struct ItemFailures<N = String> {
-    /// One entry for each message.
+    /// Entries, one for each message.
     pub batch_item_failures: Vec<ItemFailure<N>>,
 }
 
-/// One message of [`ItemFailures`].
+/// Entry of a message in [`ItemFailures`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 #[non_exhaustive]
 pub struct ItemFailure<N = String> {
-    /// The id of the message.
+    /// Id of the message.
     pub item_identifier: N,
 }

@@ -1,4 +1,4 @@
-//! Deliveries that report to their broker, from time to time, that the message is still being handled.
+//! Beats of deliveries: signs to the broker, at intervals, that the message is still being handled.
 
 use std::fmt;
 use std::task::Context;
@@ -8,39 +8,40 @@ use crate::error::Error;
 use crate::key::Key;
 use crate::store::{BeatGuard, Callback, Timer};
 
-/// Reaction of a delivery whose message the broker no longer extends; see [`Beat::lost`](crate::store::Beat::lost).
+/// Reaction of a delivery to [`Beat::lost`](crate::store::Beat::lost): the broker no longer extends the message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnBeatLost {
-    /// The delivery goes on under its lease. A redelivery finds a running attempt, and gets its result once that
-    /// attempt has ended.
+    /// The delivery goes on under its lease. A redelivery of the message finds a running attempt, and gets the result
+    /// once that attempt has ended.
     #[default]
     Continue,
-    /// The delivery is dropped, and returns [`Error::MessageLost`]: its keys are freed, or count as interrupted under
+    /// The delivery is dropped, and returns [`Error::MessageLost`]: its keys are freed, or are interrupted under
     /// `on_crash = fail`.
     Cancel,
 }
 
-/// Beats of an observed delivery. `O` is the output of the delivery.
+/// Beats of an observed delivery, whose output has the type `O`.
 pub trait Beats<O> {
     /// True if the beats need a timer.
     #[doc(hidden)]
     const WANTS_TIMER: bool;
 
-    /// Returns the result of a delivery that is cancelled because its message is lost: made from `error`.
+    /// Returns the output of a delivery that is cancelled because its message is lost; `None` if the delivery goes on.
+    /// `error` makes the error of such a delivery.
     #[doc(hidden)]
     fn lost(&mut self, error: &dyn Fn() -> Error, cx: &Context<'_>) -> Option<O>;
 
-    /// Starts the beats: the delivery waits for something, and `timer` is the timer of its first call.
+    /// Starts the beats when the delivery first waits. `timer` is the timer of the delivery's first call.
     #[doc(hidden)]
     fn start(&mut self, timer: &TimerSlot, cx: &Context<'_>);
 
-    /// Stops the beats: the delivery is over.
+    /// Stops the beats when the delivery is over.
     #[doc(hidden)]
     fn stop(&mut self);
 }
 
-/// Beats of a delivery without [`on_beat`](crate::future::Observe::on_beat): none.
+/// Absence of beats: the delivery has no [`on_beat`](crate::future::Observe::on_beat).
 #[derive(Clone, Copy, Debug)]
 pub struct NoBeat;
 
@@ -60,7 +61,8 @@ impl<O> Beats<O> for NoBeat {
 pub struct OnBeat<C> {
     pub(super) every: Duration,
     pub(super) on_lost: OnBeatLost,
-    /// Boxed when the delivery first waits: a handler that is ready immediately costs nothing.
+    /// Callback of the beats. It is boxed when the delivery first waits, so that a handler that is ready immediately
+    /// allocates nothing.
     pub(super) callback: Option<C>,
     pub(super) boxed: fn(C) -> Callback,
     pub(super) beating: Option<BeatGuard>,
@@ -99,7 +101,7 @@ impl<C, T, E: From<Error>> Beats<Result<T, E>> for OnBeat<C> {
     }
 }
 
-/// Timer of the first call, if the delivery needs one.
+/// Timer of a delivery's first call, for a delivery that needs a timer.
 #[derive(Clone, Debug, Default)]
 pub enum TimerSlot {
     #[default]

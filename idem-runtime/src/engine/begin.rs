@@ -1,4 +1,4 @@
-//! The beginning of a call: reserves its key, or returns why its body must not run.
+//! Begin of a call: reserves the key, or returns the reason why the body must not run.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -23,43 +23,46 @@ use crate::record::{Admission, Inspection, Lease, LeaseMark, Record, Reservation
 use crate::store::flight::{WaitOutcome, WaitTicket, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
-/// Pauses before the retries of a failed reservation. Few retries suffice: the broker delivers again anyway.
+/// Pauses before the retries of a failed reservation. Two retries suffice, because the broker delivers the message
+/// again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
-/// Pauses between the tries of a duplicate that waits for another attempt. The longest one is the delay of its result
-/// after an outage.
+/// Pauses between the tries of a duplicate that waits for another attempt while the store is down. After an outage the
+/// duplicate gets its result up to one such pause late.
 const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
-/// Pause of a duplicate that waits for the late end of an attempt in this process. The end is tried about as often.
+/// Pause of a duplicate that waits until this process has written the late end of an attempt. That write is repeated
+/// about as often.
 const END_PAUSE: Duration = Duration::from_secs(1);
-/// Number of owner tokens that a call may draw. It needs another one if a clean-up overtook its own late request, and
-/// if its lease had lapsed before the record could say that the body begins.
+/// Number of owner tokens that a call may use. A call needs another token if a clean-up has released its reservation,
+/// or if its lease lapsed before the record was marked as begun.
 const TOKENS: u8 = 3;
 
-/// Beginning of a call.
+/// Result of the begin of a call.
 pub(super) struct BeginResult {
     pub(super) start: Start,
-    /// Time that the call waited for another attempt, if it did. A wait for another item of its batch counts as zero.
+    /// Time that the call waited for another attempt, if it waited. A wait for another item of the same batch counts as
+    /// zero.
     pub(super) waited: Option<Duration>,
     /// True if the store answered without a wait.
     pub(super) at_once: bool,
-    /// Turn of the call on its key, if the call is one of a batch. An `Arc`, because the drop of an empty `Option<Arc>`
-    /// is inlined, and the drop of a box is a function that each call would call.
+    /// Turn of the call on its key, if the call belongs to a batch. An `Arc`, because the drop of an empty
+    /// `Option<Arc>` is inlined, while the drop of a box is a function call in every call.
     pub(super) turn: Option<Arc<Turn>>,
 }
 
-/// Next step of a call: the use of its body, or its end.
+/// Next step of a call: it runs its body, or it ends.
 pub(super) enum Start {
-    /// The key is reserved: run the body and record what it returns.
+    /// The key is reserved: the call runs the body and records its result.
     Reserved(HeldAttempt),
-    /// Run the body without a reservation. The attempt is for [`current`](crate::current) only.
+    /// The body runs without a reservation. The attempt serves only [`current`](crate::current).
     Unprotected {
         attempt: Option<Attempt>,
         mode: Mode,
-        /// Reason why the call would have been refused.
+        /// Reason why the call would have been refused, if the body runs nevertheless.
         bypassed: Option<Refusal>,
     },
-    /// Return the recorded result.
+    /// The call returns the recorded result.
     Replay(Replay),
-    /// Return this error; the body does not run.
+    /// The call returns this error; the body does not run.
     Refused(Error),
 }
 
@@ -71,14 +74,14 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
     async move {
         let Subject { store, policy, key, .. } = &subject;
         let mode = policy.current_mode();
-        // The delivery has to see each of its calls, in every mode.
+        // The delivery must observe each of its calls, in every mode.
         let turns = observer::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
             return BeginResult { start, waited: None, at_once: false, turn: None };
         }
-        // Items of one batch with one key run one after the other: the second item replays the first. Shadow mode must
-        // not delay a call.
+        // Items of one batch with the same key run one after the other: the second item replays the result of the
+        // first. Shadow mode must not delay a call, so its items take no turns.
         let (mut turn, queued) = match (turns, key) {
             (Some((turns, item)), Ok(key)) if mode == Mode::Enforce => {
                 let limit = || store.context().clock().sleep(policy.timeout.saturating_add(policy.lease));
@@ -87,7 +90,8 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
             }
             _ => (None, false),
         };
-        // Each round reserves once. Another round follows only while the message must outlast an outage of the store.
+        // Each round reserves the key once. A further round follows only if the message has few deliveries left and
+        // must outlast an outage of the store.
         let mut outage = None;
         loop {
             let pause = {
@@ -99,7 +103,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
                 let Some(pause) = pause else {
                     beginning.waited = beginning.waited.or(queued.then_some(Duration::ZERO));
                     beginning.turn = turn.take();
-                    // Replaced in place, because a `Start` is large.
+                    // The field is replaced in place, because a `Start` is large.
                     if let Some(instead) = instead(&subject, mode, &beginning.start) {
                         beginning.start = instead;
                     }
@@ -108,14 +112,13 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
                 pause
             };
             waits();
-            // The sleep is outside of the block above: a local that lives across this `await` would be stored in every
-            // call.
+            // The sleep is outside of the block above: every local that lives across this `await` enlarges every call.
             store.context().clock().sleep(pause).await;
         }
     }
 }
 
-/// Returns the next step of a call whose policy or mode runs the body although `start` does not.
+/// Returns the step that replaces `start` if the policy or the mode runs the body anyway.
 fn instead(subject: &Subject, mode: Mode, start: &Start) -> Option<Start> {
     match start {
         Start::Refused(error) if subject.policy.on_store_error == OnStoreError::Run && is_no_answer(error) => {
@@ -140,9 +143,9 @@ fn unprotected(subject: &Subject, mode: Mode, key: Option<&Key>, bypassed: Optio
     Start::Unprotected { attempt, mode, bypassed }
 }
 
-/// Returns the pause before the call asks a store again that has not answered; `None` if the call gives up. A message
-/// with few deliveries left waits, because an outage would otherwise set it aside. `outage` holds the time at which the
-/// call gives up.
+/// Returns the pause before the call repeats a reservation that failed; `None` if the call gives up. The call repeats
+/// it only if its message has few deliveries left, because an outage would otherwise use up these deliveries. `outage`
+/// holds the time at which the call gives up.
 fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> Option<Duration> {
     let Error::Store { source, retry_after, .. } = error else { return None };
     let Policy { timeout, lease, on_store_error, .. } = subject.policy;
@@ -151,16 +154,19 @@ fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> O
     }
     let now = subject.store.context().clock().now();
     let left = outage.get_or_insert(now.saturating_add(timeout).saturating_add(lease)).saturating_since(now);
-    // `retry_after` grows with the outage. The store may be back much earlier, so the pause is a lease at most.
+    // `retry_after` grows with the outage, but the store may answer again much earlier. So the pause is at most one
+    // lease.
     (!left.is_zero()).then(|| left.min(lease).min(*retry_after))
 }
 
-/// Returns whether the store did not answer. A record that can't be read is an answer: its operation may have finished.
+/// Returns whether the store did not answer. An unreadable record is an answer, because its operation may have
+/// finished.
 fn is_no_answer(error: &Error) -> bool {
     matches!(error, Error::Store { source, .. } if source.kind() != StoreErrorKind::Corrupt)
 }
 
-/// Asks for the key until an answer decides the call. Waits for a running attempt in between if the policy allows it.
+/// Repeats the reservation until an answer decides the call. In between waits for a running attempt, if the policy
+/// allows it.
 async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
     let mut request = match Request::new(subject, mode) {
         Ok(request) => request,
@@ -191,53 +197,54 @@ async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
     }
 }
 
-/// The next step after the answer to a request.
+/// Next step after the answer to a reservation.
 enum Step {
     Decided(Start),
-    /// The answer decides nothing: ask again immediately.
+    /// The answer decides nothing: the call must reserve again immediately.
     AskAgain,
     Running(RunningAttempt),
 }
 
-/// An answer that needs one more request, or a wait.
+/// Answer to a reservation that needs one more request or a wait.
 enum OpenAnswer {
-    /// Another payload, of this attempt.
+    /// The attempt with this number has another payload under the same key.
     Mismatch(u32),
-    /// The attempt is interrupted by its record, and is at work in this process.
+    /// The record shows the attempt with this number as interrupted, but this process still runs or ends the attempt.
     EndsLate(u32),
 }
 
-/// An attempt that holds the key.
+/// Another attempt that holds the key.
 #[derive(Clone, Copy)]
 struct RunningAttempt {
     attempt: u32,
     lapses_in: Duration,
 }
 
-/// The request of a call for its key, and its state so far.
+/// Request of a call for its key, and the state of that request.
 struct Request<'a> {
     subject: &'a Subject,
     mode: Mode,
     reserve: ReserveRequest,
-    /// Time at which the earliest request of this owner that got no answer was sent. That request may have taken
-    /// effect, or may still.
+    /// Time when the earliest unanswered request of this owner was sent. That request may have taken effect, or may
+    /// still.
     unanswered_since: Option<Instant>,
-    /// Time at which the call found the first attempt that it waits for.
+    /// Time when the call found the first attempt that it waits for.
     met_at: Option<Instant>,
-    /// Late ends of attempts in this process when the key was asked for.
+    /// Value of `LateWrites::changes` when the request was sent.
     late_ends: u32,
-    /// Whether the call has waited for another attempt.
+    /// True if the call has waited for another attempt.
     waited: bool,
-    /// Whether the last request was answered as soon as it was made.
+    /// True if the store answered the last request immediately.
     at_once: bool,
-    /// Number of owner tokens that the call has drawn.
+    /// Number of owner tokens that the call has used.
     tokens: u8,
-    /// The right to wait on the last deliveries of the message.
+    /// Permission to wait although the message has few deliveries left.
     last_wait: Option<LastWait>,
 }
 
 impl<'a> Request<'a> {
-    /// Checks key, policy and fingerprint. The `Err` is boxed: it is large and rare.
+    /// Makes the request after a check of key, policy and fingerprint. The `Err` is boxed, because it is large and
+    /// rare.
     fn new(subject: &'a Subject, mode: Mode) -> Result<Self, Box<Start>> {
         let refuse = |error| Err(Box::new(Start::Refused(error)));
         let Subject { store, key, policy, fingerprint } = subject;
@@ -248,11 +255,11 @@ impl<'a> Request<'a> {
             }
             Err(error) => return refuse(KeyError::clone(error).into()),
         };
-        // A policy that can't be honoured is refused before the store is asked.
+        // A policy that can't be honoured is refused before any request to the store.
         if let Err(reason) = policy.check() {
             return refuse(Error::InvalidPolicy { key, problem: reason });
         }
-        // After the end of the retention a redelivery would run the body again.
+        // A redelivery after the end of the retention would run the body again.
         if let Some(longest) = observer::redelivered_for()
             && policy.ttl < longest
         {
@@ -262,13 +269,14 @@ impl<'a> Request<'a> {
                 problem: PolicyProblem::TtlBelowRedelivery { ttl: policy.ttl, redelivery },
             });
         }
-        // Only a warning, once for each store handle: most calls of the store are much faster than its time limit.
+        // This problem only logs a warning, once for each store handle: most calls of a store are much faster than its
+        // time limit.
         if let Err(reason) = policy.check_with(store)
             && store.context().warns_now()
         {
             tracing::warn!(%key, store = store.context().name(), "{reason}");
         }
-        // Leases that are measured in real time can't be renewed in a test that moves tokio's time.
+        // A lease that counts real time can't be renewed in a test that moves tokio's time.
         if store.context().is_out_of_time() {
             let source = StoreError::new(
                 StoreErrorKind::Misconfigured,
@@ -328,15 +336,15 @@ impl<'a> Request<'a> {
         then.map(|then| self.clock().now().saturating_since(then))
     }
 
-    /// Asks the store for the key.
+    /// Reserves the key. Returns the next step after the answer.
     async fn ask(&mut self) -> Step {
-        // Blocks end what an await after them would carry along: every call has the size of its largest await.
+        // Locals are scoped in blocks that end before the next `await`: every call is as large as its largest `await`.
         let unsettled = {
             let now = self.clock().now();
             self.late_ends = self.store().context().late_writes().changes();
-            // A repeated reservation may have taken effect by its first request: count the lease from that request.
+            // A repeated reservation may have taken effect at its first request, so the lease counts from that request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
-            // Only a store that does not answer immediately costs the state of a repeated request.
+            // The state of a repeated request exists only if the store does not answer immediately.
             let (mut answer, since, unanswered) = {
                 let asking = self.store().reserve(&self.reserve);
                 let mut asking = asking.watched_since(self.store(), StoreOp::Reserve, Some(now));
@@ -352,15 +360,16 @@ impl<'a> Request<'a> {
             if unanswered {
                 self.unanswered_since = Some(asked_at);
             }
-            // The body of a granted lease may have to wait for a confirmation or for a mark.
+            // The body of a granted lease may have to wait until the lease is confirmed or the record is marked.
             if let Some(unready) = self.unready(&answer, since) {
                 self.at_once = false;
-                // Boxed: most calls are ready, and would carry its size inline.
+                // Boxed: most leases are ready, and every call would carry the size of `prepare` inline.
                 match Box::pin(prepare(self, unready)).await {
                     Ok(PreparedLease::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
-                            // The record no longer equals the bytes that the reservation wrote.
+                            // A renewal or a mark has changed the record, which no longer equals the bytes of the
+                            // reservation.
                             lease.mark = LeaseMark::default();
                         }
                     }
@@ -381,7 +390,7 @@ impl<'a> Request<'a> {
                 Err(error) => return Step::Decided(self.no_answer(error, self.unanswered_since.is_some())),
             }
         };
-        // Boxed: both are rare, and every call would carry their size inline.
+        // Boxed: both answers are rare, and every call would carry the size of these futures inline.
         match unsettled {
             OpenAnswer::Mismatch(attempt) => {
                 Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
@@ -390,8 +399,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Waits for attempt `attempt`, whose lease has lapsed and which this process runs or is still ending, for as long
-    /// as the policy says. The record calls it interrupted, and will not once that end is written.
+    /// Waits for attempt `attempt`, whose lease has lapsed and which this process still runs or ends. The record shows
+    /// the attempt as interrupted until its end is written. The wait is as long as the policy allows.
     async fn await_end(&mut self, attempt: u32) -> Step {
         self.store().context().store_answered();
         self.may_wait_at_last();
@@ -405,19 +414,19 @@ impl<'a> Request<'a> {
         Step::AskAgain
     }
 
-    /// Returns whether the record must be marked as begun before the body begins.
+    /// Returns whether the record must be marked as begun before the body of `lease` begins.
     ///
-    /// Under `fail` a crash after the mark interrupts the key, and a crash before the mark leaves the key free.
-    /// `max_attempts` counts only marked attempts. The first attempt of a key, which most calls are, is marked only if
-    /// no other attempt is allowed.
+    /// Under `on_crash = fail` a crash after the mark interrupts the key, and a crash before the mark leaves the key
+    /// free. `max_attempts` counts only marked attempts. Most calls are the first attempt of their key; under
+    /// `max_attempts` such an attempt is marked only if the limit is 1.
     fn marks(&self, lease: &Lease) -> bool {
         let Policy { on_crash, max_attempts, .. } = self.subject.policy;
         let counts = max_attempts.is_some_and(|max| lease.attempt > 1 || max.get() == 1);
         on_crash == OnCrash::Fail || counts
     }
 
-    /// Returns the lease that `answer` grants if its body may not begin yet. The request was first sent at `since`
-    /// (`None`: just now).
+    /// Returns the lease that `answer` grants if its body may not begin yet. `since` is the time of the first request;
+    /// `None` if the answer was immediate.
     fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<GrantedLease> {
         let Ok(Reservation::Granted { lease, .. }) = answer else { return None };
         let too_late = since.is_some_and(|since| self.clock().now() >= since.saturating_add(lease.duration));
@@ -425,7 +434,7 @@ impl<'a> Request<'a> {
         (too_late || unmarked).then(|| GrantedLease { lease: lease.clone(), too_late, unmarked })
     }
 
-    /// Asks again with another owner token, or fails with `error` if the call has drawn all of its tokens.
+    /// Repeats the reservation with another owner token, or fails with `error` if the call has used all of its tokens.
     fn ask_as_another(&mut self, error: fn() -> StoreError) -> Step {
         if self.tokens == TOKENS {
             return Step::Decided(self.no_answer(error(), false));
@@ -435,7 +444,7 @@ impl<'a> Request<'a> {
         Step::AskAgain
     }
 
-    /// Returns the next step after a reservation.
+    /// Returns the next step after the answer to a reservation.
     fn decide(&self, reservation: Reservation, asked_at: Instant) -> Step {
         let Subject { store, policy, .. } = self.subject;
         let (key, name) = (&self.reserve.key, store.context().name());
@@ -487,15 +496,16 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Returns the error of a request whose tries have all failed. `may_be_reserved`: one of the tries may have taken
+    /// Returns the error of a request whose tries have all failed. `may_be_reserved` is true if a try may have taken
     /// effect.
     fn no_answer(&self, source: StoreError, may_be_reserved: bool) -> Start {
         let Subject { store, policy, .. } = self.subject;
         let seed = self.reserve.owner.seed();
         let retry_after = match source.kind() {
-            // A repair takes minutes.
+            // An unreadable record needs a repair, which takes minutes.
             StoreErrorKind::Corrupt => policy.backoff.after(8, seed),
-            // The handle of a call in a transaction ends with it, and knows nothing of earlier failures.
+            // The store handle of a transaction ends with its call and has no memory of earlier failures, so they are
+            // counted by key.
             _ if !store.context().renews() => {
                 policy.backoff.after(store.context().counts().refusals_in_transactions(&self.reserve.key, true), seed)
             }
@@ -506,50 +516,50 @@ impl<'a> Request<'a> {
         Start::Refused(Error::Store { key, store, started: false, may_be_reserved, retry_after, source })
     }
 
-    /// Takes the right to wait for another attempt, regardless of `in_progress`, if the message has few deliveries left
-    /// and not too many other calls have that right.
+    /// Gets the permission to wait for another attempt regardless of `in_progress`. The call gets it only if the
+    /// message has few deliveries left and few other calls have the permission.
     fn may_wait_at_last(&mut self) {
         if self.last_wait.is_none() && self.mode == Mode::Enforce && observer::budget().is_scarce() {
             self.last_wait = self.store().context().counts().last_wait();
         }
     }
 
-    /// Returns the time that the call, which has found another attempt, may still wait for it.
+    /// Returns the time that the call may still wait for the attempt that it has found.
     fn may_wait(&mut self) -> Duration {
         match self.longest_wait() {
             Some(limit) => {
                 let now = self.clock().now();
                 self.met_at.get_or_insert(now).saturating_add(limit).saturating_since(now)
             }
-            // Most calls don't wait, and read no clock.
+            // Most calls don't wait, and skip the reading of the clock.
             None => Duration::ZERO,
         }
     }
 
-    /// Returns the time that the call may still wait for another attempt. The limit counts from the first attempt that
-    /// the call has found; before that the time is zero.
+    /// Returns the time that the call may still wait for other attempts, counted since it found the first one. Zero
+    /// before the call has found an attempt.
     fn left_to_wait(&self) -> Duration {
         let Some(met_at) = self.met_at else { return Duration::ZERO };
         let limit = self.longest_wait().unwrap_or_default();
         met_at.saturating_add(limit).saturating_since(self.clock().now())
     }
 
-    /// Returns the time that the call may wait for another attempt in all; `None` if it does not wait.
+    /// Returns the total time that the call may wait for other attempts; `None` if the call does not wait.
     fn longest_wait(&self) -> Option<Duration> {
         let Policy { in_progress, timeout, lease, .. } = self.subject.policy;
-        // An attempt may hold the key for this long.
+        // Another attempt may hold the key for its `timeout` plus one lease.
         let scarce = self.last_wait.is_some().then(|| timeout.saturating_add(lease));
         let limit = match in_progress {
             InProgress::Wait(limit) => Some(limit).max(scarce),
             InProgress::Reject => scarce,
         };
-        // A handler that waits for itself is never woken, and shadow mode must not delay a call.
+        // A handler that waits for its own key is never woken, and shadow mode must not delay a call.
         limit.filter(|_| self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key))
     }
 
-    /// Pause before a request is sent again whose try number `tried`, from 0, has failed with `error`. Each call has
-    /// `pauses`. A duplicate in its wait goes on for as long as it may wait: the attempt that it waits for may outlive
-    /// the outage. Its pauses are drawn, so that thousands of waiting duplicates do not ask together.
+    /// Returns the pause after try number `tried` (from 0) has failed with `error`; `None` if the call gives up. First
+    /// come the `pauses`. A duplicate that waits then continues for as long as it may wait, because the attempt may
+    /// outlive the outage. Its pauses are random, so that thousands of waiting duplicates do not ask together.
     fn pause(&self, error: &StoreError, tried: u32, pauses: &[Duration]) -> Option<Duration> {
         if !error.is_transient() {
             return None;
@@ -566,7 +576,8 @@ impl<'a> Request<'a> {
         let Policy { backoff, lease, .. } = self.subject.policy;
         let retry_after = match observer::budget().number() {
             Some(number) => {
-                // Only deliveries that found this same attempt count: others show nothing about its duration.
+                // Only deliveries that found this attempt are counted: other deliveries show nothing about its
+                // duration.
                 let met = self.store().context().counts().meets(&key, attempt).min(number);
                 backoff.beyond(lapses_in, lease, met, self.reserve.owner.seed())
             }
@@ -575,16 +586,16 @@ impl<'a> Request<'a> {
         Error::InProgress { key, store: self.store().context().name(), attempt, retry_after }
     }
 
-    /// Waits until the running attempt may have ended. Returns the next step if it is known then; otherwise the caller
-    /// asks.
+    /// Waits until the running attempt may have ended. Returns the next step if the wait has shown it; `None` if the
+    /// caller must reserve again.
     ///
-    /// The futures of rare steps are boxed: there may be thousands of waiting duplicates.
+    /// The futures of rare steps are boxed, because thousands of duplicates may wait at a time.
     async fn wait(&mut self, mut running: RunningAttempt) -> Option<Box<Start>> {
         let mut aboard = None;
         let told = loop {
             let left = self.may_wait();
-            // A call with an unanswered request may find its own reservation in the record, so it can't use what others
-            // read. Inside of a transaction no other call shares the wait.
+            // The record may hold the call's own unanswered reservation, so such a call can't share the wait of other
+            // duplicates. In a transaction no other call could share the wait.
             if self.unanswered_since.is_some() || !self.store().context().renews() {
                 break Box::pin(self.wait_alone(running, left)).await;
             }
@@ -616,7 +627,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Asks as the one duplicate that has the turn, and reports the attempt that then holds the key to the others.
+    /// Reserves as the duplicate that has the turn, and passes the attempt that then holds the key to the other
+    /// duplicates.
     async fn ask_for_all(&mut self, aboard: &mut WaitTicket) -> Step {
         let step = self.ask().await;
         aboard.settle(match &step {
@@ -631,10 +643,10 @@ impl<'a> Request<'a> {
         step
     }
 
-    /// Waits without the other duplicates. Returns the record that the store read at the end of the wait.
+    /// Waits without other duplicates. Returns the record that the store read at the end of the wait.
     async fn wait_alone(&mut self, running: RunningAttempt, left: Duration) -> Option<Arc<Inspection>> {
         let (store, key) = (self.store(), &self.reserve.key);
-        // Our unanswered request may land while we wait.
+        // The call's own unanswered request may take effect during the wait.
         let may_have_landed = self.unanswered_since.is_some();
         let mut unanswered = ReservationGuard { store, request: &self.reserve, may_have_landed, may_be_marked: false };
         let told = wait_once(store, key, running.attempt, left.min(running.lapses_in), left).await;
@@ -648,7 +660,7 @@ fn tokens_repeat() -> StoreError {
     StoreError::new(StoreErrorKind::Corrupt, message)
 }
 
-/// Makes the error for a key that was used with another payload. The record is read once more, only for the details of
+/// Makes the error for a key that was used with another payload. A further read of the record supplies only details of
 /// the error.
 async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32) -> Error {
     let inspection = store.inspect(&request.key).watched(store, StoreOp::Inspect).await.ok().flatten();
@@ -658,15 +670,15 @@ async fn mismatch(store: &Arc<dyn Store>, request: &ReserveRequest, attempt: u32
     Error::FingerprintMismatch { key: request.key.clone(), store: store.context().name(), attempt, payloads }
 }
 
-/// The answer to a request.
+/// Answer to a reservation.
 struct Reply {
     answer: Result<Reservation, StoreError>,
-    /// True if a try without an answer may have landed.
+    /// True if a try without an answer may have taken effect.
     unanswered: bool,
 }
 
-/// Awaits `asking`, and repeats the request with the same owner token if the store fails: the store recognises a try
-/// that took effect.
+/// Awaits `asking`. If the store fails, repeats the request with the same owner token, by which the store recognises a
+/// try that took effect.
 async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reservation>) -> Reply {
     let store = request.store();
     let mut guard = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: false };
@@ -694,26 +706,26 @@ async fn send<'a>(request: &'a Request<'_>, asking: &mut StoreFuture<'a, Reserva
     }
 }
 
-/// A granted lease, and the steps that are missing before its body may begin.
+/// A granted lease, and the steps that must precede its body.
 struct GrantedLease {
     lease: Lease,
-    /// The answer took longer than the lease: another attempt may have run meanwhile.
+    /// True if the answer took longer than the lease, so that another attempt may have run meanwhile.
     too_late: bool,
-    /// The record must be marked as begun first.
+    /// True if the record must be marked as begun.
     unmarked: bool,
 }
 
-/// State of a lease after its preparation.
+/// State of a lease after [`prepare`].
 enum PreparedLease {
-    /// The lease is held since this time: the body may begin.
+    /// The lease is held, counted from this time: the body may begin.
     Since(Instant),
-    /// Another attempt has the key.
+    /// Another attempt holds the key.
     Lost,
-    /// The store refuses the mark. The reservation is released.
+    /// The store refused the mark, and the reservation is released.
     NotMarked,
 }
 
-/// Confirms and marks a lease, as far as these steps are missing.
+/// Renews a lease whose answer was late, and marks a record that is unmarked.
 async fn prepare(request: &Request<'_>, unready: GrantedLease) -> Result<PreparedLease, StoreError> {
     let GrantedLease { lease, too_late, unmarked } = unready;
     let mut since = request.clock().now();
@@ -735,8 +747,8 @@ async fn prepare(request: &Request<'_>, unready: GrantedLease) -> Result<Prepare
     Ok(PreparedLease::Since(since))
 }
 
-/// Renews a lease that has lapsed before its body could start. Returns the time since which the lease is held again;
-/// `None` if it is lost. If the renewal fails, the reservation is released.
+/// Renews a lease that has lapsed before its body could start. Returns the time from which the lease counts again;
+/// `None` if the lease is lost. If the renewal fails, the reservation is released.
 async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let renew = || async {
         let answers = renew_all(request.store(), std::slice::from_ref(lease)).await?;
@@ -746,16 +758,16 @@ async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>
     hold(request, lease, false, &[], renew).await
 }
 
-/// Marks that the body is about to begin. Returns the time since which the lease is held; `None` if the store refuses
-/// the mark. If the store does not answer, the reservation is released: the body has not begun.
+/// Marks that the body is about to begin. Returns the time from which the lease counts; `None` if the store refuses the
+/// mark. If the store does not answer, the reservation is released, because the body has not begun.
 async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let store = request.store();
     hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
 }
 
-/// Sends the request `ask` until the answer arrives within the lease that it renews. Returns the time since which that
-/// lease is held; `None` if the store refuses. After an error, and if this future is dropped, the reservation is
-/// released. `marks`: the request may leave a mark.
+/// Sends the request `ask` until an answer arrives before the end of the lease that it renews. Returns the time from
+/// which that lease counts; `None` if the store refuses. After an error, and if this future is dropped, the reservation
+/// is released. `marks` is true if the request may mark the record as begun.
 async fn hold<F>(
     request: &Request<'_>,
     lease: &Lease,
@@ -769,8 +781,8 @@ where
     let (store, clock) = (request.store(), request.clock());
     let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
     let mut failed = 0;
-    // Once the lease may have lapsed under a mark, duplicates in this process ask again before they believe its
-    // record.
+    // Another process may take a marked record with a lapsed lease for a crash. Duplicates in this process must not:
+    // they reserve again while this value exists.
     let mut ends_late = None;
     loop {
         let since = clock.now();
@@ -787,7 +799,7 @@ where
                 unused.may_have_landed = false;
                 return Ok(Some(since));
             }
-            // The answer came after the lease: another request renews it.
+            // The answer came after the end of the lease, so a further request renews the lease.
             Ok(Verdict::Applied) => {}
             Err(error) => match request.pause(&error, failed, pauses) {
                 Some(pause) => {
@@ -800,9 +812,9 @@ where
     }
 }
 
-/// Releases a reservation whose mark is refused because its lease has lapsed. Where clocks differ, the record would
-/// otherwise block the next attempt for as long as they may differ. If the release is refused, another attempt has the
-/// key.
+/// Releases a reservation whose mark was refused because its lease had lapsed. Where clocks of machines differ, the
+/// record would otherwise block the next attempt for as long as the clocks may differ. If the release is refused,
+/// another attempt holds the key.
 async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreError> {
     let (store, clock) = (request.store(), request.clock());
     let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };
@@ -823,12 +835,12 @@ fn lapsed_before_its_body() -> StoreError {
     StoreError::new(StoreErrorKind::Unavailable, message)
 }
 
-/// Frees the key if a call is dropped whose reservation may have taken effect, or still may.
+/// Frees the key if a call is dropped whose reservation may have taken effect, or may still.
 struct ReservationGuard<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,
     may_have_landed: bool,
-    /// True if the record may be marked as begun.
+    /// True if the record may already be marked as begun.
     may_be_marked: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The delivery limit of a message, and the pauses between its deliveries.
+//! Delivery limit of a message, and the pauses between its deliveries.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,15 +18,15 @@ pub(crate) struct Budget {
 }
 
 impl Budget {
-    /// Number of final deliveries on which a duplicate waits instead of returning an error.
+    /// Number of final deliveries in which a duplicate waits instead of returning an error.
     const LAST: u32 = 2;
 
-    /// Fills the parts that are not known here from `outer`.
+    /// Returns this budget with its unknown parts taken from `outer`.
     pub(super) fn or(self, outer: Self) -> Self {
         Self { number: self.number.or(outer.number), limit: self.limit.or(outer.limit) }
     }
 
-    /// Returns the number of this delivery, if known.
+    /// Returns the number of this delivery, if it is known.
     pub(super) fn number(self) -> Option<u32> {
         self.number
     }
@@ -41,17 +41,17 @@ impl Budget {
         matches!((self.number, self.limit), (Some(number), Some(limit)) if number < limit)
     }
 
-    /// Returns whether the broker may soon set the message aside.
+    /// Returns whether few deliveries are left before the broker sets the message aside.
     pub(super) fn is_scarce(self) -> bool {
-        // If only the limit is known, each delivery may be the last.
+        // If only the limit is known, any delivery may be the last delivery.
         self.limit.is_some_and(|limit| self.number.unwrap_or(limit).saturating_add(Self::LAST) > limit)
     }
 }
 
 impl Budget {
-    /// Returns the disposition of a message that is to be delivered again. After its last delivery the message is set
-    /// aside, because some brokers then delete it. Before that, it is delivered again after `after`, if known.
-    /// Otherwise the time grows with the number of deliveries, if they are counted, and is at least `again`.
+    /// Returns the disposition of a message that is to be delivered again. In its last delivery the message becomes a
+    /// dead letter, because some brokers then delete it. Otherwise it is delivered again after `after`. If `after` is
+    /// unknown, the pause grows with the number of deliveries, if that is counted, and is at least `again`.
     pub(super) fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
         match self.is_last() {
             true => Disposition::DeadLetter,
@@ -59,11 +59,11 @@ impl Budget {
         }
     }
 
-    /// Returns the pause before a message is delivered again if only `again` is known.
+    /// Returns the pause before the next delivery; `again` is the least pause, if known.
     pub(super) fn pause(self, again: Option<Duration>, key: Option<&Key>) -> Duration {
         let (seed, again) = match key {
             Some(key) => (key.spread(), again),
-            // A run in simulated time repeats to the byte.
+            // A run in simulated time must be repeatable to the byte, so the seed is constant.
             None if unreached_calls().clock().is_moved() => (0, again),
             None => {
                 let seed = unreached_calls().new_owner().seed();
@@ -77,13 +77,14 @@ impl Budget {
     }
 }
 
-/// Holds since when no delivery of this process has reached a call: no connection was available, mostly.
+/// Holds the time since which no delivery of this process has reached a call, usually because no connection was
+/// available.
 pub(super) fn unreached_calls() -> &'static StoreContext {
     static UNREACHED: SharedOnce<StoreContext> = SharedOnce::new();
     UNREACHED.get_or_init(|| StoreContext::without_renewal("none", Arc::new(SystemClock::default())))
 }
 
-/// The pause of a delivery that reached no call. It grows for as long as no other delivery reaches one.
+/// Returns the pause of a delivery that reached no call. The pause grows until another delivery reaches a call.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unreached() -> Duration {
     Backoff::DEFAULT.during(unreached_calls().store_failed(), unreached_calls().new_owner().seed())

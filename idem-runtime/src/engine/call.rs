@@ -1,4 +1,4 @@
-//! One call as a state machine, to which the body is only a [`Work`].
+//! State machine of one call. The types of its body and result are hidden behind [`Work`].
 //!
 //! ```text
 //!              ┌─ Reserved ───> Body ── returned ──> End ──┐
@@ -6,14 +6,14 @@
 //!              └─ Replay, Refused ─────────────────────────┘
 //! ```
 //!
-//! Its [`Telemetry`] writes the span, the events and the numbers of the call.
+//! The [`Telemetry`] of the call writes its span, its events and its metrics.
 //!
-//! `Body` goes straight to `Over` if its lease is lost or its time is out. If a call is dropped in `Body` or `End`, the
-//! drop of its [`HeldAttempt`] does the rest. On every way out the values of the body are dropped before its key is
-//! freed.
+//! `Body` goes directly to `Over` if the lease is lost or the time limit is over. If a call is dropped in `Body` or
+//! `End`, the drop of its [`HeldAttempt`] ends the attempt. On every way out the values of the body are dropped before
+//! the key is freed.
 //!
-//! Written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every level of nested
-//! calls.
+//! The future is written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every
+//! level of nested calls.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -41,7 +41,7 @@ use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Policy, Uncertain};
 use crate::record::{Finish, Release, State, StoredResult};
 
-/// Makes the future of a call.
+/// Makes the future of a call of a handler.
 pub(super) fn run<T, E, R, B>(subject: Subject, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
 where
     R: Recorder<T, E>,
@@ -61,7 +61,7 @@ pin_project! {
     }
 }
 
-// Monomorphised per handler: keep it minimal.
+// This code is monomorphised for each handler: keep it minimal.
 impl<B, R, T, E> Work for Handler<B, R, T, E>
 where
     B: Future<Output = Result<T, E>>,
@@ -91,20 +91,21 @@ where
     }
 }
 
-/// The result of a call, once there is one. Handlers with the same types share this code.
+/// Result of a call, once the call has a result. Handlers with the same types share this code.
 struct ResultSlot<R, T, E> {
     recorder: R,
     result: Option<Result<T, E>>,
-    /// True if the result is from the body of this call, and is recorded as it is.
+    /// True if the body of this call returned the result, and the result is recorded and short enough to compare.
     is_recorded: bool,
-    /// True if a result that can't be read back is migrated.
+    /// True if the policy migrates a result that can't be decoded.
     migrates: bool,
 }
 
-/// True if results are compared with the results that duplicates will get.
+/// True if results are compared with the results that duplicates will get: in debug builds and with the feature
+/// `testing`.
 const COMPARES: bool = cfg!(any(debug_assertions, feature = "testing"));
 
-/// Longest result in bytes that is compared: a comparison takes many times its memory.
+/// Length in bytes of the longest result that is compared: a comparison takes many times the memory of the result.
 const LONGEST_COMPARED: usize = 64 * 1024;
 
 impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
@@ -120,10 +121,10 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
         ending
     }
 
-    /// Compares the result with the result that duplicates will get, if this call has recorded it.
+    /// Compares the result with the result that duplicates will get, if the body of this call recorded a result.
     ///
     /// # Panics
-    /// If they differ.
+    /// If the two results differ.
     fn compare(&self) {
         let Some(result) = self.result.as_ref().filter(|_| self.is_recorded) else { return };
         match self.recorder.check(result) {
@@ -147,7 +148,7 @@ impl<R: Recorder<T, E>, T, E: From<Error>> ResultSlot<R, T, E> {
     }
 }
 
-/// Panics in a debug build or in a test if duplicates of the call will get another result.
+/// Panics, in a debug build or a test, because duplicates of the call will get another result.
 #[cold]
 fn differs(error: &RoundTripError) -> ! {
     panic!(
@@ -158,8 +159,8 @@ fn differs(error: &RoundTripError) -> ! {
 }
 
 pin_project! {
-    /// One call. Fields are dropped in this order: first the values of the body, whose drops may undo its effects, then
-    /// the protocol, which frees the key for another body.
+    /// Future of one call. The order of the fields is the order of their drops: first the values of the body, whose
+    /// drops may undo effects, then the protocol, which frees the key for another body.
     struct Run<P: Protocol, B, R, T, E> {
         #[pin]
         handler: Handler<B, R, T, E>,
@@ -194,11 +195,11 @@ where
     }
 }
 
-/// Drives a [`Work`] until it has its result.
+/// Drives a [`Work`] until the call has its result.
 trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
 
-    /// Notes that the call is dropped, the values of its body first.
+    /// Prepares for the drop of the call, whose first step is the drop of the body's values.
     fn drops_values(self: Pin<&mut Self>);
 }
 
@@ -208,7 +209,7 @@ fn protocol(subject: Subject) -> impl Protocol {
     let commit = if subject.store.context().renews() { Commit::Done } else { Commit::Pending };
     let seen = ObservedCall { commit, ..ObservedCall::NEW };
     let telemetry = Telemetry::new(&subject);
-    // Built in place: a call is large.
+    // Built in place, because a call is large.
     Call {
         phase: Phase::Begin { begin: begin(subject) },
         seen,
@@ -230,9 +231,9 @@ pin_project! {
         max_result_bytes: usize,
         on_uncertain: Option<fn(Uncertain<'_>)>,
         end: fn(EndingAttempt) -> C,
-        // Dropped after the phase: the next item of the batch finds the key free.
+        // Dropped after the phase, so that the next item of the batch finds the key free.
         turn: Option<Arc<Turn>>,
-        // Dropped last: its drop reports the end of the call.
+        // Dropped last, because its drop reports the end of the call.
         telemetry: Telemetry,
     }
 }
@@ -244,11 +245,11 @@ pin_project! {
             #[pin]
             begin: A,
         },
-        // A body with a reservation.
+        // The body runs under a reservation.
         Body {
             held: Option<HeldAttempt>,
         },
-        // A body without a reservation.
+        // The body runs without a reservation.
         Unprotected {
             attempt: Option<Attempt>,
             refused_inside: bool,
@@ -275,7 +276,7 @@ where
         loop {
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
-                    // The call begins with its first poll; a call that is never polled has not happened.
+                    // A call begins with its first poll. A call that is never polled counts nowhere.
                     if this.seen.progress == Progress::None {
                         this.seen.progress = Progress::Reserving;
                         facts.begins();
@@ -287,13 +288,14 @@ where
                     if let Some(waited) = waited {
                         facts.waited(span, waited);
                     }
-                    // Decides about the body: it runs, or the call ends with a replay or an error.
+                    // The body runs, or the call ends with a replay or an error.
                     if !enters(&mut start, this.seen, *this.seat, facts, span, work.as_mut(), *this.on_uncertain) {
                         break;
                     }
                     this.seen.progress = Progress::Running;
                     report(this.seat, || this.seen.clone());
-                    // A store that answered immediately saves a second reading of the clock.
+                    // If the store answered immediately, the time of the reservation saves a second reading of the
+                    // clock.
                     facts.body_begins(match &start {
                         Start::Reserved(held) if at_once => Some(held.attempt().reserved_at),
                         _ => None,
@@ -306,8 +308,8 @@ where
                 }
                 PhaseProjection::Unprotected { attempt, refused_inside } => {
                     let is_ok = ready!(polling(facts, || poll_as(attempt, refused_inside, work.as_mut(), cx)));
-                    // An error that a refused call inside may have caused must not be recorded by an enclosing body
-                    // either.
+                    // A refused call in the body may have caused this error, so an enclosing body must not record the
+                    // error either.
                     if *refused_inside && !is_ok {
                         note_refusal();
                     }
@@ -320,7 +322,7 @@ where
                     let running = held.as_mut().expect("taken at the end only");
                     let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
                     facts.body_ended(Some(running.attempt().lease.duration));
-                    // Without a result of the body the call returns an error, and the drop of `held` ends the attempt.
+                    // If the body has no result, the call returns an error, and the drop of `held` ends the attempt.
                     let is_ok = match running.end_of(ended) {
                         Ok(is_ok) => is_ok,
                         Err(error) => {
@@ -332,25 +334,27 @@ where
                         }
                     };
                     if this.seen.commit == Commit::Pending {
-                        // A rollback takes the attempt with it: its number does not grow with the failures.
+                        // A rollback undoes the attempt too, so the number of the attempt can't grow with the failures.
+                        // The store handle counts them.
                         this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
                     }
                     this.seen.progress = Progress::Recording;
                     report(this.seat, || this.seen.clone());
                     let mut ending = held.take().expect("polled just now").ending();
                     if is_ok {
-                        // In case the encoding panics: the body has succeeded, so no other may run.
+                        // Written if the encoding panics: the body has succeeded, so no other body may run.
                         ending.ending = Some(AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
-                    // An error that a refused call inside may have caused is not recorded: the next delivery may get
-                    // further.
+                    // A refused call in the body may have caused this error. The error is not recorded, because the
+                    // next delivery may succeed.
                     ending.ending = Some(if ending.held.refused_inside() && !is_ok {
                         note_refusal();
                         AttemptEnd::Release(Release::Returned)
                     } else {
                         work.as_mut().record(*this.max_result_bytes)
                     });
-                    // The variables of the body may be large, and may hold locks or permits for which others wait.
+                    // The body is dropped before the write: its variables may be large, or hold locks or permits that
+                    // other tasks need.
                     work.as_mut().drop_body();
                     let enforced = ending.held.enforced;
                     this.phase.set(Phase::End { end: (this.end)(ending), is_ok, enforced });
@@ -365,7 +369,7 @@ where
                             facts.refused(span, &error);
                             refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
                         }
-                        // In shadow mode the call returns the result of its body anyway.
+                        // In shadow mode the call returns the result of its body even if the result is not recorded.
                         Err(error) => {
                             this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: RecordedPart::Nothing };
                             tracing::info!(%error, "shadow mode: the result is not recorded");
@@ -375,7 +379,7 @@ where
                 }
             }
         }
-        // The ended phase stays in place, because replacing it would write its full size.
+        // The phase that has ended stays in place, because replacing it would write its full size.
         work.drop_body();
         *this.turn = None;
         facts.over(span, this.seen);
@@ -390,7 +394,8 @@ where
     }
 }
 
-/// Returns whether the body runs. If not, the call ends with a replay, or with the error of `start`, taken out of it.
+/// Returns whether the body runs. If the body does not run, the call gets the replayed result, or the error taken out
+/// of `start`.
 fn enters(
     start: &mut Start,
     seen: &mut ObservedCall,
@@ -418,7 +423,7 @@ fn enters(
         }
         Start::Replay(replay) => {
             seen.again = Some(replay.pause());
-            // Reported early, in case the decoding panics.
+            // The pause is reported before the decoding, which may panic.
             report_again(seat, seen.again);
             match work.as_mut().replay(&replay.state, replay.on_undecodable) {
                 Ok(is_ok) => {
@@ -433,13 +438,13 @@ fn enters(
         }
         Start::Refused(error) => std::mem::replace(error, Error::NoAttempt),
     };
-    // The call is refused, or its recorded result can't be returned.
+    // The call is refused, or its recorded result can't be decoded.
     facts.refused(span, &error);
     refuse(seen, work, error, on_uncertain);
     false
 }
 
-/// Notes that the body is being polled during `poll`. The note stays after a panic.
+/// Sets a flag in `facts` while `poll` polls the body. The flag stays set after a panic.
 fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     facts.polling = true;
     let polled = poll();

@@ -1,7 +1,6 @@
-//! The disposition of a message: one rule for the set of calls that its delivery made and for the result of the
-//! delivery.
+//! Disposition of a message: a rule about the set of calls that its delivery made and the result of the delivery.
 //!
-//! The first row that applies decides. The order of the calls is not an input.
+//! The first row that applies decides. The order of the calls has no influence.
 //!
 //! | among the calls | the delivery returned `Ok` | `Err` | `Err`, together with a call's final error |
 //! |---|---|---|---|
@@ -13,54 +12,54 @@
 //!
 //! - *Refused permanently*: another payload under the key, an interrupted operation, exhausted attempts, an invalid
 //!   message. The operation of the message has not finished, and no delivery finishes it. A handler that swallows such
-//!   a refusal gets `DeadLetter` together with its own `Ok`.
-//! - *Finished with an error*: the error is recorded, or the result can't be returned. The operation is over: a handler
-//!   that swallows the error is done with the message.
+//!   a refusal gets `DeadLetter` although it returned `Ok`.
+//! - *Finished with an error*: the error is recorded, or the result can't be returned. The operation is over: if the
+//!   handler swallows the error, the message is done.
 //! - *Together*: the delivery returned its error in the poll in which the call ended. An error of a later poll is a
-//!   different error, and may pass. Errors carry no identity, so this rule is a guess in both directions: another
-//!   failure in the same poll counts as the call's error, and a handler that awaits something between the call and its
-//!   own return is delivered again.
+//!   different error, and may pass. Errors carry no identity, so this rule is a guess and may be wrong in both
+//!   directions. Another failure in the same poll counts as the call's error. A handler that awaits something between
+//!   the call and its own return is delivered again.
 //!
-//! On the last delivery that the broker allows, `Retry` becomes `DeadLetter`, because no other delivery follows.
+//! In the last delivery that the broker allows, `Retry` becomes `DeadLetter`, because no further delivery follows.
 
 use std::time::Duration;
 
 use crate::error::Disposition;
 
-/// Standing of one call.
+/// State of one call, as input of the rule.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Standing {
-    /// The operation has finished. The call returned a value, or an error with this disposition.
+    /// The operation has finished. The call returned a value (`None`), or an error with this disposition.
     Finished(Option<Disposition>),
-    /// No delivery of this message finishes its operation.
+    /// No delivery of this message can finish the operation.
     RefusedForGood,
-    /// A later delivery may get further, after this time if it is known.
+    /// A later delivery may finish the operation, after this time if the time is known.
     MayPass(Option<Duration>),
 }
 
-/// The result of a delivery.
+/// Result of a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum DeliveryResult {
     Ok,
-    /// An error; `with_a_call`: returned in the poll in which a call of the delivery finished with an error.
+    /// An error. `with_a_call` is true if the delivery returned it in the poll in which a call finished with an error.
     Err {
         with_a_call: bool,
     },
 }
 
-/// The verdict of the rule about a delivery.
+/// Result of the rule for a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Verdict {
     Ack,
-    /// Deliver the message again after this time, if it is known.
+    /// The message must be delivered again, after this time if the time is known.
     Retry(Option<Duration>),
     DeadLetter,
 }
 
-/// Applies the rule; see the table of this module.
+/// Applies the rule; see the table in the module's documentation.
 pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: DeliveryResult) -> Verdict {
     let (mut any, mut may_pass, mut refused) = (false, false, false);
-    // Latest time of all calls that may pass, and latest time of all errors that may.
+    // Latest time after which a call may succeed, and latest time after which a recorded error may pass.
     let (mut after, mut error_after) = (None, None);
     let mut final_error = false;
     for call in calls {
@@ -105,7 +104,7 @@ mod tests {
     const RESULTS: [DeliveryResult; 3] =
         [DeliveryResult::Ok, DeliveryResult::Err { with_a_call: false }, DeliveryResult::Err { with_a_call: true }];
 
-    /// Every sequence of up to four calls.
+    /// Returns every sequence of at most four calls.
     fn sequences() -> impl Iterator<Item = Vec<Standing>> {
         (0..=4_u32).flat_map(|calls| {
             (0..ALL.len().pow(calls))
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_the_calls_is_no_input() {
+    fn the_order_of_the_calls_does_not_change_the_verdict() {
         for calls in sequences() {
             let mut sorted = calls.clone();
             sorted.sort_by_key(|call| ALL.iter().position(|it| it == call));
@@ -129,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn an_acknowledged_delivery_has_settled_everything_and_a_dead_one_can_not_pass() {
+    fn no_delivery_is_acknowledged_or_set_aside_while_a_call_may_pass() {
         for calls in sequences() {
             for returned in RESULTS {
                 let may_pass = calls.iter().any(|call| matches!(call, Standing::MayPass(_)));

@@ -1,4 +1,4 @@
-//! The end of an attempt: the last write to its record, within its call.
+//! End of an attempt: the last write to its record, made by its call.
 
 use std::future::Future;
 
@@ -12,22 +12,22 @@ use crate::metrics::Dropped;
 use crate::record::{StoredResult, Verdict};
 use crate::store::{Store, StoreError};
 
-/// Writes the end of the attempt while the heartbeat goes on. Returns the part of it that the record holds; an error
-/// means that nothing is recorded.
+/// Writes the end of the attempt, while the heartbeat goes on. Returns the part of the end that the record holds; an
+/// error means that nothing is recorded.
 ///
 /// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
 pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
     async move {
-        // The body has returned. If its own error is released, the caller has that error, and nothing is in doubt.
+        // The body has returned, so its effect is known to the caller, even if its error is released and not recorded.
         attempt.held.on_uncertain = None;
         let written = 'written: {
             let Some(mut writing) = attempt.write() else { break 'written Ok(Verdict::Applied) };
             if let Some(written) = writing.at_once() {
                 break 'written Ok(written);
             }
-            // A write that takes time must not be ended by the body's time limit or by a beat: only the store decides
-            // now.
+            // From here on only the store decides about the attempt: a slow write must not be ended by the body's time
+            // limit or by a refused renewal.
             let Attempt { store, lease, .. } = attempt.held.attempt();
             store.context().leases().body_returned(lease.owner);
             (&mut writing).await
@@ -43,8 +43,8 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
         };
         let is_release = matches!(attempt.ending, Some(AttemptEnd::Release(_)));
         let EndingAttempt { held, ending } = &mut attempt;
-        // The drop of `EndingAttempt` repeats two kinds of writes: a release that failed, and a result that no other
-        // attempt can supply meanwhile.
+        // The drop of `EndingAttempt` repeats two kinds of writes: a failed release, and a result that no other attempt
+        // can supply.
         let goes_on = match &ended {
             Ok(_) => false,
             Err(error) => is_release || (held.enforced && may_pass(error) && outlasts_lease(&held.attempt().lease)),
@@ -63,7 +63,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
                 Err(held.lost())
             }
             Err(error) if is_release => {
-                // The caller gets the body's own error, and does not wait for its key to be freed.
+                // The caller gets the body's own error, and does not wait until its key is freed.
                 tracing::debug!(
                     key = %lease.key, %error,
                     "the key could not be released yet; trying again in the background"
@@ -81,10 +81,11 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
     }
 }
 
-/// Repeats a failed write while the lease can be held. The caller does not wait for a release: the drop repeats it.
+/// Repeats a failed `finish` while the lease can be held. A failed release returns immediately, because the drop
+/// repeats it.
 async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Result<Verdict, StoreError> {
     match attempt {
-        // Shadow mode must not delay a call.
+        // Shadow mode must not delay a call, so its write is not repeated.
         EndingAttempt {
             held: HeldAttempt { attempt: Some(Attempt { store, lease, reserved_at, .. }), enforced: true, .. },
             ending: Some(ending),
@@ -95,7 +96,7 @@ async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Res
     }
 }
 
-/// Returns the part of `ending` that the record holds once it is written.
+/// Returns the part of `ending` that the record holds after the write.
 fn content(key: &Key, ending: &AttemptEnd) -> RecordContent {
     let AttemptEnd::Finish(finish) = ending else { return RecordContent::Nothing };
     let result = finish.result();

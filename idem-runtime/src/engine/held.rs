@@ -1,4 +1,4 @@
-//! An attempt that holds its key while the body runs.
+//! Attempts that hold their key while the body runs.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -16,34 +16,34 @@ use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
 use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
-/// A reservation. Its drop releases the key (or marks the key as interrupted).
+/// A reserved key. The drop releases the key, or marks the key as interrupted.
 pub(super) struct HeldAttempt {
-    /// `None` only while the attempt is the current one of this thread.
+    /// The attempt; `None` only while it is the current attempt of this thread.
     pub(super) attempt: Option<Attempt>,
     body: BodyStage,
     pub(super) takeover: bool,
-    /// True if a lost lease cancels the body; false in shadow mode.
+    /// True if the loss of the lease cancels the body; false in shadow mode.
     pub(super) enforced: bool,
     limits: Limits,
     pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
-    /// Release that the drop writes; `None` if the drop writes nothing.
+    /// Release that the drop of this value writes; `None` if the drop writes nothing.
     on_drop: Option<Release>,
-    /// End of the body, once the body has ended.
+    /// End of the body; `None` until the body has ended.
     ended: Option<BodyExit>,
     /// True if the library temporarily refused a call that the body made.
     refused_inside: bool,
 }
 
-/// An attempt whose body has returned, and the ending that its drop writes late. Apart from [`HeldAttempt`], because an
-/// ending is large, and every earlier step of a call would carry its size along.
+/// An attempt whose body has returned, and the ending to write. Separate from [`HeldAttempt`], because an ending is
+/// large, and every earlier step of a call would carry its size.
 pub(super) struct EndingAttempt {
     pub(super) held: HeldAttempt,
-    /// `None` if the drop writes nothing.
+    /// Ending that the drop of this value writes; `None` if the drop writes nothing.
     pub(super) ending: Option<AttemptEnd>,
 }
 
 impl EndingAttempt {
-    /// Writes the end of the attempt, once.
+    /// Sends the end of the attempt to the store once. `None` if there is nothing to write.
     pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
         let Attempt { store, lease, .. } = self.held.attempt();
         self.ending.as_ref().map(|ending| late::write(&**store, lease, ending))
@@ -57,27 +57,27 @@ impl Drop for EndingAttempt {
     }
 }
 
-/// Stage of a body between two polls.
+/// Stage of a body.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum BodyStage {
-    /// Not polled, and not registered for heartbeats.
+    /// Not polled yet, and not registered for heartbeats.
     New,
-    /// Being polled. A panic leaves the stage at this value.
+    /// Being polled. If the poll panics, the stage stays at this value.
     Polling,
-    /// Polled.
+    /// Polled at least once, and not being polled now.
     Pending,
 }
 
-/// End of a body.
+/// Reason why a body ended.
 #[derive(Clone, Copy)]
 pub(super) enum BodyExit {
-    /// The body returned; true for `Ok`.
+    /// The body returned `Ok` (true) or `Err` (false).
     Returned(bool),
     /// The lease was lost.
     LeaseLost,
-    /// The body ran for longer than its `timeout`.
+    /// The body ran for longer than the `timeout` of its policy.
     TimedOut,
-    /// The lease lapsed, and the store did not renew it: the store refused permanently, or failed for too long.
+    /// The lease lapsed, and the store refused its renewal permanently or failed to renew it for too long.
     Unrenewed,
 }
 
@@ -107,7 +107,7 @@ impl HeldAttempt {
     }
 
     /// Polls the body as this attempt, if its lease is held. The lease is registered for heartbeats before the first
-    /// poll, because that poll may block.
+    /// poll, because that poll may block the thread.
     pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyExit> {
         if self.body != BodyStage::New {
             match self.standing(cx) {
@@ -122,7 +122,7 @@ impl HeldAttempt {
         store.context().leases().register(store, lease, *reserved_at, self.limits);
         let polled = self.poll_as_attempt(work, cx);
         if polled.is_pending() && self.standing(cx) != LeaseStanding::Held {
-            // The lease ended during the first poll, when no waker was registered yet.
+            // The lease ended during the first poll, when no waker was registered yet, so the task must be woken here.
             cx.waker().wake_by_ref();
         }
         polled
@@ -135,7 +135,7 @@ impl HeldAttempt {
         polled.map(BodyExit::Returned)
     }
 
-    /// Returns the standing of the lease. In shadow mode the body may always be polled.
+    /// Returns the standing of the lease. In shadow mode the standing never stops the body.
     fn standing(&self, cx: &Context<'_>) -> LeaseStanding {
         let Attempt { store, lease, .. } = self.attempt();
         match self.enforced {
@@ -144,13 +144,13 @@ impl HeldAttempt {
         }
     }
 
-    /// Returns whether the body may have failed only because the library temporarily refused a call in it. Such an
-    /// error is not recorded: the next delivery may get further.
+    /// Returns whether a refused call in the body may be the cause of the body's error. Such an error is not recorded,
+    /// because the next delivery may succeed.
     pub(super) fn refused_inside(&self) -> bool {
         self.refused_inside
     }
 
-    /// Keeps the lease while the values of the body are dropped. The body is not polled again.
+    /// Keeps the lease alive while the values of the body are dropped. The body is not polled again.
     pub(super) fn drops_values(&self) {
         let Some(Attempt { store, lease, .. }) = &self.attempt else { return };
         if self.body != BodyStage::New {
@@ -158,13 +158,13 @@ impl HeldAttempt {
         }
     }
 
-    /// Attaches the ending that the drop writes.
+    /// Converts this value into an attempt whose body has returned.
     pub(super) fn ending(self) -> EndingAttempt {
         let ending = self.on_drop.map(AttemptEnd::Release);
         EndingAttempt { held: self, ending }
     }
 
-    /// Returns whether the result of the body is `Ok`, or the error of a body that has no result.
+    /// Returns whether the body returned `Ok`. If the body was cancelled, returns the error of the call.
     pub(super) fn end_of(&mut self, ended: BodyExit) -> Result<bool, Error> {
         self.ended = Some(ended);
         let Attempt { store, lease, .. } = self.attempt();
@@ -176,7 +176,7 @@ impl HeldAttempt {
                     %key, store, attempt,
                     "the lease was lost: another attempt has taken over, or the record was removed; the body was cancelled"
                 );
-                // The record is no longer this attempt's: the drop must not write.
+                // The record belongs to another attempt or is gone, so the drop must not write.
                 self.on_drop = None;
                 Err(self.lost())
             }
@@ -193,7 +193,8 @@ impl HeldAttempt {
                         %key, store, attempt, ?timeout, "the body ran for longer than its `timeout` and was cancelled"
                     ),
                 }
-                // The error reports the doubt, so the drop must not report it again. The drop still frees the key.
+                // The error reports the uncertainty to the caller, so the drop must not report it again. The drop still
+                // frees the key.
                 self.on_uncertain = None;
                 Err(self.timed_out())
             }
@@ -211,14 +212,15 @@ impl HeldAttempt {
                          cancelled"
                     ),
                 }
-                // As above: the error reports the doubt, and the drop still ends the attempt.
+                // The error reports the uncertainty to the caller, so the drop must not report it again. The drop still
+                // ends the attempt.
                 self.on_uncertain = None;
                 Err(self.unrenewed(source))
             }
         }
     }
 
-    /// Returns the pause before the message is delivered again.
+    /// Returns the pause before the message is delivered again if this attempt fails.
     pub(super) fn pause(&self) -> Duration {
         let Attempt { lease, backoff, .. } = self.attempt();
         backoff.after(lease.attempt, lease.owner.seed())
@@ -234,7 +236,7 @@ impl HeldAttempt {
         let Attempt { store, lease, backoff, .. } = self.attempt();
         let (key, store, attempt) = (lease.key.clone(), store.context().name(), lease.attempt);
         let retry_after = match source.is_for_good() {
-            // A repair takes minutes.
+            // An unreadable record needs a repair, which takes minutes.
             true => backoff.after(8, lease.owner.seed()),
             false => self.pause(),
         };
@@ -248,7 +250,7 @@ impl HeldAttempt {
     }
 }
 
-/// Calls the user's hook for an operation in doubt.
+/// Calls the user's hook for an operation whose effect is uncertain.
 pub(super) fn report_uncertain(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncertain<'_>) {
     let Some(hook) = hook else { return };
     if std::panic::catch_unwind(|| hook(uncertain)).is_err() {
@@ -256,8 +258,8 @@ pub(super) fn report_uncertain(hook: Option<fn(Uncertain<'_>)>, uncertain: Uncer
     }
 }
 
-/// Logs that a call was dropped while its body ran. The span of the call is not the current one, so the event names the
-/// key.
+/// Logs that a call was dropped while its body ran. The event names the key, because the span of the call is not the
+/// current span.
 fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     let Lease { key, attempt, on_crash, .. } = lease;
     match (late, on_crash) {
@@ -276,8 +278,8 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     }
 }
 
-/// Polls a body as `attempt`. An outer `observe` does not see the calls that the body makes. `refused_inside` becomes
-/// true if the library temporarily refuses one of them.
+/// Polls a body as `attempt`. Calls in the body are not observed by an `observe` outside of the body. `refused_inside`
+/// becomes true if the library temporarily refuses such a call.
 pub(super) fn poll_as(
     attempt: &mut Option<Attempt>,
     refused_inside: &mut bool,
@@ -292,7 +294,7 @@ pub(super) fn poll_as(
 }
 
 impl HeldAttempt {
-    /// Writes `ending` late, unless the attempt has ended already.
+    /// Starts the late write of `ending`, unless the attempt has ended already.
     fn ends(&mut self, ending: Option<AttemptEnd>) {
         let Some(Attempt { store, lease, reserved_at, .. }) = self.attempt.take() else { return };
         let begun = self.body != BodyStage::New;
@@ -311,7 +313,7 @@ impl HeldAttempt {
             report_uncertain(self.on_uncertain, Uncertain { key, store: store.context().name(), attempt, cause });
             log_dropped(late, store.context().name(), &lease);
         }
-        // A body that has not begun is not interrupted, whatever the policy says of a crash.
+        // An attempt whose body has not begun is released, under `on_crash = fail` too.
         let ending = if begun { ending } else { Some(AttemptEnd::Release(Release::NotStarted)) };
         let ends_late = ending.as_ref().and_then(|_| late::ends_late(&store, &lease));
         let confirmed_at = match begun {

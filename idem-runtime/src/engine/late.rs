@@ -1,4 +1,4 @@
-//! Writes at the end of an attempt, repeated while they can matter, and late writes of dropped calls.
+//! Writes that end an attempt: their repetition, and the late writes of dropped calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use crate::policy::{Backoff, OnCrash};
 use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::{FlushGuard, LateEndGuard, Store, StoreError, StoreErrorKind, StoreFuture};
 
-/// First pause between two tries of a write. The pause doubles up to [`LONGEST_PAUSE`].
+/// First pause between two tries of a write. The pause doubles with each try, up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Writes `ending` once.
+/// Writes the end of an attempt once.
 pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a AttemptEnd) -> StoreFuture<'a, Verdict> {
     match ending {
         AttemptEnd::Finish(finish) => store.finish(lease, finish).watched(store, StoreOp::Finish),
@@ -22,7 +22,8 @@ pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a Atte
     }
 }
 
-/// Returns whether the same write may succeed later: a failure of the store may pass, a problem of the record does not.
+/// Returns whether the same write may succeed later: a failure of the store may pass, a problem with the record does
+/// not.
 pub(super) fn may_pass(error: &StoreError) -> bool {
     match error.kind() {
         StoreErrorKind::Unavailable
@@ -35,21 +36,23 @@ pub(super) fn may_pass(error: &StoreError) -> bool {
     }
 }
 
-/// Marks the key of `lease` as one whose end is still to be written, if that write outlasts the lease.
+/// Marks that an attempt of the key is being ended after its lease. `None` if the write is not repeated beyond the
+/// lease.
 pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<LateEndGuard> {
     outlasts_lease(lease).then(|| store.context().ends_late(&lease.key))
 }
 
-/// The pauses between tries, for one lease at most and while that may be held; or for the retention of the record.
+/// Tries of a write and the pauses between them. The tries continue while the lease may be held, for one lease at most;
+/// some late writes continue for the retention of the record.
 pub(super) struct Tries<'a> {
     store: &'a dyn Store,
     lease: &'a Lease,
     confirmed_at: Instant,
     began: Instant,
     pause: Duration,
-    /// Set for a write that goes on after the lease, for as long as the process lives and the record is retained.
+    /// Set if the write is repeated after the lapse of the lease, while the process lives and the record is retained.
     outlasts: Option<LateEndGuard>,
-    /// Keeps `flush` waiting during the lease, and no longer.
+    /// Keeps `flush` waiting until the lease has lapsed.
     under_way: Option<FlushGuard>,
 }
 
@@ -59,7 +62,7 @@ impl<'a> Tries<'a> {
         Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
     }
 
-    /// The tries of a write that no call waits for.
+    /// Makes these the tries of a write that no call waits for.
     pub(super) fn late(self, under_way: FlushGuard, outlasts: Option<LateEndGuard>) -> Self {
         Self { outlasts, under_way: Some(under_way), ..self }
     }
@@ -68,7 +71,7 @@ impl<'a> Tries<'a> {
         self.store.context().clock().now().saturating_since(self.began)
     }
 
-    /// Returns whether a renewal that was requested after the first try is confirmed.
+    /// Returns whether a renewal that was sent after the first try is confirmed.
     pub(super) fn renewed(&self) -> bool {
         self.store
             .context()
@@ -77,8 +80,8 @@ impl<'a> Tries<'a> {
             .is_some_and(|confirmed_at| confirmed_at > self.began)
     }
 
-    /// Waits for the next try; returns false if there is none. An attempt is ended within one lease, or not at all:
-    /// otherwise a store that renews leases but takes no results would keep the call forever.
+    /// Waits for the next try; returns false if the tries are over. A write is tried for one lease at most: otherwise a
+    /// store that renews leases but accepts no results would keep the call forever.
     pub(super) async fn again(&mut self) -> bool {
         let context = self.store.context();
         let held = context.leases().may_be_held_for(self.lease, self.confirmed_at);
@@ -87,7 +90,7 @@ impl<'a> Tries<'a> {
             false => self.pause.min(left),
             true if self.outlasts.is_some() && context.writes_late() && self.elapsed() < self.lease.ttl => {
                 self.under_way = None;
-                // Drawn, so that the ends of all attempts of an outage do not reach the store together.
+                // The pause is random, so that the ends of all attempts in an outage do not reach the store together.
                 Backoff::new(self.pause, self.pause).after(1, self.lease.owner.seed())
             }
             true => return false,
@@ -99,27 +102,28 @@ impl<'a> Tries<'a> {
 }
 
 /// Repeats `ending`, whose first write returned `written`, for one lease at most and while the lease can be held. Every
-/// write is safe to repeat with its owner token. If the store can't hold the result, or renews the lease but has not
-/// taken the result for half a lease, `ending` becomes an ending without the result.
+/// write is safe to repeat with its owner token. `ending` loses its result if the store can't hold the result, or if
+/// the store renews the lease but has not accepted the result for half a lease.
 pub(super) async fn write_again(
     mut tries: Tries<'_>,
     ending: &mut AttemptEnd,
     mut written: Result<Verdict, StoreError>,
 ) -> Result<Verdict, StoreError> {
     let Tries { store, lease, .. } = tries;
-    // True if, when the last write was sent, the store had confirmed a renewal that was requested after the first try.
+    // True if, before the last write, the store had confirmed a renewal that was sent after the first try.
     let mut renews = false;
     loop {
         let Err(error) = written else { return written };
         let too_large = error.kind() == StoreErrorKind::TooLarge;
-        // Only if the store renews: a store that takes no writes at all may take the result when it is back.
+        // Only if the store renews leases: a store that accepts no write at all may accept the result after the outage.
         let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)
             && let Some(without_result) = ending.without_result()
         {
             let shortened = write(store, lease, &without_result).await;
-            // A refused release may have found the result itself, whose answer was lost: repeat the finish.
+            // A refused release may mean that an earlier `finish` took effect and only its answer was lost. So the
+            // `finish` is repeated.
             let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, AttemptEnd::Finish(_));
             if too_large || (shortened.is_ok() && settled) {
                 *ending = without_result;
@@ -135,7 +139,7 @@ pub(super) async fn write_again(
     }
 }
 
-/// State of a call whose end is written late, for the log.
+/// State of a call whose end is written late, for log lines.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LateEndState {
     /// The call was dropped before its body started.
@@ -144,13 +148,13 @@ pub(crate) enum LateEndState {
     Cancelled,
     /// The body panicked.
     Panicked,
-    /// The body was cancelled for its time limit, and the caller has that error.
+    /// The body was cancelled at its time limit; the caller has the error.
     TimedOut,
-    /// The body was cancelled because its lease could not be renewed, and the caller has that error.
+    /// The body was cancelled because its lease could not be renewed; the caller has the error.
     Unrenewed,
-    /// The body returned an error, which the caller has, and the key could not be freed then.
+    /// The body returned an error to the caller, and the key could not be freed at that time.
     Returned,
-    /// The body returned, and the call was dropped while the result was being recorded.
+    /// The body returned, and the call was dropped while its result was being recorded.
     Recording,
 }
 
@@ -168,10 +172,11 @@ impl LateEndState {
     }
 }
 
-/// Writes `ending` after its caller is gone: immediately if the store can, otherwise by
+/// Writes `ending` for a call that no longer exists: immediately if the store can, otherwise by
 /// [`Clock::spawn`](crate::clock::Clock::spawn).
 ///
-/// `ends_late`: from [`ends_late`], made before the lease was deregistered, so that no duplicate finds neither of them.
+/// `ends_late` is the value of the function [`ends_late`]. It is made before the lease is deregistered, so that a
+/// duplicate finds the lease or this value at any time.
 pub(crate) fn write_late(
     store: Arc<dyn Store>,
     lease: Lease,
@@ -180,7 +185,7 @@ pub(crate) fn write_late(
     late: LateEndState,
     ends_late: Option<LateEndGuard>,
 ) {
-    // In an open transaction nothing is written late: its commit or rollback decides.
+    // In an open transaction nothing is written late, because the commit or the rollback decides about the record.
     if !store.context().writes_late() || write(&*store, &lease, &ending).at_once().is_some() {
         return;
     }
@@ -195,7 +200,7 @@ pub(crate) fn write_late(
     }));
 }
 
-/// Logs the result of a late write. The span of the call is gone, so the event stands alone and names the key.
+/// Logs the result of a late write. The event names the key, because the span of the call has ended.
 fn log_late(
     store: &'static str,
     lease: &Lease,
@@ -229,7 +234,7 @@ fn log_late(
             parent: None, %key, store, attempt, call, %error,
             "the operation could not be marked as interrupted; once the lease has lapsed, it counts as that"
         ),
-        // Only a debug event: the harm is a delay, and an outage may cause many such events.
+        // A debug event, because the only harm is a delay, and an outage may cause many such events.
         (Err(error), AttemptEnd::Release(_)) => tracing::debug!(
             parent: None, %key, store, attempt, call, %error, "the key could not be freed; it is held until its lease lapses"
         ),
@@ -239,12 +244,12 @@ fn log_late(
 /// Frees a key that the request of a dropped call may have reserved, or may still reserve.
 ///
 /// A release alone could arrive before the reservation, which would then hold the key without a body. So the key is
-/// reserved once more with the same owner token, and then released. The result is a record that the late request has
-/// not seen: that request can neither insert its own record nor replace this one.
+/// reserved once more with the same owner token, and then released. After that the late request can't succeed: an
+/// insert finds a record, and a replacement names a record that has been replaced.
 ///
-/// A reservation that lands after the clean-up has been given up lapses without a body: it holds the key for one lease,
-/// is not counted and interrupts nothing. A mark that lands (`may_be_marked`) is counted and interrupts the key, so the
-/// clean-up goes on for as long as that takes.
+/// If the clean-up has given up and the late reservation takes effect then, its lease lapses without a body: the key is
+/// held for one lease, the attempt is not counted, and the key is not interrupted. A mark (`may_be_marked`) would count
+/// the attempt and interrupt the key, so the clean-up is then repeated after the lease too.
 pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, may_be_marked: bool) {
     if !store.context().writes_late() {
         return;
@@ -271,7 +276,7 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
             Ok(()) => tracing::debug!(
                 parent: None, %key, store = name, "the reservation of a call that was dropped before its body is cleaned up"
             ),
-            // Only a debug event: the harm is a delay, and an outage may cause many such events.
+            // A debug event, because the only harm is a delay, and an outage may cause many such events.
             Err(error) => tracing::debug!(
                 parent: None, %key, store = name, %error,
                 "a call was dropped while reserving its key, and the store does not say whether the key is reserved; \
@@ -291,16 +296,16 @@ async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), 
         let freed = match store.reserve(request).watched(store, StoreOp::Reserve).await {
             Ok(Reservation::Granted { lease, .. }) => match free(store, &lease).await {
                 Ok(Verdict::Applied) => Ok(()),
-                // Another attempt took over in between.
+                // Another attempt took over between the reservation and the release.
                 Ok(Verdict::Refused) => {
                     Err(StoreError::new(StoreErrorKind::Unavailable, "taken over before its release"))
                 }
                 Err(error) => Err(error),
             },
-            // Our reservation is released already, or the record is another attempt's: the late request has not seen
-            // that record and can't replace it.
+            // The call's reservation is released already, or the record belongs to another attempt. The late request
+            // can't replace a record that is newer than itself.
             Ok(_) => Ok(()),
-            // The reservation may still have taken effect: release it.
+            // The reservation of this clean-up may have taken effect, so it is released.
             Err(error) if error.may_have_landed() => match free(store, unanswered).await {
                 Ok(Verdict::Applied) => Ok(()),
                 _ => Err(error),
@@ -318,8 +323,8 @@ async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), 
     }
 }
 
-/// Returns whether the end of this attempt is still wanted after its lease. Under `on_crash = fail` a body that has
-/// begun blocks all other attempts until its end is written, or an operator decides.
+/// Returns whether the end of this attempt must be written even after its lease. Under `on_crash = fail` a body that
+/// has begun blocks all other attempts until its end is written, or an operator decides.
 pub(super) fn outlasts_lease(lease: &Lease) -> bool {
     lease.on_crash == OnCrash::Fail
 }

@@ -1,4 +1,4 @@
-//! The protocol: reserve, run with heartbeats, record, replay. The only folder with this control flow.
+//! Protocol of a call: reserve, run with heartbeats, record, replay. This folder holds the whole control flow.
 //!
 //! A call has three phases. [`begin`] reserves the key, or returns the reason why the body must not run. The body then
 //! runs inside the caller's own future, as a [`held`] attempt. [`end`] records the result of the body. [`call`]
@@ -65,7 +65,7 @@ use crate::store::Store;
 ///
 /// `#[idempotent]` makes an operation of each call. By default a value is recorded as [`Json`], and an error frees the
 /// key; [`codec`](Self::codec), [`record_errors`](Self::record_errors) and [`record_errors_if`](Self::record_errors_if)
-/// change that. `Within::operation` makes an operation inside of a transaction of yours.
+/// set other rules. `Within::operation` makes an operation inside of a user's transaction.
 ///
 /// # Examples
 /// ```
@@ -87,7 +87,7 @@ use crate::store::Store;
 pub struct Operation<R = RecordValues<Json>, P = ()> {
     subject: Subject,
     recorder: R,
-    /// Data that a run inside of a transaction needs; `()` for a store.
+    /// Data that only a run inside of a transaction needs; `()` outside of a transaction.
     place: P,
 }
 
@@ -113,8 +113,8 @@ impl<R, P> fmt::Debug for Operation<R, P> {
 }
 
 impl Operation {
-    /// Creates an operation named by `key` in `store`. A key that could not be built is reported when the operation is
-    /// run.
+    /// Creates an operation with the key `key` in `store`. If the key could not be built, the run of the operation
+    /// reports the reason.
     pub fn new<S: Store + ?Sized>(store: &S, key: Result<Key, KeyError>, policy: Policy) -> Self {
         let key = key.map(|key| key.shown(policy.key_display)).map_err(Box::new);
         let subject = Subject { store: store.handle(), key, policy, fingerprint: None };
@@ -123,7 +123,7 @@ impl Operation {
 }
 
 impl<R, P> Operation<R, P> {
-    /// Adds the fingerprint of the payload: another payload under the same key is refused.
+    /// Adds the fingerprint of the payload: a call with another payload under the same key is refused.
     pub fn fingerprint<F: Serialize + ?Sized>(mut self, payload: &F) -> Self {
         if self.subject.policy.current_mode() != Mode::Off {
             self.subject.fingerprint = Some(Fingerprint::of(payload));
@@ -131,7 +131,7 @@ impl<R, P> Operation<R, P> {
         self
     }
 
-    /// Adds a fingerprint that is already computed.
+    /// Adds a fingerprint that the caller has computed.
     #[cfg(feature = "http")]
     pub(crate) fn fingerprinted(mut self, fingerprint: Result<Fingerprint, FingerprintError>) -> Self {
         if self.subject.policy.current_mode() != Mode::Off {
@@ -140,7 +140,7 @@ impl<R, P> Operation<R, P> {
         self
     }
 
-    /// Moves the operation to another place, and returns the place that it leaves.
+    /// Replaces the data for a transaction, and returns the earlier data.
     #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
     pub(crate) fn at<Q>(self, place: Q) -> (Operation<R, Q>, P) {
         let Self { subject, recorder, place: left } = self;
@@ -159,7 +159,7 @@ impl<C: Codec, P> Operation<RecordValues<C>, P> {
         self.recorded_by(RecordValues::new())
     }
 
-    /// Records errors as well, and replays them to duplicates (default: an error frees the key).
+    /// Records errors too, and replays them to duplicates (default: an error frees the key).
     pub fn record_errors(self) -> Operation<RecordResults<C, ()>, P> {
         self.recorded_by(RecordResults::new(()))
     }
@@ -174,17 +174,17 @@ impl<R> Operation<R> {
     /// Runs `body` once for the key of the operation, and replays its recorded result to every duplicate.
     ///
     /// # Errors
-    /// The error of `body`, or the [`Error`] that gives the reason why there is no result.
+    /// The error of `body`, or an [`Error`] with the reason why there is no result.
     ///
     /// # Panics
-    /// If `body` panics; the key is then freed immediately, or counts as interrupted under
-    /// [`OnCrash::Fail`](crate::OnCrash::Fail). If a migration of [`OnUndecodable`](crate::OnUndecodable) panics;
-    /// nothing changes then.
+    /// If `body` panics. The key is then freed immediately, or is interrupted under
+    /// [`OnCrash::Fail`](crate::OnCrash::Fail). Also if a migration of [`OnUndecodable`](crate::OnUndecodable) panics;
+    /// the record is not changed then.
     ///
     /// # Cancel safety
-    /// Dropping the future cancels the body, drops its values and then frees the key, or counts as an interruption
-    /// under [`OnCrash::Fail`](crate::OnCrash::Fail). Once the body has returned, its result is recorded even if the
-    /// future is dropped.
+    /// Dropping the future cancels the body, drops its values, and then frees the key, or interrupts the key under
+    /// [`OnCrash::Fail`](crate::OnCrash::Fail). Once the body has returned, its result is recorded even if the future
+    /// is dropped.
     pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>
     where
         R: Recorder<T, E>,

@@ -25,20 +25,21 @@ use crate::store::{Beat, Callback};
 /// The [`Outcome`] describes the last idempotent call of the delivery. The [disposition](Outcome::disposition) depends
 /// on the set of all calls that began, not on their order:
 ///
-/// - A delivery that returns an error is never acknowledged, even if all of its calls succeeded: an error after a
-///   successful call, such as a refused commit, means that the message has to come again.
-/// - A delivery that returns `Ok` is acknowledged if nothing is left to do for any of its calls. If the delivery
-///   swallowed the error of a call, the message is delivered again. If no delivery can change that error, the message
-///   is set aside, although the delivery returned `Ok`. A recorded error that was swallowed leaves nothing to do.
+/// - A delivery that returns an error is never acknowledged, even if all of its calls succeeded: after an error such as
+///   a refused commit, the message must be delivered again.
+/// - A delivery that returns `Ok` is acknowledged if all of its operations have finished. If the delivery swallowed an
+///   error of a call, the message is delivered again. If no delivery can change that error, the message is set aside,
+///   although the delivery returned `Ok`. A recorded error means that its operation has finished, even if the delivery
+///   swallowed the error.
 /// - If the delivery returns a recorded error, the message is set aside. The delivery counts as returning that error if
 ///   the delivery ends in the same poll as the call. An error of a later poll is a different error, and its message is
 ///   delivered again.
 /// - If a call was dropped before it returned, for example by a time-out around it, the message is delivered again. The
-///   same applies to a call in a nested `observe`, `observe_all` or `transact`.
-/// - If no idempotent function was reached, the message is delivered again, and the library logs a warning. A call in a
-///   spawned task is observed there: `tokio::spawn(observe(…))`.
+///   same rule holds for a call in a nested `observe`, `observe_all` or `transact`.
+/// - If the delivery called no idempotent function, the message is delivered again, and the library logs a warning. A
+///   call in a spawned task must be observed in that task: `tokio::spawn(observe(…))`.
 ///
-/// Calls inside the body of an idempotent function are not reported: the function itself is.
+/// Calls inside the body of an idempotent function are not reported. Only the call of the function itself is reported.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -60,7 +61,7 @@ use crate::store::{Beat, Callback};
 /// ```
 ///
 /// # Cancel safety
-/// As cancel safe as `future`.
+/// Cancel safe if `future` is cancel safe.
 pub fn observe<F, T, E>(future: F) -> Observe<F>
 where
     F: Future<Output = Result<T, E>>,
@@ -69,7 +70,7 @@ where
 }
 
 pin_project! {
-    /// The future of [`observe`].
+    /// Future of [`observe`].
     #[must_use = "futures do nothing unless polled"]
     pub struct Observe<F: Future, B = NoBeat> {
         #[pin]
@@ -100,7 +101,7 @@ impl<F: Future> Observe<F> {
 
 impl<F: Future, B> Observe<F, B> {
     /// Names the message in the spans of its calls: the broker in the terms of OpenTelemetry (`kafka`, `rabbitmq`,
-    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. They become the attributes
+    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. These names become the attributes
     /// `messaging.system`, `messaging.destination.name` and `messaging.message.id`.
     ///
     /// ```
@@ -119,9 +120,9 @@ impl<F: Future, B> Observe<F, B> {
         self.map_message(|message| message.called = Some(called))
     }
 
-    /// Sets the trace that the message is a part of, from its header `traceparent`. The record keeps the trace, so that
-    /// the span of a replay names the trace of the run that made the result (`idem.original_trace`). The HTTP layer
-    /// sets the trace automatically.
+    /// Sets the trace of the message, from its header `traceparent`. The record keeps the trace, so that the span of a
+    /// replay can name the trace of the run that made the result (`idem.original_trace`). The HTTP layer sets the trace
+    /// automatically.
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
@@ -141,10 +142,10 @@ impl<F: Future, B> Observe<F, B> {
         }
     }
 
-    /// Sets the group in which the broker wants the message handled in order: the `MessageGroupId` of a FIFO queue of
-    /// SQS, the partition of Kafka, the partition key of Kinesis. Within [`observe_all`](crate::observe_all) the
-    /// deliveries of one group run one after the other, in their order. A delivery after one that is not acknowledged
-    /// does not begin: it ends with [`Error::HeldBack`]. Outside of `observe_all` the group has no effect.
+    /// Sets the group in which the broker wants messages handled in order: the `MessageGroupId` of a FIFO queue of SQS,
+    /// the partition of Kafka, the partition key of Kinesis. Within [`observe_all`](crate::observe_all) the deliveries
+    /// of one group run one after the other, in their order. If a delivery is not acknowledged, later deliveries of its
+    /// group don't start: they end with [`Error::HeldBack`]. Outside of `observe_all` the group has no effect.
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};
@@ -166,12 +167,12 @@ impl<F: Future, B> Observe<F, B> {
         self.map_observer(|observer| observer.group = Some(group.into().into_boxed_str()))
     }
 
-    /// Sets the time for which the broker may deliver the message again; `None` means forever.
+    /// Sets the time for which the broker may deliver the message again; `None` stands for an unlimited time.
     pub(crate) fn redelivered_for(self, longest: Option<Duration>) -> Self {
         self.map_observer(|observer| observer.redelivered_for = Some(longest.unwrap_or(Duration::MAX)))
     }
 
-    /// Takes the group out of the delivery.
+    /// Takes the group out of the settings of the delivery.
     pub(super) fn take_group(&mut self) -> Option<Box<str>> {
         self.observer.as_mut().and_then(|observer| observer.group.take())
     }
@@ -243,7 +244,7 @@ where
     E: From<Error>,
 {
     /// Turns a panic of the delivery into [`Error::Panicked`], so that the panic ends this delivery and not the
-    /// consumer. The delivery is dropped first: its keys are freed, or count as interrupted under `on_crash = fail`.
+    /// consumer. The delivery is dropped first: its keys are freed, or are interrupted under `on_crash = fail`.
     ///
     /// ```
     /// # use idem_runtime::{Disposition, Error, MemoryStore, idempotent, observe};
@@ -266,7 +267,7 @@ where
 }
 
 pin_project! {
-    /// The future of [`Observe::catch_panics`].
+    /// Future of [`Observe::catch_panics`].
     #[must_use = "futures do nothing unless polled"]
     #[derive(Debug)]
     pub struct CatchPanics<F: Future, B = NoBeat> {
@@ -285,7 +286,7 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut observe = self.project().observe;
-        // After a panic the future is dropped below, and never polled again.
+        // After a panic the future is dropped below and never polled again.
         match std::panic::catch_unwind(AssertUnwindSafe(|| observe.as_mut().poll_observed(cx))) {
             Ok(polled) => {
                 let (result, outcome, _) = observe.conclude(ready!(polled));
@@ -304,8 +305,8 @@ where
     E: From<Error>,
     B: Beats<Result<T, E>>,
 {
-    /// Drops the delivery. It ends with an error that is made of the key of its last call, the attempt, and the time
-    /// until the next delivery.
+    /// Drops the delivery. Its result is an error with the key and the attempt of the last call, and the time until the
+    /// next delivery.
     fn cut_off(
         mut self: Pin<&mut Self>,
         error: impl FnOnce(Option<Key>, Option<u32>, Duration) -> Error,
@@ -313,7 +314,7 @@ where
         let mut this = self.as_mut().project();
         this.future.set(None);
         if let Some(observer) = this.observer {
-            // The delivery ends for this reason, and not by the error of a call.
+            // The delivery ends with the new error, and not with the error of a call.
             observer.final_error = false;
         }
         let (key, attempt, retry_after) = Observer::last(this.observer.as_ref());
@@ -350,24 +351,24 @@ where
     F: Future<Output = Result<T, E>>,
     E: From<Error>,
 {
-    /// Calls `callback` every `every` while the delivery runs, so that the broker does not take the message for lost:
+    /// Calls `callback` every `every` while the delivery runs, so that the broker does not consider the message lost:
     /// the callback extends a visibility time-out, or reports progress. A good `every` is a third of the broker's
     /// time-out.
     ///
-    /// The timer is the same that renews leases. In every mode it starts when the first call of the delivery first
-    /// waits, also when the call waits for another attempt. So a handler that is ready immediately costs nothing, and
-    /// the part of the delivery before its first call is not covered. The timer goes on between calls, and ends with
-    /// the delivery: a running callback is dropped then, so that it extends no message that has been settled. A beat
-    /// may come up to an eighth of `every` early.
+    /// The timer that renews leases also calls the callback. In every mode the beats start when the first call of the
+    /// delivery first waits, also when that call waits for another attempt. So a handler that is ready immediately
+    /// costs nothing, and the beats do not cover the part of the delivery before its first call. The beats go on
+    /// between calls, and end with the delivery: a running callback is then dropped, so that it extends no settled
+    /// message. A beat may come up to an eighth of `every` early.
     ///
-    /// The callback is a separate task on the runtime that polls the delivery, which is the runtime of the broker's
-    /// client as well. Each delivery has one callback at a time, for at most `every`, or 1 s if that is longer. A
-    /// callback that hangs, fails or panics is called again after a quarter of `every`, and affects neither a lease nor
-    /// another delivery. A handler that blocks the only thread of its runtime keeps its lease, but has no beats
-    /// meanwhile.
+    /// The callback is a separate task on the runtime that polls the delivery, which usually is the runtime of the
+    /// broker's client as well. Each delivery has one callback at a time, which may take `every`, or 1 s if that is
+    /// longer. A callback that hangs, fails or panics is called again after a quarter of `every`, and affects neither a
+    /// lease nor another delivery. A handler that blocks the only thread of its runtime keeps its lease, but has no
+    /// beats meanwhile.
     ///
-    /// Where the broker has a limit of its own (SQS: 12 h from the first receive), the callback calls [`Beat::lost`] at
-    /// that limit. [`on_beat_lost`](Observe::on_beat_lost) sets the reaction.
+    /// If the broker limits the total extension (SQS: 12 h from the first receive), the callback calls [`Beat::lost`]
+    /// at that limit. [`on_beat_lost`](Observe::on_beat_lost) sets the reaction.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -415,7 +416,7 @@ where
 
 impl<F: Future, C> Observe<F, OnBeat<C>> {
     /// Sets the reaction to a broker that no longer extends the message (default: [`OnBeatLost::Continue`]). A body
-    /// that blocks its thread is cancelled at its next `await`.
+    /// that blocks its thread is cancelled only at its next `await`.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -452,11 +453,11 @@ impl<F: Future, C> Observe<F, OnBeat<C>> {
 }
 
 impl<F: Future, B> Observe<F, B> {
-    /// Sets the number of times that the broker has delivered this message, this time included:
+    /// Sets the number of times that the broker has delivered this message, this delivery included:
     /// `ApproximateReceiveCount`, `x-delivery-count` plus one, `delivered`. With this number the time in `Retry` grows
-    /// with the deliveries, even where no attempt counts them. The duplicate of a handler that runs for long is
-    /// delivered again after more leases each time that it finds the same attempt, up to the longest pause of the
-    /// policy's [`Backoff`](crate::policy::Backoff).
+    /// with the deliveries, even where no attempt counts them. If a handler runs for long, its duplicate is delivered
+    /// again after a growing number of leases, up to the longest pause of the policy's
+    /// [`Backoff`](crate::policy::Backoff).
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe};
@@ -475,20 +476,20 @@ impl<F: Future, B> Observe<F, B> {
 
     /// Sets the number of times that the broker delivers a message before it sets the message aside: `maxReceiveCount`,
     /// `x-delivery-limit` plus one, `max_deliver`. Together with [`delivery`](Observe::delivery) this gives the number
-    /// of deliveries that are left. On the last two deliveries a duplicate of a running attempt waits for that attempt
-    /// instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout`, and a
-    /// lease). So the message is not set aside while its work is in progress. At most four duplicates of a store handle
-    /// wait this way at a time, because each takes a place of its consumer; any other duplicate gets its answer. A call
-    /// whose store does not answer waits for the store for the same time. Combine the limit with
-    /// [`on_beat`](Observe::on_beat) where the broker has a time-out.
+    /// of deliveries that are left. In the last two deliveries a duplicate of a running attempt waits for that attempt
+    /// instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout` plus
+    /// one lease). So the message is not set aside while its work is in progress. At most four duplicates of a store
+    /// handle wait for this reason at a time, because each waiting duplicate occupies a slot of its consumer; a further
+    /// duplicate returns its error. A call whose store does not answer repeats its request for the same time. Combine
+    /// the limit with [`on_beat`](Observe::on_beat) where the broker has a time-out.
     ///
-    /// On the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
-    /// [`DeadLetter`](crate::Disposition::DeadLetter): no other delivery comes, and some brokers then delete the
-    /// message. Before the last delivery, a [fingerprint mismatch](Error::FingerprintMismatch) is delivered again,
-    /// because the type of the payload may have changed with a deployment.
+    /// In the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
+    /// [`DeadLetter`](crate::Disposition::DeadLetter), because no further delivery comes, and some brokers then delete
+    /// the message. Before the last delivery, a message with a [fingerprint mismatch](Error::FingerprintMismatch) is
+    /// delivered again, because the type of the payload may have changed with a deployment.
     ///
-    /// A broker that can only redeliver immediately soon has no deliveries left: give a limit of 1 without
-    /// [`delivery`](Observe::delivery), and duplicates always wait.
+    /// A broker that can only redeliver immediately uses up the deliveries of a message quickly. For such a broker set
+    /// a limit of 1 without [`delivery`](Observe::delivery): then duplicates always wait.
     pub fn delivery_limit(self, limit: u32) -> Self {
         self.map_observer(|observer| observer.budget.limit = Some(limit))
     }

@@ -1,4 +1,4 @@
-//! One call of an observed delivery, and the reason why it did not run its body.
+//! Calls of observed deliveries, and the reasons why a call did not run its body.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use crate::error::{Disposition, Error, deployment_pause};
 use crate::key::Key;
 use crate::policy::Backoff;
 
-/// Reason why a call did not run its body, or would not have run it.
+/// Reason why a call did not run its body. In shadow mode, reason why the call would not have run its body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// The operation had finished: its result would have been replayed (shadow mode).
+    /// The operation had finished: outside of shadow mode its result would have been replayed.
     Replay,
     /// Another attempt was running.
     InProgress,
@@ -20,7 +20,7 @@ pub enum Refusal {
     FingerprintMismatch,
     /// An earlier run had been interrupted.
     Interrupted,
-    /// As many attempts as `max_attempts` allows had started.
+    /// The number of started attempts had reached `max_attempts`.
     AttemptsExhausted,
     /// The key was missing.
     MissingKey,
@@ -37,7 +37,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Returns the refusal that `error` reports; `None` if the body had started.
+    /// Returns the refusal behind `error`; `None` if the body had started.
     pub(crate) fn of(error: &Error) -> Option<Self> {
         match error {
             Error::InProgress { .. } => Some(Self::InProgress),
@@ -63,10 +63,10 @@ impl Refusal {
     }
 }
 
-/// Progress of a call up to its end.
+/// Progress of a call, from its first poll to its end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Progress {
-    /// No call was made.
+    /// The call has not begun.
     None,
     /// The key is being reserved.
     Reserving,
@@ -76,19 +76,19 @@ pub(crate) enum Progress {
     Recording,
     /// The body returned.
     Returned { is_ok: bool, kept: RecordedPart },
-    /// The recorded result was returned. The body did not run.
+    /// A recorded result was returned, and the body did not run.
     Replayed { is_ok: bool },
     /// The body did not run.
     Refused { refusal: Refusal, error: ErrorFacts },
-    /// The body started, and the record does not hold its end: the lease was lost, the time was out, or the store did
-    /// not answer.
+    /// The body started, and the record does not hold its end: the lease was lost, the time limit was over, or the
+    /// store did not answer.
     Unrecorded { error: ErrorFacts },
 }
 
-/// The part of a returned result that the record holds.
+/// Part of the returned result that the record holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum RecordedPart {
-    /// Nothing: the key is free, or the body ran unprotected.
+    /// No part: the key is free, or the body ran unprotected.
     Nothing,
     /// The completion, without the result.
     Completion,
@@ -96,21 +96,21 @@ pub(crate) enum RecordedPart {
     Result,
 }
 
-/// Consequences of an [`Error`] for its call.
+/// Facts about the [`Error`] of a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ErrorFacts {
     pub(crate) disposition: Disposition,
     pub(crate) misconfigured: bool,
 }
 
-/// State of the transaction on which the record of a call depends.
+/// State of the transaction in which the record of a call was written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Commit {
-    /// The record took effect when it was written, or its transaction is committed.
+    /// The record has taken effect: outside of a transaction when it was written, in a transaction at the commit.
     Done,
-    /// The transaction is open.
+    /// The transaction is still open.
     Pending,
-    /// The transaction was not committed: the writes of the call are undone.
+    /// The transaction was not committed, so the writes of the call are undone.
     RolledBack,
 }
 
@@ -124,7 +124,7 @@ pub(crate) struct ObservedCall {
     pub(crate) commit: Commit,
     pub(crate) attempt: Option<u32>,
     pub(crate) bypassed: Option<Refusal>,
-    /// Time until a failed delivery that made this call is likely to get further, if known.
+    /// Time until a redelivery of the message is likely to succeed, if known.
     pub(crate) again: Option<Duration>,
 }
 
@@ -132,7 +132,7 @@ pub(crate) struct ObservedCall {
 pub(super) const NOTHING_KNOWN: Duration = Duration::from_secs(1);
 
 impl ObservedCall {
-    /// A call that has not begun.
+    /// Initial state of a call, before it begins.
     pub(crate) const NEW: Self = Self {
         key: None,
         progress: Progress::None,
@@ -144,13 +144,13 @@ impl ObservedCall {
         again: None,
     };
 
-    /// Returns the standing of the call, given that its transaction will be committed unless it was rolled back
-    /// already.
+    /// Returns the standing of the call if its transaction is committed. If the transaction was rolled back already,
+    /// the standing reflects that.
     pub(super) fn standing(&self, budget: Budget) -> Standing {
         match (self.commit, self.standing_once_committed()) {
             (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
-            // Fingerprints do not distinguish a payload of another type, which is a mistake of the deployment, from
-            // another payload.
+            // A mismatch of fingerprints may mean another payload, or a payload whose type changed with a deployment.
+            // The second case passes.
             (_, Standing::RefusedForGood) if self.is_mismatch() && budget.has_more() => {
                 Standing::MayPass(Some(deployment_pause(self.key.as_ref())))
             }
@@ -167,7 +167,7 @@ impl ObservedCall {
             Progress::Returned { is_ok: true, .. } | Progress::Replayed { is_ok: true } => Standing::Finished(None),
             Progress::Returned { is_ok: false, kept: RecordedPart::Completion | RecordedPart::Result }
             | Progress::Replayed { is_ok: false } => Standing::Finished(Some(Disposition::DeadLetter)),
-            // The operation has finished; the error is about its result.
+            // The operation has finished; the error concerns only its result.
             Progress::Refused { refusal: Refusal::ResultUnavailable, error } => {
                 Standing::Finished(Some(error.disposition))
             }
@@ -192,7 +192,7 @@ impl ObservedCall {
         }
     }
 
-    /// Returns whether the call finished with an error, so that its delivery may return that error.
+    /// Returns whether the operation of the call has finished with an error, which its delivery may return.
     pub(super) fn ends_with_final_error(&self) -> bool {
         matches!(self.standing_once_committed(), Standing::Finished(Some(_)))
     }
@@ -208,8 +208,8 @@ impl ObservedCall {
         matches!(self.progress, Progress::Reserving | Progress::Running | Progress::Recording)
     }
 
-    /// Returns whether the effect may have happened although the record does not show it, given that the call goes no
-    /// further.
+    /// Returns whether the effect may have happened although the record does not show it. Assumes that the call is not
+    /// polled again.
     pub(super) fn uncertain(&self) -> bool {
         match self.progress {
             Progress::Running
@@ -246,13 +246,14 @@ impl ObservedCall {
         stored && self.commit != Commit::RolledBack
     }
 
-    /// Returns whether the record takes effect only when a transaction of the user is committed. A replayed result is
-    /// committed, or the call of this transaction that recorded it is pending.
+    /// Returns whether the record takes effect only with the commit of a user's transaction. False for a replay: its
+    /// result is committed already, or the call that recorded it is pending.
     pub(super) fn is_pending(&self) -> bool {
         self.commit == Commit::Pending && self.executed()
     }
 
-    /// Applies the end of a transaction to the call. `of_transaction`: the record was written in that transaction.
+    /// Applies the end of a transaction to the call. `of_transaction` is true if that transaction contains the record
+    /// of the call.
     pub(super) fn settle(&mut self, settled: TransactionEnd, of_transaction: bool) {
         if self.commit != Commit::Pending {
             return;
@@ -278,7 +279,8 @@ impl ObservedCall {
 )]
 pub(crate) enum TransactionEnd {
     Committed,
-    /// `failures_recorded`: the errors that its calls had recorded were recorded again, in another transaction.
+    /// The transaction was rolled back. `failures_recorded` is true if the errors that its calls had recorded were
+    /// recorded again, in a transaction of their own.
     RolledBack {
         failures_recorded: bool,
     },

@@ -1,4 +1,4 @@
-//! The observed delivery of this thread, to which its calls report.
+//! The observed delivery of the current thread, to which calls report.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -16,28 +16,28 @@ use crate::key::Key;
 use crate::record::Traceparent;
 use crate::store::Store;
 
-/// The place of an observed call among the calls of its delivery.
+/// Index of an observed call among the calls of its delivery; `None` before its first report.
 pub(crate) type Seat = Option<usize>;
 
-/// State of an observed delivery, including the parts that its calls may read.
+/// State of an observed delivery. The calls of the delivery read parts of it.
 #[derive(Default)]
 pub(crate) struct Observer {
     pub(super) calls: Vec<ObservedCall>,
-    /// Seats of these calls in the enclosing observation.
+    /// Seats of the same calls in the enclosing observation.
     pub(super) outside: Vec<Seat>,
-    /// True if a call has changed since the enclosing observation got the calls.
+    /// True if a call has changed since the last report to the enclosing observation.
     pub(super) changed: bool,
-    /// True if a call has finished with an error in the current poll, or in the last poll.
+    /// True if a call finished with an error in the current poll; while the delivery is not polled, in the last poll.
     pub(super) final_error: bool,
     pub(super) budget: Budget,
     pub(super) timer: TimerSlot,
-    /// Batch of the delivery, and the position in that batch.
+    /// Batch of the delivery, and its index in the batch.
     pub(super) turns: Option<(Turns, usize)>,
-    /// Time for which the broker may deliver the message again, if known; `Duration::MAX` means forever.
+    /// Time for which the broker may deliver the message again, if known; `Duration::MAX` stands for an unlimited time.
     pub(super) redelivered_for: Option<Duration>,
     /// Group of messages that the broker wants handled in order.
     pub(super) group: Option<Box<str>>,
-    /// Names of the message, for spans and records.
+    /// Attributes of the message, for spans and records.
     pub(super) message: Option<Arc<Message>>,
 }
 
@@ -46,12 +46,12 @@ pub(crate) struct Observer {
 pub(super) struct Message {
     /// System, destination and id of the message.
     pub(super) called: Option<(&'static str, String, String)>,
-    /// Trace that the message is a part of.
+    /// Trace of the message.
     pub(super) traceparent: Option<Traceparent>,
 }
 
 impl Observer {
-    /// Notes the progress of a call.
+    /// Records the progress of a call, and gives the call a seat if it has none.
     pub(super) fn note(&mut self, seat: &mut Seat, call: ObservedCall) {
         self.changed = true;
         self.final_error |= call.ends_with_final_error();
@@ -59,7 +59,7 @@ impl Observer {
             Some(known) => *known = call,
             None => {
                 *seat = Some(self.calls.len());
-                // Most deliveries make one call; a vector that grows on its own reserves room for four.
+                // Most deliveries make one call, but a vector that grows by itself reserves space for four.
                 if self.calls.is_empty() {
                     self.calls.reserve_exact(1);
                 }
@@ -68,9 +68,9 @@ impl Observer {
         }
     }
 
-    /// Reports the progress of the calls to the enclosing observation, which is the current one again. The enclosing
-    /// observation gets each call as soon as that call has begun, so that no call is lost if this observation is
-    /// dropped.
+    /// Reports the progress of the calls to the enclosing observation, which is now the current observation. The
+    /// enclosing observation gets each call as soon as the call has begun, so that no call is lost if this observation
+    /// is dropped.
     fn report_to_outer(&mut self) {
         if !std::mem::take(&mut self.changed) {
             return;
@@ -87,8 +87,7 @@ impl Observer {
         });
     }
 
-    /// Returns the key of the last call, its attempt, and the time until the next delivery, for a delivery that gets no
-    /// further.
+    /// Returns key and attempt of the last call, and the time until the next delivery. For a delivery that is cut off.
     pub(super) fn last(observer: Option<&Self>) -> (Option<Key>, Option<u32>, Duration) {
         let Some(Self { calls, budget, .. }) = observer else {
             return (None, None, Budget::default().pause(None, None));
@@ -99,8 +98,8 @@ impl Observer {
         (key, last.and_then(|call| call.attempt), pause)
     }
 
-    /// Takes over the settings of the message from the enclosing observation. Returns whether that observation waits
-    /// for a timer.
+    /// Takes over the message's settings from the enclosing observation. Returns whether the enclosing observation
+    /// needs a timer.
     pub(super) fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
         let wanted_outside = with_observer(|outer| {
             self.budget = self.budget.or(outer.budget);
@@ -122,14 +121,15 @@ impl Observer {
 }
 
 thread_local! {
-    /// The observer of the delivery whose [`observe`] is being polled on this thread.
+    /// Observer of the delivery whose [`observe`] is being polled on this thread.
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
-    /// True while [`OBSERVER`] has an observer. Each call looks several times, and most calls are not observed. This
-    /// value needs no drop, so a look is one load.
+    /// True while [`OBSERVER`] holds an observer. A call checks this several times, and most calls are not observed.
+    /// This value needs no drop, so the check is one load.
     static IS_OBSERVED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `look` with the observer of the delivery whose [`observe`] is being polled on this thread, if there is one.
+/// Calls `look` with the observer of the delivery whose [`observe`] is being polled on this thread, if such a delivery
+/// exists.
 pub(super) fn with_observer<R>(look: impl FnOnce(&mut Observer) -> R) -> Option<R> {
     if !IS_OBSERVED.get() {
         return None;
@@ -137,13 +137,13 @@ pub(super) fn with_observer<R>(look: impl FnOnce(&mut Observer) -> R) -> Option<
     OBSERVER.with_borrow_mut(|observer| observer.as_mut().map(look))
 }
 
-/// Collects the outcomes of calls on this thread, until the guard is dropped.
+/// Makes an observer the current observer of this thread until the guard is dropped.
 pub(crate) struct Observation<'a> {
     pub(super) observer: &'a mut Option<Observer>,
 }
 
 impl<'a> Observation<'a> {
-    /// `None`: the calls are not observed.
+    /// Makes `observer` current. With `None`, calls are not observed.
     pub(crate) fn enter(observer: &'a mut Option<Observer>) -> Self {
         swap(observer);
         Self { observer }
@@ -160,7 +160,7 @@ impl Drop for Observation<'_> {
 }
 
 pub(super) fn swap(other: &mut Option<Observer>) {
-    // Most calls are not observed.
+    // Returns early, because most calls are not observed.
     if IS_OBSERVED.get() || other.is_some() {
         OBSERVER.with_borrow_mut(|observer| {
             std::mem::swap(observer, other);
@@ -169,12 +169,12 @@ pub(super) fn swap(other: &mut Option<Observer>) {
     }
 }
 
-/// Reports the progress of a call, or its end, to the enclosing `observe`.
+/// Reports the progress or the end of a call to the enclosing `observe`.
 pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
     with_observer(|observer| observer.note(seat, call()));
 }
 
-/// Notes the time until the next delivery, for a delivery that ends without another report of its call.
+/// Records the time until the next delivery, in case that the call ends without a further report.
 pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
     with_observer(|observer| {
         if let Some(call) = seat.and_then(|seat| observer.calls.get_mut(seat)) {
@@ -183,8 +183,8 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
     });
 }
 
-/// Notes that the transaction of this delivery begins, for the first time or again. Until the transaction is settled,
-/// the delivery counts as cut off, and the calls of an earlier try are forgotten.
+/// Records that the transaction of this delivery begins, for the first time or again. Forgets the calls of an earlier
+/// try. Until [`settle`] is called, the delivery counts as cut off.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unsettled() {
     with_observer(|observer| {
@@ -193,15 +193,15 @@ pub(crate) fn unsettled() {
     });
 }
 
-/// Notes that the transaction of this delivery is over, or could not begin.
+/// Records that the transaction of this delivery has ended, or could not begin.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn settle(settled: TransactionEnd) {
     with_observer(|Observer { calls, changed, final_error, .. }| {
         *changed = true;
-        // The first call stands for the transaction.
+        // The first call represents the transaction.
         let mut transaction = ObservedCall::NEW;
         if let TransactionEnd::NotBegun { again } = settled {
-            // The calls of an earlier try are undone.
+            // The calls of an earlier try are undone, and must not count.
             calls.fill(ObservedCall::NEW);
             transaction.again = Some(again);
         }
@@ -218,11 +218,12 @@ pub(crate) fn settle(settled: TransactionEnd) {
     });
 }
 
-/// Notes that a call on `store` begins, whose timer the delivery may need. Returns the delivery's batch and its index
-/// there, if it is one of a batch.
+/// Records that a call on `store` begins, whose timer the delivery may need. Returns the batch of the delivery and its
+/// index there, if the delivery belongs to a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
     with_observer(|observer| {
-        // Entered just before this, at the end. Until its end is reported, the key distinguishes its pause from others.
+        // The call was added last, without its key. Its key now seeds the pause of the delivery, in case that the call
+        // is dropped.
         if let Some(call @ ObservedCall { progress: Progress::Reserving, key: None, .. }) = observer.calls.last_mut() {
             call.key = key.cloned();
         }
@@ -234,20 +235,20 @@ pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usi
     .flatten()
 }
 
-/// Returns the delivery count and the delivery limit of the current call's message.
+/// Returns the delivery count and the delivery limit of the message that is being handled.
 pub(super) fn budget() -> Budget {
     with_observer(|observer| observer.budget).unwrap_or_default()
 }
 
-/// Returns the time for which the broker may deliver the current call's message again, if known; `Duration::MAX` means
-/// forever.
+/// Returns the time for which the broker may deliver the current message again, if known; `Duration::MAX` stands for an
+/// unlimited time.
 pub(super) fn redelivered_for() -> Option<Duration> {
     with_observer(|observer| observer.redelivered_for).flatten()
 }
 
-/// Writes the names of the current call's message into the span of the call, if known.
+/// Writes the names of the current message, if known, into the span of the call.
 pub(super) fn describe_message(span: &Span) {
-    // Shared: a subscriber that is told the fields may look at the observer.
+    // A shared borrow: a subscriber that receives these fields may itself borrow the observer.
     OBSERVER.with_borrow(|observer| {
         let message = observer.as_ref().and_then(|observer| observer.message.as_ref());
         let Some((system, destination, id)) = message.and_then(|message| message.called.as_ref()) else { return };
@@ -258,7 +259,7 @@ pub(super) fn describe_message(span: &Span) {
     });
 }
 
-/// Returns the trace that the current call's message is a part of, if known.
+/// Returns the trace of the current message, if known.
 pub(super) fn traceparent() -> Option<Traceparent> {
     with_observer(|observer| observer.message.as_ref()?.traceparent).flatten()
 }

@@ -1,4 +1,4 @@
-//! Outcomes of deliveries, and the log of a last delivery.
+//! Outcomes of deliveries, and log lines about last deliveries.
 
 use std::time::Duration;
 
@@ -10,32 +10,32 @@ use crate::error::Disposition;
 use crate::key::Key;
 use crate::policy::Backoff;
 
-/// Outcome of a delivery; [`observe`](crate::observe) returns it.
+/// Outcome of a delivery, as [`observe`](crate::observe) returns it.
 ///
-/// The methods about a call describe the last call, and the [disposition](Outcome::disposition) of the message is about
+/// The methods about a call describe the last call. The [disposition](Outcome::disposition) of the message depends on
 /// all calls.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
     call: ObservedCall,
     disposition: Disposition,
-    /// The disposition while the transaction of a call is not committed.
+    /// Disposition until the transaction of a call is committed.
     uncommitted: Disposition,
     pending_commit: bool,
     uncertain: bool,
 }
 
 impl Outcome {
-    /// Returns the key of the operation, if there is one.
+    /// Returns the key of the operation, if the operation has a key.
     pub fn key(&self) -> Option<&Key> {
         self.call.key.as_ref()
     }
 
-    /// Returns whether an idempotent function was called. A call in a spawned task is not observed here.
+    /// Returns whether the delivery called an idempotent function. A call in a spawned task is not observed here.
     pub fn observed(&self) -> bool {
         self.call.progress != Progress::None
     }
 
-    /// Returns whether this call ran the body: to its end, or until it was cancelled.
+    /// Returns whether this call started its body. The body may have been cancelled later.
     pub fn executed(&self) -> bool {
         self.call.executed()
     }
@@ -60,50 +60,51 @@ impl Outcome {
         self.call.takeover
     }
 
-    /// Whether the operation is recorded as finished, by this run or by an earlier one. False for a body that ran
-    /// unprotected, whose error was released, whose lease was lost, or whose transaction was rolled back or is not
+    /// Returns whether the operation is recorded as finished, by this run or by an earlier run. False for a body that
+    /// ran unprotected, whose error was released, whose lease was lost, or whose transaction was rolled back or is not
     /// [committed](Outcome::committed) yet.
     pub fn recorded(&self) -> bool {
         self.call.recorded() && !self.depends_on_commit()
     }
 
-    /// Returns whether duplicates can replay the result. False if the result was too large or could not be encoded,
-    /// although the completion is [recorded](Outcome::recorded).
+    /// Returns whether duplicates can replay the result. False if the result was too large or could not be encoded; the
+    /// completion is then [recorded](Outcome::recorded) without the result.
     pub fn result_stored(&self) -> bool {
         self.call.result_stored() && !self.depends_on_commit()
     }
 
-    /// Whether the last call wrote to, or read from, a transaction whose commit is still to come.
+    /// Returns whether the last call wrote or read its record in a transaction that is not committed yet.
     fn depends_on_commit(&self) -> bool {
         self.pending_commit && self.call.commit == Commit::Pending
     }
 
     /// Returns whether the effect of any call may have happened although the record does not show it: the lease was
-    /// lost, the result is not recorded, the body was cancelled, or an earlier attempt was interrupted. Alert on it.
+    /// lost, the result is not recorded, the body was cancelled, or an earlier attempt was interrupted. An alert on
+    /// this value is advisable.
     pub fn uncertain(&self) -> bool {
         self.uncertain
     }
 
-    /// Returns whether a mistake of the deployment, and not of the message, kept the body from running.
+    /// Returns whether the deployment, as opposed to the message, is the reason why the body did not run.
     pub fn misconfigured(&self) -> bool {
         self.call.misconfigured()
     }
 
     /// Returns whether a call ran its body in a transaction of the user, so that its record takes effect only at the
-    /// commit. Until [`committed`](Outcome::committed) notes the commit, the message is to be delivered again.
-    /// `transact` notes the commit; a replay is not pending.
+    /// commit. Until [`committed`](Outcome::committed) records the commit, the disposition is a redelivery. `transact`
+    /// records the commit itself. A replay is not pending.
     pub fn is_pending_commit(&self) -> bool {
         self.pending_commit
     }
 
-    /// Marks the transaction of the delivery as committed. Call this after the commit has succeeded.
+    /// Records that the transaction of the delivery is committed. Call this method after the commit has succeeded.
     #[must_use]
     pub fn committed(mut self) -> Self {
         self.call.settle(TransactionEnd::Committed, true);
         Self { pending_commit: false, ..self }
     }
 
-    /// Returns the number of the attempt that ran under a reservation or is replayed.
+    /// Returns the number of the attempt that ran under a reservation, or of the attempt whose result was replayed.
     pub fn attempt(&self) -> Option<u32> {
         self.call.attempt
     }
@@ -116,16 +117,16 @@ impl Outcome {
         }
     }
 
-    /// Returns the reason why the body would not have run, for a body that did run under
+    /// Returns the reason why the body would not have run, if the body ran only because of
     /// [`Mode::Shadow`](crate::Mode::Shadow) or `on_store_error = run`.
     pub fn bypassed(&self) -> Option<Refusal> {
         self.call.bypassed
     }
 
-    /// Returns the action for the message.
+    /// Returns what to do with the message.
     ///
-    /// `DeadLetter` may come with a delivery that returned `Ok`: a call was refused permanently, and the handler
-    /// swallowed that error.
+    /// A delivery that returned `Ok` may get `DeadLetter`: a call was refused permanently, and the handler swallowed
+    /// that error.
     pub fn disposition(&self) -> Disposition {
         match self.disposition {
             Disposition::Ack if self.pending_commit => {
@@ -142,8 +143,8 @@ impl Outcome {
 
     /// Computes the outcome of a delivery that made `calls` and returned `returned`.
     pub(super) fn of_delivery(mut calls: Vec<ObservedCall>, returned: DeliveryResult, budget: Budget) -> Self {
-        // Leaves out the calls of a transaction's earlier try, which the next try did not make. A transaction that
-        // could not begin stays: it may begin later.
+        // Calls of an earlier try of a transaction are left out unless the last try repeated them. A transaction that
+        // could not begin is kept, because it may begin later.
         calls.retain(|call| call.progress != Progress::None || call.again.is_some());
         if calls.iter().any(|call| call.key.is_some()) {
             unreached_calls().store_answered();
@@ -164,7 +165,7 @@ impl Outcome {
         let disposition = match verdict {
             Verdict::Ack => Disposition::Ack,
             Verdict::DeadLetter => {
-                // It was delivered again until now.
+                // In earlier deliveries a mismatch led to a redelivery, so it is logged now.
                 if is_mismatch && budget.is_last() {
                     log_last_delivery(&call, SetAside::Mismatch);
                 }
@@ -187,7 +188,7 @@ impl Outcome {
         Self { call, disposition, uncommitted, pending_commit, uncertain }
     }
 
-    /// Returns the outcome of a delivery that did not begin, and may begin `after` that time.
+    /// Returns the outcome of a delivery that did not begin, and may begin after the time `after`.
     pub(crate) fn not_begun(after: Option<Duration>) -> Self {
         let disposition = budget().retry(None, after, None);
         let (call, uncommitted) = (ObservedCall::NEW, disposition);
@@ -203,18 +204,18 @@ impl Outcome {
     }
 }
 
-/// Why a message is set aside with its last delivery.
+/// Reason why a message is set aside in its last delivery.
 #[derive(Clone, Copy)]
 enum SetAside {
-    /// Its deliveries failed.
+    /// The deliveries of the message failed.
     Failure,
-    /// The deployment is wrong, and not the message.
+    /// The deployment is wrong, as opposed to the message.
     Deployment,
-    /// The payload is another one than that of its key, or its type has changed: the fingerprints do not say which.
+    /// The payload differs from the recorded one, or its type has changed: fingerprints can't distinguish the two.
     Mismatch,
 }
 
-/// Logs that a message is set aside because its broker delivers it no more.
+/// Logs that a message is set aside, because its broker does not deliver it again.
 fn log_last_delivery(call: &ObservedCall, why: SetAside) {
     let key = call.key.as_ref().map(tracing::field::display);
     match why {

@@ -1,21 +1,21 @@
-//! Notes of calls for those who poll on the same thread: the library has refused a call, or a call begins to wait.
+//! Notes that calls leave for code that polls them on the same thread: a call was refused, or a call waits.
 
 use std::cell::Cell;
 
 thread_local! {
     /// True if the library has temporarily refused a call in the body that is being polled on this thread.
     static REFUSED: Cell<bool> = const { Cell::new(false) };
-    /// True if a call has begun to wait on this thread since the last look.
+    /// True if a call on this thread has begun to wait since [`has_begun_to_wait`] last returned.
     static WAITS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Notes that the library temporarily refuses a call: the body that made the call, if any, may fail only because of
-/// that.
+/// Records that the library temporarily refuses a call. If the enclosing body fails, this refusal may be the only
+/// cause.
 pub(super) fn note_refusal() {
     REFUSED.set(true);
 }
 
-/// Collects the refusals of one body, until the guard is dropped.
+/// Collects the refusals of calls in one body until the guard is dropped.
 pub(super) struct Refusals<'a> {
     inside: &'a mut bool,
     outside: bool,
@@ -34,13 +34,13 @@ impl Drop for Refusals<'_> {
     }
 }
 
-/// Notes that a call begins to wait for another attempt, for another item of its batch, or for a store that does not
+/// Records that a call begins to wait for another attempt, for another item of its batch, or for a store that does not
 /// answer.
 pub(super) fn waits() {
     WAITS.set(true);
 }
 
-/// Returns whether a call that was polled on this thread since the last look [waits], and clears that note.
+/// Returns whether a call on this thread has begun to wait (see [`waits`]) since this function last returned.
 #[cfg(feature = "tower")]
 pub(crate) fn has_begun_to_wait() -> bool {
     WAITS.replace(false)

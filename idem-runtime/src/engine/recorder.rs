@@ -1,4 +1,4 @@
-//! Recording and replay of results: the choice of what is recorded, and its form.
+//! Recording and replay of results: which results are recorded, and in which form.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -15,29 +15,29 @@ use crate::record::{Finish, Release, State, StoredResult};
 
 /// Records and replays the results of a handler.
 pub trait Recorder<T, E> {
-    /// Returns the ending of an attempt whose body returned `result`.
+    /// Returns the end of an attempt whose body returned `result`. A result larger than `max_result_bytes` is left out.
     fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> AttemptEnd;
 
-    /// Returns the result in a finished record. `on_undecodable` decides about a result that can't be decoded.
+    /// Returns the result in a finished record. `on_undecodable` sets the reaction to a result that can't be decoded.
     ///
     /// # Errors
-    /// [`ResultProblem`], the reason why there is no result.
+    /// [`ResultProblem`] with the reason why there is no result.
     ///
     /// # Panics
     /// If the function in `on_undecodable` panics.
     fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>;
 
-    /// Checks that a duplicate gets a result equal to `result`, which was recorded.
+    /// Checks that a duplicate will get a result equal to `result`, which was recorded.
     ///
     /// # Errors
-    /// [`RoundTripError`], the difference between the two results.
+    /// [`RoundTripError`] with the difference between the two results.
     fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError>;
 }
 
-/// Records values; an error frees the key (`on_error = release`).
+/// Recorder of values; an error frees the key (`on_error = release`).
 pub struct RecordValues<C>(PhantomData<fn() -> C>);
 
-/// Records values, and records errors as the [`ErrorRule`] `F` decides (`on_error = record`).
+/// Recorder of values, and of the errors that the [`ErrorRule`] `F` selects (`on_error = record`).
 pub struct RecordResults<C, F> {
     on_error: F,
     codec: PhantomData<fn() -> C>,
@@ -67,7 +67,7 @@ impl<C, F> fmt::Debug for RecordResults<C, F> {
     }
 }
 
-/// Decides whether an error is recorded.
+/// Rule that selects the errors to record.
 pub trait ErrorRule<E> {
     /// Returns the decision for `error`.
     fn decide(&self, error: &E) -> OnError;
@@ -122,7 +122,7 @@ where
             Err(error) => match self.on_error.decide(error) {
                 OnError::Release => AttemptEnd::Release(Release::Returned),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
-                    // An error that can't be replayed must not end the operation.
+                    // An operation must not end with an error that duplicates can't replay.
                     stored @ StoredResult::Encoded { .. } => AttemptEnd::Finish(Finish::Failed(stored)),
                     _ => AttemptEnd::Release(Release::Returned),
                 },
@@ -134,7 +134,7 @@ where
         match state {
             State::Failed(payload) => read::<C, E>(payload, true, on_undecodable).map(Err),
             State::Completed(payload) => read::<C, T>(payload, false, on_undecodable).map(Ok),
-            // Only finished records are replayed.
+            // Unreachable in practice, because only finished records are replayed.
             _ => Err(ResultProblem::Unencodable),
         }
     }
@@ -171,10 +171,10 @@ fn read<C: Codec, V: DeserializeOwned>(
     }
 }
 
-/// Returns the result in a finished record of a handler whose errors are recorded.
+/// Returns the result in a finished record of a handler that records errors.
 ///
 /// # Errors
-/// [`ResultProblem`], the reason why there is no result.
+/// [`ResultProblem`] with the reason why there is no result.
 #[cfg(feature = "conformance")]
 pub fn replay<T, E>(state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>
 where
@@ -184,21 +184,22 @@ where
     RecordResults::<crate::codec::Json, ()>::new(()).replay(state, on_undecodable)
 }
 
-// The rest is independent of the handler's types, so it is compiled once.
+// The functions below do not depend on the handler's types, so they are compiled once.
 
-/// Returns the bytes of a stored result, if there are any.
+/// Returns codec and bytes of a stored result, or the reason why none are stored.
 pub(crate) fn encoded(payload: &StoredResult) -> Result<(CodecName, &Bytes), ResultProblem> {
     match payload {
         StoredResult::Encoded { codec, bytes } => Ok((*codec, bytes)),
         StoredResult::TooLarge { size } => Err(ResultProblem::TooLarge { size: *size }),
         StoredResult::Unencodable => Err(ResultProblem::Unencodable),
         StoredResult::Unreadable { reason } => Err(ResultProblem::Unreadable { reason: Arc::clone(reason) }),
-        // Only lists leave results out, and no reservation is answered with a record of a list.
+        // Only lists leave results out, and a list is never the source of a replay.
         StoredResult::LeftOut { .. } => Err(ResultProblem::Unreadable { reason: "it was left out".into() }),
     }
 }
 
-/// Migrates bytes that can't be decoded; `problem` is the codec's error, if the codec is available.
+/// Calls the migration for bytes that can't be decoded. `problem` is the codec's error; `None` if the codec is not
+/// available.
 #[cold]
 pub(crate) fn migrate(
     codec: CodecName,

@@ -1,5 +1,5 @@
-//! The telemetry of a call: its span, its events, its numbers. Only this module writes them, so that they are the same
-//! for the attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer and tower.
+//! Telemetry of a call: its span, its events, its metrics. Only this module writes them, so that they are the same for
+//! the attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer and tower.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,40 +21,40 @@ use crate::store::{Store, StoreErrorKind};
 /// Value of `body_began` while no body runs.
 const NO_BODY: u64 = u64::MAX;
 
-/// The span and the numbers of one call. A drop before the end of the call is recorded as a cancellation or a panic.
+/// Span and metrics of one call. If the call is dropped before its end, a cancellation or a panic is recorded.
 pub(super) struct Telemetry {
-    /// Boxed, and only if a subscriber listens: every call would carry its size inline.
+    /// Span of the call, if a subscriber listens. Boxed: every call would carry the size of the span inline.
     pub(super) span: Option<Box<Span>>,
     pub(super) facts: Facts,
 }
 
-/// Facts about the call so far.
+/// Facts about a call that its metrics need.
 pub(super) struct Facts {
-    /// `None` once the call is over.
+    /// Counters of the scope; `None` once the call is over.
     cells: Option<Arc<ScopeCells>>,
-    /// True once the call was polled. A call that was never polled has not happened.
+    /// True once the call was polled. A call that was never polled is not counted.
     begun: bool,
-    /// Start of the body: nanoseconds since the origin of the clock, or [`NO_BODY`].
+    /// Start of the body in nanoseconds since the origin of the clock, or [`NO_BODY`].
     body_began: u64,
-    /// True while the body is being polled, and after a panic of that poll.
+    /// True while the body is being polled. Stays true if that poll panics.
     pub(super) polling: bool,
-    /// Outcome of the call, if an error or the mode decides it.
+    /// Outcome of the call, if an error or the mode decides the outcome.
     outcome: Option<CallOutcome>,
 }
 
 impl Telemetry {
-    /// Creates the telemetry of a call. The parent of its span is the span that is current where the call is made: the
-    /// attribute makes the call when its function is first polled.
+    /// Creates the telemetry of a call. The current span becomes the parent of the call's span. The attribute makes the
+    /// call in the first poll of its function, so the parent is the span of that poll.
     pub(super) fn new(subject: &Subject) -> Self {
         let Subject { store, key, policy, fingerprint } = subject;
-        // A call without a valid key still counts for its scope.
+        // A call without a valid key is still counted under its scope.
         let (scope, key) = match key {
             Ok(key) => (key.scope(), Some(key)),
             Err(error) => (error.scope.as_str(), None),
         };
         let name = store.context().name();
         let cells = store.context().metrics_here().scope(scope);
-        // Fields that are empty here are recorded once they are known.
+        // Empty fields are recorded later, once their values are known.
         let span = tracing::info_span!(
             "idempotent",
             otel.name = %format_args!("idempotent {scope}"),
@@ -83,7 +83,7 @@ impl Telemetry {
         if let Some(span) = &span {
             observer::describe_message(span);
         }
-        // Shadow mode compares the keys of equal payloads, to find keys that are too fine.
+        // Shadow mode compares the keys of equal payloads, to detect keys that change although the payload is the same.
         if let (Some(key), Some(Ok(fingerprint)), Mode::Shadow) = (key, fingerprint, policy.current_mode()) {
             cells.payload_under_key(fingerprint.seed(), key.seed());
         }
@@ -93,14 +93,15 @@ impl Telemetry {
 }
 
 impl Facts {
-    /// Notes that the call is polled for the first time.
+    /// Records that the call is polled for the first time.
     pub(super) fn begins(&mut self) {
         self.begun = true;
     }
 
-    /// Notes that the call has waited for another attempt.
+    /// Records that the call has waited for another attempt.
     pub(super) fn waited(&self, span: Option<&Span>, waited: Duration) {
-        // A wait only for an item of the own batch is zero, and is not a wait for a running attempt.
+        // A wait only for an item of the same batch has the duration zero, and does not count as a wait for a running
+        // attempt.
         if let Some(cells) = self.cells.as_ref().filter(|_| !waited.is_zero()) {
             cells.waited(waited);
         }
@@ -109,7 +110,7 @@ impl Facts {
         }
     }
 
-    /// Notes that the key is reserved for this attempt.
+    /// Records that the key is reserved for this attempt.
     pub(super) fn reserved(&self, span: Option<&Span>, attempt: u32, takeover: bool) {
         if takeover && let Some(cells) = &self.cells {
             cells.took_over();
@@ -120,7 +121,7 @@ impl Facts {
         }
     }
 
-    /// Notes that the body runs without a reservation.
+    /// Records that the body runs without a reservation.
     pub(super) fn unprotected(&mut self, mode: Mode, bypassed: Option<Refusal>) {
         if bypassed == Some(Refusal::FingerprintMismatch)
             && let Some(cells) = &self.cells
@@ -134,13 +135,14 @@ impl Facts {
         });
     }
 
-    /// Notes that the body is about to be polled for the first time: at `now`, if known.
+    /// Records that the body is about to be polled for the first time, at `now` if that time is known.
     pub(super) fn body_begins(&mut self, now: Option<Instant>) {
         let now = now.or_else(|| self.cells.as_ref().map(|cells| cells.now()));
         self.body_began = now.map_or(NO_BODY, Instant::nanos);
     }
 
-    /// Notes that the body has returned or is given up; `lease` is the lease of its reservation.
+    /// Records that the body has returned or was cancelled; `lease` is the duration of its lease, if it had a
+    /// reservation.
     pub(super) fn body_ended(&mut self, lease: Option<Duration>) {
         let began = std::mem::replace(&mut self.body_began, NO_BODY);
         if let Some(cells) = self.cells.as_ref().filter(|_| began != NO_BODY) {
@@ -148,7 +150,7 @@ impl Facts {
         }
     }
 
-    /// Notes that the attempt has ended, and the content of its record.
+    /// Records that the attempt has ended, and which part of the end its record holds.
     pub(super) fn recorded(&self, is_ok: bool, attempt: Option<u32>, content: RecordContent) {
         let (Some(cells), Some(attempt), true) = (&self.cells, attempt, is_ok) else { return };
         match content {
@@ -158,7 +160,7 @@ impl Facts {
         }
     }
 
-    /// Notes that the call returns a recorded result.
+    /// Records that the call returns a recorded result.
     pub(super) fn replayed(&mut self, span: Option<&Span>, replay: &Replay, waited: bool) {
         let Replay { key, store, attempt, age, ttl, .. } = replay;
         if let (Some(cells), Some(age)) = (&self.cells, *age) {
@@ -178,7 +180,7 @@ impl Facts {
         tracing::debug!(%key, store, attempt, "a duplicate: the recorded result is returned");
     }
 
-    /// Notes that the call returns `error` in the place of a result.
+    /// Records that the call returns `error` in place of a result.
     pub(super) fn refused(&mut self, span: Option<&Span>, error: &Error) {
         let outcome = outcome_of(error);
         self.outcome = Some(outcome);
@@ -193,7 +195,7 @@ impl Facts {
         log_error(error);
     }
 
-    /// Notes that the call has returned.
+    /// Records that the call has returned.
     pub(super) fn over(&mut self, span: Option<&Span>, seen: &ObservedCall) {
         let Some(cells) = self.cells.take() else { return };
         let disposed = seen.disposition();
@@ -270,8 +272,8 @@ fn outcome_of(error: &Error) -> CallOutcome {
     }
 }
 
-/// Logs an error, at a level that matches the need for an operator. An error of the store is logged once for the whole
-/// outage, and a lost lease or a time limit is logged where it is noticed.
+/// Logs an error, at a level that matches the need for an operator. An outage of the store is logged once, elsewhere. A
+/// lost lease or a time limit is logged where it is detected.
 fn log_error(error: &Error) {
     match error {
         Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(
@@ -307,7 +309,7 @@ fn log_error(error: &Error) {
         Error::InvalidKey { .. } | Error::InvalidFingerprint { .. } | Error::InvalidPolicy { .. } => {
             tracing::warn!(%error, "the call can't be protected; the body did not run");
         }
-        // Logged where they are noticed.
+        // These errors are logged where they are detected.
         Error::NoAttempt
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }

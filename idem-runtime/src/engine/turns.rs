@@ -1,4 +1,4 @@
-//! Items of a batch with one key take turns.
+//! Turns of a batch's items on the keys that they share.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,16 +12,16 @@ use crate::key::Key;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, lock};
 
-/// The keys on which items of a batch work: items with one key take turns, in the order of their arrival.
+/// Keys on which items of a batch work. Items with the same key take turns, in the order of their arrival.
 ///
-/// A turn only spares the later item a refusal, because the store lets one body run for a key in any case. So a call
-/// that stops waiting and asks the store loses nothing.
+/// Turns are not needed for safety, because the store lets one body run for a key in any case. A turn only spares the
+/// later item a refusal. So a call that stops waiting and asks the store is safe.
 #[derive(Clone, Default)]
 pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
 
-/// The turns on one key.
+/// State of the turns on one key.
 struct KeyTurns {
-    /// Item whose call has the turn, or [`NO_ITEM`].
+    /// Item whose call has the turn, or [`NO_ITEM`] if no call has the turn.
     holder: AtomicUsize,
     queue: Arc<AsyncMutex<()>>,
 }
@@ -34,7 +34,7 @@ impl Default for KeyTurns {
     }
 }
 
-/// The turn of a call on its key, until this value is dropped.
+/// Turn of a call on its key. The drop of this value ends the turn.
 pub(super) struct Turn {
     key: Arc<KeyTurns>,
     _first: OwnedMutexGuard<()>,
@@ -47,8 +47,8 @@ impl Drop for Turn {
 }
 
 impl Turns {
-    /// Waits until no other item's call works on `key`, or until `limit` is over. Returns the turn, and whether the
-    /// call waited.
+    /// Waits until no other item's call has the turn on `key`, or until `limit` is over. Returns the turn (`None`
+    /// without one), and whether the call waited.
     pub(super) async fn enter(
         &self,
         key: &Key,
@@ -56,7 +56,7 @@ impl Turns {
         limit: impl FnOnce() -> Sleep,
     ) -> (Option<Arc<Turn>>, bool) {
         let key = Arc::clone(lock(&self.0).entry(key.clone()).or_default());
-        // Two calls of one item must not wait for each other: the handler may poll only the second call.
+        // Two calls of the same item must not wait for each other: the handler may poll only the second call.
         if key.holder.load(Ordering::Relaxed) == item {
             return (None, false);
         }

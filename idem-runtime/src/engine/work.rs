@@ -1,4 +1,4 @@
-//! A body and its result, without their types.
+//! Body and result of a call, without their types.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -9,20 +9,20 @@ use crate::error::Error;
 use crate::policy::OnUndecodable;
 use crate::record::State;
 
-/// A body and its result, type-erased so that the call loop is compiled once.
+/// Body and result of a call, type-erased so that the call loop is compiled once.
 pub(super) trait Work {
     /// Polls the body, keeps its result, and returns whether the result is `Ok`.
     fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool>;
 
-    /// Returns the ending of an attempt whose body has returned: with its result encoded, or without a result.
+    /// Returns the end of an attempt whose body has returned: with its result encoded, or without a result.
     fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> AttemptEnd;
 
     /// Drops the body.
     fn drop_body(self: Pin<&mut Self>);
 
-    /// Keeps the result of a finished record, and returns whether it is `Ok`.
+    /// Decodes the result of a finished record, keeps it as the result of the call, and returns whether it is `Ok`.
     fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem>;
 
-    /// Keeps `error` as the result.
+    /// Keeps `error` as the result of the call.
     fn refuse(self: Pin<&mut Self>, error: Error);
 }
