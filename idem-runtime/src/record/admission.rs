@@ -1,4 +1,4 @@
-//! The effect of a reservation on the record that it finds: one pure decision, which every store calls.
+//! Effect of a reservation on the record that it finds: a pure decision, which every store calls.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use crate::policy::OnCrash;
 /// Effect of a reservation on the record that it found; see [`Record::admit`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Admission {
-    /// The record stays unchanged, and this is the answer.
+    /// The record stays unchanged, and the caller gets this answer.
     Answer(Reservation),
-    /// The store may replace the record by this one, if it is still the record that was found.
+    /// The store may replace the record by `with`, but only if the stored record is still the one that was read.
     Replace {
         /// The pending record of the new attempt.
         with: Record,
@@ -20,21 +20,21 @@ pub enum Admission {
 }
 
 impl Record {
-    /// Decides the effect of `request` on this record. `lapses_in`: time until the lease of a pending record lapses;
-    /// zero if it has lapsed. Pure: every store calls this one function, and makes the decision atomic in its own way.
+    /// Decides the effect of `request` on this record. `lapses_in` is the time until the lease of a pending record
+    /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and makes its decision atomic.
     pub fn admit(&self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self.clone())))
     }
 
-    /// Like [`admit`](Self::admit), but takes the record by value, and so copies no result.
+    /// Like [`admit`](Self::admit), but takes the record by value and so copies no result.
     #[cfg(any(feature = "memory", feature = "redis", feature = "sqlite"))]
     pub(crate) fn admit_owned(self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self)))
     }
 
-    /// Like [`admit`](Self::admit). Returns `None` if the record itself is the answer.
+    /// Like [`admit`](Self::admit), but returns `None` if the record has finished and is itself the answer.
     pub(crate) fn meet(&self, request: &ReserveRequest, lapses_in: Duration) -> Option<Admission> {
-        // Checked in every state: a replay or a takeover for another payload would be wrong.
+        // Fingerprints are compared in every state: a replay or a takeover for another payload would be wrong.
         if let (Some(recorded), Some(presented)) = (self.fingerprint, request.fingerprint)
             && recorded.is_comparable(&presented)
             && recorded != presented
@@ -43,7 +43,7 @@ impl Record {
         }
         let (on_crash, takeover) = match &self.state {
             State::Completed(_) | State::Failed(_) => return None,
-            // The same owner has already reserved this record: its request is repeated because the answer was lost.
+            // The same owner has already reserved this record, and repeats its request because the answer was lost.
             State::Pending { .. } if self.owner == request.owner => {
                 return Some(Admission::Answer(Reservation::Granted { lease: self.lease(request), takeover: false }));
             }
@@ -52,8 +52,8 @@ impl Record {
             }
             State::Pending { on_crash, begun, .. } => (lapsed(*on_crash, *begun, request.on_crash), true),
             State::Interrupted => (OnCrash::Fail, false),
-            // The request arrived after its own release, or after a decision about its attempt. It must not hold the
-            // key: no body would run under it.
+            // The request arrived after its attempt was released, or after a decision about that attempt. The request
+            // must not hold the key, because no body would run under it.
             State::Released if self.owner.is_after(request.owner) => {
                 return Some(Admission::Answer(Reservation::Released { attempt: self.attempt }));
             }
@@ -62,7 +62,7 @@ impl Record {
         if on_crash == OnCrash::Fail {
             return Some(Admission::Answer(Reservation::Interrupted { attempt: self.attempt }));
         }
-        // An attempt that lapsed before its body was marked as begun does not count: its body may never have begun.
+        // A lapsed attempt without the mark does not count, because its body may never have begun.
         let counted = match &self.state {
             State::Pending { begun: false, .. } => self.attempts_used.saturating_sub(1),
             _ => self.attempts_used,
@@ -76,8 +76,9 @@ impl Record {
         Some(Admission::Replace { with, takeover })
     }
 
-    /// Returns whether this is the pending record of `lease`, and its body may be marked as begun; see
-    /// [`Store::begin`](crate::Store::begin). `lapses_in` is the rest of its lease.
+    /// Returns whether the body of `lease` may be marked as begun in this record; see
+    /// [`Store::begin`](crate::Store::begin). The record must be the pending record of `lease`. `lapses_in` is the
+    /// remaining time of the lease.
     pub fn may_begin(&self, lease: &Lease, lapses_in: Duration) -> bool {
         match self.state {
             State::Pending { begun, .. } => self.is_of(lease) && (begun || !lapses_in.is_zero()),
@@ -85,22 +86,24 @@ impl Record {
         }
     }
 
-    /// Returns the answer to a finish (`with_result`) or a release of the attempt of `lease` that found this record
-    /// instead of its own pending one: [`Verdict::Applied`] if an earlier copy of that write produced this record.
+    /// Returns the answer to a `finish` (`with_result` is true) or a `release` of `lease` that found this record, which
+    /// is not pending. [`Verdict::Applied`] if an earlier copy of the same write produced this record.
     pub fn ended(&self, lease: &Lease, with_result: bool) -> Verdict {
-        // A release may lack its attempt number; see `Store::release`.
+        // A release may have no attempt number; see `Store::release`.
         let own = if with_result { self.is_of(lease) } else { self.owner == lease.owner };
-        // A repeated finish needs a finished record, a repeated release a released or interrupted one.
+        // A repeated `finish` must find a finished record; a repeated `release` must find a released or interrupted
+        // record.
         let repeated = own && !self.is_pending() && self.is_finished() == with_result;
         if repeated { Verdict::Applied } else { Verdict::Refused }
     }
 }
 
-/// Decides how the crash of an attempt counts that lapsed under `on_crash`, for a request with `on_crash = caller`.
+/// Returns the rule for a lapsed attempt. `on_crash` is the option of that attempt, `caller` the option of the new
+/// request.
 ///
-/// `fail` promises at most one run, no matter whether the lapsed attempt or the request has it. An attempt under `fail`
-/// marks its record before its body begins, so without the mark no body began. An attempt under `retry` may have begun
-/// without a mark.
+/// `fail` promises at most one run, no matter whether the lapsed attempt or the new request has this option. An attempt
+/// under `fail` marks its record before its body begins, so without the mark no body began. An attempt under `retry`
+/// may have begun without a mark.
 fn lapsed(on_crash: OnCrash, begun: bool, caller: OnCrash) -> OnCrash {
     match (on_crash, begun) {
         (OnCrash::Fail, false) => OnCrash::Retry,

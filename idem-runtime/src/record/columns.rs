@@ -1,4 +1,4 @@
-//! Records as columns of a table or attributes of an item.
+//! Records in parts: columns of a table, or attributes of an item.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
-/// Parts of a record, version 1, for stores that keep them separately: the columns of a table, the attributes of an
-/// item.
+/// Parts of a record, in version 1, for stores that store the parts separately: as columns of a table or attributes of
+/// an item.
 ///
-/// `codec`, `result` and `result_bytes` describe the result. A stored result sets codec and result, a result that was
-/// too large sets its size, and a result that could not be encoded sets none of them.
+/// `codec`, `result` and `result_bytes` describe the result. A stored result sets `codec` and `result`. A result that
+/// was too large sets `result_bytes`. A result that could not be encoded sets none of the three.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Parts<'a> {
-    /// Version of the parts: [`Parts::VERSION`].
+    /// Version of the parts; see [`Parts::VERSION`].
     pub(crate) format: i64,
     /// [Name](State::name) of the state.
     pub(crate) state: &'a str,
@@ -29,9 +29,9 @@ pub(crate) struct Parts<'a> {
     pub(crate) on_crash_fail: bool,
     /// True for a pending record whose body has begun.
     pub(crate) begun: bool,
-    /// Milliseconds; `None` unless pending.
+    /// Duration of the lease in milliseconds; `None` unless the record is pending.
     pub(crate) lease_ms: Option<i64>,
-    /// Milliseconds; `None` unless pending.
+    /// Retention in milliseconds; `None` unless the record is pending.
     pub(crate) ttl_ms: Option<i64>,
     pub(crate) codec: Option<&'a str>,
     pub(crate) result: Option<Bytes>,
@@ -43,11 +43,11 @@ pub(crate) struct Parts<'a> {
     pub(crate) decided_reason: Option<&'a str>,
 }
 
-/// Amount of a record that was read.
+/// Extent of a read record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum ReadExtent {
     Whole,
-    /// All parts except the result, with the size of the result, if the store reports it.
+    /// All parts except the result. The size of the result is known if the store reports it.
     WithoutResult(Option<u64>),
 }
 
@@ -77,7 +77,7 @@ impl<'a> Parts<'a> {
             decided_by: record.provenance.decided_by(),
             decided_reason: record.provenance.decided_reason(),
         };
-        // Only a pending or a finished record has further parts.
+        // Pending and finished records have further parts; other records have none.
         match &record.state {
             State::Pending { lease, ttl, on_crash, begun } => {
                 parts.on_crash_fail = *on_crash == OnCrash::Fail;
@@ -90,7 +90,7 @@ impl<'a> Parts<'a> {
                     parts.codec = Some(codec.as_str());
                     parts.result = Some(bytes.clone());
                 }
-                // The cast keeps the 64 bits, so that every size is kept.
+                // The cast keeps all 64 bits, so every size can be read back.
                 StoredResult::TooLarge { size } => parts.result_bytes = Some(size.cast_signed()),
                 StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {}
             },
@@ -99,10 +99,10 @@ impl<'a> Parts<'a> {
         parts
     }
 
-    /// Returns the record that has these parts.
+    /// Returns the record with these parts.
     ///
     /// # Errors
-    /// [`FormatError`] for parts that no release up to this one has written.
+    /// [`FormatError`] if neither this release nor an earlier release has written these parts.
     pub(crate) fn record(self) -> Result<Record, FormatError> {
         match self.format {
             Self::VERSION => self.read().ok_or(FormatError::Damaged),
@@ -114,7 +114,7 @@ impl<'a> Parts<'a> {
     }
 
     fn read(self) -> Option<Record> {
-        // Only these combinations of codec, result and size occur.
+        // No other combination of codec, result and size is ever written.
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
         let text = Option::<&str>::unwrap_or_default;
         let payload = match (self.codec, self.result, self.result_bytes) {
@@ -127,7 +127,7 @@ impl<'a> Parts<'a> {
                     StoredResult::LeftOut { codec: CodecName::new(codec.as_bytes())?, size }
                 }
             },
-            // A negative number is a size above `i64::MAX`, with the same 64 bits.
+            // A negative number stands for a size above `i64::MAX` with the same 64 bits.
             (None, None, Some(bytes)) => StoredResult::TooLarge { size: bytes.cast_unsigned() },
             (None, None, None) => StoredResult::Unencodable,
             _ => return None,
@@ -162,7 +162,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Milliseconds, rounded up, for databases whose integers have a sign.
+/// Returns the milliseconds of `duration`, rounded up, for databases whose integers have a sign.
 pub(crate) fn signed_millis(duration: Duration) -> i64 {
     i64::try_from(millis(duration)).unwrap_or(i64::MAX)
 }
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_make_the_record_they_came_from() {
+    fn parts_and_records_convert_into_each_other() {
         let (lease, ttl) = (Duration::from_millis(1500), Duration::from_secs(60));
         let stored =
             StoredResult::Encoded { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"{}") };
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_without_an_owner_or_of_a_later_release_are_refused() {
+    fn parts_without_an_owner_or_from_a_later_release_are_refused() {
         let record = record(State::Completed(StoredResult::Unencodable));
         let parts = Parts::of(&record);
         assert_eq!(Parts { format: 2, ..parts.clone() }.record(), Err(FormatError::LaterVersion(2)));

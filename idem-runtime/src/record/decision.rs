@@ -1,4 +1,4 @@
-//! The effect of an operator's decision on a record: one pure function, which every store calls.
+//! Effect of an operator's decision on a record: a pure function, which every store calls.
 
 use std::time::Duration;
 
@@ -9,8 +9,8 @@ use crate::policy::OnCrash;
 
 /// An operator's decision about the record of a key; see [`Store::decide`](crate::Store::decide).
 ///
-/// A decision names the record that the operator saw. It is refused once that record has changed, by an attempt or by
-/// another decision.
+/// A decision names the record that the operator saw. The decision is refused once an attempt or another decision has
+/// changed that record.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Decision {
@@ -20,11 +20,11 @@ pub struct Decision {
     pub seen: Revision,
     /// Change of the record.
     pub action: Action,
-    /// Name of the operator, for the record; empty if no name is given. At most
-    /// [`MAX_BY_BYTES`](super::Provenance::MAX_BY_BYTES) are kept.
+    /// Name of the operator, for the record; empty if no name is given. The record keeps at most
+    /// [`MAX_BY_BYTES`](super::Provenance::MAX_BY_BYTES) of the name.
     pub by: Box<str>,
-    /// Reason of the decision, for the record; empty if none is given. At most
-    /// [`MAX_REASON_BYTES`](super::Provenance::MAX_REASON_BYTES) are kept.
+    /// Reason of the decision, for the record; empty if no reason is given. The record keeps at most
+    /// [`MAX_REASON_BYTES`](super::Provenance::MAX_REASON_BYTES) of the reason.
     pub reason: Box<str>,
 }
 
@@ -32,21 +32,22 @@ pub struct Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// Lets the next delivery run again: releases the record, with no attempt counted against `max_attempts`. Refused
-    /// if the operation has finished.
+    /// Lets the next delivery run again: releases the record, and counts no earlier attempt against `max_attempts`.
+    /// Refused if the operation has finished.
     Reopen,
-    /// Discards the result of a finished operation, and lets the next delivery run again: releases the record, with no
-    /// attempt counted against `max_attempts`. Refused unless the operation has finished.
+    /// Discards the result of a finished operation, and lets the next delivery run again: releases the record, and
+    /// counts no earlier attempt against `max_attempts`. Refused unless the operation has finished.
     Discard,
-    /// Ends the operation with this result. Supplies a missing result, but never replaces a recorded one.
+    /// Ends the operation with this result. A missing result is supplied, but a recorded result is never replaced.
     Resolve(Finish),
-    /// Ends the operation with this result instead of the recorded one. No delivery runs in between. Refused unless the
-    /// operation has finished.
+    /// Ends the operation with this result instead of the recorded result. No delivery runs in between. Refused unless
+    /// the operation has finished.
     Replace(Finish),
-    /// Ends the lease now, live or not. Its owner can't write any more. The consequences are those of a crash: under
-    /// `on_crash = retry` the next delivery runs, under `fail` the key is interrupted if the body has begun.
+    /// Ends the lease, even if it is live. The owner of the lease can't write any more. The consequences are those of a
+    /// crash: under `on_crash = retry` the next delivery runs, under `on_crash = fail` the key is interrupted if the
+    /// body has begun.
     BreakLease,
-    /// Removes the record, its result included. The next delivery runs like the first one.
+    /// Removes the record and its result. The next delivery runs like the first delivery.
     Forget,
 }
 
@@ -64,7 +65,7 @@ impl Action {
         }
     }
 
-    /// Returns the end that the action records; `None` unless it resolves or replaces.
+    /// Returns the end that the action records; `None` for an action that neither resolves nor replaces.
     pub const fn finish(&self) -> Option<&Finish> {
         match self {
             Self::Resolve(finish) | Self::Replace(finish) => Some(finish),
@@ -72,8 +73,8 @@ impl Action {
         }
     }
 
-    /// Returns the same action with this end, for a wrapper that stores results in another form. An action without an
-    /// end stays unchanged.
+    /// Returns the same action with `finish` as its end, for a wrapper that stores results in another form. An action
+    /// without an end is returned unchanged.
     #[must_use]
     pub fn with_finish(&self, finish: Finish) -> Self {
         match self {
@@ -85,72 +86,72 @@ impl Action {
 }
 
 impl Decision {
-    /// Makes the decision to apply `action` to the record of `key`. `seen`: the record that the operator saw, as an
+    /// Makes the decision to apply `action` to the record of `key`. `seen` is the record that the operator saw, as an
     /// [`Inspection`](crate::store::Inspection) or its [`Revision`].
     pub fn new(key: &Key, seen: impl Into<Revision>, action: Action) -> Self {
         Self { key: key.clone(), seen: seen.into(), action, by: Box::default(), reason: Box::default() }
     }
 
-    /// Sets [`by`](Self::by).
+    /// Sets the [name of the operator](Self::by).
     #[must_use]
     pub fn by(self, by: impl Into<Box<str>>) -> Self {
         Self { by: by.into(), ..self }
     }
 
-    /// Sets [`reason`](Self::reason).
+    /// Sets the [reason](Self::reason) of the decision.
     #[must_use]
     pub fn reason(self, reason: impl Into<Box<str>>) -> Self {
         Self { reason: reason.into(), ..self }
     }
 
-    /// Decides that the next delivery runs again.
+    /// Makes the decision to let the next delivery run again.
     pub fn reopen(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Reopen)
     }
 
-    /// Decides to discard the recorded result, and that the next delivery runs again.
+    /// Makes the decision to discard the recorded result and let the next delivery run again.
     pub fn discard(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Discard)
     }
 
-    /// Decides to end the operation with this result.
+    /// Makes the decision to end the operation with this result.
     pub fn resolve(key: &Key, seen: impl Into<Revision>, finish: Finish) -> Self {
         Self::new(key, seen, Action::Resolve(finish))
     }
 
-    /// Decides to end the operation with this result instead of the recorded one.
+    /// Makes the decision to end the operation with this result instead of the recorded result.
     pub fn replace(key: &Key, seen: impl Into<Revision>, finish: Finish) -> Self {
         Self::new(key, seen, Action::Replace(finish))
     }
 
-    /// Decides to end the lease.
+    /// Makes the decision to end the lease.
     pub fn break_lease(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::BreakLease)
     }
 
-    /// Decides to remove the record.
+    /// Makes the decision to remove the record.
     pub fn forget(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Forget)
     }
 
-    /// Returns the result to record, if there is one.
+    /// Returns the result that the decision records, if it records one.
     pub fn result(&self) -> Option<&StoredResult> {
         self.action.finish().map(Finish::result)
     }
 
-    /// Returns whether the decision ends a live lease. Every other decision, and one about a lease that had lapsed, is
-    /// refused if the lease is live when the record is written.
+    /// Returns whether the decision may end a live lease. Any other decision is refused if the lease is live when the
+    /// record is written, and so is a decision to break a lease that had lapsed.
     pub fn ends_live_lease(&self) -> bool {
         self.action == Action::BreakLease && self.seen.standing == Standing::Running
     }
 }
 
-/// The answer to a [`Decision`].
+/// Answer of a store to a [`Decision`].
 #[must_use]
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum DecisionAnswer {
-    /// The decision took effect, by this call or by an earlier one.
+    /// The decision took effect, in this call or in an earlier call.
     Applied,
     /// Refused: an attempt is running. The record is unchanged.
     #[non_exhaustive]
@@ -164,37 +165,37 @@ pub enum DecisionAnswer {
         /// Number of the latest attempt.
         latest: u32,
     },
-    /// Refused: the attempt is the one that the operator saw, but its record has changed since. This decision changed
-    /// nothing.
+    /// Refused: the attempt is the one that the operator saw, but its record has changed since then. The record is
+    /// unchanged by this decision.
     #[non_exhaustive]
     Changed {
         /// Current standing of the operation.
         standing: Standing,
-        /// Name of the operator who decided meanwhile, if one did and gave a name.
+        /// Name of the operator who decided meanwhile; `None` if no operator decided or gave a name.
         decided_by: Option<Box<str>>,
     },
-    /// Refused: the operation has finished, and its recorded result stays. The record is unchanged.
+    /// Refused: the operation has finished, and its recorded result may not be changed. The record is unchanged.
     Finished,
     /// Refused: the operation has not finished, so it has no result to discard or replace. The record is unchanged.
     Unfinished,
-    /// There is no record. Nothing has changed.
+    /// There is no record to decide about. Nothing was written.
     NoRecord,
-    /// Refused: the record can't be read, so it can only be forgotten. The record is unchanged.
+    /// Refused: the record can't be read, so the only possible decision is to forget it. The record is unchanged.
     Damaged,
 }
 
 impl DecisionAnswer {
-    /// Makes [`LiveLease`](Self::LiveLease).
+    /// Makes a [`LiveLease`](Self::LiveLease).
     pub const fn live_lease(lapses_in: Duration) -> Self {
         Self::LiveLease { lapses_in }
     }
 
-    /// Makes [`OtherAttempt`](Self::OtherAttempt).
+    /// Makes an [`OtherAttempt`](Self::OtherAttempt).
     pub const fn other_attempt(latest: u32) -> Self {
         Self::OtherAttempt { latest }
     }
 
-    /// Makes [`Changed`](Self::Changed), without the name of an operator.
+    /// Makes a [`Changed`](Self::Changed) without the name of an operator.
     pub const fn changed(standing: Standing) -> Self {
         Self::Changed { standing, decided_by: None }
     }
@@ -212,21 +213,21 @@ impl From<DecisionAnswer> for Verdict {
 /// Effect of a [`Decision`] on the record that it found; see [`Record::decide`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ruling {
-    /// The record stays unchanged, and this is the answer.
+    /// The record stays unchanged, and the operator gets this answer.
     Answer(DecisionAnswer),
-    /// The store may replace the record by this one, if it is still the record that was found (owner, attempt and
-    /// state). Its lease must not have been renewed either, unless the decision [ends a live
-    /// lease](Decision::ends_live_lease). The new record is never pending, and its retention stays the same.
+    /// The store may replace the record by this record, but only if owner, attempt and state of the stored record are
+    /// still the same. The lease must not have been renewed either, unless the decision [ends a live
+    /// lease](Decision::ends_live_lease). The new record is never pending, and keeps the retention.
     Replace(Record),
-    /// The store may remove the record, under the same condition. A record that can't be read: if all its stored bytes
-    /// are still the same.
+    /// The store may remove the record, under the same condition as for a replacement. A record that can't be read may
+    /// be removed only if all its stored bytes are still the same.
     Remove,
 }
 
 impl Inspection {
-    /// Decides the effect of `decision` on the record that was found: [`Record::decide`] for a record that can be read.
-    /// A record that can't be read is removed by a decision to forget it that names its very
-    /// [revision](Self::revision). Every other decision leaves it unchanged.
+    /// Decides the effect of `decision` on the record of this inspection. [`Record::decide`] decides for a record that
+    /// can be read. A record that can't be read is removed if the decision is to forget it and names its
+    /// [revision](Self::revision). Every other decision leaves such a record unchanged.
     ///
     /// To remove a damaged record, a store compares all its stored bytes, instead of owner, attempt and state.
     pub fn decide(&self, decision: &Decision) -> Ruling {
@@ -235,26 +236,27 @@ impl Inspection {
             _ if standing != Standing::Damaged => self.record.decide(decision, self.lapses_in.unwrap_or_default()),
             _ if decision.seen != self.revision() => Ruling::Answer(DecisionAnswer::changed(standing)),
             Action::Forget => Ruling::Remove,
-            // The lease can't be read and its holder can't write, so ending the lease would mean forgetting the record.
+            // The lease of a damaged record can't be read, and its holder can't write: to end the lease would mean to
+            // forget the record.
             _ => Ruling::Answer(DecisionAnswer::Damaged),
         }
     }
 }
 
 impl Record {
-    /// Decides the effect of `decision` on this record. `lapses_in`: time until the lease of a pending record lapses;
-    /// zero if it has lapsed. Pure: every store calls this one function, and makes the decision atomic in its own way.
+    /// Decides the effect of `decision` on this record. `lapses_in` is the time until the lease of a pending record
+    /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and makes its decision atomic.
     ///
     /// Every decision gives the record another owner token. So a store that compares owner, attempt and state applies
-    /// only one of two decisions about the same record, and never mistakes a late write of the attempt for a copy of
-    /// the decision.
+    /// only one of two decisions about the same record. It also never mistakes a late write of the attempt for a copy
+    /// of the decision.
     ///
-    /// If the same person repeats a decision, it finds the record that it made, and writes that record again: the
-    /// answer is the same as to the first.
+    /// If the same person repeats a decision, the decision finds the record that it made, and writes that record again.
+    /// The answer is the same as to the first decision.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
         let Decision { seen, action, by, reason, .. } = decision;
         let standing = self.standing(lapses_in);
-        // A revision that the record no longer has is refused, with the reason.
+        // A decision about a damaged record is refused here, because this record can be read.
         if seen.standing == Standing::Damaged {
             return Ruling::Answer(DecisionAnswer::changed(standing));
         }
@@ -267,14 +269,14 @@ impl Record {
         if standing == Standing::Running && *action != Action::BreakLease {
             return Ruling::Answer(DecisionAnswer::LiveLease { lapses_in });
         }
-        // Breaking a lease also applies to a lease that has lapsed since the operator saw it live.
+        // A decision to break a live lease also applies if the lease has lapsed since the operator saw it.
         let is_seen = standing == seen.standing || (decision.ends_live_lease() && standing == Standing::Lapsed);
         if self.owner.tag() != seen.owner || !is_seen {
             let other = self.owner.tag() != seen.owner;
             let decided_by = self.provenance.decided_by().filter(|_| other).map(Box::from);
             return Ruling::Answer(DecisionAnswer::Changed { standing, decided_by });
         }
-        // The decision takes effect, if the state of the record allows it.
+        // From here on the state of the record decides whether the action is possible.
         let decided = |state| {
             let (owner, provenance) = (self.owner.succeeded(), self.provenance.with_decision(by, reason));
             let (attempt, attempts_used, fingerprint) = (self.attempt, self.attempts_used, self.fingerprint);
@@ -289,7 +291,7 @@ impl Record {
             }
             (Action::Discard | Action::Replace(_), _) => Ruling::Answer(DecisionAnswer::Unfinished),
             (Action::Resolve(finish), State::Completed(recorded) | State::Failed(recorded)) => {
-                // Supplying a missing result contradicts no duplicate: none of them can have got another result.
+                // A missing result may be supplied: no duplicate can have got another result.
                 let is_missing = matches!(recorded, StoredResult::TooLarge { .. } | StoredResult::Unencodable)
                     && matches!(finish.result(), StoredResult::Encoded { .. })
                     && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
@@ -304,7 +306,8 @@ impl Record {
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
                 Ruling::Replace(decided(State::Interrupted))
             }
-            // Under `fail` a body begins only with its mark. Without a mark no body began, so no attempt counts.
+            // Under `on_crash = fail` a body begins only after its mark. Without the mark no body began, so the attempt
+            // does not count.
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, .. }) => {
                 let attempts_used = self.attempts_used.saturating_sub(1);
                 Ruling::Replace(Self { attempts_used, ..decided(State::Released) })
@@ -313,8 +316,8 @@ impl Record {
         }
     }
 
-    /// Returns whether `decision` of the same person made this record: whether its token follows the record that they
-    /// saw.
+    /// Returns whether this record is the result of `decision`, made by the same person. The owner token must be the
+    /// successor of the token that the person saw.
     fn is_made_by(&self, decision: &Decision) -> bool {
         let is_its_end = match &decision.action {
             Action::Reopen | Action::Discard => self.state == State::Released && self.attempts_used == 0,
@@ -324,11 +327,11 @@ impl Record {
         };
         is_its_end
             && self.owner.preceded().tag() == decision.seen.owner
-            // The record stores the name shortened, so shorten it here too.
+            // The record keeps a shortened name, so the name of the decision is shortened too.
             && Provenance::NONE.with_decision(&decision.by, "").decided_by() == self.provenance.decided_by()
     }
 
-    /// Returns the standing of the operation, if the lease of a pending record lapses in `lapses_in`.
+    /// Returns the standing of the operation. `lapses_in` is the time until the lease of a pending record lapses.
     pub(crate) fn standing(&self, lapses_in: Duration) -> Standing {
         match &self.state {
             State::Pending { .. } if lapses_in.is_zero() => Standing::Lapsed,
@@ -400,12 +403,13 @@ mod tests {
     }
 
     #[test]
-    fn a_decision_that_is_repeated_changes_nothing() {
+    fn a_repeated_decision_changes_nothing() {
         each(|record, decision, _, ruling| {
             if let Ruling::Replace(with) = ruling {
                 let again = with.decide(decision, Duration::ZERO);
                 assert_eq!(again, Ruling::Replace(with.clone()), "{record:?} {decision:?}");
-                // The same decision by another person is a new decision, about a record that has changed.
+                // The same decision by another person is a new decision, and the record has changed since that person
+                // saw it.
                 let other = with.decide(&decision.clone().by("bob"), Duration::ZERO);
                 let (standing, decided_by) = (with.standing(Duration::ZERO), Some("alice".into()));
                 let expected = Ruling::Answer(DecisionAnswer::Changed { standing, decided_by });
@@ -423,7 +427,7 @@ mod tests {
                     let stale = Decision::new(&decision.key, seen(before, lapses_in), action.clone()).by("bob");
                     let told = made.decide(&stale, lapses_in);
                     assert!(matches!(told, Ruling::Answer(_)), "{stale:?} of {made:?}, once {before:?}");
-                    // The same holds after the same attempt has written another state.
+                    // The decision is also refused after the same attempt has written another state.
                     for state in states() {
                         let other = record(state);
                         if other.state.name() != before.state.name() {
@@ -437,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_record_is_only_forgotten_and_only_as_it_was_seen() {
+    fn a_damaged_record_is_forgotten_only_by_its_revision() {
         let key = Key::new("test", "k").unwrap();
         let damaged = |stored: &[&str]| Inspection::damaged("damaged", stored);
         let found = damaged(&["a", "b"]);
@@ -466,12 +470,12 @@ mod tests {
     }
 
     #[test]
-    fn only_a_broken_lease_ends_a_live_one() {
+    fn only_a_decision_to_break_a_lease_ends_a_live_lease() {
         each(|record, decision, lapses_in, ruling| {
             let refused = ruling == Ruling::Answer(DecisionAnswer::LiveLease { lapses_in });
             let live = record.is_pending() && !lapses_in.is_zero();
             assert_eq!(refused, live && decision.action != Action::BreakLease, "{record:?} {decision:?}");
-            // A lease that was renewed since the operator saw it lapsed is not broken either.
+            // A lease that the operator saw lapsed, and that was renewed since then, is not broken either.
             let lapsed = Decision { seen: seen(record, Duration::ZERO), ..decision.clone() };
             if live {
                 assert!(matches!(record.decide(&lapsed, lapses_in), Ruling::Answer(_)), "{record:?} {lapsed:?}");
@@ -480,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_explicit_action_gives_up_a_result() {
+    fn only_discard_replace_and_forget_remove_a_recorded_result() {
         each(|record, decision, _, ruling| {
             let gives_up = matches!(decision.action, Action::Discard | Action::Replace(_) | Action::Forget);
             if let (Some(recorded), Ruling::Replace(with)) = (record.state.result(), &ruling)
@@ -497,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_that_was_decided_about_can_not_write_any_more() {
+    fn an_attempt_can_not_write_after_a_decision_about_it() {
         each(|record, decision, _, ruling| {
             let Ruling::Replace(with) = ruling else { return };
             let request = ReserveRequest::new(decision.key.clone(), record.owner, LIVE, LIVE);
@@ -508,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn another_attempt_is_refused_by_its_number() {
+    fn a_decision_about_another_attempt_is_refused() {
         each(|record, decision, lapses_in, _| {
             for attempt in [0, 2, 4] {
                 let decision = Decision { seen: decision.seen.with_attempt(attempt), ..decision.clone() };

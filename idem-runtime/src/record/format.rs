@@ -1,4 +1,4 @@
-//! The bytes of a record, version 1, for stores that keep records as one value. Integers are big-endian.
+//! Bytes of a record in format version 1, for stores that keep a record as one value. Integers are big-endian.
 //!
 //! | bytes | content |
 //! |---|---|
@@ -17,8 +17,8 @@
 //! | then | provenance, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
 //! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
 //!
-//! Both times are in milliseconds since 1970 by the store's clock, or by the holder's clock if the record was replaced
-//! as a whole.
+//! Both times are in milliseconds since 1970. They are by the store's clock, or by the holder's clock if the record was
+//! replaced as a whole.
 
 use std::fmt;
 use std::time::Duration;
@@ -34,18 +34,18 @@ use crate::policy::OnCrash;
 
 /// First bytes of every record.
 pub const MAGIC: &[u8; 4] = b"idem";
-/// Version that this release writes.
+/// Version of the format that this release writes.
 pub const VERSION: u8 = 1;
-/// Length of the shortest record, in bytes.
+/// Length of the fixed part of a record in bytes, which is the length of the shortest record.
 pub const HEADER_BYTES: usize = 48;
-/// End of the bytes that differ between two writes of a record: state (byte 5), owner token and counters (bytes 8 to
-/// here).
+/// End of the bytes that identify a write: state (byte 5), owner token, attempt and counted attempts (bytes 8 to here).
+/// Any two writes of a record differ in these bytes.
 pub const IDENTITY_END: usize = 32;
-/// Number of bytes of a record that [`decode_start`] needs to leave its result out.
+/// Number of leading bytes that [`decode_start`] needs to read a record without its result.
 pub const START_BYTES: usize = 1024;
-/// Position of the flags.
+/// Position of the byte with the flags.
 pub const FLAGS_AT: usize = 6;
-/// Flag that a waiting duplicate sets on a pending record, so that the write that ends the record wakes the duplicate.
+/// Flag that a waiting duplicate sets on a pending record. The write that ends the attempt then wakes the duplicate.
 pub const FLAG_WAITED_FOR: u8 = 1;
 const FLAG_ON_CRASH_FAIL: u8 = 2;
 const FLAG_FINGERPRINT: u8 = 4;
@@ -53,7 +53,7 @@ const FLAG_PROVENANCE: u8 = 8;
 /// Flag of a pending record whose body has begun.
 const FLAG_BEGUN: u8 = 16;
 
-/// Bytes that are not a record of this version.
+/// Reason why bytes are not a record that this release can read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum FormatError {
@@ -79,29 +79,29 @@ impl fmt::Display for FormatError {
 
 impl std::error::Error for FormatError {}
 
-/// Milliseconds, rounded up, so that the written form never shortens a lease.
+/// Returns the milliseconds of `duration`, rounded up, so that the written form never shortens a lease.
 pub fn millis(duration: Duration) -> u64 {
-    // Without `as_nanos`: a division of 128 bits takes longer than all other steps of writing a record.
+    // `as_nanos` is avoided: a division of 128 bits takes longer than all other steps of writing a record.
     let rest = duration.subsec_nanos().div_ceil(1_000_000);
     duration.as_secs().saturating_mul(1000).saturating_add(rest.into())
 }
 
-/// Writes `record`.
+/// Returns the bytes of `record`.
 pub fn encode(record: &Record) -> Vec<u8> {
     let mut out = Vec::with_capacity(room_for(record));
     write(record, &mut out);
-    debug_assert_eq!(out.len(), room_for(record), "the length was foretold");
+    debug_assert_eq!(out.len(), room_for(record), "`room_for` returns the written length");
     out
 }
 
-/// Number of bytes that [`encode`] writes.
+/// Returns the number of bytes that [`encode`] writes.
 #[cfg(feature = "redis")]
 pub(crate) fn len(record: &Record) -> usize {
     room_for(record)
 }
 
-/// Returns the bytes that differ between two writes of a record: its state, whether its body has begun, owner token and
-/// counters. `None` if `value` is too short.
+/// Returns the bytes that identify a write of a record: its state, whether its body has begun, its owner token, attempt
+/// and counted attempts. `None` if `value` is too short.
 #[cfg(feature = "redis")]
 pub(crate) fn identity(value: &[u8]) -> Option<[u8; 26]> {
     let mut identity = [0; 26];
@@ -111,14 +111,15 @@ pub(crate) fn identity(value: &[u8]) -> Option<[u8; 26]> {
     Some(identity)
 }
 
-/// Sets both times in `value` to `at`: when its key was first seen, and when its latest attempt began.
+/// Sets both times in `value` to `at`: the time when the key was first seen, and the time when the latest attempt
+/// began.
 #[cfg(feature = "redis")]
 pub(crate) fn set_times(value: &mut [u8], at: u64) {
     let times = [at.to_be_bytes(), at.to_be_bytes()].concat();
     value[IDENTITY_END..HEADER_BYTES].copy_from_slice(&times);
 }
 
-/// Number of bytes of the written `record`.
+/// Returns the number of bytes of `record` in its written form.
 fn room_for(record: &Record) -> usize {
     let state = match &record.state {
         State::Pending { .. } => 16,
@@ -132,9 +133,9 @@ fn room_for(record: &Record) -> usize {
     HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + provenance
 }
 
-/// Appends `record` to `out`.
+/// Appends the bytes of `record` to `out`.
 pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
-    // The flags and the tag of the payload.
+    // Flags, and tag of the payload.
     let (mut flags, tag) = match &record.state {
         State::Pending { on_crash, begun, .. } => {
             let fail = if *on_crash == OnCrash::Fail { FLAG_ON_CRASH_FAIL } else { 0 };
@@ -150,7 +151,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     if !provenance.is_empty() {
         flags |= FLAG_PROVENANCE;
     }
-    // The times, which come last, stay 0: the store sets them.
+    // The last 16 bytes are the two times. They stay 0 here, because the store sets them.
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(MAGIC);
     header[4..8].copy_from_slice(&[VERSION, letter(&record.state), flags, tag]);
@@ -158,7 +159,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     header[24..28].copy_from_slice(&record.attempt.to_be_bytes());
     header[28..IDENTITY_END].copy_from_slice(&record.attempts_used.to_be_bytes());
     out.extend_from_slice(&header);
-    // The variable parts, each only if the header announces it.
+    // Each variable part is written only if the header announces it.
     if let Some(fingerprint) = &record.fingerprint {
         out.extend_from_slice(fingerprint.as_bytes());
     }
@@ -198,7 +199,8 @@ fn tag(payload: &StoredResult) -> u8 {
     match payload {
         StoredResult::Encoded { .. } => 1,
         StoredResult::TooLarge { .. } => 2,
-        // The last two are never written. Encode them as unencodable, so that a bug can't create a result.
+        // `Unreadable` and `LeftOut` are never written. They are encoded as unencodable, so that a bug can't create a
+        // result.
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => 3,
     }
 }
@@ -211,10 +213,10 @@ fn room(payload: &StoredResult) -> usize {
     }
 }
 
-/// Reads a record that [`encode`] wrote; the result shares the memory of `value`.
+/// Reads a record that [`encode`] wrote. The result shares the memory of `value`.
 ///
 /// # Errors
-/// [`FormatError`] for all other bytes, even for a single byte too many.
+/// [`FormatError`] if the bytes are not exactly a record; a single additional byte is an error.
 pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     check(value)?;
     let (mut record, payload_at) = read(value, None).ok_or(FormatError::Damaged)?;
@@ -224,8 +226,8 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Like [`decode`], but takes the result out of `value` without counting a reference to its memory. Of the provenance
-/// of a finished record it reads only the trace, because a replay needs no more.
+/// Like [`decode`], but takes the result out of `value` without a further reference to its memory. From the provenance
+/// of a finished record only the trace is read, because a replay needs no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;
@@ -242,7 +244,7 @@ pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Returns whether `value` is a record of another owner that has not finished, running or abandoned.
+/// Returns whether `value` is a record of another owner whose operation has not finished.
 #[cfg(feature = "redis")]
 pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Result<bool, FormatError> {
     check(value)?;
@@ -250,7 +252,7 @@ pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Resul
     Ok(!record.is_finished() && record.owner != owner)
 }
 
-/// Returns the place for the result of a finished record.
+/// Returns the result of a finished record, to be filled in.
 fn payload(record: &mut Record) -> Option<&mut Bytes> {
     match &mut record.state {
         State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) => {
@@ -260,7 +262,8 @@ fn payload(record: &mut Record) -> Option<&mut Bytes> {
     }
 }
 
-/// Reads the first [`START_BYTES`] of a record of `len` bytes. The result is [left out](StoredResult::LeftOut).
+/// Reads the first [`START_BYTES`] of a record whose full length is `len`. The result is [left
+/// out](StoredResult::LeftOut).
 ///
 /// # Errors
 /// See [`decode`].
@@ -269,8 +272,8 @@ pub fn decode_start(value: &Bytes, len: usize) -> Result<Record, FormatError> {
     read(value, Some(len)).map(|(record, _)| record).ok_or(FormatError::Damaged)
 }
 
-/// Returns the time when the key of a record was first seen, and the time when its latest attempt began, if they are
-/// written. Milliseconds since 1970 by the store's clock, or by the holder's.
+/// Returns the time when the key of a record was first seen, and the time when its latest attempt began; `None` for a
+/// time that is not written. Both are milliseconds since 1970, by the store's clock or the holder's clock.
 pub fn times(value: &Bytes) -> [Option<u64>; 2] {
     [32, 40].map(|at| {
         let bytes = value.get(at..at + 8)?.try_into().ok()?;
@@ -290,18 +293,18 @@ fn check(value: &[u8]) -> Result<(), FormatError> {
     Ok(())
 }
 
-/// Reads the record in `value`, without its result. Returns the position of the result too, if it is stored and not
-/// left out.
+/// Reads the record in `value` without its result. Also returns the position of the result, if `value` contains a
+/// stored result.
 fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
     read_with(value, len, Provenance::read)
 }
 
-/// Reads a provenance, and returns it with the bytes that follow.
+/// Function that reads a provenance, and returns the provenance with the bytes that follow it.
 type ReadProvenance = fn(&[u8]) -> Option<(Provenance, &[u8])>;
 
-/// Like `read`, with `read_provenance` for the provenance.
+/// Like `read`, but reads the provenance with `read_provenance`.
 fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) -> Option<(Record, Option<usize>)> {
-    // The header.
+    // Fixed part of the record.
     let mut rest = Reader(value);
     let [_, _, _, _, _, state, flags, tag] = rest.array()?;
     let owner = OwnerToken::from_bytes(rest.array()?);
@@ -309,7 +312,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) 
     let starts = u32::from_be_bytes(rest.array()?);
     let known = FLAG_WAITED_FOR | FLAG_ON_CRASH_FAIL | FLAG_FINGERPRINT | FLAG_PROVENANCE | FLAG_BEGUN;
     let _times: [u8; HEADER_BYTES - IDENTITY_END] = rest.array()?;
-    // The parts that the flags and the state announce.
+    // Parts that the flags and the state announce.
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
     let pending = (state, tag) == (b'P', 0);
     let [lease, ttl] = if pending { [rest.millis()?, rest.millis()?] } else { [Duration::ZERO; 2] };
@@ -320,7 +323,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) 
         rest.0 = after;
         provenance
     };
-    // The result: its place if the value is whole, its size if `value` is only the start of the record.
+    // Result: its position if `value` is the whole record, its size if `value` is only the start of the record.
     let left_out = len.map(|len| len.checked_sub(value.len() - rest.0.len())).map(Option::unwrap_or_default);
     let mut payload_at = None;
     let mut payload = |tag| {
@@ -343,7 +346,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) 
         (b'F', tag) => State::Failed(payload(tag)?),
         _ => return None,
     };
-    // Refuse unknown flags, impossible counters and additional bytes.
+    // Unknown flags, impossible counts of attempts and additional bytes are refused.
     let sound = attempt > 0 && starts <= attempt && flags & !known == 0 && rest.0.is_empty();
     let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, provenance };
     sound.then_some((record, payload_at))
@@ -362,8 +365,8 @@ impl Reader<'_> {
         Some(Duration::from_millis(u64::from_be_bytes(self.array()?)))
     }
 
-    /// Reads the head of the result; its bytes follow. `left_out`: number of bytes of the record after its provenance,
-    /// if the result is left out.
+    /// Reads the head of the result, without the bytes of the result that follow. `left_out` is the number of bytes
+    /// after the provenance, if the result is left out.
     fn payload(&mut self, tag: u8, left_out: Option<usize>) -> Option<StoredResult> {
         match tag {
             1 => {

@@ -12,31 +12,34 @@ use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Inspection {
-    /// The record. A record that [can't be read](Self::damage) is shown as interrupted, of attempt 0, without a
-    /// provenance.
+    /// The record. A record that [can't be read](Self::damage) is represented by an interrupted record with attempt 0
+    /// and no provenance.
     pub record: Record,
-    /// Reason why the record can't be read; `None` if it can. Never contains bytes of the record.
+    /// Reason why the record can't be read; `None` if the record can be read. The reason never contains bytes of the
+    /// record.
     pub damage: Option<Box<str>>,
-    /// Time until the record is forgotten, unless it is written again; [`Duration::MAX`] for never, and if that time
-    /// can't be read.
+    /// Time until the record expires, unless it is written again. [`Duration::MAX`] if the record never expires, or if
+    /// that time can't be read.
     pub expires_in: Duration,
-    /// Time until the lease lapses; zero if it has lapsed, `None` unless the record is pending.
+    /// Time until the lease lapses; zero if the lease has lapsed, `None` unless the record is pending.
     pub lapses_in: Option<Duration>,
-    /// Time since the key was first seen, by the store's clock; `None` if the store does not report it. A record that
-    /// is forgotten takes this time with it.
+    /// Time since the key was first seen, by the store's clock; `None` if the store does not report it. The time starts
+    /// again after the record has expired or was forgotten.
     pub first_seen: Option<Duration>,
     /// Time since the latest attempt began, by the store's clock; `None` if the store does not report it.
     pub began: Option<Duration>,
 }
 
 impl Inspection {
-    /// Makes an inspection of a record, with the time until it is forgotten, and the time until its lease lapses.
+    /// Makes an inspection of a record. `expires_in` is the time until the record expires, `lapses_in` the time until
+    /// its lease lapses.
     pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
         Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None }
     }
 
-    /// Makes an inspection of a record that can't be read, with the reason. `stored`: all stored parts of the record,
-    /// in a fixed order. A digest of the parts takes the place of the owner token in the [revision](Self::revision).
+    /// Makes an inspection of a record that can't be read, with the reason. `stored` holds all stored parts of the
+    /// record, in a fixed order. In the [revision](Self::revision), a digest of these parts takes the place of the
+    /// owner token.
     pub fn damaged(why: impl Into<Box<str>>, stored: impl IntoIterator<Item: AsRef<[u8]>>) -> Self {
         let mut digest = Sha256::new();
         for part in stored {
@@ -50,17 +53,17 @@ impl Inspection {
         Self { damage: Some(why.into()), ..Self::new(record, Duration::MAX, None) }
     }
 
-    /// Makes an inspection of a damaged record in a list, which reads no results. Its revision would be a digest of all
-    /// stored bytes, so a store must read the record again before a decision.
+    /// Makes an inspection of a damaged record for a list, which reads no results. The revision of a damaged record is
+    /// a digest of all stored bytes, so the store must read the record again before a decision.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn unexamined(why: &impl fmt::Display) -> Self {
         Self::damaged(why.to_string(), [""; 0])
     }
 
-    /// Returns this inspection, if the record can be read.
+    /// Returns this inspection if its record can be read.
     ///
     /// # Errors
-    /// The reason why the record can't be read.
+    /// Reason why the record can't be read.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn readable(self) -> Result<Self, Box<str>> {
         match self.damage {
@@ -80,7 +83,7 @@ impl Inspection {
         self.record.attempt
     }
 
-    /// Returns the standing of the operation, which includes the state of its lease.
+    /// Returns the standing of the operation: the state of the record, and of its lease.
     pub fn standing(&self) -> Standing {
         if self.damage.is_some() {
             return Standing::Damaged;
@@ -98,17 +101,17 @@ impl Inspection {
         self.record.provenance.holder()
     }
 
-    /// Returns the trace of the latest attempt: if there is a result, the trace of the run that made it.
+    /// Returns the trace of the latest attempt. For a recorded result, this is the trace of the run that returned it.
     pub fn traceparent(&self) -> Option<Traceparent> {
         self.record.provenance.traceparent()
     }
 
-    /// Returns the operator who decided about the record last.
+    /// Returns the name of the operator who made the latest decision about the record.
     pub fn decided_by(&self) -> Option<&str> {
         self.record.provenance.decided_by()
     }
 
-    /// Returns the reason of that decision.
+    /// Returns the reason of the latest decision about the record.
     pub fn decided_reason(&self) -> Option<&str> {
         self.record.provenance.decided_reason()
     }

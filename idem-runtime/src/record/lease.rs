@@ -1,4 +1,4 @@
-//! The lease of an attempt.
+//! Leases of attempts.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -9,11 +9,11 @@ use super::{Provenance, Record, ReserveRequest};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
-/// Reservation of an attempt, which the attempt presents with every later write.
+/// Right of an attempt to its key. The attempt presents its lease with every later write.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Lease {
-    /// Key that is reserved.
+    /// Reserved key.
     pub key: Key,
     /// Identity of the attempt.
     pub owner: OwnerToken,
@@ -21,15 +21,16 @@ pub struct Lease {
     pub attempt: u32,
     /// Number of attempts, including this one, that count against `max_attempts`.
     pub attempts_used: u32,
-    /// Time that the reservation is honoured without a renewal.
+    /// Time for which the attempt holds the key without a renewal.
     pub duration: Duration,
-    /// Retention of the record after its last write; while the record is pending, counted from the end of its lease.
+    /// Retention of the record after its last write. While the record is pending, the retention begins when the lease
+    /// lapses.
     pub ttl: Duration,
-    /// Effect of a lapsed lease.
+    /// Reaction to a crash of the attempt, after the lease has lapsed.
     pub on_crash: OnCrash,
-    /// Fingerprint in the record.
+    /// Fingerprint in the record, if it has one.
     pub fingerprint: Option<Fingerprint>,
-    /// Further information in the record, for people.
+    /// Information for people, in addition to the standing of the operation.
     pub provenance: Provenance,
     /// Number that the store set at the reservation, for its own use.
     pub mark: LeaseMark,
@@ -81,13 +82,13 @@ impl PartialEq for LeaseMark {
 impl Eq for LeaseMark {}
 
 impl Lease {
-    /// Makes the lease of attempt number `attempt` that `request` asked for, as the first attempt that counts against
+    /// Makes the lease of attempt number `attempt` for `request`, as the first attempt that counts against
     /// `max_attempts`.
     pub fn new(request: &ReserveRequest, attempt: u32) -> Self {
         Record { attempt, ..Record::first(request) }.lease(request)
     }
 
-    /// Returns the lease to release if the answer to `request` never arrives.
+    /// Returns the lease that the engine releases if the answer to `request` never arrives.
     pub(crate) fn unanswered(request: &ReserveRequest) -> Self {
         Record::first(request).lease(request)
     }

@@ -24,15 +24,15 @@ pub use self::admission::Admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
 pub(crate) use self::columns::{Parts, ReadExtent, signed_millis};
 pub use self::decision::Ruling;
-#[allow(unused_imports, reason = "without a store nobody decides")]
+#[allow(unused_imports, reason = "unused without a store")]
 pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
-#[allow(unused_imports, reason = "without a store no code inspects")]
+#[allow(unused_imports, reason = "unused without a store")]
 pub(crate) use self::inspection::Inspection;
 pub(crate) use self::lease::{Lease, LeaseMark};
 pub(crate) use self::owner::{OwnerToken, Owners};
 pub(crate) use self::provenance::Holder;
 pub use self::provenance::{Provenance, Traceparent, TraceparentError};
-#[allow(unused_imports, reason = "without a store no code inspects")]
+#[allow(unused_imports, reason = "unused without a store")]
 pub(crate) use self::request::{Finish, Release, ReserveRequest, Verdict};
 pub(crate) use self::reservation::Reservation;
 pub(crate) use self::revision::Revision;
@@ -40,21 +40,23 @@ use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
 
-/// The record that a store holds for a key.
+/// Record that a store holds for a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Record {
-    /// Attempt that wrote the record last.
+    /// Owner token of the attempt, or of the decision, that wrote the record last.
     pub owner: OwnerToken,
-    /// Number of the latest attempt: the fencing token. Strictly increases while the record is retained.
+    /// Number of the latest attempt, which is the fencing token. The number strictly increases while the record is
+    /// retained.
     pub attempt: u32,
-    /// Number of attempts that count against `max_attempts`. Attempts whose body certainly did not start don't count.
+    /// Number of attempts that count against `max_attempts`. An attempt whose body certainly did not begin does not
+    /// count.
     pub attempts_used: u32,
-    /// Fingerprint of the payload, if the handler gives one.
+    /// Fingerprint of the payload; `None` if the handler gives no fingerprint.
     pub fingerprint: Option<Fingerprint>,
     /// State of the operation.
     pub state: State,
-    /// Latest holder of the key, and further information for people. No decision depends on it.
+    /// Information for people, such as the latest holder of the key. No decision depends on a provenance.
     pub provenance: Provenance,
 }
 
@@ -62,30 +64,31 @@ pub struct Record {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum State {
-    /// An attempt is running, or ended without an answer.
+    /// An attempt is running, or crashed before it recorded an end.
     Pending {
-        /// Time that the record is honoured without a renewal.
+        /// Time for which the attempt holds the key without a renewal.
         lease: Duration,
-        /// Retention of the record after its lease.
+        /// Retention of the record after its lease has lapsed.
         ttl: Duration,
-        /// Effect of a lapsed lease.
+        /// Reaction to a crash of the attempt, after the lease has lapsed.
         on_crash: OnCrash,
-        /// True if the store has confirmed that the body begins ([`Store::begin`](crate::Store::begin)). An attempt
-        /// that lapses without that mark is not counted, and not interrupted.
+        /// True if the record is marked as begun ([`Store::begin`](crate::Store::begin)). An attempt that lapses
+        /// without the mark is neither counted nor interrupted.
         begun: bool,
     },
-    /// The latest attempt ended without a result to record, and the next attempt may run. The record stays so that
+    /// The latest attempt ended without a recorded result, and the next attempt may run. The record is kept so that
     /// attempts are counted and fencing tokens never repeat.
     Released,
     /// A body started and did not return, under [`OnCrash::Fail`]. No attempt may run until an operator decides.
     Interrupted,
-    /// The body succeeded. Never changes within the retention.
+    /// The body succeeded. This state never changes within the retention, except by an operator's decision.
     Completed(StoredResult),
-    /// The body returned an error that is replayed. Never changes within the retention.
+    /// The body returned an error, which is replayed. This state never changes within the retention, except by an
+    /// operator's decision.
     Failed(StoredResult),
 }
 
-/// Recorded result of a finished operation, or the reason why there is none.
+/// Recorded result of a finished operation, or the reason why no result is stored.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoredResult {
@@ -101,15 +104,15 @@ pub enum StoredResult {
         /// Size of the result in bytes.
         size: u64,
     },
-    /// The codec could not write the result, or an operator resolved the operation without one.
+    /// The codec could not write the result, or an operator resolved the operation without a result.
     Unencodable,
-    /// The result is recorded but can't be read: a part of it is missing or was altered. Only wrappers that store
-    /// results in another form return this variant; it is never written.
+    /// The result is recorded but can't be read, because a part of it is missing or was altered. Only wrappers that
+    /// store results in another form return this variant. It is never written.
     Unreadable {
         /// Description of the damage, without the result.
         reason: Arc<str>,
     },
-    /// The result is stored, but was not read: a list shows no results. This variant is never written.
+    /// The result is stored but was not read, because a list reads no results. This variant is never written.
     LeftOut {
         /// Codec that wrote the result.
         codec: CodecName,
@@ -119,7 +122,7 @@ pub enum StoredResult {
 }
 
 impl StoredResult {
-    /// Number of bytes of the result that are stored.
+    /// Returns the number of stored bytes of the result.
     pub fn stored_bytes(&self) -> usize {
         match self {
             Self::Encoded { bytes, .. } => bytes.len(),
@@ -128,7 +131,7 @@ impl StoredResult {
     }
 }
 
-/// Shows the size of a result, never the result: payloads must not reach logs.
+/// Writes the size of a result, never the result: payloads must not reach logs.
 impl fmt::Debug for StoredResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -143,13 +146,13 @@ impl fmt::Debug for StoredResult {
 }
 
 impl Record {
-    /// Makes the record of attempt number `attempt` in this state, as the first attempt that counts against
+    /// Makes the record of attempt number `attempt` with `state`. This attempt is the first that counts against
     /// `max_attempts`.
     pub const fn new(owner: OwnerToken, attempt: u32, state: State) -> Self {
         Self { owner, attempt, attempts_used: 1, fingerprint: None, state, provenance: Provenance::NONE }
     }
 
-    /// Makes the record of a key's first attempt.
+    /// Makes the record of the first attempt of a key.
     pub fn first(request: &ReserveRequest) -> Self {
         Self::pending(request, 1, 1, request.fingerprint, request.provenance.clone())
     }
@@ -165,7 +168,7 @@ impl Record {
         Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, provenance }
     }
 
-    /// Returns the lease that `request` holds on this pending record.
+    /// Returns the lease of `request`, whose pending record this is.
     pub fn lease(&self, request: &ReserveRequest) -> Lease {
         Lease {
             key: request.key.clone(),
@@ -181,14 +184,14 @@ impl Record {
         }
     }
 
-    /// Returns the record that the first reservation of a key wrote for `lease`.
+    /// Returns the record that the first reservation of a key wrote when it granted `lease`.
     #[cfg(feature = "redis")]
     pub(crate) fn reserved(lease: &Lease) -> Self {
         let Lease { duration, ttl, on_crash, .. } = *lease;
         Self::after(lease, State::Pending { lease: duration, ttl, on_crash, begun: false })
     }
 
-    /// Returns the record after the attempt that holds `lease` wrote `state`.
+    /// Returns the record after the attempt of `lease` has written `state`.
     pub fn after(lease: &Lease, state: State) -> Self {
         Self {
             owner: lease.owner,
@@ -200,13 +203,13 @@ impl Record {
         }
     }
 
-    /// Returns whether this is the record of the attempt that holds `lease`, by owner token and number. The token alone
-    /// is not enough: a late copy of a reservation may give its owner another attempt than the running one.
+    /// Returns whether this record belongs to the attempt of `lease`, by owner token and attempt number. The token
+    /// alone is not enough: a late copy of a reservation may give the same owner another attempt than the running one.
     pub fn is_of(&self, lease: &Lease) -> bool {
         self.owner == lease.owner && self.attempt == lease.attempt
     }
 
-    /// Returns the record as a list shows it, without its result.
+    /// Returns the record without its result, for a list.
     #[cfg(feature = "memory")]
     pub(crate) fn without_result(mut self) -> Self {
         if let State::Completed(result) | State::Failed(result) = &mut self.state
@@ -217,17 +220,17 @@ impl Record {
         self
     }
 
-    /// Returns whether an attempt is running, or ended without an answer.
+    /// Returns whether an attempt is running, or crashed before it recorded an end.
     pub fn is_pending(&self) -> bool {
         matches!(self.state, State::Pending { .. })
     }
 
-    /// Returns whether the operation has finished: completed or failed.
+    /// Returns whether the operation has finished: it is completed or failed.
     pub fn is_finished(&self) -> bool {
         self.state.result().is_some()
     }
 
-    /// Retention of the record if it is written now; `ttl` unless the record is pending.
+    /// Returns the retention of the record if it were written now; `ttl` unless the record is pending.
     pub fn retention(&self, ttl: Duration) -> Duration {
         match self.state {
             State::Pending { lease, ttl, .. } => lease.saturating_add(ttl),
@@ -237,7 +240,7 @@ impl Record {
 }
 
 impl State {
-    /// Returns the result of a finished operation; `None` unless the operation has finished.
+    /// Returns the result of a finished operation; `None` if the operation has not finished.
     pub fn result(&self) -> Option<&StoredResult> {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => Some(payload),

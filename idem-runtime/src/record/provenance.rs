@@ -1,4 +1,4 @@
-//! Information in a record for people, in addition to the standing of its operation. No decision depends on it.
+//! Provenance of a record: information for people that no decision depends on.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use crate::sync::{SharedList, SharedOnce};
 
-/// Latest holder of a key: the host, the process, and the name of its store handle.
+/// Latest holder of a key: its host, its process, and the name of its store handle.
 ///
-/// A holder is one short text, `<host>/<process>` or `<host>/<process>/<name>`, of at most
+/// A holder is a short text, `<host>/<process>` or `<host>/<process>/<name>`, of at most
 /// [`MAX_BYTES`](Self::MAX_BYTES).
 ///
 /// ```
@@ -25,15 +25,15 @@ use crate::sync::{SharedList, SharedOnce};
 pub struct Holder<'a>(&'a str);
 
 impl<'a> Holder<'a> {
-    /// Length of the longest text that is kept, in bytes. A longer text is cut off.
+    /// Length of the longest holder in a record, in bytes. A longer text is cut off.
     pub const MAX_BYTES: usize = 128;
 
-    /// Makes a holder from its written text.
+    /// Makes a holder from its text.
     pub const fn new(text: &'a str) -> Self {
         Self(text)
     }
 
-    /// Written text of the holder.
+    /// Text of the holder.
     pub const fn as_str(&self) -> &'a str {
         self.0
     }
@@ -43,12 +43,12 @@ impl<'a> Holder<'a> {
         self.0.split('/').next().unwrap_or_default()
     }
 
-    /// Number of the process.
+    /// Number of the process; `None` if the text has no number.
     pub fn process(&self) -> Option<u32> {
         self.0.split('/').nth(1)?.parse().ok()
     }
 
-    /// Name of the store handle.
+    /// Name of the store handle; `None` if the handle has no name.
     pub fn name(&self) -> Option<&'a str> {
         self.0.splitn(3, '/').nth(2)
     }
@@ -66,8 +66,8 @@ impl fmt::Debug for Holder<'_> {
     }
 }
 
-/// Returns the holder on this host, in this process, with this name. The text stays allocated for the life of the
-/// process, so that each call can share it without a reference count.
+/// Returns the holder with this host, this process and `name`. The text stays allocated for the life of the process, so
+/// that each call can share it without a reference count.
 pub(crate) fn here(name: &str) -> Holder<'static> {
     static KNOWN: SharedList<String> = SharedList::new();
     let text = written_here(name);
@@ -75,7 +75,8 @@ pub(crate) fn here(name: &str) -> Holder<'static> {
 }
 
 fn written_here(name: &str) -> String {
-    /// Longest host name in Linux. The end of the name of a pod identifies it, so it must not be cut off.
+    /// Length of the longest host name in Linux. A longer limit is not needed, and a shorter limit could cut off the
+    /// end of a pod's name, which identifies the pod.
     const HOST: usize = 64;
     static NAME: SharedOnce<String> = SharedOnce::new();
     let mut text = bounded(&NAME.get_or_init(host).replace('/', "-"), HOST).into_owned();
@@ -88,15 +89,15 @@ fn written_here(name: &str) -> String {
     bounded(&text, Holder::MAX_BYTES).into_owned()
 }
 
-/// Returns the name of this host, if it can be read without a request to the network.
+/// Returns the name of this host, from sources that need no network.
 fn host() -> String {
     let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let told = told.or_else(|| ["HOSTNAME", "COMPUTERNAME"].into_iter().find_map(|name| std::env::var(name).ok()));
     told.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).unwrap_or_else(|| "unknown".to_owned())
 }
 
-/// Returns the start of `text`: at most `most` bytes of whole characters. Control characters become spaces. Stores and
-/// terminals accept all other characters.
+/// Returns the start of `text`: whole characters, of at most `most` bytes. Control characters become spaces, because
+/// some stores and terminals do not accept them.
 fn bounded(text: &str, most: usize) -> Cow<'_, str> {
     if text.len() <= most && is_plain_text(text) {
         return Cow::Borrowed(text);
@@ -106,12 +107,12 @@ fn bounded(text: &str, most: usize) -> Cow<'_, str> {
     Cow::Owned(text[..end.unwrap_or_default()].chars().map(without_controls).collect())
 }
 
-/// Returns whether `text` has no control characters. Most texts are ASCII, so this is tested first.
+/// Returns whether `text` has no control characters. Most texts are ASCII, so the check for ASCII comes first.
 fn is_plain_text(text: &str) -> bool {
     text.bytes().all(|byte| matches!(byte, b' '..=b'~')) || !text.chars().any(char::is_control)
 }
 
-/// A W3C `traceparent`: the trace that a run was a part of.
+/// A W3C `traceparent`: the trace of a run, and the span in that trace that caused the run.
 ///
 /// ```
 /// use idem_runtime::record::Traceparent;
@@ -127,7 +128,7 @@ impl Traceparent {
     /// Length of the text, in bytes.
     pub const BYTES: usize = 55;
 
-    /// The text, in the form of the header.
+    /// Text of the `traceparent`, as in the header.
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
@@ -137,13 +138,14 @@ impl Traceparent {
         &self.as_str()[3..35]
     }
 
-    /// Id of the span that the run was made under, 16 hexadecimal digits.
+    /// Id of the span that caused the run, 16 hexadecimal digits.
     pub fn span_id(&self) -> &str {
         &self.as_str()[36..52]
     }
 }
 
-/// Parses a header. A header of a later version may be longer: only the part that all versions share is kept.
+/// Parses the text of a header. A header of a later version may be longer: then only the part that all versions share
+/// is kept.
 impl FromStr for Traceparent {
     type Err = TraceparentError;
 
@@ -178,7 +180,7 @@ impl fmt::Debug for Traceparent {
     }
 }
 
-/// A text that is not a `traceparent`.
+/// Error for a text that is not a `traceparent`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct TraceparentError;
@@ -191,37 +193,37 @@ impl fmt::Display for TraceparentError {
 
 impl std::error::Error for TraceparentError {}
 
-/// Information in a record for people: its latest holder, the trace of that run, and the operator and reason of the
-/// last decision. No decision depends on a provenance.
+/// Information in a record for people: the latest holder, the trace of its run, and the operator and reason of the last
+/// decision. No decision depends on a provenance.
 #[derive(Clone, Default)]
 pub struct Provenance(SmallValue);
 
-/// A small value, mostly without an allocation: every request, record and lease contains one.
+/// Content of a provenance, usually without an allocation: every request, record and lease contains one.
 #[derive(Clone, Default)]
 enum SmallValue {
     #[default]
     Nothing,
-    /// Text of a store handle of this process.
+    /// Only a holder, which is a store handle of this process.
     Held(&'static str),
-    /// All texts in the written form of a record, at least one of them not empty. One allocation, copied from the bytes
-    /// that were read.
+    /// All four texts in the written form of a record; at least one text is not empty. A copy of the bytes that were
+    /// read, in one allocation.
     Told(Arc<[u8]>),
 }
 
 impl Provenance {
-    /// The empty provenance.
+    /// Empty provenance.
     pub(crate) const NONE: Self = Self(SmallValue::Nothing);
-    /// Length of the longest name of an operator that is kept, in bytes.
+    /// Length of the longest name of an operator in a record, in bytes. A longer name is cut off.
     pub const MAX_BY_BYTES: usize = 96;
-    /// Length of the longest reason that is kept, in bytes.
+    /// Length of the longest reason in a record, in bytes. A longer reason is cut off.
     pub const MAX_REASON_BYTES: usize = 500;
 
-    /// Makes the provenance of a store handle of this process.
+    /// Makes a provenance whose holder is a store handle of this process.
     pub(crate) const fn held(holder: Holder<'static>) -> Self {
         Self(SmallValue::Held(holder.0))
     }
 
-    /// Returns the text of a store handle of this process, if the provenance holds nothing else.
+    /// Returns the holder, if it is a store handle of this process and the provenance holds nothing else.
     #[cfg(feature = "memory")]
     pub(crate) fn handle(&self) -> Option<&'static str> {
         match &self.0 {
@@ -250,25 +252,25 @@ impl Provenance {
         self.traceparent_text()?.as_bytes().try_into().ok().map(Traceparent)
     }
 
-    /// Returns the trace of the latest run, in its written form.
+    /// Returns the text of the latest run's trace.
     pub(crate) fn traceparent_text(&self) -> Option<&str> {
         let [_, traceparent, ..] = self.texts();
         Some(traceparent).filter(|text| !text.is_empty())
     }
 
-    /// Returns the operator who decided about the record last.
+    /// Returns the name of the operator who made the latest decision about the record.
     pub fn decided_by(&self) -> Option<&str> {
         let [_, _, by, _] = self.texts();
         Some(by).filter(|by| !by.is_empty())
     }
 
-    /// Returns the reason of that decision.
+    /// Returns the reason of the latest decision about the record.
     pub fn decided_reason(&self) -> Option<&str> {
         let [.., reason] = self.texts();
         Some(reason).filter(|reason| !reason.is_empty())
     }
 
-    /// Returns the texts of the provenance: holder, `traceparent`, operator and reason.
+    /// Returns the four texts of the provenance: holder, `traceparent`, operator and reason. An absent text is empty.
     pub(crate) fn texts(&self) -> [&str; 4] {
         match &self.0 {
             SmallValue::Nothing => [""; 4],
@@ -285,8 +287,8 @@ impl Provenance {
         }
     }
 
-    /// Reads a provenance that [`write`](Self::write) wrote at the start of `bytes`. Returns it with the bytes that
-    /// follow. Returns `None` for all other bytes: each provenance has only one written form.
+    /// Reads a provenance that [`write`](Self::write) wrote at the start of `bytes`. Returns the provenance with the
+    /// bytes that follow it; `None` for all other bytes, because each provenance has only one written form.
     pub(super) fn read(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let ([holder, traceparent, by, reason], rest) = split(bytes)?;
         let is_plain = |text: &str, most: usize| text.len() <= most && is_plain_text(text);
@@ -300,7 +302,7 @@ impl Provenance {
         (sound && !is_empty).then(|| (Self(SmallValue::Told(written.into())), rest))
     }
 
-    /// Like [`read`](Self::read), but reads only the trace and checks nothing else: a replay needs no more.
+    /// Like [`read`](Self::read), but reads only the trace and does not check the other texts: a replay needs no more.
     #[cfg(feature = "redis")]
     pub(super) fn read_trace(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (texts, rest) = split_bytes(bytes)?;
@@ -329,7 +331,7 @@ impl Provenance {
         }
     }
 
-    /// Returns the provenance with another operator and reason; an empty text stands for none.
+    /// Returns the provenance with another operator and reason. An empty text stands for an absent one.
     #[must_use]
     pub fn with_decision(&self, by: &str, reason: &str) -> Self {
         if by.is_empty() && reason.is_empty() && self.decided_by().is_none() && self.decided_reason().is_none() {
@@ -339,7 +341,8 @@ impl Provenance {
         Self::of_texts([holder, traceparent, by, reason])
     }
 
-    /// Returns this provenance, to replace `before`. The operator and reason of the last decision stay.
+    /// Returns the provenance for a record that replaces a record with `before`. Keeps operator and reason of the last
+    /// decision.
     pub(super) fn after(&self, before: &Self) -> Self {
         let (by, reason) = (before.decided_by(), before.decided_reason());
         match (by, reason) {
@@ -348,8 +351,8 @@ impl Provenance {
         }
     }
 
-    /// Makes a provenance from texts of any origin. Texts that can't be kept are left out, because no decision depends
-    /// on a provenance.
+    /// Makes a provenance from texts of any origin. An invalid text is left out, because no decision depends on a
+    /// provenance.
     pub(crate) fn of_texts(texts: [&str; 4]) -> Self {
         if texts.iter().all(|text| text.is_empty()) {
             return Self::NONE;
@@ -369,7 +372,7 @@ impl Provenance {
     }
 }
 
-/// Appends the texts of a provenance in the written form of a record.
+/// Appends the four texts of a provenance in the written form of a record.
 fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
     for text in [holder, traceparent, by] {
         out.push(u8::try_from(text.len()).unwrap_or_default());
@@ -379,7 +382,8 @@ fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
     out.extend_from_slice(reason.as_bytes());
 }
 
-/// Reads the texts that [`write()`] wrote at the start of `bytes`. Returns them with the bytes that follow.
+/// Splits off the four texts that [`write()`] wrote at the start of `bytes`. Returns the texts with the bytes that
+/// follow them.
 fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
     let (found, rest) = split_bytes(bytes)?;
     let mut texts = [""; 4];
@@ -455,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn traceparents_are_checked() {
+    fn invalid_traceparents_are_refused() {
         let parent: Traceparent = PARENT.parse().unwrap();
         assert_eq!((parent.to_string(), parent.span_id()), (PARENT.to_owned(), "00f067aa0ba902b7"));
         assert_eq!(
@@ -476,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_provenance_holds_its_input() {
+    fn a_provenance_returns_the_texts_it_was_made_from() {
         let nothing = Provenance::default();
         assert!(
             nothing.is_empty()

@@ -7,7 +7,7 @@ use super::{Holder, OwnerToken, Provenance, State, StoredResult, Traceparent};
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 
-/// Request of an attempt for a key.
+/// Request of an attempt to reserve a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ReserveRequest {
@@ -15,90 +15,90 @@ pub struct ReserveRequest {
     pub key: Key,
     /// Identity of the attempt.
     pub owner: OwnerToken,
-    /// Time that the reservation is honoured without a renewal.
+    /// Time for which the attempt holds the key without a renewal.
     pub lease: Duration,
-    /// Retention of the record.
+    /// Retention of the record after its last write.
     pub ttl: Duration,
-    /// Fingerprint of the payload.
+    /// Fingerprint of the payload; `None` if the handler gives no fingerprint.
     pub fingerprint: Option<Fingerprint>,
-    /// Effect of a lapsed lease: a takeover, or none.
+    /// Reaction to a crash of an attempt, after its lease has lapsed.
     pub on_crash: OnCrash,
-    /// Largest number of attempts that may start.
+    /// Largest number of attempts that may run; `None` if the number is unlimited.
     pub max_attempts: Option<NonZeroU32>,
-    /// Holder of the request, and further information for the record.
+    /// Information for people, for the record of the attempt.
     pub provenance: Provenance,
 }
 
 impl ReserveRequest {
-    /// Makes a request without a holder, a fingerprint and a limit of attempts. It may take over a lapsed attempt.
+    /// Makes a request without a holder, a fingerprint or a limit of attempts. Its `on_crash` is [`OnCrash::Retry`].
     pub const fn new(key: Key, owner: OwnerToken, lease: Duration, ttl: Duration) -> Self {
         let (fingerprint, max_attempts, provenance) = (None, None, Provenance::NONE);
         Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, provenance }
     }
 
-    /// Sets [`key`](Self::key).
+    /// Sets the [key](Self::key).
     #[must_use]
     pub fn key(self, key: Key) -> Self {
         Self { key, ..self }
     }
 
-    /// Sets [`owner`](Self::owner).
+    /// Sets the [owner token](Self::owner).
     #[must_use]
     pub fn owner(self, owner: OwnerToken) -> Self {
         Self { owner, ..self }
     }
 
-    /// Sets [`lease`](Self::lease).
+    /// Sets the [lease](Self::lease).
     #[must_use]
     pub fn lease(self, lease: Duration) -> Self {
         Self { lease, ..self }
     }
 
-    /// Sets [`ttl`](Self::ttl).
+    /// Sets the [retention](Self::ttl).
     #[must_use]
     pub fn ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
     }
 
-    /// Sets [`fingerprint`](Self::fingerprint).
+    /// Sets the [fingerprint](Self::fingerprint).
     #[must_use]
     pub fn fingerprint(self, fingerprint: impl Into<Option<Fingerprint>>) -> Self {
         Self { fingerprint: fingerprint.into(), ..self }
     }
 
-    /// Sets [`on_crash`](Self::on_crash).
+    /// Sets the [reaction to a crash](Self::on_crash).
     #[must_use]
     pub fn on_crash(self, on_crash: OnCrash) -> Self {
         Self { on_crash, ..self }
     }
 
-    /// Sets [`max_attempts`](Self::max_attempts).
+    /// Sets the [limit of attempts](Self::max_attempts).
     #[must_use]
     pub fn max_attempts(self, max_attempts: impl Into<Option<NonZeroU32>>) -> Self {
         Self { max_attempts: max_attempts.into(), ..self }
     }
 
-    /// Sets the holder of the key, mostly [`StoreContext::holder`](crate::store::StoreContext::holder) of the store
+    /// Sets the holder of the key, usually [`StoreContext::holder`](crate::store::StoreContext::holder) of the store
     /// handle.
     #[must_use]
     pub fn holder(self, holder: Holder<'_>) -> Self {
         Self { provenance: self.provenance.with_holder(holder), ..self }
     }
 
-    /// Sets the trace that the run is a part of.
+    /// Sets the trace to which the run belongs.
     #[must_use]
     pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
         Self { provenance: self.provenance.with_traceparent(traceparent.into()), ..self }
     }
 }
 
-/// Answer to a compare-and-set.
+/// Answer of a store to a compare-and-set.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
-    /// The write took effect, in this call or in an earlier one with the same owner token.
+    /// The write took effect, in this call or in an earlier call with the same owner token.
     Applied,
-    /// The record belongs to another attempt, or does not exist any more. This write changed nothing.
+    /// The record belongs to another attempt, or no longer exists. This write changed nothing.
     Refused,
 }
 
@@ -107,19 +107,19 @@ pub enum Verdict {
 pub enum Finish {
     /// The body succeeded.
     Completed(StoredResult),
-    /// The body returned an error to be replayed.
+    /// The body returned an error, which is recorded and replayed.
     Failed(StoredResult),
 }
 
 impl Finish {
-    /// Returns the result, or the reason why there is none.
+    /// Returns the result, or the reason why no result is stored.
     pub fn result(&self) -> &StoredResult {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => payload,
         }
     }
 
-    /// Returns the state that the record gets.
+    /// Returns the state of the finished record.
     pub fn state(&self) -> State {
         match self {
             Self::Completed(payload) => State::Completed(payload.clone()),
@@ -133,14 +133,14 @@ impl Finish {
 pub enum Release {
     /// The body returned, panicked or was cancelled; the next attempt may run.
     Returned,
-    /// The body never started, so the attempt doesn't count against `max_attempts`.
+    /// The body never started, so the attempt does not count against `max_attempts`.
     NotStarted,
-    /// The body started and did not return, and may not run again.
+    /// The body started and did not return, and no further attempt may run.
     Interrupted,
 }
 
 impl Release {
-    /// Returns the state that the record gets.
+    /// Returns the state of the released record.
     pub fn state(self) -> State {
         match self {
             Self::Returned | Self::NotStarted => State::Released,

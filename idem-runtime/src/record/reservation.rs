@@ -1,4 +1,4 @@
-//! The answer to a reservation.
+//! Answers of a store to a reservation.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use super::{Lease, Record};
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Reservation {
-    /// The owner of the request has already released the key: the request arrived late. The record is unchanged;
-    /// another attempt needs another owner token.
+    /// The request arrived late: its owner has already released the key. The record is unchanged. Another attempt needs
+    /// another owner token.
     Released {
         /// Number of the latest attempt.
         attempt: u32,
     },
-    /// The key is reserved for this attempt: run the body.
+    /// The key is reserved for this attempt: the body may run.
     #[non_exhaustive]
     Granted {
         /// Lease that the attempt presents with every later write.
@@ -22,58 +22,58 @@ pub enum Reservation {
         /// True if this attempt took over an attempt whose lease had lapsed.
         takeover: bool,
     },
-    /// Another attempt holds the key: reject, or wait.
+    /// Another attempt holds the key: the duplicate waits or returns an error.
     #[non_exhaustive]
     InProgress {
-        /// Number of that attempt.
+        /// Number of the attempt that holds the key.
         attempt: u32,
-        /// Time until its lease lapses unless it is renewed; never zero.
+        /// Time until the lease of that attempt lapses unless it is renewed; never zero.
         lapses_in: Duration,
     },
-    /// Completed or failed: replay it.
+    /// The operation is completed or failed: the duplicate replays its result.
     #[non_exhaustive]
     Finished {
-        /// The record. Its provenance holds at least the trace of the run. A store may leave out the rest of the
+        /// Finished record. The store must return the trace in its provenance. It may leave out the other parts of the
         /// provenance, which [`inspect`](crate::Store::inspect) returns.
         record: Record,
-        /// Age of the record: the time since its attempt began, or since the attempt ended if the store has no other
-        /// time. `None` if the store does not report an age. No decision depends on the age.
+        /// Age of the record: the time since its attempt began. A store that does not know that time reports the time
+        /// since the attempt ended. `None` if the store reports no age. No decision depends on the age.
         age: Option<Duration>,
     },
-    /// The same key with another fingerprint.
+    /// The key was used before with another fingerprint.
     FingerprintMismatch {
         /// Number of the latest attempt.
         attempt: u32,
     },
-    /// A body started and did not return, and may not run again.
+    /// A body started and did not return, and no further attempt may run.
     Interrupted {
         /// Number of the interrupted attempt.
         attempt: u32,
     },
-    /// `max_attempts` attempts have started.
+    /// As many attempts as `max_attempts` allows have begun.
     AttemptsExhausted {
-        /// Number of these attempts.
+        /// Number of attempts that have begun.
         attempts: u32,
     },
 }
 
 impl Reservation {
-    /// Makes [`Granted`](Self::Granted).
+    /// Makes a [`Granted`](Self::Granted).
     pub const fn granted(lease: Lease, takeover: bool) -> Self {
         Self::Granted { lease, takeover }
     }
 
-    /// Makes [`InProgress`](Self::InProgress).
+    /// Makes an [`InProgress`](Self::InProgress).
     pub const fn in_progress(attempt: u32, lapses_in: Duration) -> Self {
         Self::InProgress { attempt, lapses_in }
     }
 
-    /// Makes [`Finished`](Self::Finished), without an age.
+    /// Makes a [`Finished`](Self::Finished) without an age.
     pub const fn finished(record: Record) -> Self {
         Self::Finished { record, age: None }
     }
 
-    /// Sets the age of a finished record; every other answer stays unchanged.
+    /// Sets the age of a [`Finished`](Self::Finished); returns every other answer unchanged.
     #[must_use]
     pub fn aged(self, age: impl Into<Option<Duration>>) -> Self {
         match self {

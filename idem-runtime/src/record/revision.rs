@@ -1,4 +1,4 @@
-//! Identifies a record in the version that a person looked at.
+//! Revisions: names of a record in the version that a person saw.
 
 use std::error::Error;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::standing::Standing;
 
-/// A record in the version that a person looked at. A [`Decision`](crate::store::Decision) names a revision, and is
+/// Name of a record in the version that a person saw. A [`Decision`](crate::store::Decision) names a revision, and is
 /// refused once the record has changed.
 ///
 /// A revision holds the number of the latest attempt, the standing of the operation, and a mark that each attempt and
@@ -30,17 +30,17 @@ pub struct Revision {
 }
 
 impl Revision {
-    /// Number of the latest attempt at that time.
+    /// Number of the latest attempt when the person saw the record.
     pub const fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Standing of the operation at that time.
+    /// Standing of the operation when the person saw the record.
     pub const fn standing(&self) -> Standing {
         self.standing
     }
 
-    /// Returns the same revision with another number of the attempt, for tests of stores.
+    /// Returns the same revision with another attempt number, for tests of stores.
     #[must_use]
     pub const fn with_attempt(self, attempt: u32) -> Self {
         Self { attempt, ..self }
@@ -71,7 +71,7 @@ impl FromStr for Revision {
     }
 }
 
-/// The text is not a [`Revision`].
+/// Error for a text that is not a [`Revision`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RevisionError(());
 

@@ -1,15 +1,15 @@
-//! The standing of an operation.
+//! Standing of an operation.
 
 use std::fmt;
 
-/// Standing of an operation: the state of its record, and for a pending record whether its lease is live.
+/// Standing of an operation: the state of its record, and for a pending record also the state of its lease.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Standing {
-    /// An attempt is running: its lease is live.
+    /// An attempt is running, and its lease is live.
     Running,
-    /// An attempt crashed without an answer, or can't reach the store: its lease has lapsed, and no other attempt has
-    /// taken over.
+    /// An attempt crashed before it recorded an end, or can't reach the store. Its lease has lapsed, and no other
+    /// attempt has taken over.
     Lapsed,
     /// The latest attempt ended without a result, and the next attempt may run.
     Released,
@@ -17,7 +17,7 @@ pub enum Standing {
     Interrupted,
     /// The body succeeded.
     Completed,
-    /// The body returned an error that is replayed.
+    /// The body returned an error, which is replayed.
     Failed,
     /// The record can't be read, so every delivery fails until an operator forgets the record.
     Damaged,
@@ -29,7 +29,7 @@ impl Standing {
         [Self::Running, Self::Lapsed, Self::Released, Self::Interrupted, Self::Completed, Self::Failed, Self::Damaged];
 
     /// Returns the name in commands and lists: `running`, `lapsed`, `released`, `interrupted`, `completed`, `failed` or
-    /// `damaged`. `running` and `lapsed` are one state, `pending`, which only the time separates.
+    /// `damaged`. `running` and `lapsed` are the same state, `pending`, before and after the lapse of the lease.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -42,7 +42,7 @@ impl Standing {
         }
     }
 
-    /// Returns the [name](State::name) of the state.
+    /// Returns the [name](State::name) of the record's state.
     #[cfg(feature = "postgres")]
     pub(crate) const fn state(self) -> &'static str {
         match self {
@@ -51,7 +51,7 @@ impl Standing {
         }
     }
 
-    /// Returns whether the effect may have happened without a trace in the record.
+    /// Returns whether the effect may have happened although the record does not show it.
     pub const fn is_uncertain(self) -> bool {
         matches!(self, Self::Lapsed | Self::Interrupted | Self::Damaged)
     }
