@@ -1,4 +1,4 @@
-//! Attempts for few keys, on several threads, in every order.
+//! Tests of attempts for a few keys on several threads, in many orders of the threads.
 
 use std::sync::atomic::AtomicUsize as Count;
 
@@ -30,13 +30,13 @@ fn result() -> Finish {
     Finish::Completed(StoredResult::Unencodable)
 }
 
-/// Counts the records and the waiters' entries.
+/// Counts the records, and the entries of waiting duplicates.
 fn counted(store: &MemoryStore) -> (usize, usize) {
     let shards = store.0.records.shards.iter().flat_map(SharedWithChild::lock);
     shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
 }
 
-/// Reserves until the key is finished. Releases the first attempt of a key and finishes the second.
+/// Reserves the key until it is finished. Releases the first attempt of the key, and finishes the second attempt.
 fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     loop {
         let request = request(store, key);
@@ -54,7 +54,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
             }
             Reservation::InProgress { attempt, .. } => {
                 let waiting = store.wait(&request.key, attempt, LEASE);
-                // The wait is registered before its first poll.
+                // The duplicate already counts as waiting here, before its first poll.
                 thread::yield_now();
                 block_on(waiting).expect("answered");
             }
@@ -67,7 +67,8 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     }
 }
 
-/// One attempt wins at a time, and its end wakes the waiters. The clock stands still, so nothing else ends a wait.
+/// One attempt at a time holds the key, and the end of the attempt wakes the waiters. The clock stands still, so
+/// nothing else ends a wait.
 #[test]
 fn one_attempt_wins_and_waiters_are_woken() {
     explore(|| {
@@ -88,8 +89,8 @@ fn one_attempt_wins_and_waiters_are_woken() {
     });
 }
 
-/// A lapsed attempt finishes while two others try to take it over: exactly one of the three succeeds. A takeover wakes
-/// waiters, too.
+/// An attempt with a lapsed lease finishes while two other attempts try to take the key over: exactly one of the three
+/// succeeds. A takeover wakes waiters, too.
 #[test]
 fn a_lapsed_attempt_is_ended_or_taken_over_once() {
     explore(|| {
@@ -101,7 +102,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
             let (store, key) = (store.clone(), lapsing.key.clone());
             thread::spawn(move || block_on(store.wait(&key, 1, LEASE * 2)).expect("answered"))
         };
-        // The lapsed attempt tries to finish, and two others try to take it over, all at the same time.
+        // The attempt with the lapsed lease tries to finish while two other attempts try to take the key over.
         clock.advance(LEASE);
         let finishes = {
             let store = store.clone();
@@ -151,7 +152,7 @@ fn a_cancelled_waiter_leaves_nothing() {
         };
         let giving_up = [give_up(&store), give_up(&store)];
         giving_up.into_iter().for_each(|thread| thread.join().expect("no panic"));
-        assert_eq!(counted(&store), (1, 0), "those who gave up left something");
+        assert_eq!(counted(&store), (1, 0), "a waiter that gave up left an entry");
         let giving_up = give_up(&store);
         let stays = {
             let (store, key) = (store.clone(), running.key.clone());
@@ -164,10 +165,10 @@ fn a_cancelled_waiter_leaves_nothing() {
     });
 }
 
-/// A full store with expired records takes as many new records as there is room for, and no more, whichever thread
-/// removes the expired ones.
+/// A full store with expired records takes only as many new records as `max_records` allows, in any order in which the
+/// threads remove expired records.
 #[test]
-fn room_is_given_once() {
+fn a_full_store_never_exceeds_its_limit() {
     explore(|| {
         let clock = TestClock::default();
         let store = MemoryStore::options().max_records(3).clock(clock.clone()).build();
@@ -194,7 +195,7 @@ fn room_is_given_once() {
             })
             .collect();
         let reserved = threads.into_iter().map(|thread| thread.join().expect("no panic"));
-        assert_eq!(reserved.filter(|reserved| *reserved).count(), 3, "as many as there is room for");
+        assert_eq!(reserved.filter(|reserved| *reserved).count(), 3, "the store takes three new records");
         assert_eq!((counted(&store), store.len()), ((3, 0), 3));
     });
 }

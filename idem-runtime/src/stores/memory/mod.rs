@@ -29,9 +29,10 @@ use crate::store::{
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{InheritedLock, Process, SharedWithChild};
 
-/// Number of shards, a power of two. Large enough that the threads of a large machine rarely wait for the same lock.
+/// Number of shards, a power of two, so large that the threads of a large machine rarely wait for the same lock.
 const SHARDS: usize = 64;
-/// Number of expired records that a reservation removes at most. More than one, so that they can't pile up.
+/// Largest number of expired records that one reservation removes. The number is more than one, so that expired records
+/// can't pile up.
 const SWEEP: usize = 2;
 /// Largest number of slots that one page of a list reads.
 const LOOKED_AT: usize = 10_000;
@@ -39,14 +40,14 @@ const LOOKED_AT: usize = 10_000;
 /// A store in the memory of this process, for tests and for duplicates within one process.
 ///
 /// - *Atomicity*: one lock per shard decides which attempt wins.
-/// - *Clock*: the process's monotonic clock, or the one given to [`clock`](MemoryOptions::clock).
-/// - *Durability*: none. A restart forgets everything, and other processes don't see it.
+/// - *Clock*: the process's monotonic clock, or the clock given to [`clock`](MemoryOptions::clock).
+/// - *Durability*: none. A restart forgets all records, and other processes don't see them.
 /// - *Limits*: as many records as [`max_records`](MemoryOptions::max_records) allows. A full store refuses new keys
-///   with [`StoreErrorKind::Full`]; it never forgets a record before its retention ends. Expired records are removed as
-///   new ones arrive.
-/// - *`fork`*: a child has a copy of the records. If a thread of the parent was working on a shard at the fork, calls
-///   to that shard in the child are [`StoreErrorKind::Misconfigured`]: make a store after the fork.
-/// - *Cost*: one look-up per step, no allocation except for key and result.
+///   with [`StoreErrorKind::Full`]; the store never forgets a record before its retention ends. Each new record removes
+///   some expired records.
+/// - *`fork`*: a child has a copy of the records. If a thread of the parent was working on a shard at the fork, the
+///   child's calls to that shard fail with [`StoreErrorKind::Misconfigured`]: make a store after the fork.
+/// - *Cost*: one look-up for each operation, and no allocation except for the key and the result.
 ///
 /// Clones share the records.
 #[derive(Clone, Debug)]
@@ -67,8 +68,8 @@ impl MemoryStore {
         Self(Arc::new_cyclic(|this| MemoryInner { this: Weak::clone(this), context, records, namespace }))
     }
 
-    /// Returns another handle to the same records, with its own leases, like another process. For tests of
-    /// processes that die, and for one handle per runtime if a process has several.
+    /// Returns another handle to the same records, with separate leases, as another process would have. Use it in tests
+    /// of processes that die, or as one handle per runtime in a process with several runtimes.
     #[must_use]
     pub fn peer(&self) -> Self {
         let ours = &self.0.context;
@@ -76,7 +77,7 @@ impl MemoryStore {
         Self::open(Arc::clone(&self.0.records), context, Arc::clone(&self.0.namespace))
     }
 
-    /// Number of records. Includes expired records that are not removed yet.
+    /// Number of records, including expired records that are not removed yet.
     pub fn len(&self) -> usize {
         self.0.records.len.load(Ordering::Relaxed)
     }
@@ -112,7 +113,7 @@ struct Records {
 
 #[derive(Debug)]
 struct Shard {
-    /// Earliest time at which a record is due: [`Slot::listed_at`] of the first in `order`.
+    /// Earliest time at which a record may expire: [`Slot::listed_at`] of the first record in `order`.
     next_due: Nanos,
     /// Place of each key in `slots`, by the hash of the key.
     places: HashTable<u32>,
@@ -124,7 +125,7 @@ struct Shard {
 /// The waiters of one key, and their number.
 #[derive(Debug)]
 struct Waiters {
-    /// Process of the waiters. The child of a `fork()` never touches waiters of its parent.
+    /// Process of the waiters. The child of a `fork()` never uses the waiters of its parent.
     process: Process,
     woken: Arc<Notify>,
     count: usize,
@@ -145,7 +146,7 @@ impl From<InheritedLock> for StoreError {
 }
 
 impl Shard {
-    /// Makes an empty shard. `own` is the holder text of the store's own handles.
+    /// Makes an empty shard. `own` is the holder text of the store's own handles, which most records have.
     fn of(own: &'static str) -> Self {
         let (order, waiters) = Default::default();
         Self { next_due: Nanos::MAX, places: HashTable::new(), slots: Slots::of(own), order, waiters }
@@ -193,11 +194,11 @@ impl Shard {
         self.list(place);
     }
 
-    /// Moves the record at `place` forward in the order if it expires sooner than it is listed.
+    /// Moves the record at `place` forward in `order` if the record expires before its `listed_at`.
     fn list(&mut self, place: u32) {
         let slot = self.slots.get_mut(place);
         if slot.expires_at < slot.listed_at {
-            // Happens only if the `ttl` has become shorter or the attempt has run for longer than the `ttl`, so a
+            // This case is rare (the `ttl` has become shorter, or the attempt has run for longer than the `ttl`), so a
             // linear search is cheap enough.
             slot.listed_at = slot.expires_at;
             self.next_due = self.next_due.min(slot.listed_at);
@@ -238,7 +239,7 @@ impl Shard {
     }
 }
 
-/// Spreads the hash over 64 bits: a hash table uses the bits at both ends.
+/// Spreads the hash over 64 bits, because a hash table uses the highest and the lowest bits.
 fn spread(hash: u32) -> u64 {
     u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
@@ -246,7 +247,7 @@ fn spread(hash: u32) -> u64 {
 /// Nanoseconds since the origin of the store's clock, or a span of time. Half as large as an [`Instant`].
 type Nanos = u64;
 
-/// Longest span, 146 years: the present plus two of them still fits.
+/// Longest span, 146 years. The present time plus two such spans still fits into [`Nanos`].
 const LONGEST: Nanos = Nanos::MAX / 4;
 
 fn span(duration: Duration) -> Nanos {
@@ -274,7 +275,7 @@ impl MemoryInner {
         removed
     }
 
-    /// Claims room for one more record. Returns whether there was room.
+    /// Counts one more record, if the store is not full. Returns whether the record was counted.
     fn claim_room(&self) -> bool {
         let grow = |len| (len < self.records.capacity).then_some(len + 1);
         self.records.len.fetch_update(Ordering::Relaxed, Ordering::Relaxed, grow).is_ok()
@@ -320,8 +321,8 @@ impl MemoryInner {
         Ok(Reservation::Granted { lease, takeover })
     }
 
-    /// Applies `end` to a pending record by compare-and-set on the attempt; for a release, only on the owner token.
-    /// Recognises an earlier copy of the same write.
+    /// Applies `end` to a pending record by compare-and-set on owner token and attempt number; for a release, on the
+    /// owner token only. Counts an earlier copy of the same write as applied.
     fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Result<Verdict, StoreError> {
         let now = self.now();
         let mut shard = self.shard(&lease.key).lock()?;
@@ -342,7 +343,8 @@ impl MemoryInner {
         Ok(Verdict::Applied)
     }
 
-    /// Walks along the slots: a record keeps its slot. A cursor is the next shard and slot.
+    /// Lists records in the order of their slots, because a record keeps its slot. A cursor holds the next shard and
+    /// slot.
     fn look_through(&self, filter: &Filter) -> Result<Page, StoreError> {
         let from = match &filter.after {
             None => Some((0, 0)),
@@ -406,7 +408,7 @@ impl MemoryInner {
         }
         waiters.count += 1;
         let woken = Arc::clone(&waiters.woken);
-        // Created while the lock is held, so that the next write to the record notifies it.
+        // The notification is created while the lock is held, so that the next write to the record wakes this waiter.
         Ok(Some((Waiter { shard: self.shard(key), key, woken: Arc::clone(&woken) }, woken.notified_owned())))
     }
 
@@ -543,7 +545,7 @@ impl Store for MemoryInner {
     }
 }
 
-/// Guard of a waiting duplicate. The last one of a key removes the entry.
+/// Guard of a waiting duplicate. The last guard of a key removes the entry of the key's waiters.
 struct Waiter<'a> {
     shard: &'a SharedWithChild<Shard>,
     key: &'a Key,
@@ -553,7 +555,7 @@ struct Waiter<'a> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let Ok(mut shard) = self.shard.lock() else { return };
-        // The wake-up has removed the entry of woken waiters; the present entry may belong to later waiters.
+        // A wake-up removes the entry of the woken waiters, so the present entry may belong to later waiters.
         if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
             waiters.count -= 1;
             if waiters.count == 0 {

@@ -1,4 +1,4 @@
-//! Settings of the store, and how they become a store.
+//! Settings of the memory store, and the making of a store from them.
 
 use std::sync::Arc;
 
@@ -39,8 +39,8 @@ impl MemoryOptions {
         Self { max_records, ..self }
     }
 
-    /// Name of this application, for its child keys (default: empty). The name enters
-    /// [`Attempt::child_key`](crate::Attempt::child_key); the records don't depend on it.
+    /// Name of this application, for its child keys (default: empty). The keys of
+    /// [`Attempt::child_key`](crate::Attempt::child_key) contain the name; the records don't depend on it.
     pub fn namespace(self, namespace: impl Into<Arc<str>>) -> Self {
         Self { namespace: namespace.into(), ..self }
     }
