@@ -1,4 +1,4 @@
-//! The meaning of SQLite's errors.
+//! Classifies SQLite's errors.
 
 use rusqlite::ffi::{self, ErrorCode};
 
@@ -44,7 +44,7 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
             (Unavailable, "another process holds the lock on the file")
         }
         Some(ErrorCode::DiskFull) => (Full, "the disk is full, or the file has reached `max_bytes`"),
-        // The file was removed or replaced. The next call checks the file at the path.
+        // The file was removed or replaced, so the next call checks which file is at the path.
         Some(ErrorCode::ReadOnly) if extended(error) == Some(ffi::SQLITE_READONLY_DBMOVED) => {
             (Unavailable, "the file was moved away")
         }
@@ -53,7 +53,8 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
         }
         Some(ErrorCode::NotADatabase | ErrorCode::DatabaseCorrupt) => (Corrupt, "the file is damaged"),
         Some(ErrorCode::TooBig) => (TooLarge, "SQLite can't hold a row of that size"),
-        // For example: the table was removed or altered, or a trigger refuses the write.
+        // SQLite reports these errors if, for example, the table was removed or altered, or a trigger refuses the
+        // write.
         Some(ErrorCode::Unknown | ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch) => {
             (Misconfigured, "the table can't be used")
         }
@@ -65,8 +66,8 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
 /// Converts `error`, the answer to a commit.
 pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
-        // No commit takes place without the lock, or without room for the last frame of the transaction, which makes
-        // the other frames valid.
+        // Nothing was committed: a commit needs the lock, and space for the last frame of the transaction, which makes
+        // its other frames valid.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
         _ => StoreError::new(
             StoreErrorKind::Unconfirmed,
@@ -75,7 +76,7 @@ pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     }
 }
 
-/// Returns the error of a commit that other processes may not see.
+/// Returns the error for a commit that other processes possibly don't see.
 pub(super) fn unconfirmed(error: &StoreError) -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, format!("other processes may not see the commit: {error}"))
 }
@@ -99,7 +100,7 @@ pub(super) fn misconfigured(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Misconfigured, message)
 }
 
-/// Returns a copy of an error, for one more operation.
+/// Returns a copy of an error, for another operation of the same transaction.
 pub(super) fn same(error: &StoreError) -> StoreError {
     StoreError::new(error.kind(), error.to_string())
 }
@@ -113,7 +114,8 @@ mod tests {
     #[test]
     fn every_failure_of_sqlite_has_its_kind() {
         use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
-        // Meaning before a commit; meaning as the answer to a commit; true if the connection must be reopened.
+        // Columns: SQLite's code; kind of the error before a commit; kind as the answer to a commit; whether the
+        // connection must be reopened.
         let codes = [
             (SQLITE_BUSY, Unavailable, Unavailable, false),
             (SQLITE_BUSY_RECOVERY, Unavailable, Unavailable, false),
@@ -137,7 +139,7 @@ mod tests {
             (SQLITE_CORRUPT_INDEX, Corrupt, Unconfirmed, true),
             (SQLITE_NOTADB, Corrupt, Unconfirmed, true),
             (SQLITE_TOOBIG, TooLarge, Unconfirmed, false),
-            // No such table, a table with other columns, a trigger that refuses.
+            // The table does not exist, has other columns, or has a trigger that refuses the write.
             (SQLITE_ERROR, Misconfigured, Unconfirmed, true),
             (SQLITE_CONSTRAINT_TRIGGER, Misconfigured, Unconfirmed, false),
         ];

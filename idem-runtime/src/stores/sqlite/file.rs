@@ -17,16 +17,17 @@ use crate::clock::{Clock, Instant};
 use crate::record::Finish;
 use crate::store::StoreError;
 
-/// Pauses between two tries to get a lock that another process holds. About as long as a transaction, and shorter than
-/// the time for which a beat of many leases releases the lock between its transactions (`TURN`).
+/// First pause between two tries to get a lock that another connection holds; the pause doubles up to
+/// [`LONGEST_PAUSE`]. Both are shorter than `TURN`, for which the upkeep thread leaves the lock free between two
+/// transactions.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Size of a file without records, in bytes: the pages of the schema, of the table and of its indexes.
 const EMPTY_FILE: u64 = 4 * 4096;
-/// Pages of a file with a size limit that are reserved for clean-up.
+/// Number of pages of a file with a size limit that are reserved for clean-up.
 const RESERVED_PAGES: i64 = 8;
-/// Number of pages in the WAL from which a renewal or a late write copies them into the file. Other writes do so from
-/// 1000 pages on, so a renewal pays for the copy only if there are no other writes.
+/// Number of pages in the WAL from which a renewal or a late write copies the WAL into the file. Other writes copy it
+/// from 1000 pages on, so a renewal pays for the copy only if there are no other writes.
 const UPKEEP_CHECKPOINT: u32 = 4000;
 /// Number of prepared statements that a connection keeps.
 const STATEMENTS: usize = 32;
@@ -82,8 +83,8 @@ impl Database {
                 "an in-memory database holds no records; give a file, or use `MemoryStore`".to_owned(),
             ));
         }
-        // An absolute path, so that a later change of the working directory has no effect, and a path that starts with
-        // `file:` is not read as a URI.
+        // The path becomes absolute, so that a later change of the working directory has no effect, and SQLite does not
+        // read a path that starts with `file:` as a URI.
         let path = std::path::absolute(path)
             .map_err(|error| misconfigured(format!("`{}` can't be used: {error}", path.display())))?;
         let texts = Texts::of(&settings.table);
@@ -98,7 +99,7 @@ impl Database {
         })
     }
 
-    /// Connects again. Does not create a missing file: a new file would forget every record.
+    /// Connects again. Does not create a missing file, because an empty new file would forget every record.
     pub(super) fn reconnect(&self) -> Result<FileConnection, StoreError> {
         self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
             OpenFailure::Refused(error) => error,
@@ -125,7 +126,7 @@ impl Database {
         let connection = Connection::open_with_flags(&self.path, flags)?;
         // This store waits for locks itself, with shorter pauses than SQLite.
         connection.busy_timeout(Duration::ZERO)?;
-        // If SQLite can't open the file for writing, it opens it for reading.
+        // If SQLite can't open the file for writing, SQLite opens the file read-only, without an error.
         if connection.is_readonly("main")? {
             let message = format!("`{}` is read-only: records can't be written", self.path.display());
             return Err(OpenFailure::Refused(misconfigured(message)));
@@ -142,7 +143,8 @@ impl Database {
         connection.set_prepared_statement_cache_capacity(STATEMENTS);
         self.patiently(|| self.limit_size(&connection, false))?;
         self.check_table(&connection, may_create)?;
-        // The connection has read, so it holds a lock under which SQLite removes neither the WAL nor its index.
+        // The connection has read from the file, so it holds a lock that keeps SQLite from removing the WAL and its
+        // index.
         match Files::of(&self.path) {
             Ok(files) => Ok(FileConnection { connection, files, synchronous: Cell::new(synchronous) }),
             Err(error) => {
@@ -152,8 +154,8 @@ impl Database {
         }
     }
 
-    /// Limits the size of the file. The last pages are reserved for clean-up: removing a row may take one page before
-    /// it frees others.
+    /// Limits the size of the file. The last pages are reserved for clean-up: the removal of a row may need one more
+    /// page before it frees pages.
     pub(super) fn limit_size(&self, connection: &Connection, cleans_up: bool) -> rusqlite::Result<()> {
         let Some(max_bytes) = self.settings.max_bytes else { return Ok(()) };
         let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
@@ -184,7 +186,7 @@ impl Database {
         }
     }
 
-    /// Repeats `work` while another process or handle holds the lock, up to the busy timeout.
+    /// Repeats `work` while another connection holds the lock, up to the busy timeout.
     pub(super) fn patiently<T>(&self, mut work: impl FnMut() -> rusqlite::Result<T>) -> rusqlite::Result<T> {
         let started: Instant = self.clock.now();
         let mut pause = FIRST_PAUSE;
@@ -247,15 +249,15 @@ impl From<rusqlite::Error> for OpenFailure {
 
 /// Identity of the database file, its log (`-wal`) and its index (`-shm`), as a connection found them.
 ///
-/// The index holds the locks of all processes, and the log their commits. A process that keeps using a file that is no
-/// longer at its path works alone, with records that no other process sees.
+/// The index holds the locks of all processes, and the log holds their commits. If a process keeps using a file that is
+/// no longer at its path, other processes don't see its records.
 #[derive(Clone)]
 pub(super) struct Files([FileAtPath; 3]);
 
 impl Files {
     fn of(path: &Path) -> Result<Self, StoreError> {
         let named = |end: &str| {
-            // SQLite follows symbolic links, and names log and index after the target.
+            // SQLite follows symbolic links, and derives the names of log and index from the target.
             let mut name = std::fs::canonicalize(path).map_err(|error| gone(path, &error))?.into_os_string();
             name.push(end);
             let name = PathBuf::from(name);
@@ -293,8 +295,8 @@ impl Files {
 }
 
 /// Closes a connection whose files may have been removed or replaced. Normally the last connection to a file copies the
-/// log into the file, and removes log and index. This connection must not: the files at the path may belong to other
-/// processes.
+/// log into the file, and removes log and index. This connection must not do so, because the files at the path may
+/// belong to other processes.
 pub(super) fn abandon(connection: Connection) {
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).ok();
     drop(connection);
@@ -304,15 +306,15 @@ fn gone(path: &Path, error: &io::Error) -> StoreError {
     unavailable(format!("`{}` is gone: {error}", path.display()))
 }
 
-/// Returns whether this process has mapped a removed file of this name, as far as the system shows. SQLite maps the
-/// index of a file into memory, also for connections that this store did not open.
+/// Returns whether this process has mapped a removed file called `index`, as far as the operating system shows. SQLite
+/// maps the index of a file into memory for every connection, also for connections that this store did not open.
 fn uses_removed(index: &Path) -> bool {
     let removed = format!("{} (deleted)", index.display()).replace('\n', "\\012");
     let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
     String::from_utf8_lossy(&maps).lines().any(|line| line.find('/').is_some_and(|at| line[at..] == removed))
 }
 
-/// Distinguishes a file from another file at the same path.
+/// Identity of a file, which distinguishes it from another file at the same path.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct FileId(u64, u64);
 
@@ -332,8 +334,8 @@ impl FileAtPath {
     }
 }
 
-/// A path in the form that the system takes. Each transaction compares three files twice, and a path would be copied
-/// and checked each time.
+/// A path in the form of the operating system. Each transaction checks three files twice, and a `Path` would be copied
+/// and converted at each check.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 #[derive(Clone)]
 struct NativePath(std::ffi::CString);
@@ -369,7 +371,7 @@ impl NativePath {
         std::fs::metadata(&self.0).map(|file| FileId(file.dev(), file.ino()))
     }
 
-    /// On this system an open file can't be removed.
+    /// Returns the same identity for every file: on this system an open file can't be removed.
     #[cfg(not(unix))]
     fn id(&self) -> io::Result<FileId> {
         std::fs::metadata(&self.0).map(|_| FileId(0, 0))

@@ -1,10 +1,11 @@
-//! The connections of this process, and how a forked child treats the connections that it inherits.
+//! The connections of this process. A forked child closes the connections that it inherits.
 //!
 //! SQLite keeps a list of the files that this process has open and of the locks it holds on them. A forked child
-//! inherits the list and the connections, but not the locks. A new connection of the child would rely on locks that are
-//! not held: the process that closes the file last would then remove its WAL, and with it the child's commits. So a
-//! child closes its inherited connections before it opens any. That is safe if no thread was using an inherited
-//! connection at the fork. The lock of its [`Link`] shows this: a thread holds the lock while it is inside SQLite.
+//! inherits the list and the connections, but not the locks. A new connection of the child would rely on locks that the
+//! child does not hold: another process could then take itself for the last user of the file, and remove the WAL with
+//! the child's commits. So a child closes its inherited connections before it opens a connection. Closing is safe if no
+//! thread was using the inherited connection at the fork. The lock of the [`Link`] shows this: a thread holds that lock
+//! while it is inside SQLite.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
@@ -18,10 +19,10 @@ use crate::sync::{PerProcess, Process, lock};
 
 /// All connections in the memory of this process.
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
-/// Held while a connection is closed, until its `files` are forgotten.
+/// Held while a connection is closed, until the link has cleared its `files`.
 static CLOSING: PerProcess<Mutex<()>> = PerProcess::empty();
-/// Number of tries to lock the list, and the pause in between. A thread of this process holds the list for a moment
-/// only; a lock that a parent's thread held at the fork is never released.
+/// Number of tries to lock the list, with a [`PAUSE`] in between. A thread of this process holds that lock only
+/// briefly; a lock that a thread of the parent held at the fork is never released.
 const LOOKS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -29,7 +30,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 pub(super) struct Link {
     process: Process,
     connected: Mutex<Option<FileConnection>>,
-    /// Files of the connection. No thread takes another lock or calls SQLite while it holds this lock.
+    /// Files of the connection. A thread that holds this lock neither takes another lock nor calls SQLite.
     files: Mutex<Option<Files>>,
 }
 
@@ -38,12 +39,12 @@ impl Link {
         Arc::new(Self { process: Process::this(), connected: Mutex::default(), files: Mutex::default() })
     }
 
-    /// Locks the connection, if there is one. The lock is held to use the connection or to close it.
+    /// Locks the connection, if there is one. A thread holds this lock while it uses or closes the connection.
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<FileConnection>> {
         lock(&self.connected)
     }
 
-    /// Like [`lock`](Self::lock), but returns `None` if another thread holds the lock.
+    /// Locks the connection as [`lock`](Self::lock) does. Returns `None` if another thread holds the lock.
     pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Option<FileConnection>>> {
         match self.connected.try_lock() {
             Ok(connected) => Some(connected),
@@ -72,8 +73,8 @@ impl Link {
                 }
             }
             let made = connect()?;
-            // A connection that was being closed is closed by now, and its files are forgotten. If it was the last
-            // connection, it has removed log and index, and `made` uses new ones.
+            // Waits until no other connection is being closed. If the last connection was just closed, SQLite has
+            // removed log and index, and `made` uses new files.
             let _one_at_a_time = closing();
             let checked = others.iter().try_for_each(|other| match &*lock(&other.files) {
                 Some(files) => made.files.check_against(files),
@@ -94,8 +95,8 @@ impl Link {
         let mut links = list()?;
         let mut others: Vec<_> = links.iter().filter_map(Weak::upgrade).filter(|it| !Arc::ptr_eq(it, self)).collect();
         let inherited: Vec<_> = others.extract_if(.., |link| !link.process.is_this()).collect();
-        // Checks all of them before it closes the first: a thread of the parent that was inside SQLite may have held a
-        // lock there.
+        // All inherited connections are checked before the first one is closed: a thread of the parent that was inside
+        // SQLite at the fork may have held a lock that closing needs.
         let unused = inherited.iter().map(|link| link.try_lock().ok_or_else(forked_at_work));
         for connected in unused.collect::<Result<Vec<_>, _>>()? {
             let_go(connected)?;
@@ -107,11 +108,11 @@ impl Link {
         Ok(others)
     }
 
-    /// Closes a connection whose files were removed or replaced, unless a thread is using it. That thread finds out on
-    /// its own.
+    /// Closes a connection whose files were removed or replaced. A thread that is using the connection notices the
+    /// change itself.
     fn close_if_outdated(&self) {
-        // Most links belong to other files. Their lock is left alone: a lone caller that meets it held would hand its
-        // read to the reader.
+        // Most links belong to other files. The locks of these connections are not taken: a lone caller that found its
+        // connection locked would have to use the reader thread.
         let files = lock(&self.files).clone();
         if files.is_none_or(|files| files.check().is_ok()) {
             return;
@@ -123,8 +124,8 @@ impl Link {
         }
     }
 
-    /// Closes the connection. Only one connection closes at a time: the last connection of a process cleans up the
-    /// file, and of two that close at the same moment each would take the other for one that stays.
+    /// Closes the connection. Connections are closed one at a time: the last connection of a process cleans up the
+    /// file, and of two connections that are closed at the same time, neither would be the last.
     pub(super) fn close(&self) {
         let _one_at_a_time = closing();
         if let Some(connected) = self.lock().take() {
@@ -134,7 +135,7 @@ impl Link {
     }
 }
 
-/// Locks out the closing of any other connection of this process.
+/// Returns a guard while which no other connection of this process is closed.
 fn closing() -> MutexGuard<'static, ()> {
     lock(CLOSING.here())
 }
@@ -142,14 +143,15 @@ fn closing() -> MutexGuard<'static, ()> {
 /// Closes an inherited connection.
 fn let_go(mut connected: MutexGuard<'_, Option<FileConnection>>) -> Result<(), StoreError> {
     let Some(FileConnection { connection, .. }) = connected.take() else { return Ok(()) };
-    // Otherwise closing checks whether this is the last connection, and removes the WAL of the remaining connections.
+    // Keeps SQLite from checking whether this is the last connection: by the inherited list, SQLite would remove the
+    // WAL that other connections use.
     let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
     let closed = match quiet {
         Ok(_) => connection.close().map_err(|(connection, _)| connection),
         Err(_) => Err(connection),
     };
     closed.map_err(|connection| {
-        // Dropping the connection must not try to close it again.
+        // The connection is leaked, because its `drop` would try to close it again.
         std::mem::forget(connection);
         forked_at_work()
     })

@@ -1,13 +1,14 @@
-//! A spare connection, on which a lone caller reads the record that it replays. Handing the read to the reader thread
-//! and back takes several times as long as the read.
+//! A spare connection, on which a lone caller itself reads the record that it replays. Passing the request to the
+//! reader thread and the answer back would take several times as long as the read.
 //!
 //! - The spare connection answers only with a finished record that has a small result. In every other case (another
-//!   record, an error, a lock) the reader looks again, as if the spare connection had not been used.
-//! - Only one caller uses the connection, and only while no other reservation is with the reader, which serves many
-//!   callers better.
-//! - The connection waits for no lock, and writes nothing. A read may wait for the disk and so block the thread of the
-//!   caller's runtime: [`Pace`] limits the share of time that such reads take.
-//! - The reader thread opens the connection, before it serves a lone replay, and closes it.
+//!   record, an error, a lock) the reader thread reads the record, as if the spare connection had not been used.
+//! - Only one caller at a time uses the connection, and only while the reader thread has no other reservation. The
+//!   reader serves many callers more cheaply.
+//! - The connection waits for no lock, and writes nothing. A read that waits for the disk blocks the thread of the
+//!   caller's runtime, so [`Pace`] limits the share of time that slow reads take.
+//! - The reader thread opens the connection before it answers a lone replay, and closes the connection when the thread
+//!   ends.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,26 +24,26 @@ use crate::sync::lock;
 
 /// Duration from which a read counts as slow: it has probably waited for the disk.
 const SLOW: Duration = Duration::from_micros(200);
-/// Slow reads may take one part in this many of the time.
+/// Slow reads may take one part in [`SHARE`] of the time.
 const SHARE: u32 = 20;
 /// Time that slow reads may take in a row.
 const GRACE: Duration = Duration::from_millis(5);
-/// A slow read counts as at most this, unless the read before it was as slow: a thread that loses its processor looks
-/// like a slow disk.
+/// Longest time that a single slow read counts for, unless the read before it was slow, too: a thread that was not
+/// scheduled for some time only looks like a slow disk.
 const ALONE: Duration = Duration::from_micros(500);
-/// Time that a failure to open the connection counts as, so that not every read tries to open it.
+/// Time that a failure to open the connection counts for, so that not every read tries to open the connection.
 const NOT_OPENED: Duration = Duration::from_millis(55);
 
 pub(super) struct InlineReader {
     link: Arc<Link>,
     /// True if the connection is open, and no read has found it unusable.
     usable: AtomicBool,
-    /// Number of reservations that are with the reader.
+    /// Number of reservations that the reader thread has not answered yet.
     others: AtomicUsize,
     pace: Mutex<Pace>,
 }
 
-/// Guard of a reservation that is with the reader.
+/// Guard that counts a reservation until the reader thread has answered it.
 pub(super) struct ReaderTurn<'a>(&'a AtomicUsize);
 
 impl Drop for ReaderTurn<'_> {
@@ -56,7 +57,7 @@ impl InlineReader {
         Self { link: Link::new(), usable: AtomicBool::new(false), others: AtomicUsize::new(0), pace: Mutex::default() }
     }
 
-    /// Counts a reservation that is handed to the reader.
+    /// Counts a reservation that is passed to the reader thread.
     pub(super) fn count_other(&self) -> ReaderTurn<'_> {
         self.others.fetch_add(1, Ordering::Relaxed);
         ReaderTurn(&self.others)
@@ -69,7 +70,7 @@ impl InlineReader {
         }
         let slot = self.link.try_lock()?;
         let Some(connected) = slot.as_ref() else {
-            // Another connection has closed this one, because its files are outdated.
+            // The opening of another connection has closed this connection, because its files were removed or replaced.
             self.usable.store(false, Ordering::Release);
             return None;
         };
@@ -82,14 +83,14 @@ impl InlineReader {
         match found {
             Ok(found) => found,
             Err(Unusable) => {
-                // The reader closes the connection.
+                // The reader thread will close the connection.
                 self.usable.store(false, Ordering::Release);
                 None
             }
         }
     }
 
-    /// Opens the connection, unless it is open and usable. Called by the reader.
+    /// Opens the connection, unless it is open and usable. Only the reader thread calls this function.
     pub(super) fn open(&self, database: &Database) {
         if self.usable.load(Ordering::Acquire) || !lock(&self.pace).allows(database.clock.now()) {
             return;
@@ -104,14 +105,14 @@ impl InlineReader {
         }
     }
 
-    /// Closes the connection. Called by the reader at its end.
+    /// Closes the connection. The reader thread calls this function at its end.
     pub(super) fn close(&self) {
         self.usable.store(false, Ordering::Release);
         self.link.close();
     }
 }
 
-/// The connection must not be used again.
+/// Shows that the connection must not be used again.
 struct Unusable;
 
 fn read(
@@ -124,14 +125,14 @@ fn read(
     match table.replay(request, wall_millis(&*database.clock)) {
         Ok(found) => Ok(found),
         Err(Trouble::Sqlite(error)) if breaks_connection(&error) => Err(Unusable),
-        // A lock or a damaged record: the reader reports it.
+        // A lock or a damaged record: the reader thread reads the record again, and reports the error.
         Err(_) => Ok(None),
     }
 }
 
-/// Limits the time that slow reads take. Each slow read adds to a debt, which is paid off as time passes. So reads stop
-/// when the cache is cold or the disk is slow. Reads are tried again after a while; the slower the reads were, the
-/// later.
+/// Limits the time that slow reads take. Each slow read adds to a debt, which is paid off as time passes. So lone
+/// callers stop reading while the cache is cold or the disk is slow. They try again after a while: the slower the reads
+/// were, the later.
 #[derive(Default, Debug)]
 struct Pace {
     debt: Duration,
@@ -185,11 +186,11 @@ mod tests {
     }
 
     #[test]
-    fn fast_reads_and_a_slow_one_now_and_then_go_on() {
+    fn a_rare_slow_read_among_fast_reads_stops_no_reads() {
         let (mut pace, mut now) = (Pace::default(), 0);
         for n in 0..100_000 {
             assert!(pace.allows(at(now)), "read {n}");
-            // Models an overloaded machine: 5 ms without a processor after 7 ms with one.
+            // Models an overloaded machine: after about 7 ms of work the thread is not scheduled for 5 ms.
             let took = if n % 1_000 == 0 { 5_000 } else { 7 };
             pace.took(Duration::from_micros(took));
             now += took;

@@ -1,18 +1,18 @@
 //! Records in a SQLite file.
 //!
 //! A record is a row, and each operation is one or two statements on it ([`sql`]). Concurrent calls share a
-//! transaction, so they wait for the disk together ([`batch`]).
+//! transaction, and so wait for the disk only once ([`batch`]).
 //!
 //! Layers, from the top. Imports stay within a layer or go down:
 //!
 //! | layer | files |
 //! |---|---|
 //! | opening; the store and its operations | `options`, `store` |
-//! | the threads of a handle, and replays without them | `batch`, `inline_read` |
+//! | the threads of a handle; replays on the caller's thread | `batch`, `inline_read` |
 //! | the connections of a process; a file and its connections | `fork_guard`, `file` |
 //! | data | `settings`, `sql`, `failure` |
 //!
-//! `within` runs the statements in a transaction of the user, without a file of its own.
+//! `within` runs the statements in a transaction of the user, on the user's connection.
 
 mod batch;
 mod failure;

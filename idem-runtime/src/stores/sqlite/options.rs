@@ -1,4 +1,4 @@
-//! Settings of the store, and how a file becomes a store.
+//! Settings of the SQLite store, and the opening of a file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -46,9 +46,9 @@ impl SqliteOptions {
 
     /// Name of this application, for its child keys (default: empty).
     ///
-    /// The name enters [`Attempt::child_key`](crate::Attempt::child_key). Two applications with the same scopes and
-    /// keys, in different files or tables, then never give the same child key to a third party. The records don't
-    /// depend on the name.
+    /// The keys of [`Attempt::child_key`](crate::Attempt::child_key) contain the name. With different names, two
+    /// applications that have the same scopes and keys in different files or tables never give the same child key to a
+    /// third party. The records don't depend on the name.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { settings: SqliteSettings { namespace: namespace.into(), ..self.settings }, ..self }
@@ -61,46 +61,47 @@ impl SqliteOptions {
         Self { settings: SqliteSettings { holder: name.into(), ..self.settings }, ..self }
     }
 
-    /// Durability of commits (default: [`Synchronous::Full`]). Holds for this handle only: every process that opens the
-    /// file chooses for its own commits. The renewal of a lease never waits for the disk: a loss of power ends the
-    /// attempt as well.
+    /// Durability of commits (default: [`Synchronous::Full`]). The setting applies to the commits of this handle; other
+    /// processes with the same file may choose another setting. The renewal of a lease never waits for the disk,
+    /// because a loss of power also ends the attempt.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
         Self { settings: SqliteSettings { synchronous, ..self.settings }, ..self }
     }
 
-    /// Longest time that a call waits for a lock that another process or handle holds on the file (default: 5 s). Then
-    /// the call fails, and nothing was written. Renewals and late writes ignore this limit: they are retried until
-    /// `response_timeout`.
+    /// Longest time that a call waits for a lock that another process or handle holds on the file (default: 5 s). After
+    /// this time the call fails, and has written nothing. Renewals and late writes ignore this limit: the store retries
+    /// them until `response_timeout`.
     #[must_use]
     pub fn busy_timeout(self, busy_timeout: Duration) -> Self {
         Self { settings: SqliteSettings { busy_timeout, ..self.settings }, ..self }
     }
 
-    /// Longest time that a call waits for its answer, for any reason (default: 10 s). After a time-out the write may
-    /// have taken effect, and is repeated with the same owner token. If no thread had started the write, it never takes
-    /// effect.
+    /// Longest time that a call waits for its answer, for any reason (default: 10 s). After a time-out a write may have
+    /// taken effect; the engine repeats the write with the same owner token. A write that no thread had started never
+    /// takes effect.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { settings: SqliteSettings { response_timeout, ..self.settings }, ..self }
     }
 
-    /// Number of calls that may wait for a thread (default: 16 384). A further call is refused immediately.
+    /// Number of calls that may wait for a thread (default: 16 384). The store refuses further calls immediately.
     #[must_use]
     pub fn queue_capacity(self, queue_capacity: usize) -> Self {
         Self { settings: SqliteSettings { queue_capacity: queue_capacity.max(1), ..self.settings }, ..self }
     }
 
-    /// Largest size of the file in bytes, including everything else in it (default: no limit but the disk). A full
-    /// store refuses writes that need more room, with [`StoreErrorKind::Full`](crate::StoreErrorKind::Full); it forgets
-    /// no record early. An attempt that has begun can always end without a result, because that takes no room.
+    /// Largest size of the file in bytes, including your own tables in it (default: no limit but the disk). A full
+    /// store refuses writes that need more space, with [`StoreErrorKind::Full`](crate::StoreErrorKind::Full); it
+    /// forgets no record early. An attempt that has begun can always end without a result, because that needs no space.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { settings: SqliteSettings { max_bytes: Some(max_bytes), ..self.settings }, ..self }
     }
 
-    /// Clock of the store (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates the records; all processes with
-    /// this file compare these dates. For tests of leases and retentions.
+    /// Clock of the store (default: [`SystemClock`]). The times in the records are those of its [`wall`](Clock::wall)
+    /// clock, and all processes with this file compare these times. Set another clock only in tests of leases and
+    /// retentions.
     #[must_use]
     pub fn clock(self, clock: impl Clock) -> Self {
         Self { clock: Some(Arc::new(clock)), ..self }

@@ -1,11 +1,11 @@
-//! Settings of a file, as its connections and threads read them.
+//! Settings of a file, for its connections and threads.
 
 use std::time::Duration;
 
 use super::sql;
 
-/// Durability of a commit: whether a loss of power can undo it. The death of a process undoes no commit, and neither
-/// damages the file.
+/// Durability of a commit: whether a loss of power can undo the commit. The death of a process undoes no commit.
+/// Neither a loss of power nor the death of a process damages the file.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub enum Synchronous {
@@ -14,7 +14,7 @@ pub enum Synchronous {
     Full,
     /// Commits don't wait for the disk. A loss of power, or a crash of the operating system, undoes the commits since
     /// the last checkpoint: seconds of work or more. Operations that had finished run again, attempt numbers start
-    /// anew, and `on_crash = fail` is forgotten with its record.
+    /// anew, and an operation with `on_crash = fail` can run a second time.
     Normal,
 }
 

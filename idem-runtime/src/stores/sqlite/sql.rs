@@ -1,8 +1,8 @@
 //! The table of records: its columns, and the statements of each operation.
 //!
-//! Every function here runs on a connection that is inside a transaction of its caller. A reservation, a renewal and
-//! the end of an attempt start with a write. So even a transaction that was not begun as `IMMEDIATE` holds the write
-//! lock before it reads. `now` is [`wall_millis`](crate::clock::wall_millis), read inside that transaction.
+//! The caller of every function here has opened a transaction on the connection. A reservation, a renewal and the end
+//! of an attempt start with a write. So even a transaction that was not begun as `IMMEDIATE` holds the write lock
+//! before it reads. `now` is [`wall_millis`](crate::clock::wall_millis), read inside of the transaction.
 
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::store::{Cursor, Filter, Page};
 pub(super) const NAME: &str = "idem_records";
 /// Largest result in bytes: SQLite's limit for a row (`SQLITE_MAX_LENGTH`), less the largest size of the other columns.
 const MAX_RESULT_BYTES: usize = 1_000_000_000 - 16 * 1024;
-/// Time until clean-up looks again at a row of another version, in milliseconds.
+/// Time after which clean-up visits a row of another version again, in milliseconds.
 const NOT_OURS: i64 = 24 * 3600 * 1000;
 
-/// The columns of version 1, in their order. A later version adds at least one column, by which this release refuses
-/// it.
+/// The columns of version 1, in their order. Every later version adds at least one column, so that this release
+/// recognises and refuses the table.
 const COLUMNS: [&str; 23] = [
     "key",
     "format",
@@ -54,17 +54,18 @@ const COLUMNS: [&str; 23] = [
     "result",
 ];
 
-/// Columns of a replay, in this order, before the result.
+/// Columns that a replay reads, in this order. The result follows them.
 const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
                       lapses_at, traceparent, began_at, begun, codec, result_bytes";
-/// Columns after the result, for the other look-ups.
+/// Columns that follow the result in all other look-ups.
 const REST: &str = "holder, decided_by, decided_reason, first_seen_at";
-/// Index of the result, of the [`REST`], of the size of a result that is left out, and of the key in a list.
+/// Index of the result. The next constants are the indexes of the columns in [`REST`], of the size of a result that a
+/// list leaves out, and of the key in a list.
 const RESULT_AT: usize = 16;
 const REST_AT: usize = 17;
 const SIZE_AT: usize = 21;
 const KEY_AT: usize = 22;
-/// Largest result that a lone caller reads itself, in bytes: a few pages.
+/// Largest result that a lone caller reads on its own thread, in bytes: a few pages.
 pub(super) const SMALL_RESULT: usize = 16 * 1024;
 /// Largest number of rows that one page of a list reads.
 const LOOKED_AT: usize = 2_000;
@@ -76,7 +77,7 @@ pub(crate) enum Trouble {
     Sqlite(rusqlite::Error),
     /// The row is not a record.
     Format(FormatError),
-    /// The result is larger than a row can be.
+    /// The result, of this many bytes, does not fit into a row.
     TooLarge(usize),
 }
 
@@ -103,7 +104,7 @@ impl From<FromSqlError> for Trouble {
 pub(crate) enum TableForm {
     Absent,
     Ours,
-    /// The table has all columns of this version, and these.
+    /// The table has all columns of this version, and these further columns.
     Later(Vec<String>),
     Foreign,
 }
@@ -152,9 +153,9 @@ pub(crate) fn create(connection: &Connection, name: &str) -> rusqlite::Result<()
 /// Returns the statements that create the table `name` and its index.
 pub(super) fn ddl(name: &str) -> String {
     let name = name.replace('"', "\"\"");
-    // Times are milliseconds since 1970. The columns that waiting duplicates and clean-up read come before the result,
-    // which may be long. A completion changes no indexed column: `listed_at` is the time at which clean-up looks at the
-    // row next. No decision depends on the columns from `first_seen_at` to `decided_reason`.
+    // Times are milliseconds since 1970. The result may be long, so it comes after the columns that waiting duplicates
+    // and clean-up read. `listed_at` is the time at which clean-up visits the row next; a completion does not change
+    // it, and so changes no index. No decision depends on the columns from `first_seen_at` to `decided_reason`.
     format!(
         r#"CREATE TABLE IF NOT EXISTS "{name}" (
     key           TEXT    NOT NULL PRIMARY KEY,
@@ -229,7 +230,7 @@ impl Sql {
     const COUNT: usize = Self::ALL.len();
 
     fn text(self, table: &str) -> String {
-        // Conditions for the rows that an owner may write to, and for the rows that one attempt may write to.
+        // `owned` is the condition for writes by an owner; `held` also compares the number of the attempt.
         let owned = "key = ?1 AND owner = ?2 AND state = 'pending' AND format = 1 AND expires_at > ?3";
         let held = format!("{owned} AND attempt = ?4");
         match self {
@@ -252,7 +253,7 @@ impl Sql {
             Self::AnswerSmall => format!(
                 r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1 AND ifnull(length(result), 0) <= {SMALL_RESULT}"#
             ),
-            // Without `LIMIT`, as for `Due`.
+            // Without `LIMIT`: SQLite would prepare the statement anew for each value of the limit.
             Self::List => format!(
                 r#"SELECT {ANSWER}, NULL, {REST}, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
             ),
@@ -265,12 +266,12 @@ impl Sql {
                 r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, begun = 0,
                 lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            // A request that arrives after the lease has lapsed marks nothing.
+            // If the lease has lapsed when the request arrives, the statement marks nothing.
             Self::Begin => format!(
                 r#"UPDATE "{table}" SET begun = 1, lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6)
                 WHERE {held} AND (begun OR lapses_at > ?3)"#
             ),
-            // A renewal never shortens a confirmed lease, even if the clock steps back.
+            // `max`: a renewal never shortens a confirmed lease, even if the clock steps back.
             Self::Renew => format!(
                 r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
             ),
@@ -281,7 +282,7 @@ impl Sql {
             ),
             Self::Forget => format!(r#"DELETE FROM "{table}" WHERE key = ?1"#),
             Self::Due => {
-                // Without `LIMIT`: SQLite would prepare the statement anew for each value.
+                // Without `LIMIT`: SQLite would prepare the statement anew for each value of the limit.
                 format!(r#"SELECT key FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at"#)
             }
             Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
@@ -317,8 +318,8 @@ impl FoundRow {
         Inspection::new(self.record, until(self.expires_at, now), lapses_in).since(first_seen, Some(began))
     }
 
-    /// Returns the rest of the lease; `None` unless the record is pending. Never more than the whole lease: a look-up
-    /// may have read the clock a moment before the row was written.
+    /// Returns the rest of the lease; `None` unless the record is pending. The result never exceeds the whole lease,
+    /// although a look-up may have read the clock just before the row was written.
     fn lapses_in(&self, now: i64) -> Option<Duration> {
         match self.record.state {
             State::Pending { lease, .. } => Some(until(self.lapses_at?, now).min(lease)),
@@ -345,7 +346,7 @@ impl Texts {
     }
 }
 
-/// Source of the statements: prepared for one use of the table, or kept by the connection.
+/// Source of the statements: prepared for one use of the table (from its name), or kept by the connection.
 enum StatementSource<'c> {
     Name(&'c str),
     Kept(&'c Texts),
@@ -389,7 +390,7 @@ impl<'c> Table<'c> {
         Self { connection, source: StatementSource::Name(name), statements: [const { None }; Sql::COUNT] }
     }
 
-    /// Makes a table whose statements the connection keeps for later.
+    /// Makes a table whose statements the connection keeps for later uses.
     pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
         Self { connection, source: StatementSource::Kept(texts), statements: [const { None }; Sql::COUNT] }
     }
@@ -407,7 +408,7 @@ impl<'c> Table<'c> {
         Ok(slot.as_mut().expect("was just filled"))
     }
 
-    /// Returns whether another owner's lease on the key has lapsed by now, but held at `since`.
+    /// Returns whether another owner's lease on the key has lapsed at `now`, but still held at `since`.
     pub(super) fn is_spared(&mut self, request: &ReserveRequest, since: i64, now: i64) -> Result<bool, Trouble> {
         let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
         Ok(found.is_some_and(|found| {
@@ -434,7 +435,7 @@ impl<'c> Table<'c> {
         Ok(Reservation::Granted { lease: record.lease(request), takeover })
     }
 
-    /// Returns the answer to a reservation that changes nothing; `None` if the reservation has to write.
+    /// Returns the answer to `request` if the reservation changes nothing; `None` if the reservation has to write.
     pub(crate) fn answer(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
         let found = self.find_by(Sql::Answer, &request.key, now)?;
         let meeting = found.map(|found| found.meet(request, now));
@@ -444,7 +445,7 @@ impl<'c> Table<'c> {
         })
     }
 
-    /// Returns the answer to a reservation if the record is finished and its result is small.
+    /// Returns the answer to `request` if the record is finished and its result is small.
     pub(super) fn replay(&mut self, request: &ReserveRequest, now: i64) -> Result<Option<Reservation>, Trouble> {
         let found = self.find_by(Sql::AnswerSmall, &request.key, now)?;
         Ok(match found.map(|found| found.meet(request, now)) {
@@ -479,14 +480,14 @@ impl<'c> Table<'c> {
             decided_reason,
             ..
         } = Parts::of(record);
-        // The record's times: an `Insert` also sets `listed_at`, a `Replace` leaves it alone.
+        // The times of the record. An `Insert` also sets `listed_at`; a `Replace` does not change `listed_at`.
         let first_seen_at = is_first.then_some(now);
         let lapses_at = lease_ms.map(|ms| now.saturating_add(ms));
         let expires_at = after(now, record.retention(Duration::ZERO));
-        // If the attempt finishes normally, the record expires no earlier than this, so the completion changes no
-        // index.
+        // If the attempt finishes as planned, the record expires no earlier than `listed_at`, so the completion changes
+        // no index.
         let listed_at = listed_in.map(|ttl| after(now, ttl));
-        // In the order of the parameters of `Insert` and `Replace`, which takes all but the last.
+        // The parameters of `Insert`, in order. `Replace` takes the same parameters without the last one.
         let columns: [&dyn ToSql; 19] = [
             &key.as_str(),
             &owner,
@@ -607,7 +608,7 @@ impl<'c> Table<'c> {
         Ok(Inspection::damaged(why.to_string(), stored))
     }
 
-    /// Walks along the keys, starting after the cursor. A cursor is a key.
+    /// Lists the records in the order of their keys, starting after the cursor. A cursor is a key.
     pub(super) fn list(&mut self, filter: &Filter, now: i64) -> Result<Page, Trouble> {
         let prefix = filter.prefix();
         let after = filter.after.as_ref().map_or("", Cursor::as_str).max(&prefix);
@@ -658,8 +659,8 @@ impl<'c> Table<'c> {
         }
     }
 
-    /// Looks at up to `limit` rows whose `listed_at` has passed, and removes those whose retention has ended. Returns
-    /// the number of removed rows. Gives the other rows a new `listed_at`: most were renewed or finished since.
+    /// Visits up to `limit` rows whose `listed_at` has passed. Removes the rows whose retention has ended, and returns
+    /// their number. Gives the other rows a new `listed_at`: most of them were renewed or finished since.
     pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
         let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
         let due = due.take(usize::try_from(limit).unwrap_or(usize::MAX)).collect::<rusqlite::Result<Vec<_>>>()?;
@@ -704,7 +705,7 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<FoundRow>, Trouble> {
     if format == Parts::VERSION && expires_at <= now {
         return Ok(None);
     }
-    // The columns that `Parts` does not hold as they are. Only a full look-up has those from `REST_AT` on.
+    // Reads the columns that need a conversion for `Parts`. Only a full look-up has the columns from `REST_AT` on.
     let on_crash_fail = flag(column(7)?)?;
     let begun = flag(column(13)?)?;
     let lapses_at = column(10)?.as_i64_or_null()?;
@@ -741,7 +742,7 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<FoundRow>, Trouble> {
     };
     let began_at = column(12)?.as_i64()?;
     let record = parts.record()?;
-    // Exactly the pending records have a time at which their lease lapses.
+    // A pending record has a `lapses_at`, and no other record has one.
     if record.is_pending() != lapses_at.is_some() {
         return Err(FormatError::Damaged.into());
     }

@@ -24,41 +24,44 @@ use crate::sync::{PerProcess, SharedOnce};
 /// A store in a SQLite file, which the processes of one host share.
 ///
 /// - *Atomicity*: SQLite's transactions. A reservation decides under the lock of the file.
-/// - *Clock*: the host's wall clock, which all its processes share, read under that lock. A step forward ends leases
-///   and retentions earlier by the step, a step back ends them later: let the clock be slewed, not stepped. A renewal
-///   never shortens a confirmed lease.
-/// - *Durability*: a confirmed write survives the death of every process. Under [`Full`] (the default) it survives a
-///   loss of power, too. Under [`Normal`] a loss of power undoes the commits since the last checkpoint. Renewals of
-///   leases never wait for the disk.
+/// - *Clock*: the host's wall clock, which all processes of the host share, read under that lock. A step forward of
+///   this clock ends leases and retentions earlier by the step, and a step back ends them later: let the clock be
+///   slewed, not stepped. A renewal never shortens a confirmed lease.
+/// - *Durability*: a confirmed write survives the death of every process. Under [`Full`] (the default) a confirmed
+///   write survives a loss of power, too. Under [`Normal`] a loss of power undoes the commits since the last
+///   checkpoint. Renewals of leases never wait for the disk.
 /// - *Limits*: processes of one host, on a local disk: SQLite's locks don't hold over a network. Keys up to
 ///   [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB; a larger result is
 ///   [`StoreErrorKind::TooLarge`]. A full disk, or [`max_bytes`](super::SqliteOptions::max_bytes), is
-///   [`StoreErrorKind::Full`]. Expired records are removed as new ones arrive, and by [`purge`](SqliteStore::purge).
-///   Their room is used again, but the file never shrinks.
+///   [`StoreErrorKind::Full`]. New records, and [`purge`](SqliteStore::purge), remove expired records. SQLite reuses
+///   their space, but the file never shrinks.
 /// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay. A heartbeat of up to
-///   about a thousand leases is one transaction. A larger one is several: each ends after about 8 ms and lets other
-///   writers through. A duplicate that waits is woken immediately by its own store, and within about 5 ms by others.
+///   about a thousand leases is one transaction. A larger heartbeat takes several transactions of about 8 ms, between
+///   which other writers get the lock. A completion in the same process wakes a waiting duplicate immediately; a
+///   completion in another process wakes it within about 5 ms.
 ///
-/// The records are in one table, `idem_records`, which may stand next to tables of the application. The file is put in
-/// WAL mode and stays in it. Removing or replacing the file while it is open makes every call fail; copy it with
-/// SQLite's own means. Clones share up to three threads, which work on the file: one writes, one reads, and one renews
-/// leases and makes late writes. A replay runs on the thread of its caller only if no other call has to wait for it, if
-/// its result is not longer than 16 KB, and if reads take some microseconds, as they do while the file is in memory.
-/// With a slow disk few replays do: slow reads may block callers for at most a twentieth of the time.
+/// The records are in one table, `idem_records`, which may stand next to tables of the application. The store puts the
+/// file in WAL mode, and the file stays in that mode. Removing or replacing the file while it is open makes every call
+/// fail; copy the file with SQLite's own means. Clones share up to three threads, which work on the file: one writes,
+/// one reads, and one renews leases and makes late writes. A replay runs on the thread of its caller if three
+/// conditions hold: no other reservation is waiting for the reader thread, the result is not longer than 16 KB, and
+/// recent reads took only microseconds, as they do while the file is in memory. With a slow disk, few replays run on
+/// their callers' threads: slow reads may block callers for a twentieth of the time at most.
 ///
-/// **Your own tables in the same file.** Only one transaction writes at a time. While one of yours is open, the store
-/// reserves no key, records no result and renews no lease; replays go on. So a lease must be longer than your longest
-/// write transaction. If a transaction takes longer anyway, leases lapse, but are rarely lost: the owner tries every
-/// half millisecond to renew them, before all its other writes, and a call that has waited for the lock waits 250 ms
-/// more before it takes over a lease that lapsed meanwhile. Only a process that arrives at exactly that moment, without
-/// having waited, can be faster. Keep write transactions short, and never hold one open while a handler waits for
-/// something else. To commit records together with your own rows, use [`within`](SqliteStore::within).
+/// **Your own tables in the same file.** Only one transaction writes at a time. While one of your write transactions is
+/// open, the store reserves no key, records no result and renews no lease; replays go on. So a lease must be longer
+/// than your longest write transaction. If a transaction takes longer, leases lapse, but are rarely lost: the owner
+/// tries every half millisecond to renew its leases, before all its other writes, and a call that has waited for the
+/// lock waits 250 ms more before it takes over a lease that lapsed meanwhile. Only a call that starts just when the
+/// transaction ends, and so has not waited, can take over such a lease before its owner renews it. Keep write
+/// transactions short, and never hold one open while a handler waits for something else. To commit records together
+/// with your own rows, use [`within`](SqliteStore::within).
 ///
-/// **`fork`.** A child starts its own threads and connections when it first uses a store, and its parent goes on. The
-/// child first closes the connections of the stores that it has inherited. The child can do so only if no call, no
-/// renewal and no late write was under way at the fork ([`flush`](crate::StoreExt::flush) first). Otherwise every call
-/// in the child is [`StoreErrorKind::Misconfigured`]: SQLite's record of its locks is wrong in the child and would lose
-/// writes. The same holds for your own connections to the file, which a store can't see: close them before you fork.
+/// **`fork`.** A child starts its own threads and connections when it first uses a store; the parent's stores are not
+/// affected. The child first closes the connections of the stores that it has inherited. The child can do so only if no
+/// call, no renewal and no late write was under way at the fork ([`flush`](crate::StoreExt::flush) first). Otherwise
+/// every call in the child is [`StoreErrorKind::Misconfigured`]: SQLite's list of its locks is wrong in the child, and
+/// writes would be lost. A store can't see your own connections to the file: close them before you fork.
 ///
 /// ```
 /// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {
@@ -96,11 +99,11 @@ struct SqliteInner {
     context: Arc<StoreContext>,
     open: Arc<OpenFile>,
     lane: ThreadChoice,
-    /// The handle with the other lane.
+    /// The handle for upkeep, made at first use; empty in that handle itself.
     upkeep: SharedOnce<Arc<SqliteInner>>,
 }
 
-/// Shared by the handles of both lanes. When it is dropped, the threads of this process end.
+/// The open file, which the handles for calls and for upkeep share. Its drop ends the threads of this process.
 struct OpenFile(PerProcess<Arc<Core>>);
 
 impl OpenFile {
@@ -155,7 +158,7 @@ impl SqliteInner {
         }
     }
 
-    /// Runs a compare-and-set.
+    /// Runs an operation whose answer is a [`Verdict`].
     async fn write(&self, ask: SqliteRequest) -> Result<Verdict, StoreError> {
         match self.ask(ask).await? {
             Answer::Write(write) => Ok(write),
@@ -223,7 +226,8 @@ impl Store for SqliteInner {
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
         StoreFuture::new(async move {
             let core = self.core();
-            // Counted before the first look: from now on the reader looks for commits of other handles.
+            // The duplicate is counted before its first read: from now on the reader thread checks for commits of other
+            // handles.
             let _counted = core.state.count_waiter();
             let waiter = core.state.waiting.join(key.as_str());
             let ended = async {
@@ -256,7 +260,8 @@ impl Store for SqliteInner {
         })
     }
 
-    /// Every reservation that writes also cleans up two rows, so `purge` is for a store that is no longer used.
+    /// Removes expired records. Reservations that write also clean up two rows each, so only a store that is no longer
+    /// used needs `purge`.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         StoreFuture::new(async move {
             match self.core().ask(self.lane, SqliteRequest::Purge(batch)).await? {

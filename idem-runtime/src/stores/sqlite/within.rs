@@ -1,4 +1,4 @@
-//! Records inside the user's transaction: the operations of a store on one open connection.
+//! Records inside of the user's transaction: the operations of a store on the user's connection.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::record::{
 use crate::store::transaction::{DriverTransaction, Sealed, TransactionStore};
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Interval at which a call looks whether another call in the same transaction has ended.
+/// Interval at which a call checks whether another call in the same transaction has ended.
 const POLL: Duration = Duration::from_millis(5);
 
 impl Sealed for Transaction<'_> {}
@@ -53,8 +53,8 @@ impl fmt::Debug for InSqlite<'_> {
     }
 }
 
-/// Converts an error inside the transaction. Even if SQLite did not end the transaction, it can only be rolled back,
-/// because a part of it is missing.
+/// Converts an error inside of the user's transaction. Even if SQLite did not end the transaction, the user can only
+/// roll it back, because one of its writes is missing.
 pub(crate) fn aborted(trouble: &Trouble) -> StoreError {
     let error = failed(trouble);
     match error.kind() {
@@ -89,7 +89,7 @@ impl InSqlite<'_> {
             Ok(done) => return Ok(done),
             Err(trouble) => trouble,
         };
-        // Checked only now: in all but the first transaction the table exists.
+        // The table is checked only after a failure, because it exists in every transaction but the first.
         let form = sql::form(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
         if form == TableForm::Absent {
             sql::create(self.connection, &self.table).map_err(|error| aborted(&error.into()))?;
@@ -151,7 +151,7 @@ impl TransactionStore for InSqlite<'_> {
         self.on_table(|table, now| table.release(lease, release, now))
     }
 
-    /// Only one transaction writes at a time, so the running attempt belongs to this transaction.
+    /// Waits for [`POLL`]. Only one transaction writes at a time, so the running attempt belongs to this transaction.
     async fn wait(&self, _: &Key, at_most: Duration) -> Result<bool, StoreError> {
         self.clock.sleep(at_most.min(POLL)).await;
         Ok(true)

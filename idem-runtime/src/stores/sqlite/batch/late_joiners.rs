@@ -4,18 +4,19 @@ use std::time::Duration;
 
 use super::queue::{BATCH, Op, Queue};
 
-/// Fewest answered callers for which the writer waits.
+/// Smallest number of answered callers for whose next operations the writer waits.
 const COMPANY: usize = 4;
-/// Most batches without a wait after the writer has waited in vain.
+/// Largest number of batches without a wait after the writer has waited in vain.
 const LONGEST_SKIP: u32 = 64;
 
-/// The callers that were just answered. Most return immediately, one by one, with their next step. A commit that does
-/// not wait for them would serve only a few. The batch does the operations that have arrived meanwhile. A lone call is
-/// not delayed.
+/// The callers that the last batch has answered. Most of them soon send their next operation, one by one. A commit that
+/// does not wait for these operations would contain only a few. So a batch takes more operations before its commit, and
+/// waits a little for the answered callers. A lone call is not delayed.
 pub(super) struct LateJoiners<'a> {
     queue: &'a Queue,
-    /// Number of operations that were answered last, and number that waited then.
+    /// Number of operations that the last batch answered.
     answered: usize,
+    /// Number of operations that already waited at that time.
     waited: usize,
     /// Number of batches without a wait, because the answered callers did not return.
     skip: u32,
@@ -27,7 +28,8 @@ impl<'a> LateJoiners<'a> {
         Self { queue, answered: 0, waited: 0, skip: 0, next_skip: 1 }
     }
 
-    /// Adds waiting operations to a batch that is done. Waits up to `at_most` for the expected ones.
+    /// Adds waiting operations to a batch whose operations are done. Waits up to `at_most` for the operations of the
+    /// answered callers.
     pub(super) fn join(&self, batch: &mut Vec<Op>, at_most: Duration) {
         if self.answered >= COMPANY && self.skip == 0 {
             self.queue.gather(batch, (self.waited + self.answered).min(BATCH), at_most);

@@ -1,20 +1,20 @@
-//! The threads of a store handle, which work on the file. No task of the runtime waits for a disk, except for the lone
-//! replays in [`inline_read`](super::inline_read). Each thread starts at first use, and has its own connection.
+//! The threads of a store handle, which work on the file. Tasks of a runtime never wait for the disk, except for lone
+//! replays ([`inline_read`](super::inline_read)). Each thread starts at first use, and has its own connection.
 //!
 //! - The *writer* puts all waiting operations into one transaction: one lock, one commit, one wait for the disk. Before
-//!   a commit that waits for the disk, the transaction also takes the next steps of the callers that it has just
-//!   answered, and waits a moment for them. A lone call is not delayed.
-//! - The *reader* answers operations that change nothing. This thread waits for no lock and no disk: in WAL mode it
-//!   sees the committed data. Reservations go through the reader while most turn out to be replays. The reader hands
-//!   those that have to write on to the writer, which decides anew. While duplicates wait, the reader also looks for
-//!   commits of other handles; it then makes the duplicates look again.
+//!   a commit that waits for the disk, the writer waits briefly for the next operations of the callers that it has just
+//!   answered, and puts them into the same transaction. A lone call is not delayed.
+//! - The *reader* answers operations that change nothing. In WAL mode the reader sees the committed data without
+//!   waiting for a lock. While most reservations turn out to be replays, reservations go to the reader. The reader
+//!   passes a reservation that has to write on to the writer, which decides anew. While duplicates wait, the reader
+//!   also checks for commits of other handles; after such a commit the duplicates read their records again.
 //! - The *upkeep* thread renews leases and makes late writes. Its operations do not wait in the queue of calls. While
-//!   another connection holds the lock, the upkeep thread tries again and again, and the writer of the same handle lets
-//!   it go first. A beat of many leases is cut into short transactions; after each of them the other writers have their
-//!   turn.
+//!   another connection holds the lock, the upkeep thread keeps trying to get it, and the writer of the same handle
+//!   lets the upkeep thread go first. The renewal of many leases takes several short transactions; between two of them
+//!   the upkeep thread leaves the lock to other writers.
 //!
-//! An operation whose caller is gone is dropped before it is executed, unless it ends an attempt. A transaction ends
-//! after some time, or after some bytes of requests or answers; the next one takes the rest.
+//! An operation whose caller is gone is not run, unless the operation ends an attempt. A transaction ends after some
+//! time, or after some bytes of requests or answers; the next transaction takes the remaining operations.
 
 mod late_joiners;
 pub(super) mod queue;
@@ -43,31 +43,32 @@ use crate::kit::replays::Replays;
 use crate::record::{Lease, Reservation, ReserveRequest};
 use crate::store::{Answers, StoreError, StoreErrorKind};
 
-/// Largest number of renewals and late writes that the upkeep thread takes together: they are small. A time limit ends
-/// its transactions.
+/// Largest number of renewals and late writes that the upkeep thread takes together. The number is high because these
+/// operations are small, and because a time limit ends each transaction.
 const UPKEEP_BATCH: usize = 8192;
-/// Time for which the upkeep thread leaves the lock alone between two transactions. Other handles try the lock more
-/// often ([`file`](super::file)), so that a waiting one finds it free.
+/// Time for which the upkeep thread leaves the lock free between two transactions. A handle that waits for the lock
+/// tries more often than that ([`file`](super::file)), so it finds the lock free.
 const TURN: Duration = Duration::from_micros(1500);
-/// Most pauses of [`TURN`] in a row, for a writer of the same handle that still waits.
+/// Largest number of pauses of [`TURN`] in a row while the writer of the same handle still waits.
 const TURNS: u32 = 4;
-/// Interval at which the reader looks for commits of other handles while duplicates wait, and the extra time for each
-/// waiter.
+/// Interval at which the reader checks for commits of other handles while duplicates wait. [`POLL_FOR_EACH`] is added
+/// for each waiting duplicate.
 const POLL: Duration = Duration::from_millis(5);
 const POLL_FOR_EACH: Duration = Duration::from_micros(100);
-/// Pauses of the upkeep thread between two tries to get the lock. Short: others may release the lock only for a moment.
+/// First pause of the upkeep thread between two tries to get the lock; the pause doubles up to [`LONGEST_PAUSE`]. Both
+/// are short, because another writer may release the lock only briefly.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
-/// The threads that a call goes to.
+/// The choice of the threads that run an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ThreadChoice {
-    /// The writer, or the reader.
+    /// The writer or the reader.
     Calls,
     Upkeep,
 }
 
-/// Queues and state of a handle, which its threads share with its callers, in one process.
+/// The queues and the state of a store handle in one process, which threads and callers share.
 pub(super) struct Core {
     pub(super) state: HandleState,
     writes: Queue,
@@ -95,7 +96,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), StoreEr
     spawned.map(drop).map_err(|error| unavailable(format!("no thread can be started: {error}")))
 }
 
-/// Ends the queue when its thread ends, so that no caller waits for it.
+/// Ends the queue when its thread ends, so that no caller keeps waiting for that thread.
 struct QueueCloser<'a>(&'a Queue);
 
 impl Drop for QueueCloser<'_> {
@@ -117,17 +118,18 @@ impl Core {
         }
     }
 
-    /// Makes the threads end once they have done all requests.
+    /// Makes the threads end after they have run all waiting operations.
     pub(super) fn close(&self) {
         [&self.reads, &self.upkeep, &self.writes].into_iter().for_each(Queue::close);
     }
 
     pub(super) async fn reserve(self: &Arc<Self>, lane: ThreadChoice, request: &ReserveRequest) -> OpResult {
-        // While most reservations are replays, the reader, or a lone caller itself, can answer most of them.
+        // While most reservations are replays, the reader (or a lone caller on its own thread) can answer most
+        // reservations.
         let reads = lane == ThreadChoice::Calls && self.replays.are_expected();
         if reads && let Some(answer) = self.inline.replay(&self.state.database, request) {
             self.replays.note(1, 1);
-            // A task that only replays must yield now and then.
+            // A task that only replays never waits, so it has to yield to other tasks now and then.
             tokio::task::coop::consume_budget().await;
             return Ok(Answer::Reservation(answer));
         }
@@ -142,7 +144,7 @@ impl Core {
         if matches!(answer, Answer::Spared) {
             self.state.database.clock.sleep(SPARED).await;
             let left = self.limit().saturating_sub(self.state.database.clock.now().saturating_since(began));
-            // Boxed: most calls don't get here, but each would carry its size inline.
+            // Boxed: most calls spare no lease, but would carry the size of this future inline.
             answer = Box::pin(self.ask_one(queue, SqliteRequest::Reserve(request.clone(), false), left)).await?;
         }
         if lane == ThreadChoice::Calls {
@@ -174,7 +176,8 @@ impl Core {
             let op = self.op(queue, ask, AnswerTarget::One(reply));
             let number = op.number;
             self.push(queue, std::iter::once(op))?;
-            // Outside a runtime the future is polled only once: it is enough that the operation was handed over.
+            // Outside of a runtime there is no timer, and the future is polled only once: the operation is in the queue
+            // by then.
             let answered = match Handle::try_current() {
                 Ok(_) => race(answer, self.state.database.clock.sleep(limit)).await,
                 Err(_) => Some(answer.await),
@@ -190,7 +193,7 @@ impl Core {
         }
     }
 
-    /// Renews `leases`, each as its own operation: a failure does not affect the others.
+    /// Renews `leases`. Each renewal is a separate operation, so that its failure affects no other lease.
     pub(super) async fn renew(
         self: &Arc<Self>,
         lane: ThreadChoice,
@@ -229,10 +232,10 @@ impl Core {
         Op { number, asked_at, ask, reply }
     }
 
-    /// Hands operations to a thread, and starts the thread if there is none.
+    /// Adds operations to the queue of a thread, and starts the thread if it is not running.
     fn push(self: &Arc<Self>, queue: &Queue, ops: impl ExactSizeIterator<Item = Op>) -> Result<(), StoreError> {
         let is = |other: &Queue| std::ptr::eq(queue, other);
-        // There are as many leases as handlers, so a limit makes no sense.
+        // The queue of the upkeep thread has no limit: there are only as many leases as running handlers.
         let capacity = if is(&self.upkeep) { usize::MAX } else { self.state.database.settings.queue_capacity };
         if !queue.push(ops, capacity).map_err(|why| unavailable(why.to_owned()))? {
             return Ok(());
@@ -246,7 +249,7 @@ impl Core {
         started.inspect_err(|_| queue.set_started(false))
     }
 
-    /// Runs the writer. `opened` receives the result of opening the file, which is created if it is missing.
+    /// Runs the writer. If `opened` is given, first opens or creates the file, and sends the result to `opened`.
     fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
         let _ending = QueueCloser(&self.writes);
         let link = Link::new();
@@ -254,7 +257,7 @@ impl Core {
             let created = link.open(|| self.state.database.create());
             let is_store = created.is_ok();
             if opened.send(created).is_err() || !is_store {
-                // The caller is gone, or there is no file.
+                // The caller is gone, or the file can't be opened.
                 self.close();
             }
         }
@@ -274,7 +277,8 @@ impl Core {
                         if batch.is_empty() {
                             return true;
                         }
-                        // Other operations are under way, so the connection is not at rest in any case.
+                        // Other operations follow on this connection, so waiting for a resting connection would not
+                        // help.
                         session.send_answers();
                     }
                     false
@@ -292,7 +296,8 @@ impl Core {
         let mut version = None;
         while self.reads.take(&mut batch, self.poll()) {
             if batch.len() == 1 && self.replays.are_expected() {
-                // Opened before the answer: a caller that has its answer may fork.
+                // The spare connection is opened before the reader answers, because a caller that has its answer may
+                // fork.
                 self.inline.open(&self.state.database);
             }
             loop {
@@ -301,7 +306,7 @@ impl Core {
                 };
                 if !self.on(&link, Database::reconnect, &mut batch, read) {
                     version = None;
-                    // Woken waiters ask the store, and get the error.
+                    // The woken duplicates ask the store again, and get the error.
                     self.state.waiting.wake_all();
                 }
                 if batch.is_empty() {
@@ -332,8 +337,8 @@ impl Core {
                 }
                 if batch.len() < asked {
                     (waits, pause) = (None, FIRST_PAUSE);
-                    // Otherwise the next writer would have to copy the pages that this transaction has added to the
-                    // WAL.
+                    // Copies the pages of this transaction from the WAL into the file now: otherwise the next writer
+                    // would have to copy them.
                     self.on(&link, connect, &mut Vec::new(), |session, _| session.checkpoint());
                     self.let_others_write();
                 } else {
@@ -348,8 +353,8 @@ impl Core {
         link.close();
     }
 
-    /// Leaves the lock to the others for a moment, in which those that wait for the lock ask again. If the writer of
-    /// this handle waits, it gets the lock, unless yet another connection keeps it for long.
+    /// Leaves the lock free for [`TURN`], in which waiting connections try again. If the writer of this handle waits,
+    /// repeats the pause until the writer has the lock, up to [`TURNS`] times.
     fn let_others_write(&self) {
         for _ in 0..TURNS {
             thread::park_timeout(TURN);
@@ -359,7 +364,7 @@ impl Core {
         }
     }
 
-    /// Fails the operations whose callers are gone, and those that have waited for too long.
+    /// Fails operations that have waited for too long, and operations whose callers are gone.
     fn give_up(&self, batch: &mut Vec<Op>) {
         let now = self.state.database.clock.now();
         let late = |op: &Op| op.asked_at.is_some_and(|asked_at| now.saturating_since(asked_at) >= self.limit());
@@ -368,8 +373,8 @@ impl Core {
         }
     }
 
-    /// Runs `work` on the batch and the connection of `link`. Opens the connection if there is none, and closes it if
-    /// it has become unusable. Returns whether it is usable.
+    /// Runs `work` on the batch and the connection of `link`. Opens the connection if `link` has none, and closes a
+    /// connection that `work` finds unusable. Returns whether the connection is usable.
     fn on(
         self: &Arc<Self>,
         link: &Arc<Link>,
@@ -395,13 +400,13 @@ impl Core {
         healthy
     }
 
-    /// Hands an operation from the reader to the writer. If the writer has ended, dropping the operation gives the
-    /// caller an error.
+    /// Passes an operation from the reader on to the writer. If the writer has ended, the operation is dropped, which
+    /// gives its caller an error.
     fn hand_on(self: &Arc<Self>, op: Op) {
         let _ = self.push(&self.writes, std::iter::once(op));
     }
 
-    /// Returns the interval at which the reader looks for commits of other handles; `None` while no duplicate waits.
+    /// Returns the interval at which the reader checks for commits of other handles; `None` while no duplicate waits.
     fn poll(&self) -> Option<Duration> {
         match self.state.waiters() {
             0 => None,

@@ -22,7 +22,7 @@ pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 /// An operation for a thread.
 #[derive(Debug)]
 pub(in super::super) enum SqliteRequest {
-    /// The flag: spare a lease that lapsed while the lock was held.
+    /// A reservation. The flag is true if a lease that lapsed while the lock was held must be spared.
     Reserve(ReserveRequest, bool),
     Begin(Lease),
     Renew(Lease),
@@ -49,7 +49,7 @@ impl SqliteRequest {
         matches!(self, Self::Inspect(_) | Self::List(_) | Self::Ping)
     }
 
-    /// Returns the key whose waiters must look again after this answer.
+    /// Returns the key whose waiting duplicates must read the record again after this answer.
     pub(super) fn wakes(&self, answered: &OpResult) -> Option<&Key> {
         match (self, answered) {
             (Self::Reserve(ReserveRequest { key, .. }, _), Ok(Answer::Reservation(Reservation::Granted { .. })))
@@ -67,7 +67,7 @@ impl SqliteRequest {
 pub(in super::super) enum Answer {
     Reservation(Reservation),
     Decided(DecisionAnswer),
-    /// Another owner's lease lapsed while the lock was held: its owner gets a moment to renew it.
+    /// Another owner's lease lapsed while the lock was held: the owner first gets time to renew the lease.
     Spared,
     Write(Verdict),
     Removed(u64),
@@ -87,7 +87,7 @@ impl Answer {
     }
 }
 
-/// Returns the error for an answer of the wrong kind. The answer may hold a payload and is not shown.
+/// Returns the error for an answer of the wrong kind. The error does not show the answer, which may contain a payload.
 pub(in super::super) fn nonsense(_: &Answer) -> StoreError {
     StoreError::new(StoreErrorKind::Unconfirmed, "the thread of the store answered another request")
 }
@@ -97,13 +97,14 @@ pub(super) type OpResult = Result<Answer, StoreError>;
 /// Destination of an answer.
 pub(super) enum AnswerTarget {
     One(oneshot::Sender<OpResult>),
-    /// One of several leases, with its index.
+    /// The caller that renews several leases, and the index of the lease.
     Lease(usize, mpsc::UnboundedSender<(usize, OpResult)>),
 }
 
 pub(super) struct Op {
     pub(super) number: u64,
-    /// Time of the request. Only operations of the upkeep thread have it: that thread gives up on old ones.
+    /// Time of the request; `None` unless the operation is for the upkeep thread, which gives up operations that have
+    /// waited too long.
     pub(super) asked_at: Option<Instant>,
     pub(super) ask: SqliteRequest,
     pub(super) reply: AnswerTarget,
@@ -111,7 +112,7 @@ pub(super) struct Op {
 
 impl AnswerTarget {
     pub(super) fn send(self, answer: OpResult) {
-        // A caller that is gone needs no answer.
+        // The result of sending is ignored: a caller that is gone needs no answer.
         match self {
             Self::One(reply) => drop(reply.send(answer)),
             Self::Lease(at, reply) => drop(reply.send((at, answer))),
@@ -144,16 +145,16 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct QueuedOps {
     ops: VecDeque<Op>,
-    /// Number of operations that wakes the thread; 0 while the thread is awake.
+    /// Number of waiting operations at which the thread must be woken; 0 while the thread is awake.
     wakes_at: usize,
-    /// True if there is a thread.
+    /// True if the thread of the queue is running.
     started: bool,
     closed: bool,
 }
 
 impl Queue {
-    /// Adds operations, unless more than `capacity` would wait then. Returns true if there is no thread yet: the caller
-    /// starts it.
+    /// Adds operations, unless the queue would exceed `capacity`. Returns true if no thread is running yet, so that the
+    /// caller has to start one.
     pub(super) fn push(&self, ops: impl ExactSizeIterator<Item = Op>, capacity: usize) -> Result<bool, &'static str> {
         let mut gathered = lock(&self.gathered);
         if gathered.closed {
@@ -180,7 +181,7 @@ impl Queue {
         Ok(starts)
     }
 
-    /// Waits for operations, at most for `at_most` if given, and takes them. Returns false once the queue is closed and
+    /// Waits for operations (up to `at_most`, if given), and takes them. Returns false if the queue is closed and
     /// empty.
     pub(super) fn take(&self, batch: &mut Vec<Op>, at_most: Option<Duration>) -> bool {
         let mut gathered = lock(&self.gathered);
@@ -205,13 +206,13 @@ impl Queue {
         true
     }
 
-    /// Takes waiting operations until the batch has `at_most`.
+    /// Takes waiting operations until the batch has `at_most` operations.
     pub(super) fn take_more(&self, batch: &mut Vec<Op>, at_most: usize) {
         lock(&self.gathered).fill(batch, at_most);
     }
 
-    /// Takes the waiting operations. If none waits and the batch has fewer than `expected`, first waits up to `at_most`
-    /// for the missing ones.
+    /// Takes the waiting operations. If the queue is empty and the batch has fewer than `expected` operations, first
+    /// waits up to `at_most` for the missing operations.
     pub(super) fn gather(&self, batch: &mut Vec<Op>, expected: usize, at_most: Duration) {
         let mut gathered = lock(&self.gathered);
         let missing = expected.saturating_sub(batch.len());
@@ -229,14 +230,14 @@ impl Queue {
         lock(&self.gathered).ops.len()
     }
 
-    /// Removes an operation that no thread has taken. Returns whether it was there.
+    /// Removes an operation that no thread has taken. Returns whether the operation was in the queue.
     pub(super) fn forget(&self, number: u64) -> bool {
         let mut gathered = lock(&self.gathered);
         let at = gathered.ops.iter().position(|op| op.number == number);
         at.and_then(|at| gathered.ops.remove(at)).is_some()
     }
 
-    /// Notes that a thread is being started, or that none could be started; in that case drops the waiting operations.
+    /// Notes whether the thread of the queue was started. If it could not be started, drops the waiting operations.
     pub(super) fn set_started(&self, started: bool) {
         let mut gathered = lock(&self.gathered);
         gathered.started = started;

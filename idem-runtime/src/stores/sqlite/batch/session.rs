@@ -1,4 +1,4 @@
-//! The work of one thread on its connection: transactions, and their outcomes.
+//! The work of one thread on its connection: transactions and their results.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,22 +15,24 @@ use super::state::{HandleState, LockWaitMark, SPARED};
 use crate::clock::Instant;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Longest duration of a transaction before its commit: all others wait for the lock meanwhile.
+/// Longest duration of a transaction before its commit: all other writers wait for the lock meanwhile.
 const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
-/// Longest duration of a transaction of renewals and late writes, which thousands of handlers may need together. The
-/// commit comes on top: SQLite has written all but about 2 MB of its pages by then.
+/// Longest duration of a transaction of renewals and late writes, before its commit. Thousands of handlers may need
+/// such transactions at the same time. The commit adds the time to write about 2 MB of pages.
 const LONGEST_UPKEEP: Duration = Duration::from_millis(8);
-/// Number of operations between two looks at the clock.
+/// Number of operations after which a transaction checks its duration.
 const TIMED: usize = 8;
-/// A lock that was held for this many milliseconds counts as the reason why leases were not renewed.
+/// Milliseconds after which a held lock counts as the reason why leases were not renewed.
 const LONG_LOCK: i64 = 50;
-/// Time that a transaction whose batch is done waits for the callers that were answered last.
+/// Longest time that a transaction waits, after its batch is done, for the next operations of the callers that were
+/// answered last.
 const WAIT_FOR_COMPANY: Duration = Duration::from_micros(100);
-/// Number of rows that clean-up looks at for each reservation. More than one, so that expired rows can't pile up.
+/// Number of rows that clean-up visits for each reservation. The number is more than one, so that expired rows can't
+/// pile up.
 const CLEANED_UP: u32 = 2;
-/// Number of rows that clean-up looks at before an operation that found the file full is retried.
+/// Number of rows that clean-up visits before an operation that found the file full is retried.
 const CLEANED_UP_FOR_ROOM: u32 = 64;
-/// Number of tries of such an operation.
+/// Number of tries of an operation that finds the file full.
 const ROUNDS_FOR_ROOM: u32 = 16;
 
 /// Reason why a transaction failed.
@@ -38,9 +40,9 @@ struct TransactionFailure {
     error: StoreError,
     /// True if the connection is unusable.
     broken: bool,
-    /// True if the operations may succeed one by one.
+    /// True if the operations of the transaction may succeed one by one.
     alone: bool,
-    /// True if another connection holds the lock, so that nothing was tried.
+    /// True if another connection holds the lock, so that no operation was tried.
     busy: bool,
 }
 
@@ -49,13 +51,13 @@ impl TransactionFailure {
         Self { error, broken, alone: false, busy: false }
     }
 
-    /// Returns a failure that wrote nothing of the transaction.
+    /// Returns the failure of a transaction that wrote nothing.
     fn nothing_written(error: &rusqlite::Error) -> Self {
         Self { busy: is_busy(error), ..Self::new(not_written(error), breaks_connection(error)) }
     }
 }
 
-/// Time of the first request for the lock, by the wall clock and by the monotonic clock of the handle.
+/// Time at which a transaction first requested the lock, by the wall clock and by the monotonic clock of the handle.
 #[derive(Clone, Copy)]
 struct LockRequest {
     wall: i64,
@@ -65,16 +67,16 @@ struct LockRequest {
 /// Answers that are not sent yet, with their destinations.
 pub(super) type PendingAnswers = Vec<(AnswerTarget, OpResult)>;
 
-/// A thread's use of a connection. Nothing in it outlives that use: a forked child must be able to close the
-/// connection.
+/// One use of a connection by a thread. No statement outlives that use, because a forked child must be able to close
+/// the connection.
 pub(super) struct Session<'c> {
     state: &'c HandleState,
     connected: &'c FileConnection,
     table: Table<'c>,
-    /// Answers of the open transaction.
+    /// Answers of the open transaction, which count only after the commit.
     answers: Vec<OpResult>,
-    /// Answers of done operations. The answers are sent once the connection is at rest: a caller that has its answer
-    /// may fork.
+    /// Answers of committed operations. They are sent only when the thread no longer uses the connection, because a
+    /// caller that has its answer may fork.
     told: &'c mut PendingAnswers,
     /// True if the session waits for the lock, up to the busy timeout.
     patient: bool,
@@ -98,9 +100,9 @@ impl<'c> Session<'c> {
         self.connection().prepare_cached(sql)?.execute([]).map(drop)
     }
 
-    /// Makes renewals, then late writes. Renewals come first: they are urgent, and need not survive a loss of power,
-    /// which ends every attempt. Operations that can't begin because another connection holds the lock stay in the
-    /// batch. Returns false if the connection is unusable.
+    /// Writes the renewals, then the late writes. Renewals are urgent, and need not survive a loss of power, because a
+    /// loss of power ends every attempt. If another connection holds the lock, the operations stay in the batch.
+    /// Returns false if the connection is unusable.
     pub(super) fn keep_up(&mut self, batch: &mut Vec<Op>) -> bool {
         self.patient = false;
         let mut renewals: Vec<Op> = batch.extract_if(.., |op| matches!(op.ask, SqliteRequest::Renew(_))).collect();
@@ -132,15 +134,16 @@ impl<'c> Session<'c> {
         }
     }
 
-    /// Makes one transaction of the batch and the operations that `company` adds, or of as many as fit. Returns false
-    /// if the connection is unusable.
+    /// Runs the batch, and the operations that `company` adds, in one transaction. Operations that don't fit stay in
+    /// the batch. Returns false if the connection is unusable.
     pub(super) fn write(&mut self, batch: &mut Vec<Op>, company: Option<&LateJoiners>) -> bool {
         self.answers.clear();
         self.answers.reserve(batch.len());
         match self.transact(batch, true, company) {
             Ok(()) => self.queue_answers(batch),
             Err(TransactionFailure { busy: true, .. }) if !self.patient => {}
-            // An operation that fails must not fail the others. Neither must a failed clean-up.
+            // Neither a failed operation nor a failed clean-up may fail the other operations, so each operation is run
+            // alone.
             Err(TransactionFailure { alone: true, broken: false, .. }) => {
                 let mut alone = batch.drain(..).collect::<VecDeque<_>>();
                 while let Some(op) = alone.pop_front() {
@@ -158,7 +161,7 @@ impl<'c> Session<'c> {
         true
     }
 
-    /// Queues the answers of the operations that were done, and wakes the waiters of their keys.
+    /// Queues the answers of the committed operations, and wakes the waiting duplicates of their keys.
     fn queue_answers(&mut self, batch: &mut Vec<Op>) {
         if self.state.waiters() > 0 {
             let ended = batch.iter().zip(&self.answers).filter_map(|(op, answer)| op.ask.wakes(answer));
@@ -173,7 +176,7 @@ impl<'c> Session<'c> {
         self.told.len()
     }
 
-    /// Sends the answers, although the connection is not at rest.
+    /// Sends the queued answers, although the thread still uses the connection.
     pub(super) fn send_answers(&mut self) {
         for (reply, answer) in self.told.drain(..) {
             reply.send(answer);
@@ -201,7 +204,7 @@ impl<'c> Session<'c> {
         true
     }
 
-    /// Removes some expired records. Returns whether there were any.
+    /// Removes some expired records. Returns whether a record was removed.
     fn make_room(&mut self) -> bool {
         let database = &self.state.database;
         if database.limit_size(self.connection(), true).is_err() {
@@ -219,8 +222,8 @@ impl<'c> Session<'c> {
         database.limit_size(self.connection(), false).is_ok() && cleaned.is_ok_and(|removed| removed > 0)
     }
 
-    /// Gets the lock. Returns the time of the first request for it. If others hold the lock, first answers the replays,
-    /// which need no lock. Drops the operations whose callers are gone.
+    /// Gets the lock, and returns the time of the first request for the lock. While another connection holds the lock,
+    /// answers the replays, which need no lock, and drops the operations whose callers are gone.
     fn begin(&mut self, batch: &mut Vec<Op>) -> Result<LockRequest, TransactionFailure> {
         let database = &self.state.database;
         let asked = LockRequest { wall: self.state.wall_millis(), at: database.clock.now() };
@@ -246,13 +249,13 @@ impl<'c> Session<'c> {
         }
         batch.retain(|op| !op.is_abandoned());
         begun.map_err(|error| TransactionFailure::nothing_written(&error))?;
-        // Checked under the lock: a transaction that waited may have got the lock of an index that was removed
-        // meanwhile.
+        // The files are checked under the lock: the index may have been removed while the transaction waited, and a
+        // lock in a removed index excludes no other process.
         self.connected.files.check().map_err(|error| TransactionFailure::new(error, true))?;
         Ok(asked)
     }
 
-    /// Returns the time from which no lease could be renewed, by the state of this handle.
+    /// Returns the time since which the lock was held, so that this handle could renew no lease.
     fn locked_since(&self, asked: LockRequest) -> i64 {
         self.state.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
@@ -275,17 +278,17 @@ impl<'c> Session<'c> {
             let alone = failure.kind() == StoreErrorKind::Full;
             TransactionFailure { alone, ..TransactionFailure::new(failure, breaks_connection(&error) || !rolled_back) }
         })?;
-        // Another process that makes a new index finds all earlier commits in the log. If the files changed during the
-        // transaction, it misses this commit.
+        // If the files were replaced during the transaction, another process with the new index may not see this
+        // commit.
         self.connected.files.check().map_err(|error| TransactionFailure::new(unconfirmed(&error), true))
     }
 
-    /// Ends the transaction, if there is one. Returns whether none is open any more.
+    /// Rolls back the open transaction, if there is one. Returns whether no transaction is open afterwards.
     fn roll_back(&self) -> bool {
         self.connection().is_autocommit() || self.connection().execute_batch("ROLLBACK").is_ok()
     }
 
-    /// Runs as much of the batch as fits into one transaction, and keeps its answers.
+    /// Runs as many operations of the batch as fit into one transaction, and keeps their answers.
     fn transact(
         &mut self,
         batch: &mut Vec<Op>,
@@ -311,7 +314,7 @@ impl<'c> Session<'c> {
             }
             let Some(op) = batch.get(n) else { break };
             let answer = match self.perform(op, now, since) {
-                // A full disk and similar errors roll back the whole transaction.
+                // A full disk, or a similar error, has rolled back the whole transaction.
                 Err(Trouble::Sqlite(error)) if connection.is_autocommit() => {
                     return Err(TransactionFailure {
                         alone: true,
@@ -329,8 +332,8 @@ impl<'c> Session<'c> {
                 break;
             }
         }
-        // Cleaning up in the same transaction costs no further commit. Its failure matters only if it has ended the
-        // transaction.
+        // Clean-up in the same transaction costs no further commit. A failure of the clean-up matters only if it has
+        // ended the transaction.
         if clean_up
             && let Some(reservations) = self.state.reserved(reservations)
             && let Err(error) = self.table.clean_up(now, CLEANED_UP * reservations)
@@ -346,13 +349,13 @@ impl<'c> Session<'c> {
         }
         self.commit()?;
         if self.state.wall_millis() - asked.wall >= LONG_LOCK {
-            // An earlier lock does not count: a lease is spared once.
+            // The noted time is the one of this request, not of an earlier one, so that a lease is spared only once.
             self.state.was_locked_since(asked.wall, SPARED);
         }
         Ok(())
     }
 
-    /// Performs `op` at `now`. No lease could be renewed since `since`.
+    /// Runs `op` at `now`. Since `since` the lock was held, so no lease could be renewed.
     fn perform(&mut self, op: &Op, now: i64, since: i64) -> Result<Answer, Trouble> {
         let table = &mut self.table;
         Ok(match &op.ask {
@@ -377,9 +380,9 @@ impl<'c> Session<'c> {
         })
     }
 
-    /// Answers the operations that change nothing. Hands each of the others on immediately, so that the writer does not
-    /// wait for the rest of the batch. Returns false if the connection is unusable. `version` is the file's version at
-    /// the last wake-up of waiting duplicates.
+    /// Answers the operations that change nothing. Passes an operation that has to write to `hand_on` immediately, so
+    /// that the writer does not wait for the whole batch. Returns false if the connection is unusable. `version` is the
+    /// file's version at the last wake-up of waiting duplicates.
     pub(super) fn read(&mut self, batch: &mut Vec<Op>, version: &mut Option<i64>, hand_on: impl FnMut(Op)) -> bool {
         let looked = self.look(batch, version, hand_on);
         let Err(failure) = looked else { return true };
@@ -388,7 +391,8 @@ impl<'c> Session<'c> {
         !failure.broken
     }
 
-    /// Reads from one snapshot, for at most as long as a transaction may take: meanwhile the WAL can't start anew.
+    /// Reads from one snapshot, for as long as a transaction may take at most: while a snapshot is in use, SQLite can't
+    /// reuse the WAL from its beginning.
     fn look(
         &mut self,
         batch: &mut Vec<Op>,
@@ -399,7 +403,7 @@ impl<'c> Session<'c> {
         let database = &state.database;
         self.connected.files.check().map_err(|error| TransactionFailure::new(error, true))?;
         let failed_to_read = |error: rusqlite::Error| TransactionFailure::nothing_written(&error);
-        // Several reads share one snapshot; a lone read needs no explicit transaction.
+        // Several reads share one snapshot, in a transaction; a lone read needs no explicit transaction.
         let polls = state.waiters() > 0;
         let transaction = batch.len() + usize::from(polls) > 1;
         let began = database.clock.now();
@@ -410,13 +414,15 @@ impl<'c> Session<'c> {
             let found = database
                 .patiently(|| self.connection().prepare_cached("PRAGMA data_version")?.query_row([], |row| row.get(0)));
             let found = found.map_err(failed_to_read)?;
-            // Checked before the look-ups of this batch, so that the next poll finds a commit made after them.
+            // The version is read before the records of this batch, so that the next poll notices a commit that follows
+            // these reads.
             if version.replace(found) != Some(found) {
                 state.waiting.wake_all();
             }
         }
         let (now, mut bytes) = (self.state.wall_millis(), 0);
-        // Popped from the end, so reversed to keep the order. The rest stays in the batch.
+        // The batch is reversed because operations are popped from its end. Operations that are not run stay in the
+        // batch.
         batch.reverse();
         for n in 0_usize.. {
             let Some(op) = batch.pop() else { break };
@@ -452,7 +458,7 @@ impl<'c> Session<'c> {
     }
 }
 
-/// Separates the errors of SQLite, so that `patiently` can judge them.
+/// Separates the errors of SQLite from other errors, because `patiently` retries only errors of SQLite.
 fn quietly<T>(answer: Result<T, Trouble>) -> rusqlite::Result<Result<T, Trouble>> {
     match answer {
         Err(Trouble::Sqlite(error)) => Err(error),
@@ -477,7 +483,7 @@ mod tests {
     use crate::policy::OnCrash;
     use crate::record::{Finish, OwnerToken, Reservation, ReserveRequest, StoredResult, Verdict};
 
-    /// A store without any threads, on a file in a folder that is removed on drop.
+    /// A store without threads, on a file in a folder that `drop` removes.
     struct ThreadlessStore {
         folder: PathBuf,
         state: HandleState,
@@ -496,7 +502,7 @@ mod tests {
             Self { folder, state, connected }
         }
 
-        /// Does `work` on `asks`. Returns the number of operations that are left over, and the answers.
+        /// Runs `work` on the operations `asks`. Returns the number of operations that were not run, and the answers.
         fn work(
             &self,
             asks: Vec<SqliteRequest>,
@@ -547,7 +553,7 @@ mod tests {
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
         }
-        // A write and a read find every result, but not all of them in one transaction.
+        // A transaction returns only some of the results, whether it writes or only reads.
         let asks = || requests.iter().cloned().map(|request| SqliteRequest::Reserve(request, true)).collect::<Vec<_>>();
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
@@ -574,7 +580,7 @@ mod tests {
         let answered = |asks, company: &LateJoiners<'_>| {
             quiet.work(asks, |session, batch| assert!(session.write(batch, Some(company)))).1.len()
         };
-        // No caller was answered before, so none is expected.
+        // No caller was answered before, so the transaction waits for no caller.
         assert_eq!(answered(asks(1), &company), 1);
         company.were_answered(4);
         let leases = (0..3).map(|n| {
@@ -619,16 +625,17 @@ mod tests {
         quiet.state.was_locked_since(before, LONG);
         let (_, answers) = quiet.work(ask(true), write);
         assert!(matches!(answers[..], [Ok(Answer::Spared)]), "{answers:?}");
-        // The owner gets its own reservation.
+        // The owner of the lease repeats its reservation, and gets its lease again.
         let (_, answers) = quiet.work(vec![SqliteRequest::Reserve(held.clone(), true)], write);
         assert!(matches!(answers[..], [Ok(Answer::Reservation(Reservation::Granted { takeover: false, .. }))]));
-        // The pause is over: the lease is taken over.
+        // After the pause, a reservation takes the lease over.
         let taken_over = |answers: &[OpResult]| {
             matches!(answers, [Ok(Answer::Reservation(Reservation::Granted { takeover: true, .. }))])
         };
         let (_, answers) = quiet.work(ask(false), write);
         assert!(taken_over(&answers), "{answers:?}");
-        // The lock was held for long, but only after the lapse, so it was not the reason for the lapse.
+        // The lock was held for long, but only after the lease had lapsed: the lock was not the reason, so the lease is
+        // not spared.
         let pass = |millis| {
             let until = quiet.state.wall_millis() + millis;
             while quiet.state.wall_millis() <= until {
@@ -645,7 +652,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_can_not_be_got_is_noted_from_its_first_try_on() {
+    fn a_held_lock_is_noted_from_the_first_try_on() {
         let quiet = ThreadlessStore::new("noted");
         let state = &quiet.state;
         let at = state.database.clock.now();
@@ -656,7 +663,7 @@ mod tests {
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         let since = state.locked_since(at).expect("noted");
         assert!((before..=quiet.state.wall_millis()).contains(&since));
-        // A second try keeps that time, if not much has passed in between.
+        // A second try soon after the first keeps the time of the first try.
         state.was_locked_since(since, Duration::from_secs(600));
         assert!(matches!(quiet.work(asks(), write).1[..], [Err(_)]));
         assert_eq!(state.locked_since(at), Some(since));

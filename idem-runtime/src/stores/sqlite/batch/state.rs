@@ -1,4 +1,4 @@
-//! State of a store handle, without its queues and threads.
+//! State of a store handle in one process, apart from its queues and threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -10,9 +10,9 @@ use crate::kit::waiting::WaiterTable;
 use crate::sync::lock;
 
 /// Time that a reservation waits before it takes over a lease that lapsed while the lock was held. The owner of the
-/// lease asks for that lock every half millisecond.
+/// lease tries to get the lock every half millisecond.
 pub(super) const SPARED: Duration = Duration::from_millis(250);
-/// Clean-up is due after this many reservations: a lone call need not pay for it each time.
+/// Number of reservations after which a clean-up is due, so that not every lone call pays for a clean-up.
 const CLEAN_UP_AFTER: u32 = 8;
 
 /// A handle's file, its waiting duplicates and the times of its lock, in one process.
@@ -21,12 +21,12 @@ pub(in super::super) struct HandleState {
     pub(in super::super) waiting: WaiterTable,
     /// Number of waiting duplicates.
     waiters: AtomicUsize,
-    /// True if the upkeep thread waits for the lock: the writer lets it go first.
+    /// True if the upkeep thread waits for the lock: the writer lets the upkeep thread go first.
     upkeep_waits: AtomicBool,
-    /// True if the writer waits for the lock: the upkeep thread lets it go first after a transaction.
+    /// True if the writer waits for the lock: after each transaction the upkeep thread leaves the lock to the writer.
     writer_waits: AtomicBool,
-    /// Start of the time for which the lock was held, by others and then by the writer, in milliseconds of the wall
-    /// clock; and the end of the time for which leases that lapsed meanwhile are spared.
+    /// Start of the time for which the lock was held, in milliseconds of the wall clock, and the time until which
+    /// leases that lapsed meanwhile are spared. `None` if the lock was not held for long.
     locked: Mutex<Option<(i64, Instant)>>,
     /// Number of reservations since the last clean-up.
     reservations: AtomicU32,
@@ -56,7 +56,7 @@ impl HandleState {
         WaiterGuard(&self.waiters)
     }
 
-    /// Returns whether the upkeep thread is to get the lock first.
+    /// Returns whether the upkeep thread waits for the lock, so that it must get the lock first.
     pub(super) fn upkeep_waits(&self) -> bool {
         self.upkeep_waits.load(Ordering::SeqCst)
     }
@@ -66,23 +66,23 @@ impl HandleState {
         self.writer_waits.load(Ordering::SeqCst)
     }
 
-    /// Notes that the upkeep thread has the lock, so that the writer asks for the lock as soon as it is free again.
+    /// Notes that the upkeep thread has the lock, so that the writer may ask for the lock again.
     pub(super) fn upkeep_has_lock(&self) {
         self.upkeep_waits.store(false, Ordering::SeqCst);
     }
 
-    /// Notes that no lease could be renewed from `since`, by the wall clock, until now. Spares the leases that lapsed
-    /// meanwhile for `spared`.
+    /// Notes that the lock was held from `since` (by the wall clock) until now, so that no lease could be renewed.
+    /// Leases that lapsed meanwhile are spared for the time `spared`.
     pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
         *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
     }
 
-    /// Returns the time from which no lease could be renewed, if leases are spared at `now`.
+    /// Returns the time since which no lease could be renewed; `None` if no lease is spared at `now`.
     pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
         lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
     }
 
-    /// Counts `more` reservations. If a clean-up is due, returns the number of reservations since the last one.
+    /// Counts `more` reservations. If a clean-up is due, returns the number of reservations since the last clean-up.
     pub(super) fn reserved(&self, more: u32) -> Option<u32> {
         let reservations = self.reservations.fetch_add(more, Ordering::Relaxed) + more;
         let is_due = more > 0 && reservations >= CLEAN_UP_AFTER;
