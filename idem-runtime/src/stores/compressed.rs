@@ -23,16 +23,16 @@ const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 
 /// A wrapper around any store that compresses large results with zstd.
 ///
-/// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and stored compressed if that is
-/// smaller. A record that can't be decompressed, or only to more than [`max_bytes`](CompressedOptions::max_bytes), is a
-/// finished operation whose result is unavailable ([`StoredResult::Unreadable`]). The operation never runs again. All
-/// consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the codec
-/// `idem:zstd`. Results that are not compressed are written unchanged, so the wrapper can be added at any time.
+/// A result of more than [`above`](CompressedOptions::above) bytes is compressed; the smaller form is stored. If a
+/// result can't be decompressed, or would exceed [`max_bytes`](CompressedOptions::max_bytes), the operation counts as
+/// finished with an unavailable result ([`StoredResult::Unreadable`]). The operation never runs again. All consumers of
+/// one store need the wrapper: a consumer without the wrapper gets an error that names the codec `idem:zstd`. Results
+/// that are not compressed are written unchanged, so the wrapper can be added at any time.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: as in the inner store.
 /// - *Limits*: as in the inner store, for the compressed result.
-/// - *Cost*: no further call. About 1 ms of processor time per 1 MB written, in the task of the handler, and less per 1
-///   MB read; about 1 MB of memory for each thread that compresses.
+/// - *Cost*: no further call. Compression takes about 1 ms of processor time per MB, in the task of the handler;
+///   decompression takes less. Each thread that compresses needs about 1 MB of memory.
 ///
 /// ```
 /// use idem_runtime::{Compressed, MemoryStore};
@@ -83,9 +83,8 @@ impl CompressedOptions {
         Self { above: bytes, ..self }
     }
 
-    /// Largest result that is compressed or decompressed, in bytes (default: 64 MiB). A result is never decompressed to
-    /// more bytes, even if its record claims a larger size. Larger results are written uncompressed. A lower limit
-    /// makes larger results unavailable.
+    /// Largest result that is compressed or decompressed, in bytes (default: 64 MiB). A larger result is written
+    /// uncompressed. If the limit is lowered later, compressed results above the new limit are unavailable.
     pub fn max_bytes(self, bytes: usize) -> Self {
         Self { max_bytes: bytes, ..self }
     }
@@ -115,7 +114,8 @@ struct CompressedInner {
 }
 
 thread_local! {
-    // Kept per thread: creating a context costs many times as much as compressing a small result.
+    // Each thread keeps its contexts, because creating a context costs many times as much as compressing a small
+    // result.
     static COMPRESSOR: RefCell<Option<(i32, Compressor<'static>)>> = const { RefCell::new(None) };
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
@@ -133,8 +133,8 @@ fn compress(level: i32, bytes: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// Returns an upper bound for the content of a frame of `len` bytes: a block has at least 4 bytes and holds at most 128
-/// KiB. No larger buffer is ever allocated, even if the frame claims more.
+/// Returns an upper bound for the content of a frame of `len` bytes: a block has at least 4 bytes, and holds at most
+/// 128 KiB. The bound limits the buffer that is allocated for a frame with a false size.
 const fn most_in(len: usize) -> usize {
     (len / 4).saturating_mul(128 * 1024)
 }
@@ -157,7 +157,7 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
 }
 
 impl CompressedInner {
-    /// Returns the payload in an envelope. `None` if the payload is stored unchanged.
+    /// Returns the payload in an envelope; `None` if the payload is stored unchanged.
     fn pack(&self, payload: &StoredResult) -> Option<StoredResult> {
         let StoredResult::Encoded { codec, bytes } = payload else { return None };
         let compressed = (bytes.len() > self.options.above && bytes.len() <= self.options.max_bytes)

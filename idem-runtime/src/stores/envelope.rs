@@ -2,16 +2,16 @@
 //! that they changed.
 //!
 //! A record with an envelope names a codec that no handler has. So a consumer without the wrapper gets
-//! `ResultProblem::OtherCodec` instead of decoding other bytes. Version 1, integers big-endian:
+//! `ResultProblem::OtherCodec`, and does not decode the envelope as a result. Version 1, integers big-endian:
 //!
 //! | bytes | content |
 //! |---|---|
 //! | 0 | version: 1 |
-//! | 1 | form: 0 as it was, 1 a zstd frame, 2 in an object |
+//! | 1 | form: 0 unchanged, 1 a zstd frame, 2 in an object |
 //! | 2 | length of the codec's name |
-//! | then | the name of the codec that wrote the result |
+//! | that length | the name of the codec that wrote the result |
 //! | 8 | size of the result |
-//! | rest | form 0: the result; 1: one zstd frame of it, with a checksum; 2: its SHA-256 (32 bytes), the path of the object |
+//! | rest | form 0: the result; 1: the result as one zstd frame with a checksum; 2: the SHA-256 of the result (32 bytes), then the path of the object |
 
 use bytes::Bytes;
 
@@ -24,8 +24,8 @@ const VERSION: u8 = 1;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum Form {
-    /// The unchanged result. The name of its codec (of a nested wrapper, for example) is the envelope's own, so that a
-    /// reader would take the bare result for an envelope.
+    /// The unchanged result, in an envelope. Needed if the result has the codec name of the envelope (from a nested
+    /// wrapper, for example): a reader would take such a result for an envelope.
     AsItWas = 0,
     #[cfg(feature = "compressed")]
     Zstd = 1,
@@ -36,7 +36,7 @@ pub(crate) enum Form {
 /// A decoded envelope.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Envelope {
-    /// The [`Form`]. A number without a meaning in this release or this wrapper is damage.
+    /// Number of the [`Form`]. An envelope with an unknown number counts as damaged.
     pub(crate) form: u8,
     /// The codec that wrote the result.
     pub(crate) codec: CodecName,
@@ -45,7 +45,7 @@ pub(crate) struct Envelope {
     pub(crate) rest: Bytes,
 }
 
-/// Returns the size of an envelope without its rest.
+/// Returns the size of the envelope's header, in bytes.
 pub(crate) fn header_bytes(codec: &CodecName) -> usize {
     3 + codec.as_str().len() + 8
 }
@@ -83,8 +83,8 @@ fn read(bytes: &Bytes) -> Option<Envelope> {
     Some(Envelope { form, codec, size, rest })
 }
 
-/// Returns whether `finish` may need an envelope: its result has more than `above` bytes, or its codec has the
-/// envelope's own name.
+/// Returns whether `finish` may need an envelope: its result has more than `above` bytes, or has the codec name of the
+/// envelope.
 pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bool {
     match finish.result() {
         StoredResult::Encoded { codec, bytes } => *codec == envelope || bytes.len() > above,
@@ -92,7 +92,7 @@ pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bo
     }
 }
 
-/// Returns `finish` with another payload.
+/// Returns `finish` with `payload` in place of its result.
 pub(crate) fn replaced(finish: &Finish, payload: StoredResult) -> Finish {
     match finish {
         Finish::Completed(_) => Finish::Completed(payload),
@@ -108,7 +108,7 @@ pub(crate) fn payload_of(record: &mut Record) -> Option<&mut StoredResult> {
     }
 }
 
-/// Returns the payload that replaces an unreadable one.
+/// Returns the payload that stands for an unreadable result.
 pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> StoredResult {
     StoredResult::Unreadable { reason: reason.into() }
 }

@@ -1,5 +1,5 @@
-//! The stores, one folder each, and the wrappers around any store. A store depends on the contract and the kit, and on
-//! no other store.
+//! The stores, with one folder for each store, and the wrappers around any store. A store depends on the contract and
+//! the kit, but on no other store.
 
 #[cfg(feature = "cached")]
 pub(crate) mod cached;

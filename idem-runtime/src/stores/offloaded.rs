@@ -34,23 +34,23 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// record holds the object's path, size and SHA-256. So records stay small, and a store with a size limit, such as
 /// `DynamoDB`, takes results of any size. Raise `max_result_bytes` of the policy as well (default: 256 KiB).
 ///
-/// - *Atomicity*, *Clock*: as in the inner store. A record never names an object that is not completely uploaded.
-/// - *Durability*: as in the inner store for the record. The result lasts while its object does. A result whose
-///   object is missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
+/// - *Atomicity*, *Clock*: as in the inner store. A record never refers to an object that is not completely uploaded.
+/// - *Durability*: as in the inner store for the record. The result lasts as long as its object. A result whose object
+///   is missing, altered, or out of reach for longer than [`timeout`](OffloadedOptions::timeout) is unavailable
 ///   ([`StoredResult::Unreadable`], an error for the caller). The operation is still finished, and never runs again.
 /// - *Limits*: the object store's limit for one `PUT`.
-/// - *Cost*: for a large result, one more `PUT` at the first run and one more `GET` at each replay. Other results cost
-///   nothing more.
+/// - *Cost*: for a large result, one more `PUT` at the first run and one more `GET` at each replay. Small results cause
+///   no further cost.
 ///
 /// **If the object store fails while a result is recorded,** the upload is retried for [`timeout`] (at most a third of
-/// the lease). Then the result goes into the record. If the inner store finds the record too large, the completion is
-/// recorded without its result. The effect has happened, so no failure of the object store lets the operation run
-/// again.
+/// the lease). If the upload still fails, the result goes into the record. If the record is too large for the inner
+/// store, the completion is recorded without its result. The operation has had its effect, so no failure of the object
+/// store lets the operation run again.
 ///
 /// **The object store removes the objects.** Give the prefix a lifecycle rule that removes objects some time after the
-/// longest `ttl`, never sooner: an object is as old as its record, give or take the upload. This wrapper removes only
-/// the object of an attempt that lost its lease. The lifecycle rule also removes the object of an attempt that dies
-/// between object and record, and the object of a result that an operator discards.
+/// longest `ttl`, never sooner: an object and its record are about equally old. This wrapper removes only the object of
+/// an attempt that lost its lease. The lifecycle rule also removes the object of an attempt that dies between object
+/// and record, and the object of a result that an operator discards.
 ///
 /// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
 /// prefix. All consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the
@@ -109,7 +109,7 @@ impl Default for OffloadedOptions {
 }
 
 impl OffloadedOptions {
-    /// Folder in the object store (default: `idem`). Results that were written to another folder are still found.
+    /// Folder in the object store (default: `idem`). Results that were written to another folder remain readable.
     pub fn prefix(self, prefix: &str) -> Self {
         Self { prefix: Path::from(prefix), ..self }
     }
@@ -125,13 +125,13 @@ impl OffloadedOptions {
         Self { timeout, ..self }
     }
 
-    /// Object store for results that a thread of the library records late, because their call was cancelled (default:
-    /// the object store of all other calls).
+    /// Object store for the results of cancelled calls, which a thread of the library records (default: the object
+    /// store of all other calls).
     ///
     /// Most clients of a remote object store keep connections that belong to the runtime that opened them. If a handler
     /// blocks that runtime, an upload over such a connection waits. The upload is given up after a third of the lease,
     /// and the result goes into the record; a store with a size limit then records the completion without a result. A
-    /// second client of the same bucket avoids this.
+    /// second client of the same bucket avoids this wait.
     pub fn upkeep_objects(self, objects: Arc<dyn ObjectStore>) -> Self {
         Self { upkeep_objects: Some(objects), ..self }
     }
@@ -169,14 +169,14 @@ impl fmt::Debug for OffloadedInner {
     }
 }
 
-/// Reason why an object can't be retrieved. The texts are this library's: an error text of an object store may quote
-/// requests.
+/// Reason why an object can't be retrieved. All texts are from this library, because an error text of an object store
+/// may quote requests.
 enum ObjectFailure {
     /// The object will not be available later either.
     Gone(&'static str),
     /// The object may exist, but the object store refuses this request.
     Refused(&'static str),
-    /// The same call may succeed if it is repeated.
+    /// The failure may be temporary: the same call may succeed later.
     Passing(&'static str),
 }
 
@@ -195,8 +195,7 @@ impl From<Error> for ObjectFailure {
             Error::PermissionDenied { .. } => Self::Refused("the object store denies access to its object"),
             Error::Unauthenticated { .. } => Self::Refused("the object store refuses the credentials"),
             Error::Generic { .. } => Self::Passing("the object store failed"),
-            // One more variant, for a task that could not be joined, exists only under another feature of
-            // `object_store`.
+            // All other errors, including a variant that exists only under another feature of `object_store`.
             _ => Self::Refused("the object store can't do what is asked for"),
         }
     }
@@ -209,8 +208,8 @@ fn hex(bytes: &[u8]) -> String {
 
 impl OffloadedInner {
     /// Returns the path of this result of this attempt. Another result of the same attempt has another path, so that a
-    /// repeated `finish` that changes no record changes no object either. The owner token is hashed: it must not show
-    /// in a name.
+    /// repeated `finish` with another result does not overwrite the recorded object. The owner token is hashed, because
+    /// it must not be visible in the name of an object.
     fn path(&self, key: &Key, attempt: &[u8], digest: &[u8]) -> Path {
         let key = Sha256::digest(key.as_str());
         let attempt = Sha256::new().chain_update(attempt).chain_update(digest).finalize();
@@ -246,7 +245,7 @@ impl OffloadedInner {
         .await
     }
 
-    /// Tries once to remove an object. The lifecycle rule removes what is left.
+    /// Tries once to remove an object. If the removal fails, the lifecycle rule removes the object later.
     async fn remove(&self, path: &Path) {
         let clock = self.inner.context().clock();
         if !matches!(race(self.objects.delete(path), clock.sleep(self.options.timeout)).await, Some(Ok(()))) {
@@ -254,7 +253,8 @@ impl OffloadedInner {
         }
     }
 
-    /// Writes a finish whose result goes into an object, or into an envelope.
+    /// Writes `finish`. Its result goes into an object if it is large, or into an envelope if its codec name requires
+    /// one.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         let StoredResult::Encoded { codec, bytes } = finish.result() else {
             return self.inner.finish(lease, finish).await;
@@ -262,14 +262,15 @@ impl OffloadedInner {
         if bytes.len() > self.options.above {
             let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
             let path = self.path(&lease.key, lease.owner.as_bytes(), &digest);
-            // If the handler was ready immediately, nothing renews its lease during the upload.
+            // If the handler ended at its first poll, its lease is not renewed during the upload, so the upload must
+            // end well before the lease.
             let limit = self.options.timeout.min(lease.duration / 3);
             match self.upload(limit, &path, bytes).await {
                 Ok(()) => {
                     let offloaded = in_object(finish, *codec, bytes.len(), &digest, &path);
                     let written = self.inner.finish(lease, &offloaded).await;
-                    // Remove the object only if no write of this attempt has taken effect or still can: a record must
-                    // not lose its object.
+                    // The object is removed only if no write of this attempt can have taken effect: a record must not
+                    // lose its object.
                     match &written {
                         Ok(Verdict::Refused) => self.remove(&path).await,
                         Err(error) if error.kind() == StoreErrorKind::TooLarge => self.remove(&path).await,
@@ -289,8 +290,8 @@ impl OffloadedInner {
         }
     }
 
-    /// Applies a decision whose result goes into an object, or into an envelope. An object that can't be written is an
-    /// error: an operator can repeat the decision, while an attempt must end.
+    /// Applies a decision. Its result goes into an object if it is large. A failed upload is an error, because an
+    /// operator can repeat the decision.
     async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<DecisionAnswer, StoreError> {
         let with = |finish| Decision { action: decision.action.with_finish(finish), ..decision.clone() };
         let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };
@@ -301,8 +302,8 @@ impl OffloadedInner {
             };
         }
         let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-        // Each repetition of the decision uses the same path, so that it writes the same result. After a refusal, the
-        // object is left to the lifecycle rule: an earlier copy of the decision may refer to it.
+        // A repetition of the decision uses the same path, so that it writes the same object. After a refusal, the
+        // lifecycle rule removes the object: an earlier copy of the decision may refer to it.
         let path = self.path(&decision.key, &decision.seen.attempt().to_be_bytes(), &digest);
         self.upload(self.options.timeout, &path, bytes).await.map_err(|failure| {
             let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());
@@ -314,18 +315,19 @@ impl OffloadedInner {
             && found.record.attempt == decision.seen.attempt()
             && found.record.state == finish.state()
         {
-            // The attempt has recorded the same result, in its own object.
+            // The attempt itself has recorded the same result, in another object.
             return Ok(DecisionAnswer::Applied);
         }
         Ok(decided)
     }
 
-    /// Replaces the envelope in a record that is about to be replayed by its result.
+    /// Replaces the envelope in a record by the result that it refers to, before the record is replayed.
     async fn open_replay(&self, key: &Key, record: &mut Record) {
         if let Some(payload) = envelope::payload_of(record)
             && let StoredResult::Encoded { codec: CODEC, bytes } = payload
         {
-            // Never an error: under `on_store_error = run` an error would run a finished operation again.
+            // A failure is not returned as an error: with `on_store_error = run`, an error would run the finished
+            // operation again.
             *payload = self.open(bytes).await.unwrap_or_else(|failure| {
                 tracing::warn!(%key, "a result can't be read: {}", failure.reason());
                 unreadable(failure.reason())
@@ -333,7 +335,7 @@ impl OffloadedInner {
         }
     }
 
-    /// Returns the payload behind the envelope in `bytes`.
+    /// Returns the result to which the envelope in `bytes` refers.
     async fn open(&self, bytes: &Bytes) -> Result<StoredResult, ObjectFailure> {
         const DAMAGED: ObjectFailure = ObjectFailure::Gone("the reference to its object is damaged");
         let Envelope { form, codec, size, mut rest } = match envelope::open(bytes) {
@@ -351,7 +353,7 @@ impl OffloadedInner {
         let bytes = self
             .try_for(self.options.timeout, || async {
                 let object = self.objects.get(&path).await?;
-                // Checked before the object is read: a larger object is never loaded into memory.
+                // The size is checked before the object is read, so that a larger object is never loaded into memory.
                 if object.meta.size != size {
                     return Err(ObjectFailure::Gone("its object has another size"));
                 }
@@ -371,7 +373,7 @@ fn in_object(finish: &Finish, codec: CodecName, size: usize, digest: &[u8], path
     envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes })
 }
 
-/// Returns `finish` in an envelope, if a reader would take its bare result for an envelope.
+/// Returns `finish` in an envelope if a reader would take its unchanged result for an envelope.
 fn as_it_was(finish: &Finish) -> Option<Finish> {
     let StoredResult::Encoded { codec: CODEC, bytes } = finish.result() else { return None };
     let bytes = envelope::seal(Form::AsItWas, &CODEC, bytes.len(), &[bytes]);

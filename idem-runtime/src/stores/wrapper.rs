@@ -1,4 +1,4 @@
-//! Code shared by the wrappers: stores around another store that pass most calls on.
+//! Code that the wrappers share. A wrapper is a store around another store, and passes most calls on to it.
 
 use std::sync::{Arc, Weak};
 
@@ -6,7 +6,7 @@ use crate::store::Store;
 use crate::sync::SharedOnce;
 
 /// Returns the upkeep handle of a wrapper: the same wrapper around the upkeep handle of the inner store, made once. If
-/// the inner store has no separate upkeep handle, the wrapper has none either.
+/// the inner store has no separate upkeep handle, the wrapper returns its own handle.
 pub(crate) fn upkeep<W: Store>(
     this: &Weak<W>,
     inner: &Arc<dyn Store>,
@@ -18,7 +18,7 @@ pub(crate) fn upkeep<W: Store>(
     }
     let its = inner.upkeep();
     match Arc::ptr_eq(&its, inner) {
-        // Not stored in `made`: the wrapper would hold a reference to itself and never be dropped.
+        // This handle is not stored in `made`: the wrapper would hold a reference to itself and never be dropped.
         true => this.upgrade().expect("alive while it is borrowed"),
         false => Arc::clone(made.get_or_init(|| around(its))) as _,
     }

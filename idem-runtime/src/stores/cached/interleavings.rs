@@ -1,4 +1,4 @@
-//! Concurrent duplicates of one key that ask, give up, and run into a `reopen`, in every order.
+//! Tests of concurrent duplicates of one key that ask, give up, and meet a `reopen`, in many orders of the threads.
 
 use shuttle::future::block_on;
 use shuttle::thread;
@@ -17,7 +17,7 @@ fn finish(store: &impl Store, lease: &Lease) {
     assert_eq!(written.expect("answered"), Verdict::Applied);
 }
 
-/// Returns a store in which attempt 1 is finished, and an empty cache in front of it. The clock stands still: a
+/// Returns a store in which attempt 1 is finished, and an empty cache in front of that store. The clock stands still: a
 /// duplicate that is not woken waits forever.
 fn finished() -> (MemoryStore, Cached) {
     let store = MemoryStore::options().clock(TestClock::default()).build();
@@ -28,7 +28,8 @@ fn finished() -> (MemoryStore, Cached) {
     (store.clone(), Cached::new(store))
 }
 
-/// Reserves until the key is finished and returns the attempt of the replay. Finishes a new attempt if one is granted.
+/// Reserves the key until it is finished, and returns the attempt number of the replay. Finishes each attempt that is
+/// granted.
 fn take_part(store: &Cached) -> u32 {
     loop {
         match reserve(store) {
@@ -43,12 +44,12 @@ fn take_part(store: &Cached) -> u32 {
 fn assert_nothing_is_left(store: &Cached) {
     for shard in store.0.cache.shards() {
         let shard = lock(shard);
-        assert!(shard.flights.is_empty() && shard.making.is_empty(), "something is left of those who have asked");
+        assert!(shard.flights.is_empty() && shard.making.is_empty(), "an entry of a reservation is left");
         assert_eq!(shard.ring.len(), shard.entries.len());
     }
 }
 
-/// A duplicate that has joined another reservation gets an answer, even if the other one is dropped.
+/// A duplicate that has joined another reservation gets an answer, even if that other reservation is dropped.
 #[test]
 fn each_joined_caller_is_answered() {
     explore(|| {
@@ -83,7 +84,7 @@ fn a_reopened_result_is_not_replayed() {
             .map(|store| {
                 thread::spawn(move || {
                     let seen = [take_part(&store), take_part(&store), take_part(&store)];
-                    assert!(seen.is_sorted(), "what was reopened is replayed again: {seen:?}");
+                    assert!(seen.is_sorted(), "a reopened result is replayed again: {seen:?}");
                 })
             })
             .collect();

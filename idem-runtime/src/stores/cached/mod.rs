@@ -24,47 +24,48 @@ use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
 use crate::sync::{Mutex, MutexGuard, PerProcess, SharedOnce, lock};
 
-/// Largest number of shards, a power of two. Large enough that the threads of a machine rarely wait for the same lock;
-/// small enough that each shard of a default cache holds results of megabytes.
+/// Largest number of shards, a power of two. More shards would hold no results of megabytes in a cache of the default
+/// size; with fewer, threads would often wait for the same lock.
 const MOST_SHARDS: usize = 16;
-/// Fewest entries for which a further shard is made. [`LEAST_BYTES`] is the same for bytes.
+/// Smallest number of entries in a shard. [`LEAST_BYTES`] is the smallest size of a shard in bytes.
 const LEAST_ENTRIES: usize = 64;
 const LEAST_BYTES: usize = 1024 * 1024;
-/// Approximate size of an entry without its key and its result, in bytes.
+/// Approximate size of an entry in bytes, without its key and its result.
 const ENTRY_BYTES: usize = 384;
 /// Number of owner tokens of recent writes that a shard remembers.
 const WRITERS: usize = 256;
-/// Longest time that a duplicate waits for the answer to another duplicate of its key. That other call may not be
-/// polled any more, and must not delay others for long.
+/// Longest time that a duplicate waits for the answer to another duplicate of its key. If that other duplicate is no
+/// longer polled, it must not delay the waiting duplicates for long.
 const LONGEST_JOIN: Duration = Duration::from_millis(100);
-/// A time after every other.
+/// A time later than any other time.
 const NEVER: Instant = Instant::new(Duration::MAX);
 
 /// A bounded cache of finished records in this process, in front of any other store. A replay from the cache costs no
-/// call.
+/// call to the store.
 ///
-/// The cache keeps only records that can't change: completed and failed ones, never pending, released or interrupted
-/// ones. [`Record::admit`] decides on a hit, so the fingerprint is checked as everywhere. An entry lives no longer than
-/// the retention of its record, by the process's monotonic clock. A record that this process finished is cached
-/// immediately. A record that another process finished is cached from its second replay on, which reads the record
-/// together with the rest of its retention. The first two replays cost one call each, as they would without the cache.
+/// The cache keeps only records that can't change: completed and failed records, but no pending, released or
+/// interrupted records. [`Record::admit`] decides on a hit, so the fingerprint is checked as without the cache. An
+/// entry lives no longer than the retention of its record, by the process's monotonic clock. A record that this process
+/// finished is cached immediately. A record that another process finished is cached at its second replay, which also
+/// reads the rest of the retention. The first two replays cost one call each, as they would without the cache.
 ///
-/// While a call for a key asks the store, other duplicates of the key that arrive through the same handle wait for its
-/// answer. If the answer is a finished record, they return it without a call. Any other answer is not shared: each
-/// duplicate then asks for itself.
+/// While one call for a key asks the store, other duplicates of the key on the same handle wait for the answer. If the
+/// answer is a finished record, these duplicates return the record without a call. Any other answer is not shared: each
+/// duplicate then asks the store.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: as in the inner store. The cache never answers that a key is free.
-/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes). Beyond them the
-///   cache drops records that were not used recently; their next replay costs a call again. Results of more than 1 MiB
-///   are cached only if they are smaller than a sixteenth of `max_bytes`.
-/// - *Cost*: none for a hit. Otherwise the cost of the inner store, and the memory.
+/// - *Limits*: [`max_entries`](CachedOptions::max_entries) and [`max_bytes`](CachedOptions::max_bytes). Beyond these
+///   limits the cache drops records that were not used recently, and the next replay of such a record costs a call
+///   again. Results of more than 1 MiB are cached only if they are smaller than a sixteenth of `max_bytes`.
+/// - *Cost*: a hit costs no call. A miss costs as much as in the inner store. The cache takes up to `max_bytes` of
+///   memory.
 ///
 /// **Operators.** A [decision](Store::decide) through this cache, or through a [`peer`](Cached::peer), takes effect
 /// immediately. A decision in another process takes effect here within [`max_age`](CachedOptions::max_age); until then
-/// duplicates get the old result. The same holds for records that the server has lost.
+/// duplicates get the old result. Records that the server has lost are replayed for `max_age`, too.
 ///
-/// In front of a store inside the user's own transaction nothing is cached: a rollback would make the cached answers
-/// wrong.
+/// Around a store inside of the user's own transaction, the cache keeps no record, because a rollback would make the
+/// record wrong.
 ///
 /// Clones share the cache.
 ///
@@ -87,16 +88,16 @@ impl Cached {
         CachedOptions::default()
     }
 
-    /// Returns the same cache in front of `store`, another handle to the same records. For a process with several
-    /// handles: one per runtime, for example. With separate caches, each handle would notice a `reopen` through the
-    /// other only after [`max_age`](CachedOptions::max_age).
+    /// Returns the same cache in front of `store`, which must be another handle to the same records. Use it in a
+    /// process with several handles, for example one per runtime. With separate caches, each handle would notice a
+    /// `reopen` through the other handle only after [`max_age`](CachedOptions::max_age).
     #[must_use]
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn peer(&self, store: impl Store) -> Self {
         Self::open(store.handle(), Arc::clone(&self.0.cache))
     }
 
-    /// Number of cached records. Includes expired records that were not asked for since.
+    /// Number of cached records. Includes expired records until the next call for their key.
     pub fn len(&self) -> usize {
         self.0.cache.shards().iter().map(|shard| lock(shard).ring.len()).sum()
     }
@@ -106,7 +107,7 @@ impl Cached {
         self.len() == 0
     }
 
-    /// Approximate number of bytes that the records take.
+    /// Approximate number of bytes that the cached records take.
     pub fn bytes(&self) -> usize {
         self.0.cache.shards().iter().map(|shard| lock(shard).bytes).sum()
     }
@@ -152,8 +153,8 @@ impl CachedOptions {
         Self { max_bytes, ..self }
     }
 
-    /// Time after which a record is read again (default: 60 s). A longer time saves calls (one per record and
-    /// `max_age`). A shorter time notices a `reopen` of another process sooner.
+    /// Time after which a cached record is read from the store again (default: 60 s). A longer time saves calls,
+    /// because each record costs one call per `max_age`. A shorter time shows a `reopen` of another process sooner.
     pub fn max_age(self, max_age: Duration) -> Self {
         Self { max_age, ..self }
     }
@@ -179,7 +180,7 @@ struct CachedInner {
     this: Weak<CachedInner>,
     inner: Arc<dyn Store>,
     cache: Arc<Cache>,
-    /// True if the answers of the store are permanent. Inside a transaction they may be rolled back.
+    /// True if the store's answers are permanent; false inside of a transaction, which may be rolled back.
     keeps: bool,
     upkeep: SharedOnce<Arc<CachedInner>>,
 }
@@ -197,7 +198,7 @@ struct Cache {
     max_entries: usize,
     max_bytes: usize,
     max_age: Duration,
-    /// Clock of the first handle. All entries use it: the times of two clocks can't be compared.
+    /// Clock of the first handle, which all entries use: times of two clocks can't be compared.
     clock: Arc<dyn Clock>,
 }
 
@@ -209,10 +210,11 @@ struct Shard {
     ring: Vec<Key>,
     hand: usize,
     bytes: usize,
-    /// Entries that wait for an answer of the store, each with its own number.
+    /// Entries that wait for an answer of the store. The number of an entry identifies it.
     making: Vec<EntryDraft>,
     made: u64,
-    /// Owners of the latest writes whose result may have taken effect: writes under way, done, or without an answer.
+    /// Owners of the latest writes whose result may have taken effect: writes in flight, successful writes, and writes
+    /// without an answer.
     writers: VecDeque<OwnerToken>,
     /// Running reservations that other calls for the same key may join.
     flights: HashMap<Key, Arc<Flight>, BuildHasherDefault<KeyHasher>>,
@@ -228,7 +230,7 @@ struct Flight {
     record: OnceLock<(Record, Option<Duration>)>,
 }
 
-/// Guard of a reservation that others may join. Wakes them, however the reservation ends.
+/// Guard of a reservation that other calls may join. Its drop wakes the joined calls, however the reservation ends.
 struct LeadGuard<'a> {
     cache: &'a Cache,
     key: &'a Key,
@@ -238,7 +240,8 @@ struct LeadGuard<'a> {
 impl Drop for LeadGuard<'_> {
     fn drop(&mut self) {
         let mut shard = self.cache.shard(self.key);
-        // The map may already hold the next flight: after a `reopen` duplicates don't join this outdated one.
+        // The map may already hold the next flight of the key, because after a `reopen` duplicates don't join an
+        // outdated flight.
         if shard.flights.get(self.key).is_some_and(|flight| Arc::ptr_eq(flight, &self.flight)) {
             shard.flights.remove(self.key);
         }
@@ -247,11 +250,11 @@ impl Drop for LeadGuard<'_> {
     }
 }
 
-/// The cached state of a finished key.
+/// The cached knowledge about a finished key: its record, or only that the key is finished.
 struct Entry {
-    /// The record, once this process has read or written it.
+    /// The record; `None` until this process has read or written the record.
     record: Option<Record>,
-    /// Age of the record at the end of its retention; `None` if unknown.
+    /// Age that the record will have at the end of its retention; `None` if unknown.
     last_age: Option<Duration>,
     /// Time at which the record must be read again.
     fresh_until: Instant,
@@ -273,7 +276,7 @@ enum CacheAnswer {
 struct EntryDraft {
     number: u64,
     key: Key,
-    /// Earliest attempt that may still be current.
+    /// Number of the earliest attempt that may still be current.
     from: u32,
 }
 
@@ -305,7 +308,7 @@ impl Shard {
         }
     }
 
-    /// Returns what the cache holds for the key of `request`.
+    /// Answers `request` from the cache, if possible.
     fn look_up(&mut self, request: &ReserveRequest, now: Instant) -> CacheAnswer {
         match self.entries.get_mut(&request.key) {
             None => CacheAnswer::Nothing,
@@ -329,7 +332,7 @@ impl Shard {
         }
     }
 
-    /// Drops one entry: an expired one, or one that was not used since the hand's last pass.
+    /// Drops one entry that has expired, or that was not used since the hand's last pass.
     fn evict(&mut self, now: Instant) {
         while !self.ring.is_empty() {
             if self.hand >= self.ring.len() {
@@ -340,7 +343,8 @@ impl Shard {
                 Some(entry) if entry.touched && entry.ends_at > now => entry.touched = false,
                 _ => {
                     self.remove(&key);
-                    // The last entry of the ring, which is the newest, has moved here, so the hand passes it.
+                    // The newest entry, from the end of the ring, has moved to this position, so the hand moves past
+                    // it.
                     self.hand += 1;
                     return;
                 }
@@ -364,7 +368,7 @@ impl Cache {
         lock(&shards[key.shard(shards.len())])
     }
 
-    /// Takes a ticket. Must happen before the store is asked for the record.
+    /// Takes a ticket for an entry of `key`. The caller must take the ticket before it asks the store for the record.
     fn ticket<'a>(&'a self, key: &'a Key) -> Ticket<'a> {
         let asked_at = self.now();
         let mut shard = self.shard(key);
@@ -381,8 +385,9 @@ impl Cache {
 
     /// Caches a record that was just written, with its full retention.
     fn enter_written(&self, ticket: &Ticket<'_>, record: &Record, ttl: Duration) {
-        // An existing record was written or read before: a repeated write neither changes it nor extends its retention.
-        // The begin of its attempt is unknown here, so its age counts from its end.
+        // If the entry already holds a record, this write was a repetition, which neither changes the record nor
+        // extends its retention. The begin of the attempt is unknown here, so the age counts from the end of the
+        // attempt.
         self.enter(ticket, record, ttl, Some(Duration::ZERO), |entry| entry.record.is_none());
     }
 
@@ -400,7 +405,7 @@ impl Cache {
         if !is_final(record) || Self::bytes_of(ticket.key, Some(record)) > self.max_bytes {
             return;
         }
-        // Copies the bytes: a store's bytes may be a slice of a much larger buffer.
+        // The bytes are copied, because a store's bytes may be a slice of a much larger buffer.
         let record = with_own_bytes(record);
         let mut shard = self.shard(ticket.key);
         let mut making = shard.making.iter();
@@ -449,7 +454,8 @@ impl Cache {
         shard.entries.insert(key.clone(), Entry { record, last_age, fresh_until, ends_at, bytes, touched: false, at });
     }
 
-    /// Forgets attempts of `key` before `from`, the earliest attempt that may be finished now.
+    /// Forgets the cached record of `key` if its attempt is earlier than `from`, the earliest attempt that may be
+    /// current.
     fn outdate(&self, key: &Key, from: u32) {
         let mut shard = self.shard(key);
         let outdated = |entry: &Entry| entry.record.as_ref().is_none_or(|record| record.attempt < from);
@@ -470,7 +476,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Notes a write of `owner`. Returns whether no other write of this owner may have taken effect.
+    /// Notes a write of `owner`. Returns whether this write is the only one of this owner that may take effect.
     fn note_writer(&self, key: &Key, owner: OwnerToken) -> bool {
         let mut shard = self.shard(key);
         if shard.writers.contains(&owner) {
@@ -488,7 +494,7 @@ impl Cache {
     }
 }
 
-/// Returns whether neither the record nor the result read from it can change within its retention.
+/// Returns whether the record, and the result that is read from it, stay the same within the retention.
 fn is_final(record: &Record) -> bool {
     // An unreadable result may be readable later.
     let is_whole = |payload| !matches!(payload, &(StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. }));
@@ -520,7 +526,8 @@ impl CachedInner {
         match &answer {
             Reservation::Finished { record, .. } if is_final(record) => self.cache.note_finished(&request.key),
             Reservation::InProgress { attempt, .. } => self.cache.outdate(&request.key, *attempt),
-            // An unreadable result may be readable later. A fingerprint mismatch may come from a record in any state.
+            // These answers leave the cached entry: an unreadable result may be readable later, and a fingerprint
+            // mismatch does not show the state of the record.
             Reservation::Finished { .. } | Reservation::FingerprintMismatch { .. } => {}
             _ => self.cache.forget(&request.key),
         }
@@ -548,8 +555,8 @@ impl CachedInner {
         answer
     }
 
-    /// Waits for the answer to another duplicate. Asks the store as well unless that answer is a finished record: the
-    /// store itself answers each duplicate about a pending attempt or a failure.
+    /// Waits for the answer to another duplicate. Unless that answer is a finished record, asks the store itself,
+    /// because a pending attempt or an error may have ended by now.
     async fn join(
         &self,
         request: &ReserveRequest,
@@ -572,7 +579,7 @@ impl CachedInner {
     /// Answers a reservation for a finished key by reading the record together with the rest of its retention.
     async fn read(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
-        // An error decides nothing here: a caller without the right to read may still reserve.
+        // An error of the inspection is ignored, because a login without the right to inspect may still reserve.
         if let Ok(Some(Inspection { record, expires_in, began, .. })) = self.inner.inspect(&request.key).await
             && record.is_finished()
             && !expires_in.is_zero()
@@ -619,7 +626,7 @@ impl Store for CachedInner {
             return StoreFuture::new(self.ask(request, is_finished));
         }
         let flight = Arc::clone(flight);
-        // Created while the lock is held, so that the end of the flight notifies it.
+        // The notification is created while the lock is held, so that the end of the flight wakes this call.
         let landed = Arc::clone(&flight.landed).notified_owned();
         drop(shard);
         StoreFuture::new(self.join(request, flight, landed))
@@ -632,7 +639,7 @@ impl Store for CachedInner {
         StoreFuture::new(async move {
             let (key, owner) = (&lease.key, lease.owner);
             let ticket = self.cache.ticket(key);
-            // If several writes of this owner may have taken effect, the recorded one and its time are unknown.
+            // If several writes of this owner may have taken effect, it is unknown which result was recorded, and when.
             let only = self.cache.note_writer(key, owner);
             let written = self.inner.finish(lease, finish).await;
             match &written {
@@ -652,7 +659,7 @@ impl Store for CachedInner {
         }
         StoreFuture::new(async move {
             let told = self.inner.wait(key, attempt, at_most).await?;
-            // The answer to a wait counts as a first replay.
+            // The answer to a wait counts as the first replay of the record.
             if told.as_ref().is_some_and(|found| is_final(&found.record)) {
                 self.cache.note_finished(key);
             }
@@ -662,7 +669,8 @@ impl Store for CachedInner {
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
-            // Forgets the key after the decision: a record that was cached meanwhile may have been read before it.
+            // The key is forgotten after the decision, because a record that another call caches meanwhile may be older
+            // than the decision.
             let _forgotten = ForgetGuard(&self.cache, &decision.key);
             self.inner.decide(decision).await
         })

@@ -1,4 +1,5 @@
-//! DynamoDB's answers: whether DynamoDB gave them, and whether an unconfirmed write may have taken effect.
+//! Checks of DynamoDB's answers: whether an answer comes from DynamoDB, and whether an unconfirmed write may have taken
+//! effect.
 
 use std::error::Error;
 
@@ -16,8 +17,8 @@ use super::tries::Tries;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// An answer that shows whether it comes from DynamoDB. Every request asks for the consumed capacity, which only
-/// DynamoDB returns. Any other answer with status 200 (from a portal or a proxy, or an empty one) would otherwise read
-/// as "written" or as "no such item".
+/// DynamoDB returns. Without this check, an answer with status 200 from a portal or a proxy, or an empty answer, would
+/// mean "written" or "no such item".
 pub(super) trait Genuine {
     fn is_genuine(&self) -> bool;
 }
@@ -36,7 +37,7 @@ genuine!(DeleteItemOutput, GetItemOutput, PutItemOutput, ScanOutput, UpdateItemO
 
 /// An error that may be the refusal of a conditional write.
 pub(super) trait Conditional: ProvideErrorMetadata + Error + Send + Sync + 'static {
-    /// Returns the item that refused the write, if there was one.
+    /// Returns the item on which the condition failed; `None` if there was no item.
     fn met(self) -> Result<Option<Attributes>, Self>
     where
         Self: Sized;
@@ -61,11 +62,11 @@ conditional!(DeleteItemError, PutItemError, UpdateItemError);
 #[derive(Debug)]
 pub(super) enum WriteOutcome {
     Done,
-    /// The condition did not hold. Holds the item that refused the write, if there was one.
+    /// The condition failed on this item; `None` if there was no item.
     Refused(Option<Attributes>),
 }
 
-/// Returns the outcome of a write with this `answer`.
+/// Converts the `answer` to a write into its outcome.
 pub(super) fn written<T: Genuine, E: Conditional>(
     answer: Result<T, SdkError<E, HttpResponse>>,
     tries: &Tries,
@@ -83,7 +84,7 @@ pub(super) fn written<T: Genuine, E: Conditional>(
     }
 }
 
-/// Returns `output`, if it comes from DynamoDB.
+/// Returns `output` if the answer comes from DynamoDB, otherwise an error.
 pub(super) fn genuine<T: Genuine>(output: T) -> Result<T, StoreError> {
     if output.is_genuine() {
         return Ok(output);

@@ -1,4 +1,4 @@
-//! The meaning of DynamoDB's errors.
+//! Classifies DynamoDB's errors.
 
 use std::error::Error;
 use std::io;
@@ -11,7 +11,8 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Returns the error of the store for `error`.
 ///
-/// `error` does not become the source: it holds the answer with its headers, and the answer may hold a payload.
+/// `error` does not become the source of the store's error: it contains the whole answer with its headers, and thus
+/// possibly a payload.
 pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     error: &SdkError<E, HttpResponse>,
     tries: &Tries,
@@ -22,7 +23,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
         SdkError::ConstructionFailure(_) => (Misconfigured, format!("the request can't be made: {}", causes(error))),
         _ if tries.none_sent() => (Unavailable, format!("the request could not be sent: {}", causes(error))),
         SdkError::DispatchFailure(failure) => {
-            // A refused connection has carried no request, but an earlier try may have.
+            // A refused connection has carried no request, but an earlier try of the same call may have been sent.
             let refused = failure.as_connector_error().is_some_and(|error| is_refused(error)) && tries.open() == 1;
             let kind = if refused { Unavailable } else { Unconfirmed };
             (kind, format!("DynamoDB can't be reached, or did not answer: {}", causes(error)))
@@ -36,7 +37,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     StoreError::new(kind, message)
 }
 
-/// Returns the meaning of DynamoDB's refusal with `error`.
+/// Converts a refusal of DynamoDB.
 pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> StoreError {
     use StoreErrorKind::{Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let code = error.code().unwrap_or("no code");
@@ -50,7 +51,7 @@ pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tr
         | "TransactionConflictException"
         | "TransactionInProgressException"
         | "ReplicatedWriteConflictException"
-        // The client fetches new credentials.
+        // The client will fetch new credentials.
         | "ExpiredTokenException" => Unavailable,
         "ItemCollectionSizeLimitExceededException" => Full,
         "ValidationException" if said.contains("tem size") && said.contains("exceeded") => TooLarge,
@@ -71,10 +72,10 @@ pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tr
         | "ValidationException" => Misconfigured,
         _ => Unconfirmed,
     };
-    // A try that was answered with a failure of the server stays open. Even if this try was refused, an open earlier
-    // one may have taken effect.
+    // A try counts as open if the server failed during it. This try was refused, but an earlier open try may have taken
+    // effect.
     let kind = if tries.none_open() { kind } else { Unconfirmed };
-    // Other messages may quote the request or its signature.
+    // Only the messages of these codes are shown: other messages may quote the request or its signature.
     let told = match code {
         "ResourceNotFoundException" | "AccessDeniedException" | "ValidationException" => format!(": {said}"),
         _ => String::new(),

@@ -1,4 +1,4 @@
-//! A record as an item of the table: one attribute for each part, and the times.
+//! Records as items of the table: one attribute for each part of a record, and the times.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -34,7 +34,7 @@ pub(super) const RESULT_BYTES: &str = "result_bytes";
 pub(super) const HOLDER: &str = "holder";
 /// Trace of the latest attempt.
 pub(super) const TRACEPARENT: &str = "traceparent";
-/// The operator who decided about the record last, and their reason.
+/// The operator who last decided about the record. [`DECIDED_REASON`] is the operator's reason.
 pub(super) const DECIDED_BY: &str = "decided_by";
 pub(super) const DECIDED_REASON: &str = "decided_reason";
 /// Time at which the key was first seen, in milliseconds since 1970 by the clock of the machine that reserved it.
@@ -80,7 +80,7 @@ pub(super) const LISTED: [&str; 21] = [
 pub(super) struct Times {
     pub(super) lapses_at: i64,
     pub(super) expires_at: i64,
-    /// In seconds, rounded up and later by the skew: by then every clock has passed the end of the retention.
+    /// Time in seconds, rounded up and later by the skew: by then, every clock has passed the end of the retention.
     pub(super) purge_at: i64,
     pub(super) first_seen_at: i64,
     pub(super) began_at: i64,
@@ -153,11 +153,11 @@ pub(super) fn write(name: &str, record: &Record, times: Times) -> Attributes {
     attributes.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-/// A record and its times, as read.
+/// A record and its times, as read from an item.
 #[derive(Debug)]
 pub(super) struct FoundItem {
     pub(super) record: Record,
-    /// Meaningful only while the record is pending.
+    /// Time at which the lease lapses, if the record is pending.
     pub(super) lapses_at: i64,
     pub(super) expires_at: i64,
     pub(super) first_seen_at: i64,
@@ -175,7 +175,7 @@ pub(super) fn read_without_result(item: Attributes) -> Result<FoundItem, FormatE
 }
 
 fn read_as(mut item: Attributes, reading: ReadExtent) -> Result<FoundItem, FormatError> {
-    // Foreign items may have none of these attributes. A record has all that its state needs.
+    // An item without a format number was not written by this library.
     let format = match item.get(FORMAT) {
         None => return Err(FormatError::Foreign),
         Some(format) => integer(format).ok_or(FormatError::Foreign)?,
@@ -201,7 +201,7 @@ fn read_as(mut item: Attributes, reading: ReadExtent) -> Result<FoundItem, Forma
 }
 
 fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<'_>> {
-    // An attribute of an unexpected type is damage, not absence.
+    // An attribute of an unexpected type makes the item damaged; the attribute does not count as absent.
     let optional = |name: &str| match item.get(name) {
         None => Some(None),
         Some(number) => integer(number).map(Some),
@@ -214,7 +214,7 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         None => Some(false),
         Some(flag) => flag.as_bool().ok().copied(),
     };
-    // A later version may use these names in any way: only its format number is read.
+    // A later version may give these names another meaning, so only its format number is read.
     let ours = format == Parts::VERSION;
     let (empty, nothing): (&[u8], _) = (&[], 0);
     Some(Parts {
@@ -249,7 +249,8 @@ pub(super) fn damaged(item: &Attributes, why: FormatError) -> Inspection {
     Inspection::damaged(why.to_string(), stored)
 }
 
-/// Returns the type and the bytes of a value. Its parts have a fixed order, because the order of an answer varies.
+/// Returns the type and the bytes of a value. The parts of maps and sets are sorted, because their order in answers
+/// varies.
 fn raw(value: &AttributeValue) -> Vec<u8> {
     let sized = |part: Vec<u8>| [part.len().to_be_bytes().to_vec(), part].concat();
     let many = |kind: &[u8], parts: Vec<Vec<u8>>| [kind.to_vec(), parts.into_iter().flat_map(sized).collect()].concat();
@@ -285,7 +286,7 @@ pub(super) fn size(item: &Attributes) -> usize {
     let value = |value: &AttributeValue| match value {
         AttributeValue::S(text) => text.len(),
         AttributeValue::B(bytes) => bytes.as_ref().len(),
-        // One byte for two significant digits, and one more.
+        // A number takes one byte for two significant digits, and one more byte.
         AttributeValue::N(digits) => digits.trim_end_matches('0').len().div_ceil(2) + 1,
         _ => 1,
     };

@@ -2,8 +2,8 @@
 //!
 //! A record is one item, with an attribute for each of its parts. Every write is conditional, and the answer to a
 //! refused write contains the present item, so a replay is one call: the refused reservation. DynamoDB has no clock
-//! that a condition could read. Times are written by the clock of the writer, and no machine acts on a time before
-//! `max_clock_skew` more has passed by its own clock.
+//! that a condition could read. A writer writes times of its own clock. A machine counts a written time as passed only
+//! when its own clock is later than that time by `max_clock_skew`.
 
 mod answer;
 mod failure;
@@ -48,53 +48,55 @@ use crate::store::{
 };
 use crate::sync::PerProcess;
 
-/// Largest number of renewals under way.
+/// Largest number of quick renewals in flight.
 const RENEWED_AT_ONCE: usize = 32;
-/// Time after which a renewal no longer counts among those, so that it delays no other.
+/// Time after which a renewal in flight no longer counts against [`RENEWED_AT_ONCE`], so that it delays no other
+/// renewal.
 const SLOW: Duration = Duration::from_millis(250);
-/// First and longest pause of a waiting duplicate between two looks.
+/// First pause of a waiting duplicate between two reads of its record; the pause grows up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A store in a DynamoDB table.
 ///
-/// - *Atomicity*: one conditional write for each step; DynamoDB decides which one wins. No call of a handler scans, and
-///   no read may be stale. Use one region for a table: replicas of a global table with eventual consistency would each
-///   let an attempt run.
+/// - *Atomicity*: one conditional write for each step; DynamoDB decides which write wins. All reads are consistent, and
+///   no call of a handler scans the table. Use a table in one region only: two regions of a global table with eventual
+///   consistency could both let an attempt run.
 /// - *Clock*: the clocks of the machines that use the table, which may differ by
-///   [`max_clock_skew`](DynamoOptions::max_clock_skew) (default: 1 s). A takeover waits for that much longer than the
-///   lease. If clocks differ by more, an attempt may be taken over while its lease still holds.
-/// - *Durability*: DynamoDB's own: a confirmed write is on several disks, and none is lost.
-/// - *Limits*: items of 400 KB, everything included. A result that does not fit is refused before it is sent
-///   ([`StoreErrorKind::TooLarge`]), and the operation is recorded without it. The TTL of the table deletes records
-///   some days after their retention; until then they count as absent.
+///   [`max_clock_skew`](DynamoOptions::max_clock_skew) (default: 1 s). A takeover waits for the lease and this skew. If
+///   clocks differ by more, an attempt may be taken over while its lease still holds.
+/// - *Durability*: DynamoDB stores a confirmed write on several disks and does not lose it.
+/// - *Limits*: an item has at most 400 KB, including all attributes. A result that does not fit is refused before it is
+///   sent ([`StoreErrorKind::TooLarge`]), and the operation is recorded without its result. The TTL of the table
+///   deletes records some days after their retention; until then they count as absent.
 /// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and
 ///   beat; three for a takeover and for another attempt after a release. A refused write costs as much capacity as a
-///   write of the present item. A duplicate that waits for another process looks after 50 ms and then less and less
-///   often, down to once a second.
+///   write of the present item. A duplicate that waits for another process reads the record after 50 ms, and then less
+///   and less often, down to once a second.
 ///
-/// The client is the user's, with its own region, credentials, HTTPS and retries. The table has a partition key `key`
-/// (a string), no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates
-/// it. The store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`. An operator
-/// needs `dynamodb:DeleteItem` to forget records, and `dynamodb:Scan` to list them. DynamoDB reveals a missing
-/// permission only to a request that uses it, and opening a store sends no request: `idem doctor` tries each operation
-/// on a key of its own.
+/// The user's client decides on region, credentials, HTTPS and retries. The table has a partition key `key` (a string),
+/// no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates it. The store
+/// needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`. An operator needs
+/// `dynamodb:DeleteItem` to forget records, and `dynamodb:Scan` to list them. DynamoDB reveals a missing permission
+/// only to a request that uses it, and opening a store sends no request: `idem doctor` tries each operation on a key
+/// that no record has.
 ///
-/// A list is a `Scan` with consistent reads, page by page. The scan reads, and is billed for, every item of the table
-/// with its result, even those that the filter leaves out (a read unit for each 4 KB). So do counts.
+/// A list is a `Scan` with consistent reads, page by page. A list, and a count, reads every item of the table with its
+/// result, and DynamoDB bills all of them (a read unit for each 4 KB), even the items that the filter leaves out.
 ///
 /// Clones share the client, leases and waiting duplicates.
 ///
 /// **Separate connections for leases.** Renewals and late writes run on a thread of the library, so that a handler that
 /// blocks its runtime keeps its lease. Their connections must not be opened on that runtime: a request over such a
-/// connection would wait for the blocked runtime. A client to which no HTTP client was given makes its own. The store
-/// then makes a second client for renewals and late writes, with the same settings but separate connections and cached
-/// credentials. If an HTTP client was given (`http_client`), the second client would share it. In that case, pass a
-/// client with another HTTP client to [`upkeep_client`](DynamoOptions::upkeep_client).
+/// connection would wait for the blocked runtime. If your client was made without an HTTP client, the store makes a
+/// second client for renewals and late writes, with the same settings but separate connections and separately cached
+/// credentials. If your client was given an HTTP client (`http_client`), the second client would use the same HTTP
+/// client. In that case, pass a client with another HTTP client to [`upkeep_client`](DynamoOptions::upkeep_client).
 ///
-/// **`fork`.** A child makes its own client in the same way. If an HTTP client was given, calls of the child may use
-/// connections of the parent, where no answer arrives, and take [`response_timeout`](DynamoOptions::response_timeout)
-/// until those connections are used up. In that case, make client and store in the child.
+/// **`fork`.** A forked child makes its own client in the same way. If your client was given an HTTP client, calls of
+/// the child may use connections of the parent: no answer arrives, and each such call takes
+/// [`response_timeout`](DynamoOptions::response_timeout) until all these connections have failed. In that case, make
+/// client and store in the child.
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -114,7 +116,8 @@ impl DynamoStore {
     /// ```
     pub const CLOUDFORMATION: &'static str = include_str!("table.json");
 
-    /// Makes a store in `table`. Sends nothing: the first call reports a wrong table, wrong credentials or no network.
+    /// Makes a store in `table`. Sends no request: the first call reports a wrong table, wrong credentials or an
+    /// unreachable network.
     pub fn new(client: Client, table: impl Into<String>) -> Self {
         Self::options().build(client, table)
     }
@@ -124,9 +127,9 @@ impl DynamoStore {
         DynamoOptions::default()
     }
 
-    /// Creates the table, billed by request, unless it exists, and waits until it can be used. For tests and first
-    /// steps. In production, create the table with [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a similar
-    /// template.
+    /// Creates the table, billed by request, unless the table exists, and waits until the table can be used. This is
+    /// for tests and first steps. In production, create the table with [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION)
+    /// or a similar template.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the
@@ -159,11 +162,11 @@ struct DynamoInner {
     skew: i64,
     response_timeout: Duration,
     waiting: Arc<WaiterTable>,
-    /// True if the clock of this machine was too far off at the latest comparison.
+    /// True if the clock of this machine differed too much from DynamoDB's at the latest comparison.
     warned: Arc<AtomicBool>,
 }
 
-/// A client for each process: a forked child must not use its parent's connections.
+/// The client of each process: a forked child must not use its parent's connections.
 struct Connections(PerProcess<Client>);
 
 impl Connections {
@@ -176,13 +179,13 @@ impl Connections {
     }
 }
 
-/// Returns a client that shares no connection with `client`, unless `client` was given an HTTP client, whose
-/// connections are unknown.
+/// Returns a client that shares no connection with `client`. If `client` was given an HTTP client, the returned client
+/// uses the same HTTP client.
 fn apart_from(client: &Client) -> Client {
     match client.config().http_client() {
         Some(_) => client.clone(),
-        // The default HTTP client is made with each client. The cache of credentials is separate, too: if another
-        // runtime were filling a shared cache, this client would wait for as long as that runtime is blocked.
+        // Each client makes its own default HTTP client. The cache of credentials is separate, too: if a blocked
+        // runtime were filling a shared cache, this client would have to wait for that runtime.
         None => Client::from_conf(client.config().to_builder().identity_cache(IdentityCache::lazy().build()).build()),
     }
 }
@@ -196,7 +199,7 @@ impl fmt::Debug for DynamoInner {
     }
 }
 
-/// The attributes and values that a condition or an update names, as `#name` and `:name`.
+/// The attributes and values to which a condition or an update refers, as `#name` and `:name`.
 #[derive(Default)]
 struct Terms {
     names: Vec<&'static str>,
@@ -215,7 +218,8 @@ impl Terms {
     }
 }
 
-/// Adds the terms to a request. Every attribute is named by `#name`, because some names are reserved words of DynamoDB.
+/// Adds the terms to a request. Requests refer to every attribute by `#name`, because some names are reserved words of
+/// DynamoDB.
 macro_rules! with_terms {
     ($request:expr, $terms:expr) => {{
         let Terms { names, values } = $terms;
@@ -237,14 +241,13 @@ impl DynamoInner {
         wall_millis(self.context.clock())
     }
 
-    /// Returns the latest time that has passed by every clock.
+    /// Returns the latest time that has passed by the clock of every machine.
     fn passed(&self, now: i64) -> i64 {
-        // One millisecond less: the written time leaves out the fraction of a millisecond that its writer's clock had
-        // passed.
+        // One more millisecond is subtracted, because a written time omits the fraction of a millisecond.
         now.saturating_sub(self.skew).saturating_sub(1)
     }
 
-    /// Returns the duration until `time` has passed by every clock; zero only if it has.
+    /// Returns the duration until `time` has passed by the clock of every machine; zero only if it has passed.
     fn until(&self, time: i64, now: i64) -> Duration {
         Duration::from_millis(u64::try_from(time.saturating_sub(self.passed(now))).unwrap_or_default())
     }
@@ -253,9 +256,9 @@ impl DynamoInner {
         found.expires_at <= self.passed(now)
     }
 
-    /// Warns once if the clock of this machine differs more from DynamoDB's than two machines may differ, as far as the
-    /// `Date` of an answer shows. `began` is the begin of the call, by the clock of this machine. No decision depends
-    /// on the comparison.
+    /// Compares the clock of this machine with the `Date` of DynamoDB's answer. Warns once if they differ by more than
+    /// `max_clock_skew`. `began` is the begin of the call, by the clock of this machine. No decision depends on this
+    /// comparison.
     fn compare_clocks(&self, began: i64, tries: &Tries) {
         let Some(date) = tries.date() else { return };
         let earliest = date.saturating_mul(1000);
@@ -280,7 +283,7 @@ impl DynamoInner {
         self.context.clock().now().saturating_add(self.response_timeout)
     }
 
-    /// Returns the answer of `call`, if it arrives before `until`.
+    /// Returns the answer of `call` if it arrives before `until`, otherwise an error.
     async fn bounded<T>(&self, until: Instant, call: impl Future<Output = T>, tries: &Tries) -> Result<T, StoreError> {
         let (began, clock) = (self.now(), self.context.clock());
         let answer = race(call, clock.sleep(until.saturating_since(clock.now()))).await;
@@ -339,7 +342,7 @@ impl DynamoInner {
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
-    /// Returns the item `name`, or only these attributes of it.
+    /// Returns the item called `name`, with the listed attributes only; with all attributes if the list is empty.
     async fn get(
         &self,
         until: Instant,
@@ -365,7 +368,8 @@ impl DynamoInner {
         Ok(answer::genuine(answer)?.item)
     }
 
-    /// Returns the item that refused a write. If the answer holds none, a look-up makes sure that there is none.
+    /// Returns the item that made a conditional write fail. If the answer holds no item, reads the key again to make
+    /// sure.
     async fn met(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
         match met {
             Some(met) => Ok(Some(met)),
@@ -376,7 +380,7 @@ impl DynamoInner {
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let (name, until) = (self.name_of(&request.key), self.deadline());
         let mut changed = None;
-        // Each round either answers from the record it found, or tries to replace it.
+        // Each round answers from the record that it finds, or tries to replace that record.
         for look in 0..LOOKS {
             pause_before(look, self.context.clock()).await;
             let met = match changed.take() {
@@ -388,7 +392,7 @@ impl DynamoInner {
                     }
                     WriteOutcome::Refused(met) => match self.met(until, &name, met).await? {
                         Some(met) => met,
-                        // Deleted meanwhile.
+                        // The item was deleted meanwhile.
                         None => continue,
                     },
                 },
@@ -426,7 +430,7 @@ impl DynamoInner {
         let now = self.now();
         let first = Record::first(request);
         let item = item::write(name, &first, Times::of(&first, request.ttl, now, self.skew));
-        // Only a release with the same version can judge the times of a record.
+        // The condition requires the same format, because times of another version may have another meaning.
         let terms = Terms::default()
             .names(&[KEY, FORMAT, EXPIRES_AT])
             .value("format", number(Parts::VERSION))
@@ -435,20 +439,19 @@ impl DynamoInner {
             .await
     }
 
-    /// Puts `item` in place of the record `met`, if that record is unchanged.
+    /// Replaces the record `met` by `item`, if the record is unchanged.
     async fn replace(&self, until: Instant, met: &FoundItem, item: Attributes) -> Result<WriteOutcome, StoreError> {
         let (condition, terms) = Self::unchanged(met);
         self.put(until, item, condition, terms).await
     }
 
-    /// Removes the record `met`, if it is unchanged.
+    /// Removes the record `met`, if the record is unchanged.
     async fn remove(&self, until: Instant, name: &str, met: &FoundItem) -> Result<WriteOutcome, StoreError> {
         let (condition, terms) = Self::unchanged(met);
         self.delete(until, with_terms!(self.deletion(name).condition_expression(condition), terms)).await
     }
 
-    /// Removes the unreadable item `met`, if each of its attributes is unchanged and no attribute of a record was
-    /// added.
+    /// Removes the unreadable item `met`, if all its attributes are unchanged and no attribute of a record was added.
     async fn remove_damaged(&self, until: Instant, name: &str, met: &Attributes) -> Result<WriteOutcome, StoreError> {
         let (mut request, mut conditions) = (self.deletion(name), Vec::new());
         for (n, (attribute, value)) in met.iter().enumerate() {
@@ -477,7 +480,7 @@ impl DynamoInner {
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
-    /// Returns the condition that the record is still `met`.
+    /// Returns the condition that the record `met` is unchanged.
     fn unchanged(met: &FoundItem) -> (&'static str, Terms) {
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
@@ -487,7 +490,8 @@ impl DynamoInner {
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
         match met.record.state {
-            // A record that was marked or renewed meanwhile is its owner's again.
+            // The condition includes the lease and the mark, because the owner of a record that was renewed or marked
+            // meanwhile still runs.
             State::Pending { .. } => (
                 "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used \
                  AND #begun = :begun AND #lapses_at = :lapses_at",
@@ -517,20 +521,20 @@ impl DynamoInner {
         self.owned_terms(lease, now).names(&[ATTEMPT]).value("attempt", number(lease.attempt.into()))
     }
 
-    /// Returns the record that refused a write, unless its retention has ended: an earlier write of the same attempt
-    /// may have made it.
+    /// Returns the record that made a conditional write fail, unless its retention has ended. An earlier copy of the
+    /// same write may have made this record.
     async fn refusing(
         &self,
         until: Instant,
         name: &str,
         met: Option<Attributes>,
     ) -> Result<Option<FoundItem>, StoreError> {
-        // An item that can't be read is not this attempt's.
+        // An unreadable item does not belong to this attempt.
         let found = self.met(until, name, met).await?.and_then(|met| item::read(met).ok());
         Ok(found.filter(|found| !self.is_expired(found, self.now())))
     }
 
-    /// Returns the answer to a refused end of an attempt.
+    /// Returns the answer to the end of an attempt whose condition failed.
     async fn ended(
         &self,
         until: Instant,
@@ -543,7 +547,7 @@ impl DynamoInner {
         Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, finished)))
     }
 
-    /// Returns the terms and the times of a write that keeps the lease.
+    /// Returns the terms and the times of a write that renews the lease.
     fn keeping(&self, lease: &Lease, now: i64) -> (Terms, Times) {
         let Lease { duration, ttl, on_crash, .. } = *lease;
         let state = State::Pending { lease: duration, ttl, on_crash, begun: false };
@@ -557,15 +561,15 @@ impl DynamoInner {
         (terms, times)
     }
 
-    /// Marks that the body of the attempt begins. The sender's clock decides whether the lease holds, because DynamoDB
-    /// offers none.
+    /// Marks that the body of the attempt begins. The clock of this machine decides whether the lease holds, because a
+    /// condition can't read DynamoDB's clock.
     async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let (terms, times) = self.keeping(lease, now);
         let terms = terms.names(&[BEGUN]).value("true", AttributeValue::Bool(true)).value("now", number(now));
         let update = "SET #begun = :true, #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
-        // A mark that arrives late must not shorten a lease that a renewal has extended.
+        // A delayed mark must not shorten a lease that a renewal has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at AND (#begun = :true OR #lapses_at > :now)", held());
         let met = match self.update(until, &name, update, &condition, terms).await? {
             WriteOutcome::Done => return Ok(Verdict::Applied),
@@ -586,7 +590,7 @@ impl DynamoInner {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let (terms, times) = self.keeping(lease, self.now());
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
-        // A renewal that arrives late must not shorten a lease that a later one has extended.
+        // A delayed renewal must not shorten a lease that a later renewal has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at", held());
         match self.update(until, &name, update, &condition, terms).await? {
             WriteOutcome::Done => Ok(Verdict::Applied),
@@ -599,7 +603,7 @@ impl DynamoInner {
         }
     }
 
-    /// Renews `leases`, a limited number at a time. A slow renewal delays no other.
+    /// Renews `leases`, a limited number at a time. A slow renewal delays no other renewal.
     async fn renew_each(&self, leases: &[Lease], answer: &Answers<'_>) -> Result<(), StoreError> {
         let clock = self.context.clock();
         let mut waiting = leases.iter().enumerate();
@@ -607,7 +611,7 @@ impl DynamoInner {
         let mut outcome = Ok(());
         poll_fn(|cx| {
             loop {
-                // Polls the calls under way. A call that is no longer quick frees its place, but goes on.
+                // Polls the calls in flight. A call that has taken [`SLOW`] goes on, but another call may start.
                 under_way.retain_mut(|renewal| match renewal.call.as_mut().poll(cx) {
                     Poll::Ready(Ok(write)) => {
                         answer(renewal.at, write);
@@ -626,7 +630,7 @@ impl DynamoInner {
                         true
                     }
                 });
-                // Starts further calls in the free places.
+                // Starts further calls, up to [`RENEWED_AT_ONCE`] quick calls in flight.
                 let quick = under_way.iter().filter(|renewal| renewal.quick.is_some()).count();
                 let before = under_way.len();
                 let more = waiting.by_ref().take(RENEWED_AT_ONCE.saturating_sub(quick));
@@ -635,7 +639,7 @@ impl DynamoInner {
                     call: Box::pin(self.renew_one(lease)),
                     quick: Some(clock.sleep(SLOW)),
                 }));
-                // The added renewals must be polled.
+                // If calls were added, the loop polls them before this future waits.
                 if under_way.len() == before {
                     return if under_way.is_empty() { Poll::Ready(()) } else { Poll::Pending };
                 }
@@ -652,7 +656,7 @@ impl DynamoInner {
         Inspection::new(found.record, expires_in, lapses_in).since(first_seen, began)
     }
 
-    /// Reads one page of a scan. Billed by the size of the items that it reads, results included.
+    /// Reads one page of a scan. DynamoDB bills the size of all items that the page reads, including their results.
     async fn scan(&self, filter: &Filter) -> Result<Page, StoreError> {
         let tries = Tries::default();
         let prefix = [&self.namespace, &*filter.prefix()].concat();
@@ -694,7 +698,7 @@ impl DynamoInner {
         self.examined(filter, page).await
     }
 
-    /// Completes `page`: reads the whole item of each record that can't be read.
+    /// Completes `page`: a scan leaves out results, so the whole item of each unreadable record is read separately.
     async fn examined(&self, filter: &Filter, mut page: Page) -> Result<Page, StoreError> {
         for key in page.damaged() {
             let found = self.examine(self.deadline(), &self.name_of(&key)).await?;
@@ -703,8 +707,8 @@ impl DynamoInner {
         Ok(page)
     }
 
-    /// Ends an attempt with the result in `record`, by an update: only the item, and not the lease, holds the time at
-    /// which the key was first seen.
+    /// Ends an attempt with the result in `record`, by an update. An update keeps the time at which the key was first
+    /// seen, which the lease does not contain.
     async fn finish_in_place(
         &self,
         until: Instant,
@@ -738,9 +742,9 @@ impl DynamoInner {
         self.update(until, name, &update, &held(), terms).await
     }
 
-    /// Like [`finish_in_place`](Self::finish_in_place), for a record that is nearly as large as an item can be.
-    /// DynamoDB counts some more bytes for an update than the size of the resulting item. So this writes the whole
-    /// item, with its times, which it has to read first.
+    /// Ends an attempt like [`finish_in_place`](Self::finish_in_place), if the record is nearly as large as an item can
+    /// be. DynamoDB counts more bytes for an update than for the resulting item, so this function reads the times of
+    /// the item, and then writes the whole item.
     async fn finish_anew(
         &self,
         until: Instant,
@@ -782,8 +786,8 @@ impl DynamoInner {
         let now = self.now();
         let state = release.state();
         let state_name = text(state.name());
-        // The attempt number stays the record's own: a caller that never got the answer to its reservation does not
-        // have it.
+        // The update does not set the attempt number, because a caller that never got the answer to its reservation
+        // does not know it.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
@@ -835,7 +839,7 @@ impl DynamoInner {
         Err(changes_too_often())
     }
 
-    /// Applies an operator's decision to an item that can't be read.
+    /// Applies an operator's decision to an unreadable item.
     async fn decide_damaged(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
         let (name, until) = (self.name_of(&decision.key), self.deadline());
         for look in 0..LOOKS {
@@ -849,18 +853,18 @@ impl DynamoInner {
                         return Ok(DecisionAnswer::Applied);
                     }
                 }
-                // The item can be read again: the operator repeats the decision.
+                // The item is readable now, so the operator has to repeat the decision.
                 Ruling::Remove | Ruling::Replace(_) => break,
             }
         }
         Err(changes_too_often())
     }
 
-    /// Returns the record of `key` as an operator sees it, unless it has expired, and its item.
+    /// Returns the record called `name` as an operator sees it, and its item; `None` if the record has expired.
     async fn examine(&self, until: Instant, name: &str) -> Result<Option<(Inspection, Attributes)>, StoreError> {
         let Some(item) = self.get(until, name, &[]).await? else { return Ok(None) };
         let now = self.now();
-        // Reads a copy, because reading takes the result out.
+        // A copy is read, because reading an item takes the result out of it.
         let found = match item::read(item.clone()) {
             Ok(found) if self.is_expired(&found, now) => return Ok(None),
             Ok(found) => self.inspection(found, now),
@@ -869,7 +873,7 @@ impl DynamoInner {
         Ok(Some((found, item)))
     }
 
-    /// Returns the record of `key`, unless it has expired.
+    /// Returns the record called `name`, unless it has expired.
     async fn look(&self, name: &str) -> Result<Option<Inspection>, StoreError> {
         let Some(item) = self.get(self.deadline(), name, &[]).await? else { return Ok(None) };
         let found = item::read(item).map_err(corrupt)?;
@@ -877,12 +881,13 @@ impl DynamoInner {
         Ok((!self.is_expired(&found, now)).then(|| self.inspection(found, now)))
     }
 
-    /// Looks until attempt `attempt` is no longer pending. Returns the record at that time.
+    /// Reads the record again and again until attempt number `attempt` is no longer pending. Returns the last record
+    /// read.
     async fn watch(&self, name: &str, attempt: u32) -> Result<Option<Inspection>, StoreError> {
         let waiter = self.waiting.join(name);
         let mut pause = FIRST_PAUSE;
         loop {
-            // Enabled before the look, so that an end in between is not missed.
+            // The wake-up is enabled before the read, so that an end of the attempt in between is not missed.
             let mut woken = pin!(waiter.woken());
             woken.as_mut().enable();
             match self.look(name).await {
@@ -897,17 +902,17 @@ impl DynamoInner {
     }
 }
 
-/// The renewal of one of several leases.
+/// A renewal in flight. `at` is the index of its lease.
 struct Renewal<'a> {
     at: usize,
     call: Pin<Box<dyn Future<Output = Result<Verdict, StoreError>> + Send + 'a>>,
-    /// While this is pending, the renewal counts among those under way.
+    /// The time for which the renewal counts against [`RENEWED_AT_ONCE`]; `None` afterwards.
     quick: Option<Sleep>,
 }
 
 /// Number of bytes that DynamoDB may count for an update in addition to the size of the item.
 const BESIDE: usize = 4 * 1024;
-/// Number of items that one page of a list reads, if the filter may leave some out.
+/// Number of items that one page of a list reads if the filter may leave items out.
 const READ_AT_ONCE: i32 = 1000;
 
 /// Returns the time from `at` to `now`, both in milliseconds since 1970; zero if `at` is later.
@@ -917,7 +922,7 @@ fn ago(now: i64, at: i64) -> Duration {
 
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
 
-/// Returns the condition of a renewal and of a finish: the pending record belongs to this attempt.
+/// Returns the condition that the pending record belongs to this attempt, for a renewal or a finish.
 fn held() -> String {
     format!("{OWNED} AND #attempt = :attempt")
 }
@@ -998,7 +1003,7 @@ impl Store for DynamoInner {
         StoreFuture::new(self.scan(filter))
     }
 
-    /// Looks at a key that no record has.
+    /// Reads a key that no record has.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
             self.get(self.deadline(), &[&self.namespace, "ping"].concat(), &[KEY]).await?;

@@ -1,4 +1,4 @@
-//! Settings of the store, and how they become a store.
+//! Settings of the DynamoDB store, and the making of a store from them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -77,42 +77,43 @@ impl DynamoOptions {
     /// time server stay far below that. Use the same value on all of them.
     ///
     /// DynamoDB has no clock that a condition could read, so a record contains the time at which its lease lapses by
-    /// the clock of its owner. Other machines take over only once that time *and this skew* have passed by their own
-    /// clocks: a lease that is not renewed blocks its key for its own length and up to twice the skew. If two clocks
-    /// are farther apart, an attempt can be taken over while its lease still holds. The store logs a warning if it sees
-    /// that the clock of this machine differs more from DynamoDB's own.
+    /// the clock of its owner. Other machines take over only after that time *and this skew* have passed by their own
+    /// clocks. So a lease that is not renewed blocks its key for the lease and up to twice the skew. If two clocks are
+    /// farther apart, an attempt can be taken over while its lease still holds. The store logs a warning if an answer
+    /// shows that the clock of this machine differs from DynamoDB's clock by more than this skew.
     #[must_use]
     pub fn max_clock_skew(self, max_clock_skew: Duration) -> Self {
         Self { max_clock_skew, ..self }
     }
 
-    /// Time limit of one call of the store, including all requests and tries of the client (default: 3 s). Keep it well
-    /// below the shortest beat (a third of the lease). After a time-out the write may have taken effect; it is repeated
-    /// with the same owner token.
+    /// Time limit of one call of the store, including all requests and tries of the client (default: 3 s). Keep this
+    /// limit well below the shortest renewal interval (a third of the lease). After a time-out a write may have taken
+    /// effect; the engine repeats the write with the same owner token.
     #[must_use]
     pub fn response_timeout(self, response_timeout: Duration) -> Self {
         Self { response_timeout, ..self }
     }
 
-    /// Clock of the store (default: [`SystemClock`]). Its [`wall`](Clock::wall) dates records. For tests of leases,
-    /// retentions and clocks that differ.
+    /// Clock of the store (default: [`SystemClock`]). The times in the records are those of its [`wall`](Clock::wall)
+    /// clock. Set another clock only in tests of leases, of retentions, or of clocks that differ.
     #[must_use]
     pub fn clock(self, clock: impl Clock) -> Self {
         Self { clock: Some(Arc::new(clock)), ..self }
     }
 
     /// Client that renews leases and makes late writes, on a thread of the library. The default is a client with the
-    /// settings of the store's own client. The two share no connection, unless the store's own client was given an HTTP
-    /// client.
+    /// settings of the client given to [`build`](DynamoOptions::build). The two clients share no connection, unless the
+    /// client given to `build` was made with an HTTP client.
     ///
-    /// In that case, pass a client with another HTTP client. Requests over a connection wait for the runtime that
-    /// opened it, and leases would be lost if a handler blocks that runtime.
+    /// In that case, pass a client with another HTTP client here. A request over a connection waits for the runtime
+    /// that opened the connection: if a handler blocked that runtime, leases would be lost.
     #[must_use]
     pub fn upkeep_client(self, upkeep_client: Client) -> Self {
         Self { upkeep_client: Some(upkeep_client), ..self }
     }
 
-    /// Makes a store in `table`. Sends nothing: the first call reports a wrong table, wrong credentials or no network.
+    /// Makes a store in `table`. Sends no request: the first call reports a wrong table, wrong credentials or an
+    /// unreachable network.
     pub fn build(self, client: Client, table: impl Into<String>) -> DynamoStore {
         let Self { namespace, holder, max_clock_skew, response_timeout, clock, upkeep_client } = self;
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));

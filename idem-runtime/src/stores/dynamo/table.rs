@@ -1,4 +1,4 @@
-//! The creation of the table.
+//! Creates the table.
 
 use std::time::Duration;
 
@@ -16,10 +16,11 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Longest time that a new table may take to become usable.
 const LONGEST_CREATION: Duration = Duration::from_secs(120);
+/// Pause between two checks whether the table is usable.
 const PAUSE: Duration = Duration::from_millis(200);
 
 impl DynamoInner {
-    /// See [`DynamoStore::ensure_table`].
+    /// Creates the table and enables its TTL; see [`DynamoStore::ensure_table`].
     pub(super) async fn ensure_table(&self) -> Result<(), StoreError> {
         let creation = async {
             self.create().await?;
@@ -64,7 +65,7 @@ impl DynamoInner {
                         return Ok(());
                     }
                 }
-                // Reported for a moment while the table is being created.
+                // DynamoDB may report a table as missing while it is being created.
                 Err(error) if error.code() == Some("ResourceNotFoundException") => {}
                 Err(error) => return Err(failed(&error)),
             }

@@ -1,4 +1,4 @@
-//! The tries that the SDK makes of one call, and the refusals of DynamoDB.
+//! Counts the tries that the SDK makes of one call, and the refusals of DynamoDB.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -10,8 +10,8 @@ use aws_sdk_dynamodb::config::{ConfigBag, Intercept, RuntimeComponents};
 use aws_sdk_dynamodb::error::BoxError;
 use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 
-/// The tries that the SDK makes of one call. The SDK repeats a call on its own, as configured in the user's client, so
-/// a call that ends with a refusal may have taken effect before.
+/// The tries that the SDK makes of one call. The SDK repeats a failed call, as configured in the user's client. So a
+/// call that ends with a refusal may have taken effect in an earlier try.
 #[derive(Clone, Default, Debug)]
 pub(super) struct Tries(Arc<TryCounts>);
 
@@ -35,7 +35,7 @@ impl Tries {
         self.open() == 0
     }
 
-    /// Returns the time of DynamoDB's first answer, by its own clock, in seconds since 1970.
+    /// Returns the time of DynamoDB's first answer by DynamoDB's clock, in seconds since 1970.
     pub(super) fn date(&self) -> Option<i64> {
         self.0.date.get().copied()
     }
