@@ -45,24 +45,24 @@ store_conformance!(offloaded, idem_tests::wrapped::offloaded());
 store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
-/// Subject with two handles of one store in memory.
+/// Two handles of one store in memory, as the suite takes them.
 fn memory() -> Subject {
     let store = MemoryStore::new();
     Subject::new(store.clone()).peer(store.peer())
 }
 
-/// Options under which the replica acknowledges as well. The limit is long, because no server fails here.
+/// Options under which a replica confirms every write. The limit is long, because no server fails here.
 fn replicated() -> RedisOptions {
     RedisStore::options().min_replicas(1, Duration::from_secs(5))
 }
 
-/// Function with a common name, with which the macro must not collide.
+/// Function with a common name, which must not collide with names in the macro's code.
 #[expect(clippy::unused_async)]
 async fn open() -> Subject {
     Plain::subject(Mistake::None)
 }
 
-/// Each mistake with the clauses that catch it.
+/// Mistakes of a store, each with the clauses of the contract that catch it.
 #[rustfmt::skip]
 const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::LeaseCutShort, &["first_reservation"]),
@@ -287,7 +287,7 @@ fn every_mistake_is_caught() {
 }
 
 #[test]
-fn every_clause_catches_a_mistake() {
+fn every_clause_of_the_contract_catches_a_mistake() {
     let catching: HashSet<_> = CAUGHT.iter().flat_map(|(_, clauses)| *clauses).copied().collect();
     let idle: Vec<_> = CLAUSES.iter().map(Clause::name).filter(|name| !catching.contains(name)).collect();
     assert_eq!(idle, [""; 0], "these clauses are not proven to catch anything");

@@ -1,5 +1,6 @@
-//! Fingerprints and JSON: for all data that serde accepts, equal JSON has equal fingerprints, and different JSON has
-//! different ones.
+//! Fingerprints compared with JSON, for all data that serde accepts: payloads with equal JSON have equal fingerprints,
+//! and
+//! payloads with different JSON have different fingerprints.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, LinkedList, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -63,7 +64,8 @@ enum Data {
 
 impl Serialize for Data {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        // Each kind of value by the method of its name; tables and lists element by element.
+        // Each variant calls the serializer's method of the same name. Maps and sequences are serialized element by
+        // element.
         match self {
             Self::Bool(value) => serializer.serialize_bool(*value),
             Self::I8(value) => serializer.serialize_i8(*value),
@@ -145,7 +147,7 @@ impl Data {
             }
     }
 
-    /// True if the value has a number that a `serde_json::Value` can't hold exactly.
+    /// True if the value contains a number that a `serde_json::Value` can't hold exactly.
     fn is_more_than_a_value(&self) -> bool {
         self.any(&|data| match data {
             Self::I128(value) => i64::try_from(*value).is_err() && u64::try_from(*value).is_err(),
@@ -154,7 +156,7 @@ impl Data {
         })
     }
 
-    /// True if `serde_json::to_value` gives another number than `serde_json::to_string`.
+    /// True if `serde_json::to_value` writes another number than `serde_json::to_string`.
     fn is_widened(&self) -> bool {
         self.any(&|data| match data {
             Self::F32(value) => {
@@ -167,7 +169,7 @@ impl Data {
 }
 
 fn leaf() -> impl Strategy<Value = Data> {
-    // Small numbers, so that many are equal, and arbitrary ones.
+    // Small numbers, of which many are equal, and arbitrary numbers.
     let float = prop_oneof![
         (-4_i8..4).prop_map(f64::from),
         (254_u16..258).prop_map(f64::from),
@@ -211,7 +213,7 @@ fn leaf() -> impl Strategy<Value = Data> {
 }
 
 fn key() -> impl Strategy<Value = Data> {
-    // serde_json refuses a key that is no name in JSON; fingerprints don't.
+    // serde_json refuses a map key that can't be a name in JSON; fingerprints accept such a key.
     let wrapped = leaf().prop_flat_map(|data| {
         prop_oneof![
             Just(data.clone()),
@@ -243,10 +245,10 @@ fn data() -> impl Strategy<Value = Data> {
     })
 }
 
-/// JSON number by its value: sign, digits without zeros at either end, exponent of the last digit.
+/// Value of a JSON number: sign, digits without zeros at either end, exponent of the last digit.
 type Number = (bool, String, i64);
 
-/// JSON, read by an independent parser.
+/// JSON, as an independent parser reads it.
 #[derive(Clone, PartialEq, Debug)]
 enum Json {
     Null,
@@ -292,7 +294,7 @@ impl Reader<'_> {
                 while !self.take("}") {
                     let name = self.text();
                     assert!(self.take(":"));
-                    // The last entry of a name counts.
+                    // If a name occurs twice, the last entry counts.
                     entries.insert(name, self.value());
                     self.take(",");
                 }
@@ -348,13 +350,13 @@ fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
     Fingerprint::of(value).expect("serializes")
 }
 
-/// Returns a value of other types with the same JSON.
+/// Returns data of other Rust types that have the same JSON.
 fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
     match json {
         Json::Null => [Data::None, Data::Unit, Data::F64(f64::NAN), Data::UnitStruct][usize::from(dice() % 4)].clone(),
         Json::Bool(value) => Data::Some(Box::new(Data::Bool(*value))),
         Json::Number((negative, digits, exponent)) => {
-            // A number in any type that writes the same JSON, found by trying all of them.
+            // A number becomes any Rust type that writes the same JSON.
             let text = format!("{}{digits}e{exponent}", if *negative { "-" } else { "" });
             let text = if digits.is_empty() { "0".to_owned() } else { text };
             let (double, single) = (text.parse::<f64>().unwrap(), text.parse::<f32>().unwrap());
@@ -373,13 +375,13 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
                 forms.extend(u128::try_from(whole).ok().map(Data::U128));
                 forms.extend(i8::try_from(whole).ok().map(Data::I8));
             }
-            // Only a `u128` that no other type holds has no form yet.
+            // An integer that fits only a `u128` has no form in the list.
             let big = || format!("{digits}{}", "0".repeat(usize::try_from(*exponent).unwrap())).parse().unwrap();
             let choice = usize::from(dice());
             if forms.is_empty() { Data::U128(big()) } else { forms.swap_remove(choice % forms.len()) }
         }
         Json::Text(text) => {
-            // A text as string, newtype, char, unit variant or displayed value.
+            // A text becomes a string, newtype, char, unit variant or displayed value.
             let mut forms = vec![Data::Str(text.clone()), Data::NewtypeStruct(Box::new(Data::Str(text.clone())))];
             let mut chars = text.chars();
             forms.extend(chars.next().filter(|_| chars.as_str().is_empty()).map(Data::Char));
@@ -388,7 +390,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
             forms.swap_remove(usize::from(dice()) % forms.len())
         }
         Json::List(values) => {
-            // A list as any sequence, and as bytes if all elements are bytes.
+            // A list becomes any kind of sequence, or bytes if all elements are bytes.
             let values: Vec<_> = values.iter().map(|value| retyped(value, dice)).collect();
             let byte = |value: &Data| match value {
                 Data::U64(byte) => u8::try_from(*byte).ok(),
@@ -403,7 +405,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
             }
         }
         Json::Object(entries) => {
-            // An object in any order, as map, struct or variant, as far as its names allow.
+            // An object becomes a map, struct or variant with its entries in any order, as far as its names allow.
             let known =
                 |name: &str| NAMES.iter().zip(0_u8..).find(|(known, _)| **known == name).map(|(_, index)| index);
             let mut retyped: Vec<_> =
@@ -451,7 +453,7 @@ fn dice(mut seed: u64) -> impl FnMut() -> u8 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// A consumer that reads the text and a consumer that gets the value have the same fingerprint.
+    /// A consumer that parses the text of a payload and a consumer that has the value compute the same fingerprint.
     #[test]
     fn data_and_its_json_have_one_fingerprint(data in data()) {
         let fingerprint = of(&data);
@@ -467,7 +469,7 @@ proptest! {
     }
 
     #[test]
-    fn equal_json_in_other_types_has_an_equal_fingerprint(data in data(), seed in any::<u64>()) {
+    fn equal_json_of_different_types_has_equal_fingerprints(data in data(), seed in any::<u64>()) {
         if let Ok(text) = serde_json::to_string(&data) {
             let json = Reader::read(&text);
             let other = retyped(&json, &mut dice(seed));
@@ -478,8 +480,8 @@ proptest! {
     }
 
     #[test]
-    fn other_json_has_another_fingerprint(one in data(), other in data()) {
-        // In pairs too: no value runs into the next one.
+    fn different_json_has_different_fingerprints(one in data(), other in data()) {
+        // Pairs have different fingerprints too, so the end of a value is part of its fingerprint.
         let (there, back) = ([&one, &other], [&other, &one]);
         if let (Ok(a), Ok(b)) = (serde_json::to_string(&one), serde_json::to_string(&other)) {
             let equal = Reader::read(&a) == Reader::read(&b);
@@ -510,7 +512,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
             of(&serde_json::to_value(&bytes).unwrap()),
         ];
         assert!(same.iter().all(|other| *other == same[0]), "{len}: {same:?}");
-        // In an enum too; and an element that is no byte, after them, changes the whole fingerprint.
+        // The same holds inside an enum. A last element that is no byte changes the whole fingerprint.
         let numbers: Vec<_> = bytes.iter().map(|byte| Data::U16((*byte).into())).collect();
         let variant = Data::NewtypeVariant(0, Box::new(Data::Bytes(bytes.clone())));
         assert_eq!(of(&variant), of(&Data::TupleVariant(0, numbers.clone())), "{len}");
@@ -522,7 +524,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
             assert_ne!(with(Data::Seq), same[0], "{len} {last:?}");
         }
     }
-    // Elements before one that is no byte count too.
+    // Elements in front of one that is no byte count too.
     assert!(of(&[1, 256]) != of(&[2, 256]) && of(&[1, 256]) != of(&[256]) && of(&[256, 1]) != of(&[256, 2]));
     let of_one = |byte: u8| of(&[byte]);
     assert!((1..=255).all(|byte| of_one(byte) != of_one(0) && of_one(byte) != of(&byte)));
@@ -532,7 +534,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
 fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
     let digest: [u8; 32] = std::array::from_fn(|at| 7 * u8::try_from(at).unwrap());
     let of_digest = of(&PayloadDigest::new(digest));
-    // The same digest in other containers.
+    // The container of a digest makes no difference.
     assert_eq!(of_digest, of(&PayloadDigest::new(&digest[..])));
     assert_eq!(of_digest, of(&PayloadDigest::new(digest.to_vec())));
     assert_eq!(of_digest, of(&Some(PayloadDigest::new(Bytes::copy_from_slice(&digest)))));
@@ -555,7 +557,7 @@ fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
         assert_ne!(*other, of_digest, "{at}");
         assert!(others[at + 1..].iter().all(|next| next != other), "{at} is met again");
     }
-    // Outside of a fingerprint a digest is its bytes.
+    // Other serializers write a digest as its bytes.
     assert_eq!(
         serde_json::to_string(&PayloadDigest::new([1_u8; 16])).unwrap(),
         serde_json::to_string(&[1; 16]).unwrap()
@@ -590,7 +592,7 @@ fn equal_and_unequal_data_occur() {
     assert!(texts.values().any(|(_, written)| written.len() > 1), "no value is written in two ways");
 }
 
-/// Payload with collections that have an order, and with collections that have none.
+/// Payload with ordered and unordered collections.
 #[derive(Clone, Debug)]
 enum Tree {
     Number(u16),
@@ -621,10 +623,11 @@ fn tree() -> impl Strategy<Value = Tree> {
     })
 }
 
-/// Tree as a process holds it: each table has its own hasher. Nodes are equal if they were built from equal trees.
+/// Tree as one process builds it: each hash table has its own hasher. Nodes of equal trees are equal.
 #[derive(Debug)]
 struct Node {
-    /// Text of the tree, without the order of tables. `Some` is written like its value, as in JSON and in a
+    /// Text of the tree, in which the order of tables has no effect. `Some` is written like its value, as in JSON and
+    /// in a
     /// fingerprint.
     text: String,
     built: Built,
@@ -669,7 +672,7 @@ impl Hash for Node {
 }
 
 impl Tree {
-    /// Builds the payload. `turn`: index from which each table is filled.
+    /// Builds the payload. Each table is filled starting at the element with the index `turn`.
     fn build(&self, turn: usize) -> Node {
         let nodes = |trees: &[Self]| -> Vec<Node> { trees.iter().map(|tree| tree.build(turn)).collect() };
         let texts = |nodes: &[Node]| nodes.iter().map(|node| node.text.clone()).collect::<Vec<_>>().join(",");
@@ -691,7 +694,7 @@ impl Tree {
                 let (one, other) = (pair.0.build(turn), pair.1.build(turn));
                 Node { text: format!("[{},{}]", one.text, other.text), built: Built::Tuple(Box::new((one, other))) }
             }
-            // A table is filled from another element, so that equal tables iterate in different orders.
+            // The start index changes the order in which equal tables iterate.
             Self::Set(trees) => {
                 let mut nodes = nodes(trees);
                 let middle = turn % nodes.len().max(1);
@@ -701,7 +704,7 @@ impl Tree {
                 Node { text: format!("*{texts:?}"), built: Built::Set(set) }
             }
             Self::Map(entries) => {
-                // The last entry of a name counts, in any order in which the table is filled.
+                // If a name occurs twice, the last entry counts, whatever the start index is.
                 let last: BTreeMap<u8, &Self> = entries.iter().map(|(name, tree)| (*name, tree)).collect();
                 let mut entries: Vec<_> = last.into_iter().map(|(name, tree)| (name, tree.build(turn))).collect();
                 let text =
@@ -720,10 +723,11 @@ impl Tree {
 }
 
 proptest! {
-    /// The same message has the same fingerprint in every process, and another message has another one: tables have no
-    /// order, and all other collections have.
+    /// The same message has the same fingerprint in every process, and a different message has a different one. The
+    /// order of
+    /// elements counts, except in hash tables.
     #[test]
-    fn hash_tables_have_no_order_and_lists_have(one in tree(), other in tree(), turn in 1..4_usize) {
+    fn hash_tables_are_unordered_and_lists_are_ordered(one in tree(), other in tree(), turn in 1..4_usize) {
         let of = |tree: &Tree, turn| { let node = tree.build(turn); (Fingerprint::of(&node).unwrap(), node.text) };
         let ((first, text), (second, again)) = (of(&one, 0), of(&one, turn));
         prop_assert_eq!(&text, &again);
@@ -740,9 +744,9 @@ fn a_set_of_many_elements_has_one_fingerprint() {
     assert!((0..20).all(|_| of() == first));
 }
 
-/// Checks, by the type names of this compiler, which collections count as unordered.
+/// Only hash sets and hash maps count as unordered, according to the type names that this compiler prints.
 #[test]
-fn only_hash_tables_have_no_order() {
+fn only_hash_tables_count_as_unordered() {
     struct Collects<F>(F);
 
     impl<I: IntoIterator<Item: Serialize>, F: Fn() -> I> Serialize for Collects<F> {
@@ -761,7 +765,7 @@ fn only_hash_tables_have_no_order() {
     assert_eq!(Fingerprint::of(&Collects(|| map.keys())).unwrap(), expected);
     assert_eq!(Fingerprint::of(&Collects(|| map.values().copied())).unwrap(), expected);
 
-    // Every other collection is hashed as an array, also with tables inside.
+    // Every other collection is hashed as an array, even if its elements are tables.
     let array = Fingerprint::of(&(300, 1, 2)).unwrap();
     assert_eq!(Fingerprint::of(&[300, 1, 2]).unwrap(), array);
     assert_eq!(Fingerprint::of(&vec![300, 1, 2]).unwrap(), array);
@@ -775,9 +779,9 @@ fn only_hash_tables_have_no_order() {
     assert_ne!(Fingerprint::of(&forth).unwrap(), Fingerprint::of(&back).unwrap());
 }
 
-/// Two keys of a table may have the same JSON name; the entry that counts must not depend on chance.
+/// Two keys of a table may have the same JSON name. The choice of the entry that counts must not be random.
 #[test]
-fn names_that_meet_in_a_table_are_not_a_matter_of_chance() {
+fn table_keys_with_one_json_name_have_one_fingerprint() {
     #[derive(PartialEq, Eq, Hash)]
     struct Named(u8);
 

@@ -43,12 +43,12 @@ use world::{Broken, Report, run};
 /// Number of worlds in a run (default: 1000).
 const RUNS: u64 = 1_000;
 
-/// Seeds that once found a problem, and the tests of `engine.rs` that show it:
-/// - `a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is`
-/// - none: a history that a search of 20 000 configurations could not decide
+/// Seeds that once found a problem of the engine:
+/// - the first shows `a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is` of `engine.rs`
+/// - the second made a history that the checker's search of 20 000 configurations could not decide
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
-/// Events that must occur in the worlds of [`RUNS`], so that no check is idle.
+/// Events that must occur in the default run of [`RUNS`] worlds, so that every check has something to check.
 const EVENTS: [&str; 40] = [
     "AttemptsExhausted",
     "FingerprintMismatch",
@@ -117,7 +117,7 @@ fn in_parallel<T: Sync>(items: &[T], work: impl Fn(&T) + Sync) {
     });
 }
 
-/// Part of a failed world's report to read first.
+/// Summary of a failed world: its findings, and the history of the first key that a finding names.
 fn story(report: &Report) -> Option<String> {
     let first = report.findings.first()?;
     let all: Vec<String> = report.findings.iter().map(ToString::to_string).collect();
@@ -170,7 +170,7 @@ fn worlds_keep_every_promise() {
 
 #[test]
 fn a_seed_repeats_its_history() {
-    // The seeds must still produce the worlds that found the problems.
+    // A seed of [`FOUND`] produces its old world only while no newer kind of event occurs in it.
     for seed in FOUND {
         let counts = run(seed, Broken::Nothing).counts;
         let later = [
@@ -189,9 +189,10 @@ fn a_seed_repeats_its_history() {
     }
 }
 
-/// The time at which the store executed an operation is only a hint for the search, and no part of the answer.
+/// The verdict on a history is the same with and without the times at which the store executed the operations: a caller
+/// can't know these times, and the search uses them only as hints.
 #[test]
-fn histories_are_judged_the_same_from_outside() {
+fn a_history_has_the_same_verdict_without_execution_times() {
     let broken = [M::LeaseCutShort, M::FinishNotRepeatable, M::ReleaseUpserts, M::RenewByKey].map(Broken::Store);
     let worlds: Vec<(Broken, u64)> = (0..40)
         .chain(FOUND)
@@ -201,7 +202,7 @@ fn histories_are_judged_the_same_from_outside() {
     let contradicted = AtomicU64::new(0);
     in_parallel(&worlds, |(broken, seed)| {
         let report = run(*seed, *broken);
-        // An outage leaves too many operations without an answer.
+        // An outage leaves too many operations without an answer for the search to decide.
         let has = |event| report.counts.contains_key(event);
         if has("outages of a process") || has("outages of the store") {
             return;
@@ -221,8 +222,8 @@ fn histories_are_judged_the_same_from_outside() {
     assert!(contradicted > 10, "some of them are contradicted: {contradicted}");
 }
 
-/// Each deliberate break with the check that must notice it. Mistakes of the store that no engine can show (the size of
-/// kept results, keys that share a record) are left to the conformance suite.
+/// Each deliberate break with the check that must notice it. The conformance suite covers mistakes of a store that no
+/// engine can show (the size of kept results, keys that share a record).
 const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::SlowClock), Check::Belief),
     (Broken::Between(DeliberateBreak::StaleReads), Check::Linearizable),
@@ -231,7 +232,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::ReleasesNothing), Check::Leak),
     (Broken::Between(DeliberateBreak::FinishesNothing), Check::Recorded),
     (Broken::Between(DeliberateBreak::ResolvesNothing), Check::Decided),
-    // The store answers that the token was released before: no body runs.
+    // The store answers `Released` to the repeated reservation, so no body ever runs.
     (Broken::Between(DeliberateBreak::OwnersRepeat), Check::Stuck),
     (Broken::Between(DeliberateBreak::MarksNothing), Check::Marked),
     (Broken::Between(DeliberateBreak::ReleasesNothingAfterOutages), Check::Freed),
@@ -341,7 +342,7 @@ const BREAKS: &[(Broken, Check)] = &[
 const WORLDS_TO_NOTICE: u64 = 4_000;
 
 #[test]
-fn every_break_is_noticed() {
+fn every_deliberate_break_is_noticed_by_its_check() {
     let unnoticed = Mutex::new(Vec::new());
     in_parallel(BREAKS, |(broken, check)| {
         let noticed = (0..WORLDS_TO_NOTICE).find(|seed| {
@@ -357,7 +358,8 @@ fn every_break_is_noticed() {
     assert!(unnoticed.is_empty(), "not noticed: {unnoticed:#?}");
 }
 
-/// The second store without a mistake, and an undisturbed line: no check fails.
+/// A second, plainly written store without a mistake keeps every promise, so the breaks of that store cause the
+/// findings.
 #[test]
 fn a_second_store_keeps_every_promise() {
     for seed in 0..100 {

@@ -74,7 +74,7 @@ async fn not_send(app: &App, id: Rc<str>) -> Result<String, Error> {
     Ok(format!("{id} {}", app.run()))
 }
 
-/// Argument whose drop notes whether the key is still held.
+/// Argument whose drop notes whether the key is still held at that moment.
 struct Guard<'a> {
     key: &'a str,
     held: &'a std::sync::Mutex<Vec<bool>>,
@@ -85,7 +85,7 @@ impl Drop for Guard<'_> {
     fn drop(&mut self) {
         let key = Key::new("shapes::arguments::guards", self.key).expect("a valid key");
         let found = self.app.store.inspect(&key).now_or_never().expect("memory answers immediately");
-        // Without a record the call has not begun.
+        // A key without a record counts as held: the call has not reserved it yet.
         let held = found.expect("an answer").is_none_or(|found| found.record.is_pending());
         self.held.lock().unwrap().push(held);
     }
@@ -133,7 +133,7 @@ impl Guards for Shop {
     }
 }
 
-/// The body owns its arguments, even those that it does not mention: they are dropped before the key is freed.
+/// The body owns all of its arguments, also unused ones, and drops them before the key is freed.
 #[tokio::test]
 #[expect(clippy::many_single_char_names, reason = "one for each form of an argument")]
 async fn arguments_are_dropped_before_the_key_is_freed() {
@@ -150,13 +150,13 @@ async fn arguments_are_dropped_before_the_key_is_freed() {
 
     let [a, b, c, d] = Guard::many("boxed", &held, &app);
     assert_eq!(Shop.guards(a, b, (c, d)).await.unwrap(), 1);
-    // The output of `#[async_trait]` drops unnamed arguments before the call begins.
+    // `#[async_trait]` drops unnamed arguments before the call begins, so their number is unknown here.
     let held = std::mem::take(&mut *held.lock().unwrap());
     assert!(held.iter().all(|held| *held), "{held:?}");
 }
 
 #[test]
-fn every_argument() {
+fn every_pattern_of_an_argument_is_accepted() {
     spawned(async {
         let app = App::default();
         let call = || patterns(&app, Pair(1, 2), event(), [3, 4, 5], "");
@@ -168,14 +168,14 @@ fn every_argument() {
         let call = || moved(app.clone(), event());
         assert_eq!(twice(call(), call()).await, (4, vec!["a".to_owned()]));
         let store = MemoryStore::new();
-        // A clone of a handle is the same store.
+        // The clone is a handle of the same store.
         let call = || moved_store(store.clone(), "acme".to_owned(), event());
         assert_eq!(twice(call(), call()).await, "acme");
     });
 }
 
 #[test]
-fn send_where_the_body_is() {
+fn a_call_is_send_if_its_body_is_send() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(not_send_while_evaluated(&app, 7), not_send_while_evaluated(&app, 7)).await, 8);
@@ -183,7 +183,7 @@ fn send_where_the_body_is() {
 }
 
 #[tokio::test]
-async fn not_send_where_the_body_is_not() {
+async fn a_call_is_not_send_if_its_body_is_not() {
     let app = App::default();
     assert_eq!(twice_here(not_send(&app, Rc::from("rc")), not_send(&app, Rc::from("rc"))).await, "rc 1");
 }

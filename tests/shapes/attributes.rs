@@ -1,4 +1,4 @@
-//! Other attributes above and below, and `#[async_trait]` around.
+//! Other attributes above and below `#[idempotent]`, and `#[async_trait]` around it.
 
 use std::sync::Arc;
 
@@ -146,7 +146,7 @@ impl Local for Service {
 }
 
 #[test]
-fn every_attribute() {
+fn other_attributes_keep_their_effect() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(documented(&app, 1), documented(&app, 1)).await, 1);
@@ -156,7 +156,7 @@ fn every_attribute() {
 }
 
 #[test]
-fn methods_of_async_trait() {
+fn methods_under_async_trait_are_idempotent() {
     spawned(async {
         let service = || Service { app: Arc::default(), tenant: "acme".to_owned() };
         let it = service();
@@ -177,7 +177,7 @@ fn methods_of_async_trait() {
 }
 
 #[tokio::test]
-async fn a_local_method_of_async_trait() {
+async fn a_method_under_async_trait_inside_a_function_is_idempotent() {
     let it = Service { app: Arc::default(), tenant: "acme".to_owned() };
     assert_eq!(twice_here(it.local(7.into()), it.local(7.into())).await, 8);
 }

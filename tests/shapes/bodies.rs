@@ -1,4 +1,4 @@
-//! Bodies: every form of code between the braces.
+//! Bodies with every form of code between the braces.
 
 use std::io;
 use std::num::ParseIntError;
@@ -97,7 +97,7 @@ enum Kind {
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Shipment(Kind);
 
-// The body gives the names in the signature another meaning.
+// The body declares items with the names of the types in the signature.
 #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
 async fn names_of_variants(app: &App, id: u32) -> Result<Shipment, Failure> {
     #[allow(clippy::enum_glob_use)]
@@ -162,7 +162,7 @@ fn outer(app: &App) -> impl Future<Output = Result<u32, Error>> {
 }
 
 #[test]
-fn every_body() {
+fn every_form_of_a_body_runs() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(question_mark(&app, "7"), question_mark(&app, "7")).await, 8);
@@ -191,7 +191,7 @@ fn every_body() {
 }
 
 #[test]
-fn a_panic_is_the_body_s_own() {
+fn a_panic_of_the_body_reaches_the_caller() {
     spawned(async {
         let app = std::sync::Arc::new(App::default());
         for runs in 1..=2 {

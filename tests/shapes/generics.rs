@@ -120,23 +120,23 @@ fn a_generic_function_has_one_result_type_unless_its_scope_is_shared() {
         let app = &App::default();
         let call = |value: &str| one_result::<_, Error>(app, 7, value.to_owned());
         assert_eq!(twice(call("a"), call("b")).await, "a");
-        // Both calls have the key `7`.
+        // The calls with a `String` and with a `u32` have the same key, `7`.
         let refused = one_result::<_, Error>(app, 7, 7_u32).await.unwrap_err();
         assert!(refused.is_misconfigured(), "no message is to blame: {refused}");
         let Error::InvalidKey { problem: KeyProblem::SharedByResults { other, this, .. }, .. } = &refused else {
             panic!("{refused:?}")
         };
         assert_eq!((*other, *this), (std::any::type_name::<String>(), "u32"));
-        // The errors of this handler are not recorded, so their type doesn't matter...
+        // `one_result` does not record errors, so another error type is accepted.
         assert_eq!(one_result::<_, Failure<1>>(app, 7, String::new()).await.unwrap(), "a");
         assert_eq!(app.runs(), 1);
 
-        // ...but here they are.
+        // `one_error` records errors, so another error type is refused.
         assert_eq!(twice(one_error::<Failure<1>>(app, 7), one_error::<Failure<1>>(app, 7)).await, 9);
         let refused = one_error::<Failure<2>>(app, 7).await.unwrap_err();
         assert!(refused.0.contains("under the same scope"), "{refused:?}");
 
-        // The attribute can't see the parameters of the type that the method belongs to.
+        // The attribute of a method can't see the type parameters of its `impl` block.
         let (text, number) = (Queue { app, name: "q".to_owned() }, Queue { app, name: 7 });
         assert_eq!(twice(text.last(7), text.last(7)).await, "q");
         assert!(matches!(number.last(7).await, Err(Error::InvalidKey { .. })));
@@ -145,19 +145,19 @@ fn a_generic_function_has_one_result_type_unless_its_scope_is_shared() {
 }
 
 #[test]
-fn associated_types() {
+fn results_of_associated_types_are_replayed() {
     spawned(async {
         let app = &App::default();
         let queue = Queue { app, name: "q".to_owned() };
         assert_eq!(twice(queue.handle(7), queue.handle(7)).await, 8);
-        // One function has one scope, with any parameters.
+        // A method has one scope, whatever the type parameters of its `impl` block are.
         let queue = Queue { app, name: 'r' };
         assert_eq!(twice(queue.handle(7), queue.handle(7)).await, 9);
     });
 }
 
 #[test]
-fn every_parameter() {
+fn every_kind_of_generic_parameter_is_accepted() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(parameters(&app, 'k', true), parameters(&app, 'k', true)).await, (1, true));

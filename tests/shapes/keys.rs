@@ -99,9 +99,9 @@ fn double(n: u32) -> u32 {
     2 * n
 }
 
-// Some of the arguments are not `Send`.
+// Runs on the current thread, because some of the arguments are not `Send`.
 #[tokio::test]
-async fn keys_show_their_parts() {
+async fn a_stored_key_shows_its_parts() {
     let app = &App::default();
     let order = order();
     let cases = [

@@ -11,7 +11,7 @@ pub(super) mod company {
         pub(crate) use idem_runtime as idempotency;
     }
 
-    /// Macro of that crate, which finds the runtime through the crate.
+    /// Macro of the company's crate, which names the runtime by a path through that crate.
     macro_rules! handler {
         ($name:ident($app:ident, $arg:ident), $key:literal, $ttl:expr, $codec:ty, $on_error:ident, $body:block) => {
             #[idem_runtime::idempotent(
@@ -160,17 +160,17 @@ macro_rules! nested {
 nested!(first second);
 
 #[test]
-fn one_scope_is_one_handler_s() {
+fn two_handlers_with_one_scope_are_refused() {
     spawned(async {
         let app = &App::default();
         let (orders, refunds) = (Orders(app), Refunds(app));
         assert_eq!(twice(orders.handle(7), orders.handle(7)).await, 8);
-        // Two methods of one name in one module. Even their line is the same: the line of the macro call.
+        // Two methods of one name share a module and a line: the line of the macro call.
         assert!(
             matches!(refunds.handle(7).await, Err(Error::InvalidKey { .. })),
             "a refund is not the replay of an order"
         );
-        // The same for functions in two other modules.
+        // Two functions of one name in different modules conflict, too.
         assert_eq!(twice(first(app), first(app)).await, 9);
         let refused = second(app).await.unwrap_err();
         assert!(matches!(&refused, Error::InvalidKey { problem: KeyProblem::SharedScope { .. }, .. }), "{refused:?}");
@@ -184,7 +184,7 @@ fn one_scope_is_one_handler_s() {
 }
 
 #[test]
-fn every_macro_and_path() {
+fn handlers_from_macros_and_other_paths_run() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(made(app, 7), made(app, 7)).await, 9);

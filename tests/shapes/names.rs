@@ -5,7 +5,7 @@
 use crate::{App, spawned, twice};
 
 mod shadowed {
-    //! Every name of the prelude, and of the crates below it, means something else here.
+    //! Items with the names of the prelude and of the crates below it, which generated code must not use by accident.
 
     pub struct Result;
     pub struct Option;
@@ -57,7 +57,7 @@ mod shadowed {
 
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-// Names of the generated code's locals, used as arguments and locals of the user.
+// Arguments and locals of the user with the names of the generated code's locals.
 #[idempotent(key = "{key}:{part}:{operation}", ttl = ttl, store = store, policy = policy, fingerprint = fingerprint)]
 async fn locals(
     app: &App,
@@ -91,7 +91,7 @@ mod constants {
     }
 }
 
-// Traits of a user, with methods named like methods of the runtime.
+// Traits of a user whose methods have the names of the runtime's methods.
 trait Nosy {
     fn text(&self, _: &str) {}
     fn build(&self) {}
@@ -109,7 +109,7 @@ async fn methods(app: &App, id: u32) -> Result<u32, Error> {
     Ok(App::run(app) + id)
 }
 
-// The name of a function, used inside its own body.
+// Argument with the name of its own function.
 #[idempotent(key = "{named}", ttl = "1h", store = app.store)]
 async fn named(app: &App, named: u32) -> Result<u32, Error> {
     Ok(app.run() + named)
@@ -132,7 +132,7 @@ struct Outside<'a>(&'a App);
 
 impl Outside<'_> {
     async fn named(&self, id: u32) -> Result<u32, Error> {
-        // A function inside of a method, but not a method.
+        // Function inside of a method; the attribute must not take the function for a method.
         #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
         async fn inside(app: &App, id: u32) -> Result<u32, Error> {
             Ok(app.run() + id)
@@ -142,7 +142,7 @@ impl Outside<'_> {
 }
 
 #[test]
-fn a_function_may_mean_something_else_by_its_name() {
+fn an_argument_may_have_the_name_of_its_function() {
     #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
     async fn nested(app: &App, nested: (), id: u32) -> Result<u32, Error> {
         let () = nested;
@@ -163,7 +163,7 @@ fn a_function_may_mean_something_else_by_its_name() {
 }
 
 #[test]
-fn names_do_not_matter() {
+fn names_of_the_user_do_not_clash_with_generated_code() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(shadowed::handler(app, 7), shadowed::handler(app, 7)).await, 8);

@@ -1,4 +1,4 @@
-//! Every option, in each of its forms.
+//! Handlers with every option of the attribute, in each of its forms.
 
 use std::ops::Deref;
 use std::sync::{Arc, LazyLock};
@@ -164,7 +164,7 @@ async fn unkeyed(app: &App, id: Option<u32>) -> Result<Option<u32>, Failure> {
     Ok(id)
 }
 
-/// JSON under another name.
+/// JSON codec with another tag, so that its results are not those of [`Json`].
 struct Tagged;
 
 impl Codec for Tagged {
@@ -189,7 +189,7 @@ async fn encoded_by<C: Codec>(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
 }
 
-/// The handlers below, as they were in an earlier release.
+/// Earlier release of the handlers below, with another result type.
 #[idempotent(key = "{id}", ttl = "1h", store = app.store, scope = shared("migrated"))]
 async fn earlier(app: &App, id: u32) -> Result<u32, Failure> {
     Ok(app.run() + id)
@@ -280,7 +280,7 @@ async fn watched(app: &App, id: u32) -> Result<u32, Error> {
 }
 
 #[test]
-fn times_sizes_and_modes() {
+fn times_sizes_and_modes_are_read_from_the_attribute() {
     spawned(async {
         let app = &App::default();
         for runs in 1..=2 {
@@ -302,7 +302,7 @@ fn times_sizes_and_modes() {
 }
 
 #[test]
-fn old_results_are_migrated() {
+fn results_of_an_earlier_release_are_migrated() {
     spawned(async {
         let app = &App::default();
         assert_eq!(earlier(app, 7).await, Ok(8));
@@ -317,7 +317,7 @@ fn old_results_are_migrated() {
 }
 
 #[test]
-fn every_form_of_an_option() {
+fn every_form_of_an_option_is_accepted() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(all(app, 7), all(app, 7)).await, 8);
@@ -334,7 +334,7 @@ fn every_form_of_an_option() {
 }
 
 #[test]
-fn a_policy_can_be_switched_off() {
+fn a_mode_is_switched_at_run_time() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(switched(app, 7), switched(app, 7)).await, 8);
@@ -346,7 +346,7 @@ fn a_policy_can_be_switched_off() {
 }
 
 #[test]
-fn errors_are_released_or_recorded() {
+fn errors_are_released_or_recorded_as_on_error_says() {
     spawned(async {
         let app = &App::default();
         assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));

@@ -61,7 +61,7 @@ async fn projected(app: &App, id: u32) -> <App as HasOutput>::Output {
 
 #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
 async fn collected(app: &App, id: u32) -> Result<Vec<u32>, Error> {
-    // The type is inferred only from the output type.
+    // The compiler can infer the type of `run` only from the output type of the handler.
     let run = [Ok(app.run()), Ok(id)].into_iter().collect::<Result<_, Error>>()?;
     Ok(run)
 }
@@ -97,7 +97,7 @@ impl<T> From<Error> for Failure<T> {
 }
 
 #[test]
-fn every_output() {
+fn every_output_type_is_replayed() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(alias(app, 7), alias(app, 7)).await, Shipment { run: 1 });

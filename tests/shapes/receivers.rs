@@ -1,4 +1,4 @@
-//! Every form of `self`.
+//! Methods with every form of `self`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl Service {
 }
 
 #[test]
-fn every_receiver() {
+fn every_form_of_self_is_accepted() {
     spawned(async {
         let service = Service::new;
 
@@ -129,7 +129,7 @@ impl Handle for Service {
 }
 
 #[test]
-fn traits_with_async_functions() {
+fn async_functions_of_traits_are_idempotent() {
     spawned(async {
         let it = Service::new();
         assert_eq!(twice(it.handle(7), it.handle(7)).await, 8);

@@ -1,4 +1,4 @@
-//! Handlers with each error type that the documentation names, in their own tasks and in every form.
+//! Handlers with each error type that the documentation names, run in spawned tasks.
 
 use std::error::Error as StdError;
 use std::pin::Pin;
@@ -108,7 +108,7 @@ macro_rules! errors {
             }
 
             #[test]
-            fn in_tasks() {
+            fn handlers_run_in_spawned_tasks() {
                 spawned(async {
                     let app = Arc::new(App::default());
                     assert_eq!(twice(borrowing(&app, 7), borrowing(&app, 7)).await, 8);

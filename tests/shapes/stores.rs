@@ -1,4 +1,4 @@
-//! Store options that are a store, deref to a store, or share one.
+//! Values of the `store` option: a store, a pointer to a store, or an application that holds a store.
 
 use std::cell::RefCell;
 use std::ops::Deref;
@@ -63,7 +63,7 @@ stores! {
 }
 
 #[test]
-fn every_store() {
+fn every_kind_of_store_value_is_accepted() {
     spawned(async {
         let app = &App::default();
         let store = MemoryStore::new();
@@ -92,7 +92,7 @@ fn every_store() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_not_sync() {
+async fn a_store_that_is_not_sync_is_accepted() {
     let app = &App::default();
     let store = RefCell::new(MemoryStore::new());
     assert_eq!(twice_here(cell(app, 7, &store), cell(app, 7, &store)).await, 8);

@@ -1,5 +1,5 @@
-//! Module of a user under the strictest lints: the attribute must cause no reports of its own. `forbid` where possible,
-//! as an `allow` in generated code would then be an error.
+//! Module of a user under the strictest lints, in which the attribute must cause no reports. Lints are set to `forbid`
+//! where possible, because then an `allow` in generated code is an error.
 
 #![deny(warnings, clippy::all, clippy::pedantic, clippy::nursery)]
 #![deny(missing_docs, unreachable_pub, single_use_lifetimes, let_underscore_drop)]
@@ -68,7 +68,7 @@ async fn todo(app: &App, id: u32) -> Result<u32, Error> {
 }
 
 #[test]
-fn lints_are_quiet() {
+fn handlers_under_strict_lints_run() {
     spawned(async {
         let (app, service) = (App::default(), Service::default());
         let event = Event { id: "a", amount: Some(1) };

@@ -28,7 +28,7 @@ fn stores_are_cloned_shared_and_kept_behind_a_pointer() {
 }
 
 #[test]
-fn values_go_from_thread_to_thread() {
+fn public_values_may_move_between_threads() {
     value::<Attempt>();
     value::<Disposition>();
     value::<Error>();
@@ -36,6 +36,6 @@ fn values_go_from_thread_to_thread() {
     value::<Outcome>();
     value::<Policy>();
     answers::<StoreFuture<'static, ()>>();
-    // Users' lints report larger errors.
+    // Users' lints report error types of 128 bytes or more.
     assert!(size_of::<Error>() < 128, "{} bytes", size_of::<Error>());
 }

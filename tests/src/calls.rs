@@ -9,13 +9,13 @@ use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest};
 use idem_runtime::{Error, Json, Key, Operation, Outcome, Policy, Store, StoreError, observe};
 
-/// Longer than the duration of any test.
+/// Lease that outlasts any test.
 pub const LEASE: Duration = Duration::from_secs(60);
 /// Retention of records.
 pub const TTL: Duration = Duration::from_secs(3600);
-/// Example of a trace.
+/// Example of a W3C trace context.
 pub const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-/// Policy with this lease and retention.
+/// Policy with [`LEASE`] and [`TTL`].
 pub const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 
 /// Key in the scope of tests.
@@ -28,7 +28,7 @@ pub fn request(store: &impl Store, name: &str) -> ReserveRequest {
     ReserveRequest::new(key(name), store.context().new_owner(), LEASE, TTL)
 }
 
-/// Lease in the answer to a granted reservation.
+/// Returns the lease in the answer to a reservation, which must be granted.
 pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
     match answer {
         Ok(Reservation::Granted { lease, .. }) => lease,
@@ -46,7 +46,7 @@ pub async fn reserved(store: &impl Store, name: &str) -> Lease {
     wins(store, &request(store, name)).await
 }
 
-/// These bytes as a result.
+/// Result that consists of these bytes.
 pub fn stored(bytes: impl Into<Bytes>) -> StoredResult {
     StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() }
 }
@@ -61,7 +61,7 @@ pub async fn call(store: &impl Store, name: &str, runs: &AtomicU32) -> (Result<u
     call_with(store, name, POLICY, runs).await
 }
 
-/// Makes such a call with another policy.
+/// Makes one call with this policy, of a handler that counts its runs.
 pub async fn call_with(
     store: &impl Store,
     name: &str,

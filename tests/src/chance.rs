@@ -7,12 +7,12 @@ use std::time::Duration;
 pub struct Chance(u64);
 
 impl Chance {
-    /// Returns the numbers of `seed`.
+    /// Returns the random numbers of `seed`.
     pub fn seeded(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// Returns other numbers, for the `n`th user of the same seed.
+    /// Returns different random numbers of the same seed for each `n`.
     #[must_use]
     pub fn of(&self, n: usize) -> Self {
         let mut other = Self(self.0 ^ (n as u64).wrapping_mul(0xd6e8_feb8_6659_fd93));
@@ -28,12 +28,12 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    /// Number below `n`, which must not be zero.
+    /// Random number below `n`, which must not be zero.
     pub fn below(&mut self, n: usize) -> usize {
         usize::try_from(self.next() % n as u64).expect("below a `usize`")
     }
 
-    /// Returns true with this probability, in percent.
+    /// Returns true with a probability of `times` percent.
     pub fn percent(&mut self, times: usize) -> bool {
         self.below(100) < times
     }

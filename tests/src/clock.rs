@@ -1,4 +1,4 @@
-//! Clocks of tests that differ from the machine's clock and from one that only a test advances.
+//! Clocks that differ from the machine's clock by a set amount.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use idem_runtime::clock::{Clock, Instant, Sleep, SystemClock, Task};
 
-/// Another clock, with the differences that a test sets.
+/// Clock that reads another clock and changes its readings as a test sets.
 #[derive(Clone, Debug)]
 pub struct OddClock {
     inner: Arc<dyn Clock>,
-    /// Reading of the wall clock, in milliseconds since 1970.
+    /// Fixed reading of the wall clock, in milliseconds since 1970.
     wall: Option<Arc<AtomicI64>>,
-    /// Lead of the wall clock, in milliseconds.
+    /// Milliseconds by which the wall clock is ahead.
     ahead: i64,
-    /// Factor by which the clock runs slower.
+    /// Factor by which the clock runs slower than the other clock.
     slowness: u32,
     entropy: Option<u128>,
     tasks: Option<SystemClock>,
 }
 
 impl OddClock {
-    /// Returns a clock equal to `inner`.
+    /// Returns a clock with the readings of `inner`.
     pub fn new(inner: impl Clock) -> Self {
         Self { inner: Arc::new(inner), wall: None, ahead: 0, slowness: 1, entropy: None, tasks: None }
     }
@@ -47,7 +47,7 @@ impl OddClock {
         Self { slowness: 2, ..self }
     }
 
-    /// Makes each random number the same.
+    /// Makes every random number the same number.
     #[must_use]
     pub fn without_chance(self) -> Self {
         Self { entropy: Some(7), ..self }

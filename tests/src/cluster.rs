@@ -21,10 +21,11 @@ pub fn dial(port: u16) -> Option<Connection> {
     Some(connection)
 }
 
-/// Answer of the server on `port` to the words of `command`; `''` is an empty word.
+/// Returns the answer of the server on `port` to `command`. Spaces separate the words of `command`; `''` is an empty
+/// word.
 ///
 /// # Errors
-/// If the server is away, refuses, or answers with another type.
+/// If the server can't be reached, refuses the command, or answers with another type.
 pub fn ask<T: FromRedisValue>(port: u16, command: &str) -> Result<T, String> {
     let mut words = command.split_ascii_whitespace();
     let mut asked = redis::cmd(words.next().expect("a command"));
@@ -46,17 +47,17 @@ pub fn replicas_online(port: u16) -> usize {
     text.lines().filter(|line| line.starts_with("slave") && line.contains("state=online")).count()
 }
 
-/// Cluster: the primaries, then their replicas in the same order.
+/// Cluster of Redis servers.
 #[derive(Debug)]
 pub struct Cluster {
-    /// All nodes.
+    /// Primaries, then their replicas in the same order.
     pub nodes: Vec<RedisServer>,
     primaries: usize,
 }
 
 impl Cluster {
-    /// Starts three primaries and three replicas. A node that does not answer for `node_timeout` milliseconds is
-    /// replaced.
+    /// Starts three primaries and three replicas. A replica replaces a primary that does not answer for `node_timeout`
+    /// milliseconds.
     pub fn start(node_timeout: u32) -> Self {
         Self::start_with(3, 3, node_timeout)
     }
@@ -66,7 +67,7 @@ impl Cluster {
         Self::start_of(&vec![Kind::Redis; primaries + replicas], primaries, node_timeout)
     }
 
-    /// Starts a cluster of nodes of these kinds, primaries first.
+    /// Starts a cluster with one node for each of `kinds`, primaries first.
     pub fn start_of(kinds: &[Kind], primaries: usize, node_timeout: u32) -> Self {
         let ports: Vec<u16> = kinds.iter().map(|_| free_port()).collect();
         let args = |_| vec!["--appendonly".to_owned(), "no".to_owned()];
@@ -171,7 +172,7 @@ impl Cluster {
     pub fn serves(&self, key: &str) -> Option<usize> {
         let ports = self.ports();
         let slot: i64 = ports.iter().find_map(|port| ask(*port, &format!("CLUSTER KEYSLOT {key}")).ok())?;
-        // Only the node that serves the key names itself.
+        // Only the node that serves the key has its own port in the map of slots that it reports.
         (0..ports.len()).find(|n| {
             let ranges = slots(ports[*n]).unwrap_or_default();
             field(ports[*n], "INFO replication", "role").as_deref() == Some("master")
@@ -245,7 +246,7 @@ fn replica(kind: Kind, of: u16, through: u16) -> RedisServer {
     replica
 }
 
-/// A primary, its replica, and three sentinels that watch them.
+/// Primary, its replica, and three sentinels that watch both.
 #[derive(Debug)]
 pub struct Watched {
     /// The original primary, then the replica.
@@ -254,18 +255,18 @@ pub struct Watched {
     pub sentinels: Vec<Sentinel>,
 }
 
-/// Name of the primary.
+/// Name under which the sentinels know the primary.
 pub const NAME: &str = "mymaster";
 
 impl Watched {
-    /// Starts all servers. A primary that does not answer for `down_after` milliseconds is replaced.
+    /// Starts all servers. The sentinels replace a primary that does not answer for `down_after` milliseconds.
     pub fn start(down_after: u32) -> Self {
         let primary = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--repl-diskless-sync-delay", "0"]);
         let through = primary.port();
         Self::start_at(primary, through, down_after)
     }
 
-    /// Starts replica and sentinels of a running primary, which they reach by port `through`.
+    /// Starts the replica and the sentinels of `primary`, which they reach through the proxy on port `through`.
     pub fn start_at(primary: RedisServer, through: u16, down_after: u32) -> Self {
         let replica = replica(Kind::Redis, primary.port(), through);
         let sentinels = (0..3).map(|_| Sentinel::start(through, down_after)).collect();
@@ -274,7 +275,7 @@ impl Watched {
         watched
     }
 
-    /// Waits until the sentinels have found each other and the replica; only then can they replace the primary.
+    /// Waits until the sentinels know each other and the replica: only then can they replace the primary.
     pub fn wait_ready(&self) {
         wait_until("the sentinels are ready", || {
             self.sentinels.iter().all(|sentinel| {
@@ -287,13 +288,13 @@ impl Watched {
         });
     }
 
-    /// URL of the sentinels' hosts and the name of the primary.
+    /// URL with the sentinels' hosts and the name of the primary.
     pub fn url(&self) -> String {
         let hosts: Vec<_> = self.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port)).collect();
         format!("redis-sentinel://{}/{NAME}", hosts.join(","))
     }
 
-    /// Port that every sentinel names, if they agree.
+    /// Port of the primary that every sentinel names; `None` if the sentinels disagree.
     pub fn primary(&self) -> Option<u16> {
         let named: Vec<_> = self.sentinels.iter().map(Sentinel::names).collect();
         named[0].filter(|_| named.iter().all(|port| *port == named[0]))
@@ -335,7 +336,7 @@ impl Sentinel {
         Self { port, folder, child }
     }
 
-    /// One field of the sentinel's report about the primary.
+    /// Value of one field of the sentinel's report about the primary.
     pub fn says(&self, field: &str) -> Option<String> {
         let fields: std::collections::HashMap<String, String> =
             ask(self.port, &format!("SENTINEL MASTER {NAME}")).ok()?;
@@ -362,12 +363,14 @@ impl Drop for Sentinel {
     }
 }
 
-// For the conformance suite.
+// Stores for the conformance suite.
 
-/// Store on the cluster that the whole test process shares, and a second handle as another process would open it.
+/// Stores for the conformance suite: one on a cluster that the whole test process shares, and a second handle as
+/// another
+/// process would open it.
 pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<Vec<u16>> = OnceLock::new();
-    // A long time-out: no node dies here, and a busy machine must not look like a failure.
+    // A long time-out: no node is killed here, and a slow machine must not start a failover.
     let ports = SHARED.get_or_init(|| forever(|| keep(Cluster::start(20_000), Cluster::ports))).clone();
     let url = url(&ports);
     let spoil = move |key: Key| {
@@ -377,7 +380,9 @@ pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     subject(&url, options).await.unreachable(unreachable_cluster()).spoil(spoil)
 }
 
-/// Store on the sentinels that the whole test process shares, and a second handle as another process would open it.
+/// Stores for the conformance suite: one on sentinels that the whole test process shares, and a second handle as
+/// another
+/// process would open it.
 pub async fn sentinel_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<(String, u16)> = OnceLock::new();
     let (url, primary) =
@@ -392,7 +397,7 @@ async fn subject(url: &str, options: fn() -> RedisOptions) -> Subject {
     Subject::new(store).peer(peer)
 }
 
-/// Store on a cluster that is gone.
+/// Store whose cluster has ended.
 fn unreachable_cluster() -> RedisStore {
     static GONE: OnceLock<RedisStore> = OnceLock::new();
     let start = || {

@@ -1,4 +1,4 @@
-//! DynamoDB in tests: two emulators, and an HTTP client that counts requests and can answer in the emulator's place.
+//! DynamoDB in tests: two emulators, and an HTTP client that counts requests and can answer instead of the emulator.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -30,15 +30,15 @@ use crate::server::{Env, forever, free_port, keep, signal};
 
 /// Table that tests use.
 pub const TABLE: &str = "idempotency";
-/// Difference between two clocks of one machine, with some reserve.
+/// Largest difference between the clocks of two processes of one machine, with a reserve.
 pub const SKEW: Duration = Duration::from_millis(5);
 
-/// Kind of emulator, with the environment variable that names its program; `scripts/test` sets them.
+/// Kind of emulator. An environment variable names its program; `scripts/test` sets these variables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// `IDEM_TEST_DYNOXIDE`.
+    /// The dynoxide that `IDEM_TEST_DYNOXIDE` names.
     Dynoxide,
-    /// `IDEM_TEST_MINISTACK`.
+    /// The ministack that `IDEM_TEST_MINISTACK` names.
     Ministack,
 }
 
@@ -69,7 +69,8 @@ impl Kind {
         endpoint
     }
 
-    /// Store on the shared emulator, and a second handle as another process would open it.
+    /// Stores for the conformance suite: one on the shared emulator, and a second handle as another process would open
+    /// it.
     #[expect(clippy::unused_async, reason = "as for every other store")]
     pub async fn subject(self) -> Subject {
         let endpoint = self.shared();
@@ -92,13 +93,12 @@ impl Kind {
     }
 }
 
-/// Store for processes of one machine and for emulators of any speed: a lapsed lease is taken over a moment after its
-/// time.
+/// Store with a small allowed clock skew, for processes of one machine: a takeover comes a moment after the lapse.
 pub fn open(endpoint: &str, table: &str) -> DynamoStore {
     options().build(client(&Wire::to(endpoint)), table)
 }
 
-/// Options of such a store.
+/// Options with a small allowed clock skew, for processes of one machine.
 pub fn options() -> DynamoOptions {
     DynamoStore::options().max_clock_skew(SKEW).response_timeout(Duration::from_secs(60))
 }
@@ -133,12 +133,12 @@ impl Emulator {
         Self::start_with(kind, false, &Vec::new())
     }
 
-    /// Starts a dynoxide that keeps its tables on disk, with the table.
+    /// Starts a dynoxide that keeps its tables on disk, and creates the table of records.
     pub async fn durable() -> Self {
         Self::durable_in(&Vec::new()).await
     }
 
-    /// Starts such a dynoxide with this environment.
+    /// Starts a dynoxide on disk with this environment, and creates the table of records.
     pub async fn durable_in(env: &Env) -> Self {
         let emulator = Self::start_with(Kind::Dynoxide, true, env);
         emulator.ensure_table().await;
@@ -154,7 +154,7 @@ impl Emulator {
         emulator
     }
 
-    /// Starts an emulator that keeps tables in memory, with the table.
+    /// Starts an emulator that keeps tables in memory, and creates the table of records.
     pub async fn with_table(kind: Kind) -> Self {
         let emulator = Self::start(kind);
         emulator.ensure_table().await;
@@ -171,7 +171,7 @@ impl Emulator {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Creates the table, unless it exists. An emulator that has just started may reset its first connections.
+    /// Creates the table unless it exists. Repeats failed requests: a new emulator may reset its first connections.
     pub async fn ensure_table(&self) {
         let store = open(&self.endpoint(), TABLE);
         let mut tries = 20;
@@ -184,7 +184,7 @@ impl Emulator {
         }
     }
 
-    /// Starts the process, again if it was killed, and waits until it answers.
+    /// Starts the process, also after a kill, and waits until the emulator answers.
     pub fn run(&mut self) {
         let program = self.kind.program();
         // `setpriv` has the kernel kill the emulator if this process dies first.
@@ -205,7 +205,7 @@ impl Emulator {
             child.unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..3000 {
-            // The emulator has ended: an answer would come from another process.
+            // An emulator that has ended can't answer: another process has taken its port.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if answers(self.port) {
@@ -250,38 +250,38 @@ pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
         .region(Region::new("eu-central-1"))
         .endpoint_url(wire.0.endpoint.clone())
         .retry_config(retries)
-        // So that the store's own limit is the only one.
+        // With this protection off, only the store's own time limit ends a stalled request.
         .stalled_stream_protection(StalledStreamProtectionConfig::disabled())
         .http_client(wire.clone());
     Client::from_conf(config.build())
 }
 
-/// Fate of a request.
+/// Fate of a request in the script of a [`Wire`].
 #[derive(Clone, Debug)]
 pub enum Reply {
-    /// The emulator's answer.
+    /// The client gets the emulator's answer.
     Pass,
-    /// This status and body, and the emulator never sees the request.
+    /// The client gets this status and body, and the emulator never gets the request.
     Instead(u16, String),
-    /// The emulator executes the request, but this status and body come back.
+    /// The emulator executes the request, but the client gets this status and body.
     After(u16, String),
     /// The emulator executes the request, and the connection breaks before the answer arrives.
     Lost,
     /// The emulator executes the request, and no answer ever comes.
     Silence,
-    /// The emulator executes the request once it gets a permit.
+    /// The emulator executes the request once the semaphore has a permit.
     Once(Arc<Semaphore>),
 }
 
 impl Reply {
-    /// Refusal in DynamoDB's format; the emulator never sees the request.
+    /// Refusal in DynamoDB's format, with which the client answers itself.
     pub fn error(status: u16, code: &str) -> Self {
         let body = format!("{{\"__type\":\"com.amazonaws.dynamodb.v20120810#{code}\",\"message\":\"as scripted\"}}");
         Self::Instead(status, body)
     }
 }
 
-/// Idle connections, and the process that made them.
+/// Idle connections, and the id of the process that made them.
 #[derive(Default)]
 struct Idle {
     process: u32,
@@ -289,7 +289,7 @@ struct Idle {
 }
 
 impl Idle {
-    /// Connections of this process. Inherited ones are left alone: closing them would affect the parent's.
+    /// Idle connections of this process. A forked child leaks inherited ones, because a close would affect its parent.
     fn of_this_process(&mut self) -> &mut Vec<BufReader<TcpStream>> {
         let this = std::process::id();
         if self.process != this {
@@ -300,7 +300,7 @@ impl Idle {
     }
 }
 
-/// Plain HTTP client of one endpoint. It counts the requests, and handles them by a script.
+/// Plain HTTP client of one endpoint, which counts its requests and treats them by a script.
 #[derive(Clone)]
 pub struct Wire(Arc<Shared>);
 
@@ -312,13 +312,13 @@ struct Shared {
 }
 
 impl Wire {
-    /// Returns a wire to `endpoint`, without a script.
+    /// Returns a client of `endpoint` without a script.
     pub fn to(endpoint: &str) -> Self {
         let endpoint = endpoint.to_owned();
         Self(Arc::new(Shared { endpoint, idle: Mutex::default(), script: Mutex::default(), seen: Mutex::default() }))
     }
 
-    /// Sets the fate of the next requests; those after them pass.
+    /// Sets the fate of the next requests. Requests after the script pass.
     pub fn script(&self, replies: impl IntoIterator<Item = Reply>) {
         *self.0.script.lock().unwrap() = replies.into_iter().collect();
     }
@@ -328,7 +328,7 @@ impl Wire {
         self.0.script.lock().unwrap().len()
     }
 
-    /// Operations requested since the last call, in order.
+    /// Returns the names of the operations that were requested since the last call, in order.
     pub fn seen(&self) -> Vec<String> {
         std::mem::take(&mut self.0.seen.lock().unwrap())
     }
@@ -386,7 +386,7 @@ impl Shared {
         }
     }
 
-    /// Makes one exchange with the emulator, on a connection that no other exchange uses meanwhile.
+    /// Exchanges one request and answer with the emulator, on a connection that no other exchange uses meanwhile.
     async fn exchange(&self, request: &HttpRequest) -> Result<HttpResponse, BoxError> {
         let address = self.endpoint.strip_prefix("http://").expect("plain HTTP");
         let idle = self.idle.lock().unwrap().of_this_process().pop();

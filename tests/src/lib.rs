@@ -27,30 +27,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use self::reopen::{Reopen, decided, forget_damaged};
 pub use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
 
-/// Is pending `polls` times.
+/// Returns pending `polls` times before it is ready.
 pub async fn yields(polls: u32) {
     for _ in 0..polls {
         tokio::task::yield_now().await;
     }
 }
 
-/// Text that no record begins with, and that differs in each call.
+/// Returns a text that no stored record begins with. Each call returns another text.
 pub fn nonsense() -> String {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     format!("not a record, {}", CALLS.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Lets every task that can run do so, on a runtime of one thread.
+/// Yields until every task of this single-threaded runtime waits.
 pub async fn settle() {
     yields(200).await;
 }
 
-/// Compiles and runs the code of the README, in memory.
+/// Compiles and runs the code of the README, with stores in memory.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 pub struct Readme;
 
-/// Compiles and runs the code of the guide, in memory.
+/// Compiles and runs the code of the guide, with stores in memory.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/guide.md")]
 pub struct Guide;
@@ -59,7 +59,7 @@ pub struct Guide;
 #[cfg(all(doctest, feature = "http", feature = "sqlite"))]
 #[doc = include_str!("../../docs/http.md")]
 pub struct HttpPage;
-/// Compiles and runs the code of the page about brokers, in memory.
+/// Compiles and runs the code of the page about brokers, with stores in memory.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/brokers.md")]
 pub struct Brokers;

@@ -6,8 +6,9 @@ use std::sync::{Arc, LazyLock, Mutex};
 use tracing::Dispatch;
 use tracing::subscriber::DefaultGuard;
 
-/// Makes `tracing` ask every subscriber. With a single subscriber, the first thread that reaches a place in the code
-/// decides for all whether that place is logged, and the threads of other tests have no subscriber.
+/// Makes `tracing` ask every subscriber about every event. With a single subscriber, the first thread that reaches an
+/// event
+/// decides for all threads whether the event is logged, and that thread may belong to a test without a subscriber.
 pub fn hear_all() {
     static ANOTHER: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(tracing_subscriber::registry()));
     LazyLock::force(&ANOTHER);
@@ -34,7 +35,7 @@ impl io::Write for Text {
 }
 
 impl Log {
-    /// Starts to record.
+    /// Starts to record the log.
     #[must_use]
     pub fn start() -> Self {
         hear_all();

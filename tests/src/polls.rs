@@ -9,8 +9,9 @@ pub async fn poll_once<F: Future + ?Sized>(mut future: Pin<&mut F>) -> Poll<F::O
     poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
 }
 
-/// Polls `call` up to `polls` times, each time after `before`, and drops it. Returns whether the call had ended: a test
-/// that counts `polls` up from 0 until then drops the call at each of its awaits.
+/// Polls `call` up to `polls` times, runs `before` before each poll, and then drops `call`. Returns whether `call`
+/// ended. A
+/// test that counts `polls` up from 0 until `call` ends drops the call at each of its awaits.
 pub async fn dropped_after<F: Future>(polls: u32, call: F, mut before: impl AsyncFnMut()) -> bool {
     let mut call = Box::pin(call);
     for _ in 0..polls {

@@ -1,7 +1,9 @@
 //! PostgreSQL servers for tests, and poolers in front of them.
 //!
 //! The programs come from Debian's `postgresql` 15 and `pgbouncer`. `IDEM_TEST_POSTGRES` names another folder of
-//! programs, `IDEM_TEST_PGBOUNCER` another program. Neither runs as root, so root starts them as the user `postgres`.
+//! programs, `IDEM_TEST_PGBOUNCER` another program. PostgreSQL and PgBouncer refuse to run as root, so root starts them
+//! as
+//! the user `postgres`.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -54,7 +56,8 @@ fn give(path: &Path) {
     }
 }
 
-/// Command of a server: not run as root, and ended by `signal` if this process dies first.
+/// Returns the command of a server, which does not run as root. The kernel sends it `signal` if this process dies
+/// first.
 fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
     let mut command = Command::new("setpriv");
     if let Some(signal) = signal {
@@ -68,7 +71,7 @@ fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
 }
 
 impl PostgresServer {
-    /// Starts a server with its defaults, which lose no committed data.
+    /// Starts a server with default settings, which lose no committed data.
     pub fn start() -> Self {
         Self::start_with(&[])
     }
@@ -95,7 +98,7 @@ impl PostgresServer {
         server
     }
 
-    /// Starts a standby of `primary`, which follows it through the line at this port. No commit waits for the standby.
+    /// Starts a standby that follows `primary` through the proxy on port `line`. No commit waits for the standby.
     pub fn standby_of(primary: &Self, line: u16) -> Self {
         let port = free_port();
         let folder = folder("postgres", port);
@@ -117,7 +120,7 @@ impl PostgresServer {
         self.port
     }
 
-    /// Folder of the server's files; its own data is in `data`.
+    /// Folder of the server's files. Subfolder `data` holds the database.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -148,7 +151,7 @@ impl PostgresServer {
         self.args.extend(settings.iter().flat_map(|setting| ["-c".to_owned(), (*setting).to_owned()]));
     }
 
-    /// Starts the process, again if it was killed, and waits until it answers.
+    /// Starts the process, also after a kill, and waits until the server answers.
     pub fn run(&mut self) {
         let log = std::fs::File::options().create(true).append(true).open(self.folder.join("log")).expect("a log");
         let child = unprivileged(&program("postgres"), Some("QUIT"))
@@ -165,7 +168,7 @@ impl PostgresServer {
             .unwrap_or_else(|error| panic!("postgres can't be started: {error}; run ./scripts/test"));
         self.child = Some(child);
         for _ in 0..3000 {
-            // The server has ended: an answer would come from another process.
+            // A server that has ended can't answer: another process has taken its port.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "postgres ended at once on port {}: {ended:?}\n{}", self.port, self.log());
             if program_succeeds(&mut self.ready()) {
@@ -182,16 +185,17 @@ impl PostgresServer {
         command
     }
 
-    /// The server's log.
+    /// Text of the server's log.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// Kills the whole server (`kill -9`). The processes of its connections would otherwise live on, and answer, until
-    /// they notice.
+    /// Kills all processes of the server (`kill -9`). If only the postmaster died, the processes of its connections
+    /// would go on
+    /// answering for a while.
     pub fn kill(&mut self) {
         let Some(mut postmaster) = self.child.take() else { return };
-        // Stop the parent first, so that it starts no process meanwhile.
+        // The postmaster stops first, so that it starts no further process.
         signal(postmaster.id(), "-STOP");
         let children = children(postmaster.id());
         for process in children.iter().chain([&postmaster.id()]) {
@@ -208,7 +212,7 @@ impl PostgresServer {
     /// Stops all processes of the server.
     pub fn stop(&self) {
         let postmaster = self.child.as_ref().expect("running").id();
-        // Stop the parent first, so that it starts no process meanwhile.
+        // The postmaster stops first, so that it starts no further process.
         assert!(signal(postmaster, "-STOP"), "it has ended");
         for child in children(postmaster) {
             signal(child, "-STOP");
@@ -225,12 +229,12 @@ impl PostgresServer {
         }
     }
 
-    /// Opens a connection of the raw client.
+    /// Opens a connection of `tokio-postgres` to the server.
     pub async fn raw(&self) -> tokio_postgres::Client {
         raw(&self.url()).await
     }
 
-    /// Output of `pg_dump` or another program of the server.
+    /// Output of `name`, a program that comes with the server, for example `pg_dump`.
     pub fn ask(&self, name: &str, args: &[&str]) -> String {
         let said = Command::new(program(name))
             .args(["-h", "127.0.0.1", "-U", "postgres", "-p", &self.port.to_string()])
@@ -242,14 +246,14 @@ impl PostgresServer {
     }
 }
 
-/// Processes of a server except the first; any of them may end at any time.
+/// Child processes of the postmaster. Any of these may end at any time.
 fn children(postmaster: u32) -> Vec<u32> {
-    // A process that has ended has no children.
+    // The file is gone if the process has ended.
     let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));
     children.unwrap_or_default().split_ascii_whitespace().map(|child| child.parse().expect("a process")).collect()
 }
 
-/// Reports whether a process still runs. An ended process may be listed until its parent asks for its status.
+/// Reports whether a process runs. An ended process remains listed until its parent reads its status.
 fn is_alive(process: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
@@ -264,7 +268,7 @@ impl Drop for PostgresServer {
         // A stopped process receives no signal except `SIGKILL`.
         self.go_on();
         if let Some(mut child) = self.child.take() {
-            // An immediate end that still removes the shared memory, which `kill -9` would leave behind.
+            // `SIGQUIT` ends the server immediately, and unlike `SIGKILL` removes its shared memory.
             signal(child.id(), "-QUIT");
             child.wait().expect("was running");
         }
@@ -276,7 +280,7 @@ fn url(port: u16) -> String {
     format!("postgres://postgres@127.0.0.1:{port}/postgres")
 }
 
-/// Opens a connection of the raw client.
+/// Opens a connection of `tokio-postgres` to `url`.
 pub async fn raw(url: &str) -> tokio_postgres::Client {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await.expect("connects");
     tokio::spawn(connection);
@@ -310,7 +314,7 @@ impl PgBouncer {
         pooler
     }
 
-    /// Starts the process, again if it was killed, and waits until it answers.
+    /// Starts the process, also after a kill, and waits until the pooler answers.
     pub fn run(&mut self) {
         let program = std::env::var_os("IDEM_TEST_PGBOUNCER").unwrap_or_else(|| "/usr/sbin/pgbouncer".into());
         let child = unprivileged(Path::new(&program), Some("KILL"))
@@ -359,7 +363,7 @@ impl Drop for PgBouncer {
     }
 }
 
-/// Ports of one server for the whole test process, and of a pooler in front of it.
+/// Port of a server that the whole test process shares, and port of a pooler in front of that server.
 pub fn shared() -> (u16, u16) {
     static SHARED: OnceLock<(u16, u16)> = OnceLock::new();
     *SHARED.get_or_init(|| {
@@ -371,23 +375,25 @@ pub fn shared() -> (u16, u16) {
     })
 }
 
-/// URL of the shared server, and name of a schema for one test.
+/// URL of the shared server, and the name of a new schema for one test.
 pub fn shared_schema() -> (String, String) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     (url(shared().0), format!("test \"{}\"", NEXT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// Store on the shared server, in its own schema, and a second handle as another process would open it.
+/// Stores for the conformance suite: one on the shared server, in its own schema, and a second handle as another
+/// process
+/// would open it.
 pub async fn subject() -> Subject {
     subject_at(shared().0, PostgresStore::options()).await
 }
 
-/// Like `subject`, with a table of hash partitions; the options of the second handle have no partitions.
+/// Like [`subject`], with a table of hash partitions. The options of the second handle name no partitions.
 pub async fn subject_partitioned() -> Subject {
     subject_at(shared().0, PostgresStore::options().partitions(4)).await
 }
 
-/// Like `subject`, through the pooler.
+/// Like [`subject`], with connections through the pooler.
 pub async fn subject_behind_pgbouncer() -> Subject {
     subject_at(shared().1, PostgresStore::options().behind_pgbouncer()).await
 }
@@ -407,7 +413,7 @@ async fn subject_at(port: u16, options: PostgresOptions) -> Subject {
     Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil)
 }
 
-/// Writes a row that no release up to this one writes.
+/// Writes a row that no release of the library can have written.
 pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
     let text = format!(
         "INSERT INTO {}.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, lapses_at, \
@@ -419,7 +425,7 @@ pub async fn write_nonsense(url: &str, schema: &str, key: &str) {
     raw(url).await.execute(&text, &[&key, &crate::nonsense()]).await.expect("writes");
 }
 
-/// `name` as an SQL identifier.
+/// `name` as a quoted SQL identifier.
 pub fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use crate::chance::Chance;
 
-/// Largest number of bytes that are carried together.
+/// Largest number of bytes that the proxy reads at a time.
 const PIECE: usize = 16 * 1024;
 
 /// Behaviour of the proxy.
@@ -22,35 +22,36 @@ pub enum Line {
     Pass,
     /// Carries bytes after this time, in both directions.
     Delay(Duration),
-    /// Carries each piece after a random time, at most this one: bytes on another connection may overtake it.
+    /// Carries each piece after a random time of at most this, so that connections overtake each other.
     Uneven(Duration),
-    /// Carries this many bytes a second in each direction, for all connections together.
+    /// Carries this many bytes a second in each direction, all connections taken together.
     Slow(u32),
     /// Swallows the client's bytes: the server executes nothing.
     LoseRequests,
     /// Swallows the server's answers: the request was executed.
     LoseReplies,
-    /// Resets the connection instead of carrying an answer: the request was executed.
+    /// Resets the connection when an answer arrives: the request was executed.
     ResetOnReply,
     /// Resets every connection immediately, old and new.
     Refuse,
-    /// Swallows all bytes on existing connections, and carries new ones: a route that changed.
+    /// Swallows all bytes on existing connections, and carries all bytes on new ones, like a changed route.
     Stale,
-    /// Ends the stream to the client on existing connections, and still carries the client's bytes; carries new
+    /// On existing connections, ends the stream to the client and still carries the client's bytes. Carries all bytes
+    /// on new
     /// connections.
     EndToClient,
-    /// Ends the stream to the server on existing connections, and leaves the client without an answer; carries new
+    /// On existing connections, ends the stream to the server and sends the client nothing. Carries all bytes on new
     /// connections.
     EndToServer,
 }
 
 impl Line {
-    /// True if connections made meanwhile are left alone.
+    /// True if the proxy carries all bytes of connections that are made while this behaviour is set.
     fn spares_new_ones(self) -> bool {
         matches!(self, Self::Stale | Self::EndToClient | Self::EndToServer)
     }
 
-    /// True if a connection can go on after this behaviour. TCP never loses bytes from the middle of a stream.
+    /// True if a connection can go on once another behaviour is set. TCP never loses bytes from the middle of a stream.
     fn loses_nothing(self) -> bool {
         matches!(self, Self::Pass | Self::Delay(_) | Self::Uneven(_) | Self::Slow(_))
     }
@@ -68,15 +69,15 @@ pub struct Proxy {
 /// Number of bytes that the client sent on each connection, in the order in which the connections were made.
 type Sent = Arc<Mutex<Vec<Arc<AtomicUsize>>>>;
 
-/// One direction of all connections.
+/// Traffic of all connections in one direction.
 #[derive(Debug, Default)]
 struct Direction {
-    /// Time at which a slow line will have carried all bytes so far.
+    /// Time at which a slow line will have carried all bytes that it has accepted.
     free_at: Mutex<Option<Instant>>,
 }
 
 impl Direction {
-    /// Waits for the time that `line` takes to carry `bytes`.
+    /// Waits for as long as `line` takes to carry `bytes` bytes.
     async fn takes(&self, line: Line, bytes: usize, chance: &mut Chance) {
         match line {
             Line::Delay(delay) => tokio::time::sleep(delay).await,
@@ -134,7 +135,7 @@ impl Proxy {
         self.address.port()
     }
 
-    /// Number of connections that the proxy has ended in one direction.
+    /// Number of connections of which the proxy has ended one direction.
     pub fn halved(&self) -> usize {
         self.halved.load(Ordering::Relaxed)
     }
@@ -163,7 +164,7 @@ async fn carry(
     let spared = line.borrow().spares_new_ones();
     client.set_nodelay(true).ok();
     server.set_nodelay(true).ok();
-    // A drop is then a reset, and not an orderly end.
+    // Makes a drop of the client's connection a reset instead of an orderly end.
     client.set_zero_linger().ok();
     let (mut from_client, to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
@@ -186,13 +187,13 @@ async fn carry(
     }
 }
 
-/// Behaviour of `line` for this connection.
+/// Behaviour of `line` for a connection. A `spared` connection is newer than the behaviour.
 fn done_to(spared: bool, line: &mut watch::Receiver<Line>) -> Line {
     let line = *line.borrow_and_update();
     if spared && line.spares_new_ones() { Line::Pass } else { line }
 }
 
-/// Next event on `from`: some bytes, `None` at the end, or zero bytes if the line has changed.
+/// Reads from `from`: some bytes, `None` at the end of the stream, or zero bytes if the line has changed.
 async fn next(from: &mut OwnedReadHalf, buffer: &mut [u8], line: &mut watch::Receiver<Line>) -> Option<usize> {
     tokio::select! {
         read = from.read(buffer) => read.ok().filter(|read| *read > 0),
@@ -241,7 +242,7 @@ async fn downstream(
         }
         let read = next(from, &mut buffer, &mut line).await;
         match (read, done_to(spared, &mut line)) {
-            // The client must not notice the end.
+            // The client must not notice that the server's stream has ended.
             (None, Line::EndToServer) => std::future::pending().await,
             (None, _) | (Some(1..), Line::ResetOnReply) => break,
             (Some(0), _) | (Some(_), Line::LoseReplies | Line::Stale | Line::EndToClient | Line::EndToServer) => {
@@ -253,6 +254,6 @@ async fn downstream(
             break;
         }
     }
-    // A drop of the half would end the stream in order; if the half is forgotten, the whole connection is reset.
+    // A drop of this half would end the stream in order. Without it, the whole connection is reset.
     to.forget();
 }

@@ -1,5 +1,5 @@
-//! Processes that work on the same keys of one store, and write every effect into one table, while they are killed,
-//! stopped and cut off; and the audit of that table.
+//! Race: processes work on the same keys of one store and write every effect into one table, while tests kill, stop and
+//! disconnect the processes; then the table is audited.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,11 +19,11 @@ use idem_runtime::{Key, OnCrash, Store};
 use crate::server::{Env, until};
 use crate::stores;
 
-/// Lease of racers (default: 1 s): longer than their stores may take to answer.
+/// Default lease of racers: longer than a store takes to answer.
 pub const LEASE: Duration = Duration::from_secs(1);
-/// Time in which the audited store must answer.
+/// Time within which the audited store must answer.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Largest total error of two readings of the table's clock, in milliseconds.
+/// Largest total error of two readings of [`now`], in milliseconds.
 const CLOCK_SLACK: u64 = 20;
 
 // Table of effects.
@@ -33,7 +33,7 @@ const CLOCK_SLACK: u64 = 20;
 pub struct Line {
     /// Milliseconds since the machine started, by a clock that all processes share and that can't be set.
     pub at: u64,
-    /// Milliseconds since 1970, by the clock of the process.
+    /// Wall clock of the process, in milliseconds since 1970.
     pub wall: u64,
     /// Id of the process.
     pub worker: u32,
@@ -41,26 +41,26 @@ pub struct Line {
     pub call: u32,
     /// Number of the key.
     pub key: usize,
-    /// Event of the line.
+    /// Event at that time.
     pub event: Event,
 }
 
-/// Event in a line.
+/// Event that a racer writes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
-    /// The call begins.
+    /// A call begins.
     Asked,
-    /// The body begins, as this attempt. This is the effect: it is not idempotent, and every run leaves its trace.
+    /// The body begins, as the attempt of this number. This line is the effect: every run of a body writes one.
     Began(u32),
-    /// The lease was confirmed; the line has the time of the request.
+    /// The store confirmed the lease. The time of the line is that of the request.
     Held,
     /// The body was polled.
     Polled,
-    /// The body has done its work.
+    /// The body has finished its work.
     Ended,
-    /// The call has ended: it ran the body, with this result.
+    /// The call ran the body and returned this result.
     Ran(String),
-    /// The call has ended: it replayed this result.
+    /// The call replayed this result.
     Replayed(String),
     /// The call has ended with `Error::LeaseLost`.
     LeaseLost,
@@ -85,7 +85,7 @@ impl Event {
         !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
     }
 
-    /// Reports whether the message is acknowledged, or set aside: the racer goes on to other keys.
+    /// Reports whether the racer acknowledges the message or sets the message aside, and goes on to other keys.
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted | Self::Exhausted)
     }
@@ -149,7 +149,7 @@ impl Line {
 
 /// Milliseconds since the machine started, by a clock that can't be set and is the same in every process.
 pub fn now() -> u64 {
-    // Opened once, so that a process without free descriptors has a clock too.
+    // Opened once, so that a process that has no free file descriptor can still read the clock.
     static CLOCK: LazyLock<File> = LazyLock::new(|| File::open("/proc/uptime").expect("Linux"));
     let mut text = [0; 64];
     let length = CLOCK.read_at(&mut text, 0).expect("Linux");
@@ -159,17 +159,17 @@ pub fn now() -> u64 {
     seconds.parse::<u64>().expect("seconds") * 1000 + hundredths.parse::<u64>().expect("hundredths") * 10
 }
 
-/// Result that a run records: its attempt, process and call.
+/// Result that a run records: the number of the attempt, the process and the call.
 pub fn result(attempt: u32, worker: u32, call: u32) -> String {
     format!("{attempt}/{worker}/{call}")
 }
 
-/// Result of a run, padded to a size.
+/// Result of a run, padded to `bytes` bytes.
 pub fn padded(result: &str, bytes: usize) -> String {
     result.to_owned() + &".".repeat(bytes.saturating_sub(result.len()))
 }
 
-/// Result without its padding.
+/// Result of a run without the padding of [`padded`].
 pub fn told(padded: &str) -> &str {
     padded.trim_end_matches('.')
 }
@@ -178,7 +178,7 @@ fn attempt_of(result: &str) -> u32 {
     result.split('/').next().and_then(|attempt| attempt.parse().ok()).expect("a result of a racer")
 }
 
-/// Table, as a racer writes it.
+/// Handle with which a racer appends to the table.
 #[derive(Debug)]
 pub struct Table(File);
 
@@ -188,12 +188,12 @@ impl Table {
         Self(File::options().append(true).open(path).expect("the table of effects is there"))
     }
 
-    /// Writes a line with the present time.
+    /// Appends a line with the present time.
     pub fn write(&self, call: u32, key: usize, event: Event) {
         self.write_as_of(now(), call, key, event);
     }
 
-    /// Writes a line with the time `at`.
+    /// Appends a line with the time `at`.
     pub fn write_as_of(&self, at: u64, call: u32, key: usize, event: Event) {
         let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let wall = u64::try_from(wall.as_millis()).expect("in this age");
@@ -218,58 +218,62 @@ pub fn key(n: usize) -> Key {
 pub enum Keys {
     /// This many keys, one after the other.
     Fixed(usize),
-    /// Keys one after the other, without an end until [`Crew::finish`] sets their number.
+    /// Keys one after the other, until [`Crew::finish`] sets their number.
     Open,
-    /// This many keys concurrently, from the first one on. The body of each does the [`Work`]; in the other variants,
-    /// only a racer's first body does it.
+    /// This many keys concurrently. Every body does the [`Work`]; in the other variants only a racer's first body does.
     Together(usize),
-    /// One, and after [`Crew::open_gate`] this many more side by side.
+    /// One key; after [`Crew::open_gate`], this many more keys concurrently.
     Gated(usize),
-    /// The first number of keys as with `Together`. Meanwhile the second number of keys after those is served again and
-    /// again, with [`Work::Some`], until [`Crew::open_gate`].
+    /// The first number of keys, as with `Together`. Meanwhile the racer serves the second number of further keys
+    /// repeatedly,
+    /// with [`Work::Some`], until [`Crew::open_gate`].
     Beside(usize, usize),
 }
 
 /// Work of a racer's body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Work {
-    /// Is ready immediately.
+    /// The body is ready immediately.
     Nothing,
-    /// Takes some milliseconds.
+    /// The body takes some milliseconds.
     Some,
-    /// Takes two leases.
+    /// The body takes two leases.
     Long,
-    /// Takes some milliseconds, but the first body goes on, renewing its lease, until [`Crew::open_gate`].
+    /// The body takes some milliseconds. A racer's first body runs until [`Crew::open_gate`], and renews its lease
+    /// itself.
     Held,
-    /// As `Held`, but only the heartbeat renews the lease.
+    /// Like `Held`, but only the heartbeat renews the lease.
     Quiet,
-    /// As `Quiet`, and each poll is entered in the table. After a pause, the runtime has many other tasks.
+    /// Like `Quiet`, and the racer writes each poll of the body into the table. A racer that was stopped has many other
+    /// tasks
+    /// to poll first.
     Polled,
-    /// As `Quiet`, but the body blocks its thread, which is the only one of its runtime.
+    /// Like `Quiet`, but the body blocks the only thread of its runtime.
     Blocks,
-    /// As `Quiet`, but the body blocks its thread by `block_in_place`.
+    /// Like `Quiet`, but the body blocks its thread by `block_in_place`.
     BlocksInPlace,
 }
 
 /// Runtimes of a racer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// One runtime with one thread.
+    /// The racer has one runtime with one thread.
     One,
-    /// One runtime; the store was opened on another one, whose only thread stands still.
+    /// The racer works on one runtime. It opened the store on another runtime, whose only thread stands still.
     OpenedElsewhere,
-    /// One runtime; the first body, a [long](Work::Long) one for its own key, ran on another runtime, whose only thread
-    /// stands still.
+    /// The racer works on one runtime. Its first body, a [long](Work::Long) one for its own key, ran on another
+    /// runtime, whose
+    /// only thread stands still.
     BegunElsewhere,
     /// The process opens the store, runs a [long](Work::Long) body for its own key, and forks two children. All three
-    /// serve the next keys, and then as many keys of their own.
+    /// processes then serve the same keys, and after them each process serves as many keys of its own.
     Forked,
 }
 
-/// Orders of a racer.
+/// Arguments of a racer.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Orders {
-    /// Store, for [`stores::open`].
+    /// Text that names the store for [`stores::open`].
     pub spec: String,
     /// Path of the table of effects.
     pub path: PathBuf,
@@ -283,7 +287,7 @@ pub struct Orders {
     pub place: Place,
     /// Length of the leases.
     pub lease: Duration,
-    /// Least size of results, in bytes.
+    /// Smallest size of a result, in bytes.
     pub bytes: usize,
     /// Policies of the keys.
     pub policies: Policies,
@@ -296,7 +300,7 @@ pub enum Policies {
     Retry,
     /// Even keys are under `on_crash = retry`, odd keys under `on_crash = fail`.
     Mixed,
-    /// The keys are in turn under `on_crash = retry`, under `on_crash = fail`, and under `max_attempts = 1`.
+    /// The keys are by turns under `on_crash = retry`, `on_crash = fail` and `max_attempts = 1`.
     Limited,
 }
 
@@ -333,7 +337,7 @@ impl Orders {
         }
     }
 
-    /// Returns the orders as arguments.
+    /// Returns the orders as arguments of a program.
     #[must_use]
     pub fn words(&self) -> [String; 9] {
         let Self { spec, path, begin, keys, work, place, lease, bytes, policies } = self;
@@ -353,7 +357,7 @@ impl Orders {
     /// Reads the orders from the arguments of this process.
     ///
     /// # Panics
-    /// If the arguments are no orders.
+    /// If the arguments are not those of [`words`](Self::words).
     pub fn read() -> Self {
         let words: Vec<String> = std::env::args().skip(1).collect();
         let [spec, path, begin, keys, work, place, lease, bytes, policies] = &words[..] else {
@@ -396,28 +400,28 @@ impl Orders {
     }
 }
 
-/// Racers at work on one store and one table.
+/// Racers of one store and one table.
 #[derive(Debug)]
 pub struct Crew {
     program: String,
-    /// Arguments of `setpriv` in front of the program.
+    /// `setpriv` and its arguments, with which racers start; empty to start racers directly.
     wrapper: Vec<String>,
     env: Env,
     orders: Orders,
     racers: Vec<Child>,
-    /// Racers that are or were held in a body.
+    /// Racers with a body that runs until its gate opens.
     gates: Vec<u32>,
-    /// Number of bytes of the table that were read, and their lines.
+    /// Number of bytes of the table that were read, and the lines in these bytes.
     read: Mutex<(usize, Vec<Line>)>,
 }
 
 impl Crew {
-    /// Returns a crew without racers. `program` is `env!("CARGO_BIN_EXE_racer")`, `spec` the store for
+    /// Returns a crew without racers. `program` is `env!("CARGO_BIN_EXE_racer")`; `spec` names the store for
     /// [`stores::open`].
     pub fn new(program: &str, spec: &str) -> Self {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
-        // Create both files now: racers may run as another user, and may have no descriptor left when they fail.
+        // Both files are created now: racers may run as another user, and may have no free descriptor when they fail.
         for path in [&path, &beside(&path, "failed")] {
             let file = File::create(path).expect("a file for the effects");
             file.set_permissions(Permissions::from_mode(0o666)).expect("ours");
@@ -444,22 +448,22 @@ impl Crew {
         }
     }
 
-    /// Orders of future racers, except for the arguments of [`start`](Self::start).
+    /// Orders of racers that start later, except for the arguments of [`start`](Self::start).
     pub fn orders(&mut self) -> &mut Orders {
         &mut self.orders
     }
 
-    /// Sets the environment of future racers.
+    /// Sets the environment of racers that start later.
     pub fn set_env(&mut self, env: Env) {
         self.env = env;
     }
 
-    /// Sets the arguments of `setpriv` in front of the program of future racers: options, or another program.
+    /// Sets the arguments of `setpriv` for racers that start later.
     pub fn set_wrapper(&mut self, wrapper: Vec<String>) {
         self.wrapper = wrapper;
     }
 
-    /// Starts a racer at the key `begin`. Returns its process id.
+    /// Starts a racer whose first key is `begin`. Returns the racer's process id.
     pub fn start(&mut self, begin: usize, keys: Keys, work: Work) -> u32 {
         let orders = Orders { begin, keys, work, ..self.orders.clone() };
         let mut command = Command::new("setpriv");
@@ -480,21 +484,21 @@ impl Crew {
         racer.wait().expect("was running");
     }
 
-    /// Stops or continues a racer.
+    /// Sends a racer a signal that stops or continues it.
     pub fn signal(&self, worker: u32, signal: &str) {
         assert!(self.racers.iter().any(|racer| racer.id() == worker), "one of ours");
         assert!(crate::server::signal(worker, signal), "it has ended");
     }
 
-    /// Lets the body end in which `worker` is held.
+    /// Lets the held body of `worker` end.
     pub fn open_gate(&self, worker: u32) {
         File::create(gate(&self.orders.path, worker)).expect("can be written");
     }
 
-    /// Sets the final number of keys: all that were begun, and some more.
+    /// Sets the final number of keys: all keys that were begun, and some more.
     pub fn finish(&self) -> usize {
         let keys = self.lines().iter().map(|line| line.key).max().unwrap_or_default() + 10;
-        // Rename a draft, so that racers see the whole number or none.
+        // The number is written to a draft that is then renamed, so that racers read the whole number or none.
         let draft = beside(&self.orders.path, "draft");
         std::fs::write(&draft, keys.to_string()).expect("can be written");
         std::fs::rename(draft, beside(&self.orders.path, "keys")).expect("can be written");
@@ -513,7 +517,7 @@ impl Crew {
         file.seek(SeekFrom::Start(*bytes as u64)).expect("it only grows");
         let mut text = String::new();
         file.read_to_string(&mut text).expect("the table can be read");
-        // The last line may be incomplete.
+        // The last line may be incomplete: its racer may have been killed while writing.
         if let Some((whole, _)) = text.rsplit_once('\n') {
             lines.extend(whole.lines().map(Line::read));
             *bytes += whole.len() + 1;
@@ -524,7 +528,7 @@ impl Crew {
     /// Waits until `condition` holds for the lines of the table.
     ///
     /// # Panics
-    /// If it never does.
+    /// If `condition` does not hold after minutes.
     pub async fn until(&self, what: &str, mut condition: impl FnMut(&[Line]) -> bool) {
         let what = format!("{what} ({})", self.orders.spec);
         let failed = beside(&self.orders.path, "failed");
@@ -539,11 +543,11 @@ impl Crew {
     /// Waits until every racer has ended.
     ///
     /// # Panics
-    /// If one fails, or if all of them hang.
+    /// If a racer fails, or if no racer makes progress.
     pub async fn ended(&mut self) {
         let mut got_on = 0;
         while !self.racers.is_empty() {
-            // Each racer may take long, but all of them together must make progress.
+            // Each racer may take long, but some racer must make progress.
             let before = got_on;
             until(&format!("the racers get on ({})", self.orders.spec), async || {
                 self.racers.retain_mut(|racer| match racer.try_wait().expect("was running") {
@@ -584,7 +588,7 @@ impl Drop for Crew {
     }
 }
 
-/// File that lets the body end in which `worker` is held.
+/// File whose existence lets the held body of `worker` end.
 pub fn gate(path: &Path, worker: u32) -> PathBuf {
     beside(path, &format!("gate-{worker}"))
 }
@@ -594,58 +598,61 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
     path.with_extension(name)
 }
 
-// Rules for the table.
+// Rules for the table of effects.
 
 /// Guarantees for a table and its store:
 ///
-/// - every key has one recorded outcome, of a run that ended, and every caller got that outcome;
+/// - every key has one recorded result, of a run that ended, and every caller got this result;
 /// - no attempt number occurs twice, and no body ran after the recorded attempt;
-/// - no attempt begins within a lease of the latest confirmation of the attempt before it, so that bodies overlap only
-///   if a lease was not renewed;
-/// - a call that ended with `LeaseLost` is not the recorded one.
+/// - an attempt begins only when a lease has passed since the previous attempt's lease was last confirmed, so that
+///   bodies
+/// overlap only if a lease was not renewed;
+/// - the run that is recorded did not get `LeaseLost`.
 ///
 /// For a key under `on_crash = fail`:
 ///
 /// - at most one body began;
-/// - the key is interrupted in the end only if that body did not return, or its process was killed before it could
+/// - the key ends interrupted only if its body did not return, or if its process was killed before the body could
 ///   begin;
-/// - an interrupted key has no result, for no caller;
-/// - a call is told of an interruption only while another one, a lease old, has no result.
+/// - no caller gets a result of an interrupted key;
+/// - a call gets `Interrupted` only if another call of the key is without a result, and that call's lease has lapsed.
 ///
 /// For a key under `max_attempts = 1`:
 ///
 /// - at most one body began;
-/// - the attempts of the key are exhausted only if that body began, or its process was killed before it could begin.
+/// - the attempts of the key are exhausted only if a body began, or if its process was killed before the body could
+///   begin.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
-    /// True if leases last for their time; they don't if the clock that measures them is set.
+    /// True if a lease lasts for its time. A lease lasts for less if the clock that measures it is set.
     pub leases: bool,
-    /// Start and end of the time in which records were forgotten. The rules hold separately before and after.
+    /// Start and end of the time in which the store lost records. The rules hold separately before and after that time.
     pub forgotten: Option<(u64, u64)>,
-    /// When no server answered: from, to. No body of a call begins that was made and ended in that time, and no record
-    /// says so.
+    /// Start and end of the time in which no server answered. A call that began and ended in that time began no body,
+    /// and left
+    /// no mark in the record.
     pub stopped: Option<(u64, u64)>,
 }
 
-/// Attempts that took effect, for each key in the order of their numbers.
+/// Numbers of the attempts that took effect, for each key.
 #[derive(Debug)]
 pub struct Effects(pub Vec<Vec<u32>>);
 
 impl Effects {
-    /// Number of effects beyond one for each key.
+    /// Number of effects in excess of one for each key.
     pub fn repeated(&self) -> usize {
         self.0.iter().map(|attempts| attempts.len().saturating_sub(1)).sum()
     }
 }
 
-/// One call, put together from its lines.
+/// One call, as its lines in the table describe it.
 #[derive(Clone, Debug)]
 struct Call {
     worker: u32,
     number: u32,
     key: usize,
     asked: u64,
-    /// Number and start of the attempt; below, the latest time at which the lease was confirmed.
+    /// Number and start of the attempt. `held` is the latest time at which the lease was confirmed.
     began: Option<(u32, u64)>,
     held: u64,
     ended: bool,
@@ -669,14 +676,14 @@ fn attempts(calls: &[Call]) -> Vec<u32> {
     attempts
 }
 
-/// Record of a key at the end.
+/// Final state of a key's record.
 #[derive(Debug)]
 enum Standing {
     /// The record holds this result.
     Completed(String),
     /// The key is interrupted, or will be once its lease has lapsed.
     Interrupted,
-    /// The only attempt of the key has begun, as its record says, and has no result.
+    /// The record says that the only attempt of the key has begun, and holds no result.
     Exhausted,
 }
 
@@ -720,7 +727,7 @@ fn calls(lines: &[Line]) -> Vec<Call> {
 }
 
 impl Rules {
-    /// For a store that kept its records, and whose clock was not set.
+    /// Rules for a store that lost no record, and whose clock was not set.
     pub const STRICT: Self = Self { leases: true, forgotten: None, stopped: None };
 
     async fn audit(&self, lines: &[Line], keys: usize, store: &dyn Store, orders: &Orders) -> Effects {
@@ -770,7 +777,7 @@ impl Rules {
         Ok(attempts(calls))
     }
 
-    /// The attempts that took effect for a key under `max_attempts = 1`, or the rule that is broken.
+    /// Returns the attempts that took effect for a key under `max_attempts = 1`, or the broken rule.
     fn audit_limited(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
         let began = calls.iter().filter(|call| call.began.is_some()).count();
         if began > 1 {
@@ -787,12 +794,14 @@ impl Rules {
         }
     }
 
-    /// Whether the body of `call` began, or its process was killed when the record may have said so.
+    /// Reports whether the body of `call` began, or the process was killed when the record may have had the mark that
+    /// it
+    /// began.
     fn may_have_begun(&self, call: &Call) -> bool {
         call.began.is_some() || (call.told.is_none() && !self.is_within_the_stop(call))
     }
 
-    /// Whether `call` was made when no server answered, and ended before one did, or was killed then.
+    /// Reports whether `call` began while no server answered, and ended or was killed before a server answered again.
     fn is_within_the_stop(&self, call: &Call) -> bool {
         self.stopped.is_some_and(|(from, to)| {
             let has_ended = call.told.as_ref().is_none_or(|(at, _)| *at <= to);
@@ -800,7 +809,7 @@ impl Rules {
         })
     }
 
-    /// Whether `call` may be the cause of what `told` was told: an interruption.
+    /// Reports whether `call` may be the reason why the call `told` got `Interrupted`.
     fn may_interrupt(&self, call: &Call, told: &Call, lease: Duration) -> bool {
         let told_at = told.told.as_ref().map_or(u64::MAX, |(at, _)| *at);
         let lapses = call.held + u64::try_from(lease.as_millis()).expect("short");
@@ -816,8 +825,7 @@ impl Rules {
             && (call.worker, call.number) != (told.worker, told.number)
     }
 
-    /// Calls before and after records were forgotten. A call under way in between may belong to either side, so it is
-    /// in neither.
+    /// Calls before and after the time in which records were lost. A call that overlaps this time is in neither list.
     fn sides<'a>(&self, calls: &'a [Call]) -> (Vec<&'a Call>, Vec<&'a Call>) {
         match self.forgotten {
             None => (Vec::new(), calls.iter().collect()),
@@ -849,7 +857,7 @@ impl Rules {
         Ok(attempts(calls))
     }
 
-    /// Checks the rules that hold while no record is forgotten.
+    /// Checks the rules for calls between which no record was lost.
     fn audit_memory(&self, calls: &[&Call], recorded: Option<&str>, lease: Duration) -> Result<(), String> {
         let mut outcome = recorded;
         for call in calls {
@@ -877,23 +885,24 @@ impl Rules {
 
 // The race that every store runs.
 
-/// Race: `racers` processes work on all keys; one more is killed `kills` times, at any point of its work.
+/// Race in which `racers` processes work on all keys, and one more process is killed `kills` times, at any point of its
+/// work.
 #[derive(Clone, Copy, Debug)]
 pub struct Race<'a> {
     /// Program of a racer: `env!("CARGO_BIN_EXE_racer")`.
     pub program: &'a str,
-    /// Store, for [`stores::open`].
+    /// Text that names the store for [`stores::open`].
     pub spec: &'a str,
     /// Number of keys.
     pub keys: usize,
-    /// Number of processes that reach the end.
+    /// Number of processes that work until all keys are done.
     pub racers: usize,
     /// Number of processes that are killed.
     pub kills: usize,
 }
 
 impl<'a> Race<'a> {
-    /// The race that every store runs: 8 processes, 1 000 keys.
+    /// Returns the race that every store runs: 8 processes and 1 000 keys.
     pub fn new(program: &'a str, spec: &'a str) -> Self {
         Self { program, spec, keys: 1000, racers: 7, kills: 12 }
     }

@@ -1,4 +1,4 @@
-//! Decision of an operator that tests need most: to let the next delivery run.
+//! The operator's decision that tests need most: another attempt may run.
 
 use idem_runtime::store::{Action, Decision, DecisionAnswer, OwnerToken, Standing, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};
@@ -10,7 +10,7 @@ pub fn decided(owner: OwnerToken, decisions: u32) -> OwnerToken {
     OwnerToken::from_bytes(u128::from_be_bytes(*owner.as_bytes()).wrapping_add(moved).to_be_bytes())
 }
 
-/// Look and [`Decision::reopen`], or [`Decision::discard`] of a finished record, in one call; for every store.
+/// Inspects a key, and then applies [`Decision::reopen`], or [`Decision::discard`] if the record is finished.
 pub trait Reopen {
     /// Returns `Applied` if the key was reopened.
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict>;
@@ -27,8 +27,9 @@ impl<S: Store + ?Sized> Reopen for S {
     }
 }
 
-/// Looks at a damaged record, whose reason contains `words`, and forgets it. Checks that every other decision is
-/// refused.
+/// Inspects a damaged record, whose reason contains `words`, and forgets the record. Checks that the store refuses
+/// every
+/// other decision.
 pub async fn forget_damaged(store: &dyn Store, key: &Key, words: &str) {
     let found = store.inspect(key).await.unwrap().expect("a damaged record is a record");
     assert_eq!(found.standing(), Standing::Damaged, "{key}");

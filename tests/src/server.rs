@@ -1,4 +1,4 @@
-//! Servers for tests: on free ports, in their own folders, ended with the process that started them.
+//! Servers for tests. Each has a free port and its own folder, and ends with the process that started it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -15,14 +15,14 @@ use redis::AsyncCommands;
 use crate::chance::Chance;
 use crate::proxy::{Line, Proxy};
 
-/// Kind of server, with the environment variable that names its program; `scripts/test` sets them.
+/// Kind of server. An environment variable names its program; `scripts/test` sets these variables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Redis 7.0 or newer: `redis-server` from the path, or `IDEM_TEST_REDIS`.
+    /// Redis 7.0 or newer: the program that `IDEM_TEST_REDIS` names, or `redis-server`.
     Redis,
-    /// Valkey 8 or newer: `IDEM_TEST_VALKEY`.
+    /// Valkey 8 or newer: the program that `IDEM_TEST_VALKEY` names.
     Valkey,
-    /// Redis before 7.0, which the store must refuse: `IDEM_TEST_OLD_REDIS`.
+    /// Redis before 7.0, which the store must refuse: the program that `IDEM_TEST_OLD_REDIS` names.
     OldRedis,
 }
 
@@ -49,7 +49,8 @@ impl Kind {
         url
     }
 
-    /// Store on the shared server, and a second handle as another process would open it.
+    /// Stores for the conformance suite: one on the shared server, and a second handle as another process would open
+    /// it.
     pub async fn subject(self) -> Subject {
         let url = self.shared();
         let store = RedisStore::connect(&url).await.expect("connects");
@@ -69,7 +70,7 @@ impl Kind {
     }
 }
 
-/// Additions to the environment of a process.
+/// Environment variables that a process gets in addition.
 pub type Env = Vec<(String, OsString)>;
 
 /// Server process; killed when dropped.
@@ -84,7 +85,7 @@ pub struct RedisServer {
 }
 
 impl RedisServer {
-    /// Starts a server that keeps nothing on disk.
+    /// Starts a server without persistence.
     pub fn start(kind: Kind) -> Self {
         Self::start_with(kind, &["--appendonly", "no"])
     }
@@ -119,13 +120,13 @@ impl RedisServer {
         &self.folder
     }
 
-    /// Value that the server was given for this argument.
+    /// Value of the argument `name` with which the server was started.
     pub(crate) fn argument(&self, name: &str) -> &str {
         let at = self.args.iter().position(|it| it == name).expect("given");
         &self.args[at + 1]
     }
 
-    /// Starts the process, again if it was killed, and waits until it answers.
+    /// Starts the process, also after a kill, and waits until the server answers.
     pub fn run(&mut self) {
         let program = self.kind.program();
         // `setpriv` has the kernel kill the server if this process dies first.
@@ -142,7 +143,7 @@ impl RedisServer {
             .unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..1000 {
-            // The server has ended: an answer would come from another process.
+            // A server that has ended can't answer: another process has taken its port.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if self.ping() {
@@ -157,7 +158,7 @@ impl RedisServer {
         use std::io::{Read, Write};
         let Ok(mut stream) = std::net::TcpStream::connect(("127.0.0.1", self.port)) else { return false };
         let mut answer = [0; 5];
-        // An unauthenticated client gets an error, which is an answer too.
+        // A server that wants a password answers with an error, which shows that it works.
         stream.write_all(b"PING\r\n").is_ok()
             && stream.read_exact(&mut answer).is_ok()
             && (answer == *b"+PONG" || answer == *b"-NOAU")
@@ -176,7 +177,7 @@ impl RedisServer {
         assert!(self::signal(self.child.as_ref().expect("running").id(), signal), "it has ended");
     }
 
-    /// Opens a connection of the raw client.
+    /// Opens a connection of the `redis` crate to the server.
     pub async fn raw(&self) -> redis::aio::MultiplexedConnection {
         raw(&self.url()).await
     }
@@ -189,15 +190,16 @@ impl Drop for RedisServer {
     }
 }
 
-/// Opens a connection of the raw client.
+/// Opens a connection of the `redis` crate to `url`.
 pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
     redis::Client::open(url).unwrap().get_multiplexed_async_connection().await.unwrap()
 }
 
 /// Returns a port that no process listens on now.
 ///
-/// No port is returned twice: tests run concurrently, and each releases its port before its server binds it. The system
-/// does not assign any of these ports to a client, or to a process that asks for any port.
+/// No port is returned twice: tests run concurrently, and each test frees its port before its server binds the port.
+/// The
+/// system assigns none of these ports to a client or to a process that lets the system choose.
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut given = GIVEN.lock().unwrap();
@@ -229,21 +231,21 @@ pub fn forever<T: Send + 'static>(start: impl FnOnce() -> T + Send + 'static) ->
     receiver.recv().expect("started")
 }
 
-/// Never drops `it`. Returns the value that `read` takes from it.
+/// Leaks `it`, which is therefore never dropped. Returns the value that `read` takes from it.
 pub fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
     let read = read(&it);
     std::mem::forget(it);
     read
 }
 
-/// Time after which a condition counts as failed: minutes, which only a hang takes.
+/// Time after which a condition counts as failed. Only a hang takes minutes.
 const PATIENCE: Duration = Duration::from_secs(180);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Waits until `condition` holds, by blocking.
+/// Blocks until `condition` holds. `what` names the condition in the panic.
 ///
 /// # Panics
-/// If it never does.
+/// If `condition` does not hold after minutes.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let started = Instant::now();
     while started.elapsed() < PATIENCE {
@@ -255,10 +257,10 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     panic!("never happened: {what}");
 }
 
-/// Waits until `condition` holds.
+/// Waits until `condition` holds. `what` names the condition in the panic.
 ///
 /// # Panics
-/// If it never does.
+/// If `condition` does not hold after minutes.
 pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let started = Instant::now();
     while started.elapsed() < PATIENCE {

@@ -29,7 +29,7 @@ impl Folder {
         &self.0
     }
 
-    /// File in the folder.
+    /// Path of the database in the folder.
     pub fn file(&self) -> PathBuf {
         self.0.join("records.db")
     }
@@ -48,8 +48,9 @@ pub fn raw(path: &Path) -> Connection {
     connection
 }
 
-/// Store on a file that all clauses share, a second handle as another process would open it, and a store whose file is
-/// gone.
+/// Three stores for the conformance suite: one on a file that all clauses share, a second handle as another process
+/// would
+/// open it, and a store whose file is gone.
 pub async fn subject() -> Subject {
     static SHARED: OnceLock<Folder> = OnceLock::new();
     let path = SHARED.get_or_init(Folder::new).file();

@@ -1,16 +1,16 @@
-//! Opens stores by a line of text, which can be an argument of a racing process.
+//! Opens stores by a line of text, which a racer takes as an argument.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use idem_runtime::{RedisStore, Store, StoreError};
 
-/// Opens the store that `spec` names. Its time limit for answers follows from `lease`: a little less than a beat.
+/// Opens the store that `spec` names. The store's time limit for answers is a little shorter than a third of `lease`.
 ///
 /// - `sqlite PATH`
 /// - `postgres URL SCHEMA`
 /// - `redis URL PREFIX`, of any topology that `RedisStore::connect` accepts
-/// - `replicated URL PREFIX`, the same with `min_replicas(1)`
+/// - `replicated URL PREFIX`, like `redis` with `min_replicas(1)`
 /// - `dynamo ENDPOINT TABLE`, or `dynamo ENDPOINT TABLE SKEW`
 /// - `wrapped URL PREFIX FOLDER`: all wrappers around a Redis, with objects in a folder
 ///
@@ -18,7 +18,7 @@ use idem_runtime::{RedisStore, Store, StoreError};
 /// If the store can't be opened.
 pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     let words: Vec<&str> = spec.split(' ').collect();
-    // A time limit below a beat, so that a lease survives an answer that does not come.
+    // The time limit is below the interval of renewals, so that a lease survives one lost answer.
     let answer = lease * 3 / 10;
     let redis = RedisStore::options().response_timeout(answer);
     match words[..] {
@@ -27,7 +27,7 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         ["replicated", url, prefix] => {
-            // Both limits together are as long as the limit of any other answer.
+            // A write waits for its answer and then for a replica, so each limit is half of the usual one.
             let options = redis.namespace(prefix).response_timeout(answer / 2).min_replicas(1, answer / 4);
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
@@ -60,8 +60,7 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
     }
 }
 
-/// Repeats `open` for five minutes: a store that is away, or busy with other processes, must not fail a process that
-/// starts.
+/// Repeats `open` for up to five minutes, because a starting process must tolerate a store that is away or busy.
 async fn patiently<S, F: Future<Output = Result<S, StoreError>>>(open: impl Fn() -> F) -> S {
     let started = Instant::now();
     loop {

@@ -12,8 +12,9 @@ use redis::AsyncCommands;
 use crate::proxy::{Line, Proxy};
 use crate::server::{Kind, raw};
 
-/// `Cached` around a store in memory. Its peer is another handle of the same process and shares the cache, as the
-/// contract requires: a separate cache would notice the `reopen` of another process in time, but not immediately.
+/// `Cached` around a store in memory. The second handle shares the cache, as the contract requires: a separate cache
+/// would
+/// notice another process's `reopen` in time, but not immediately.
 pub fn cached() -> Subject {
     let store = MemoryStore::new();
     let cached = Cached::new(store.clone());
@@ -21,14 +22,14 @@ pub fn cached() -> Subject {
     Subject::new(cached).peer(peer)
 }
 
-/// `Compressed` around a store in memory, for every result that becomes smaller.
+/// `Compressed` around a store in memory. Every result that becomes smaller is compressed.
 pub fn compressed() -> Subject {
     let store = MemoryStore::new();
     let around = |store| Compressed::options().above(0).wrap(store);
     Subject::new(around(store.clone())).peer(around(store.peer()))
 }
 
-/// `Offloaded` around a store in memory, for every result that is not empty.
+/// `Offloaded` around a store in memory. Every result that is not empty is offloaded.
 pub fn offloaded() -> Subject {
     let store = MemoryStore::new();
     let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
@@ -36,7 +37,7 @@ pub fn offloaded() -> Subject {
     Subject::new(around(store.clone())).peer(around(store.peer()))
 }
 
-/// All wrappers around a Redis, each applied to every result.
+/// All wrappers around a Redis store; each wrapper treats every result.
 pub async fn stacked() -> Subject {
     let url = Kind::Redis.shared();
     let connect = async |url: &str| RedisStore::connect(url).await.expect("connects");
@@ -62,7 +63,7 @@ pub async fn stacked() -> Subject {
     Subject::new(cached).peer(peer).unreachable(unreachable).spoil(spoil)
 }
 
-/// All wrappers around `store`, each applied to every result, with the objects in a folder that processes share.
+/// All wrappers around `store`; each wrapper treats every result. Processes share the folder of the objects.
 pub fn in_folder(store: RedisStore, folder: &str) -> Cached {
     let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder is there"));
     Cached::new(Compressed::options().above(0).wrap(Offloaded::options().above(0).wrap(store, objects)))

@@ -3,9 +3,9 @@
 /// Recipient of an alert.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Severity {
-    /// A person on call, immediately.
+    /// Calls the person on duty, immediately.
     Page,
-    /// The team, on the next day.
+    /// Opens a ticket that the team reads the next day.
     Ticket,
 }
 
@@ -18,11 +18,11 @@ impl Severity {
     }
 }
 
-/// Rule of Prometheus.
+/// Alerting rule for Prometheus.
 pub(crate) struct Alert {
     pub(crate) name: &'static str,
     pub(crate) expr: &'static str,
-    /// Time for which the expression has to hold.
+    /// Time for which the expression must hold before the alert fires.
     pub(crate) holds: &'static str,
     pub(crate) severity: Severity,
     /// Summary, with labels of the series in braces.
@@ -180,7 +180,7 @@ pub(crate) struct Panel {
     pub(crate) unit: &'static str,
 }
 
-/// Row of the dashboard, with its panels.
+/// Row of panels on the dashboard.
 pub(crate) struct Row {
     pub(crate) title: &'static str,
     pub(crate) panels: &'static [Panel],

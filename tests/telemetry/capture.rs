@@ -1,4 +1,4 @@
-//! Spans and events of this thread, for a test to read.
+//! Spans and events of the current thread, captured for assertions.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -11,7 +11,7 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Span or event: its name or message, and its fields.
+/// Captured span or event: its name or message, and its fields.
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
     pub(crate) name: String,
@@ -64,13 +64,13 @@ impl Capture {
         Self { seen, _default: tracing::subscriber::set_default(subscriber) }
     }
 
-    /// Spans with this name, in their order, with the fields recorded until now.
+    /// Spans of this name in order, with the fields that are recorded so far.
     pub(crate) fn spans(&self, name: &str) -> Vec<Seen> {
         let log = self.seen.lock().unwrap();
         log.spans.iter().map(|(_, seen)| seen.clone()).filter(|seen| seen.name == name).collect()
     }
 
-    /// Events of the library at this level and above.
+    /// Events of the library at this level or a more severe one.
     pub(crate) fn events(&self, level: Level) -> Vec<Seen> {
         let log = self.seen.lock().unwrap();
         log.events.iter().filter(|seen| seen.level <= level).cloned().collect()
@@ -90,7 +90,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
 
     fn on_record(&self, id: &Id, values: &Record<'_>, _: Context<'_, S>) {
         let mut log = self.0.lock().unwrap();
-        // Ids are reused: take the latest span with this id.
+        // Span ids are reused, so the latest span with this id is meant.
         if let Some((_, seen)) = log.spans.iter_mut().rev().find(|(known, _)| *known == id.into_u64()) {
             values.record(&mut seen.fields);
         }

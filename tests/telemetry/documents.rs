@@ -1,5 +1,6 @@
-//! Documents made from the table of metrics, the scenarios and the alerts: the page of metrics, the rules of Prometheus
-//! and the dashboard of Grafana. `IDEM_UPDATE=1` writes them anew.
+//! Documents that are generated from the table of metrics, the scenarios and the alerts: the page of metrics, the rules
+//! for
+//! Prometheus and the dashboard for Grafana. `IDEM_UPDATE=1` rewrites the documents.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -74,7 +75,7 @@ fn alerts_yaml() -> String {
         "# Rules for Prometheus. Made from the table of metrics by tests/telemetry.rs (IDEM_UPDATE=1): change them there.\n",
     );
     text.push_str("groups:\n  - name: idem\n    rules:\n");
-    // A YAML string in single quotes.
+    // Writes a text as a YAML string in single quotes.
     let quoted = |text: &str| format!("'{}'", text.replace('\'', "''"));
     for Alert { name, expr, holds, severity, summary } in ALERTS {
         writeln!(text, "      - alert: {name}\n        expr: {}\n        for: {holds}", quoted(expr)).unwrap();
@@ -124,7 +125,7 @@ fn dashboard() -> String {
     serde_json::to_string_pretty(&dashboard).unwrap() + "\n"
 }
 
-/// Meanings of the metrics in an expression.
+/// Meanings of the metrics that an expression names.
 fn described(expr: &str) -> String {
     let metrics = selectors(expr).into_iter().map(|selector| metric_of(&selector.name).help);
     metrics.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>().join(" ")
@@ -161,14 +162,14 @@ fn every_alert_names_its_meaning_and_the_next_steps() {
     }
 }
 
-/// Series in an expression: its name, and the conditions on its labels.
+/// Series that an expression selects: name, and conditions on labels.
 #[derive(Debug)]
 struct Selector {
     name: String,
     matchers: Vec<(String, String, String)>,
 }
 
-/// Series that `expr` selects.
+/// Parses the series that `expr` selects.
 fn selectors(expr: &str) -> Vec<Selector> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
@@ -192,14 +193,14 @@ fn selectors(expr: &str) -> Vec<Selector> {
     found
 }
 
-/// Metric of a series.
+/// Metric of the table to which a series belongs.
 fn metric_of(series: &str) -> &'static Metric {
     let name = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| series.strip_suffix(suffix));
     let is_it = |metric: &&&Metric| metric.name == series || Some(metric.name) == name;
     TABLE.iter().find(is_it).unwrap_or_else(|| panic!("no metric of the table is called `{series}`"))
 }
 
-/// One line of an exporter's text for Prometheus.
+/// Line of text in Prometheus's format.
 struct Line<'a> {
     name: &'a str,
     labels: Vec<(&'a str, &'a str)>,
@@ -228,13 +229,12 @@ fn matches(line: &Line<'_>, (label, operator, value): &(String, String, String))
     }
 }
 
-/// Problems of an expression: a series that was not exported or never counted, or a label that the series does not
-/// have.
+/// Problems of an expression: series that are not exported or never counted, and labels that a series lacks.
 fn problems(expr: &str, exported: &[Line<'_>]) -> Vec<String> {
     let mut problems = Vec::new();
     for Selector { name, matchers } in selectors(expr) {
         let metric = metric_of(&name);
-        // The table must have each label, and the exporter must have counted each value.
+        // The table must list each label, and the exporter must have written each value.
         for (label, operator, values) in &matchers {
             if label == "le" && name.ends_with("_bucket") {
                 if !metric.buckets().iter().any(|bound| bound.to_string() == *values) {
@@ -257,7 +257,7 @@ fn problems(expr: &str, exported: &[Line<'_>]) -> Vec<String> {
         }
         let selected = exported.iter().filter(|line| line.name == name);
         let selected = selected.filter(|line| matchers.iter().all(|matcher| matches(line, matcher)));
-        // A gauge may be back at zero.
+        // A counter must have counted; a gauge may be zero again.
         if selected.map(|line| line.value).sum::<f64>() == 0.0 && metric.kind != Kind::Gauge {
             problems.push(format!("nothing was counted in `{name}` with {matchers:?}"));
         }
@@ -285,7 +285,7 @@ fn every_expression_names_series_that_a_real_run_exports() {
         for scenario in SCENARIOS {
             (scenario.run)(&World::new()).await;
         }
-        // Metrics of deliveries: a broker that is away.
+        // Causes metrics of deliveries: the broker is away.
         let world = World::new();
         let call =
             observe(world.lasting(POLICY, LEASE)).on_beat(LEASE / 3, |_| std::future::ready(Err::<(), _>("away")));
@@ -300,13 +300,13 @@ fn every_expression_names_series_that_a_real_run_exports() {
     for expr in ALERTS.iter().map(|alert| alert.expr).chain(panels) {
         assert_eq!(problems(expr, &exported), [""; 0], "{expr}");
     }
-    // The exporter has exactly the metrics of the table, with their meanings.
+    // The exporter writes exactly the metrics of the table, with their meanings.
     let names: BTreeSet<_> = exported.iter().map(|line| metric_of(line.name).name).collect();
     assert_eq!(names, TABLE.iter().map(|metric| metric.name).collect());
     for metric in TABLE {
         assert!(text.contains(&format!("# HELP {} {}", metric.name, metric.help)), "{}", metric.name);
     }
-    // The check itself notices wrong expressions.
+    // The check reports expressions that are wrong.
     for wrong in
         [r#"idem_calls_total{outcome="execute"}"#, r#"idem_calls_total{kind="x"}"#, "sum by (store) (idem_calls_total)"]
     {
@@ -315,7 +315,7 @@ fn every_expression_names_series_that_a_real_run_exports() {
 }
 
 #[tokio::test]
-async fn the_own_text_has_the_series_of_the_exporter() {
+async fn the_librarys_own_prometheus_text_has_the_series_of_the_exporter() {
     let world = World::new();
     for _ in 0..2 {
         Operation::new(&world.store, Key::new(SCOPE, "order:42"), POLICY)

@@ -1,4 +1,4 @@
-//! Scenarios of calls, each with its span, its events and its numbers.
+//! Calls with every outcome, each with the expected span, events and counters.
 
 use std::future::{pending, poll_fn};
 use std::panic::AssertUnwindSafe;
@@ -19,13 +19,13 @@ use idem_tests::{Fault, FaultyStore, StoreCall, settle};
 
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(3600);
-/// Nine tenths of the retention: a multiple of the 17 ms in which the store in memory counts.
+/// Nine tenths of the retention, as a multiple of the 17 ms in which the memory store counts.
 pub(crate) const LATE: Duration = Duration::from_nanos(193_119 << 24);
 const LATE_MS: &str = "3239999";
 pub(crate) const POLICY: Policy = Policy::new(TTL).lease(LEASE);
 pub(crate) const SCOPE: &str = "ship";
 
-/// Handler, its store, and a clock that stands still until a test advances it.
+/// Store, and a clock that stands still until a test advances it.
 pub(crate) struct World {
     pub(crate) clock: ManualClock,
     pub(crate) store: FaultyStore,
@@ -68,7 +68,7 @@ impl World {
         call
     }
 
-    /// Leaves an attempt whose process died in its body.
+    /// Leaves a pending record, as a process that died in a body does.
     pub(crate) async fn crash(&self, on_crash: OnCrash) {
         let request = ReserveRequest::new(Self::key(), self.store.context().new_owner(), LEASE, TTL).on_crash(on_crash);
         let reserved = self.store.reserve(&request).await;
@@ -76,7 +76,7 @@ impl World {
         assert_eq!(self.store.begin(&lease).await.unwrap(), Verdict::Applied);
     }
 
-    /// Runs `future`, and advances time by a second whenever nothing else can happen.
+    /// Runs `future`, and advances the clock by a second whenever `future` waits.
     pub(crate) async fn driving<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         loop {
@@ -93,21 +93,21 @@ impl World {
     }
 }
 
-/// Scenario, and everything seen of its last call.
+/// Scenario, with the expected telemetry of its last call.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) run: for<'a> fn(&'a World) -> Pin<Box<dyn Future<Output = ()> + 'a>>,
-    /// `idem.outcome` of the span, and the label of the counter.
+    /// Expected `idem.outcome` of the span, and label of the counter.
     pub(crate) outcome: &'static str,
-    /// `idem.disposition`, if the call returned.
+    /// Expected `idem.disposition`, if the call returned.
     pub(crate) disposition: Option<&'static str>,
-    /// True if the span has the status `ERROR`, with the outcome as its `error.type`.
+    /// True if the span must have the status `ERROR` and the outcome as its `error.type`.
     pub(crate) is_error: bool,
-    /// Other fields of the span.
+    /// Further expected fields of the span.
     pub(crate) fields: &'static [(&'static str, &'static str)],
-    /// Events from `INFO` up: level and start of the message.
+    /// Expected events of level `INFO` and above: level, and start of the message.
     pub(crate) events: &'static [(&'static str, &'static str)],
-    /// Other series that count 1: name, and one label with its value.
+    /// Further series that must count 1: name, and one label with its value.
     pub(crate) counts: &'static [(&'static str, &'static str, &'static str)],
 }
 
@@ -183,7 +183,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         run: run!(|world| {
             let running = world.hang(POLICY).await;
             world.call(POLICY).await.unwrap_err();
-            // Held forever, as if the test ended here.
+            // The call stays under way for the rest of the test.
             std::mem::forget(running);
         }),
         outcome: "in_progress",
@@ -241,7 +241,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
             settle().await;
             world.clock.advance(LEASE);
             settle().await;
-            // An attempt of another process.
+            // Another process has left this attempt behind.
             world.crash(OnCrash::Retry).await;
             world.store.always(StoreCall::Renew, Fault::None);
             world.clock.advance(LEASE / 3);
@@ -486,7 +486,7 @@ fn missing() -> idem_runtime::key::KeyError {
     Key::new(SCOPE, "").unwrap_err()
 }
 
-/// Value of the only series of `metric` that has these labels.
+/// Value of `metric` with these labels.
 pub(crate) fn count(snapshot: &Snapshot, metric: &str, labels: &[(&str, &str)]) -> u64 {
     let metric = metrics::TABLE.iter().find(|it| it.name == metric).unwrap_or_else(|| panic!("no metric `{metric}`"));
     snapshot.count(metric, labels)

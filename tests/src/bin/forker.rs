@@ -1,8 +1,11 @@
 //! Process that forks with an open SQLite store; `tests/sqlite.rs` starts it.
 //!
-//! Arguments: path, and `inherited` (the child uses the store of its parent), `anew` (the child opens its own), `late`
-//! (the child opens one after its parent has closed the file, and after a third process that had it open was killed) or
-//! `busy` (a write is under way at the fork, while another connection holds the lock). Exit status 0 on success.
+//! Arguments: the path, and a case. `inherited`: the child uses the store of its parent. `anew`: the child opens its
+//! own
+//! store. `late`: the child opens a store after the parent has closed the file and a third process, which had the file
+//! open, was killed. `busy`: a write is under way at the fork, while another connection holds the lock. Exit status 0
+//! on
+//! success.
 #![allow(clippy::disallowed_methods)] // Two processes wait for each other.
 
 use std::io::{BufRead, BufReader, Read, Write as _, pipe};
@@ -53,24 +56,24 @@ fn main() {
     let store = block_on(async {
         let store = open(path, busy).await;
         if busy {
-            // The reservation gets no answer, because the writer has taken it and waits for the lock.
+            // The reservation gets no answer, because the writer's thread has taken it and waits for the lock.
             let refused = store.reserve(&request(&store, "taken-up")).await.unwrap_err();
             assert_eq!(refused.kind(), StoreErrorKind::Unconfirmed, "{refused}");
         } else {
             record(&store, "before").await;
-            // The fourth connection belongs to lone callers: the child must let go of it too.
+            // The fourth connection is that of lone callers. The child must close this connection too.
             while open_files(path) < 4 {
                 replay(&store, "before").await;
             }
         }
         store
     });
-    // Each process waits for a byte of the other one at the points where the order matters.
+    // Where the order matters, each process waits for a byte from the other process.
     let (mut from_child, mut to_parent) = pipe().unwrap();
     let (mut from_parent, mut to_child) = pipe().unwrap();
     match fork().unwrap() {
         Fork::Child => {
-            // A child never drops the store that it inherits.
+            // A child must not drop the inherited store.
             let store = std::mem::ManuallyDrop::new(store);
             block_on(async {
                 if how == "late" {
@@ -78,7 +81,8 @@ fn main() {
                     assert!((*store).inspect(&key("before")).await.unwrap().unwrap().record.is_finished());
                     return;
                 }
-                // The inherited store, a new one, or refusals if a write was under way at the fork.
+                // Store of the child: the inherited one or a new one. If a write was under way at the fork, all
+                // operations are refused.
                 let own = match &**how {
                     "inherited" => (*store).clone(),
                     "anew" => open(path, busy).await,
@@ -103,8 +107,9 @@ fn main() {
                 }
                 to_parent.write_all(b"x").unwrap();
                 from_parent.read_exact(&mut [0]).unwrap();
-                // The parent has closed its store. Unless the child's locks are real, the parent was the last user of
-                // the file for SQLite.
+                // The parent has closed its store. If the child's locks had no effect, SQLite would take the parent for
+                // the last user of
+                // the file.
                 for n in KEYS..2 * KEYS {
                     record(&own, &format!("child-{n}")).await;
                 }
@@ -124,7 +129,7 @@ fn main() {
             });
             drop(store);
             if !busy {
-                // All connections are closed once the descriptors are.
+                // The file has no open descriptor once all connections are closed.
                 while open_files(path) > 0 {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -139,7 +144,7 @@ fn main() {
     }
 }
 
-/// Records in the file at `path` in a process that is killed with the file open.
+/// Records into the file at `path`, in a process that is killed while it has the file open.
 fn killed_process(path: &Path) {
     let recorder = std::env::current_exe().unwrap().with_file_name("recorder");
     let mut command = Command::new(recorder);
@@ -151,7 +156,7 @@ fn killed_process(path: &Path) {
     recorder.wait().unwrap();
 }
 
-/// Number of descriptors of this process that belong to the file at `path`.
+/// Number of descriptors of this process that refer to the file at `path` or its companions.
 fn open_files(path: &Path) -> usize {
     let files = std::fs::read_dir("/proc/self/fd").unwrap();
     files.filter(|file| std::fs::read_link(file.as_ref().unwrap().path()).is_ok_and(|file| file == path)).count()

@@ -1,7 +1,7 @@
-//! One of several processes that work on the same keys, each writing its effect and its record in one transaction.
-//! `tests/within.rs` starts and kills it.
+//! One of several processes that work on the same keys. Each process writes an effect and the record of the call in one
+//! transaction. `tests/within.rs` starts and kills the processes.
 //!
-//! Arguments: `sqlite PATH` or `postgres URL SCHEMA`, the number of keys, the first key.
+//! Arguments: the store (`sqlite PATH` or `postgres URL SCHEMA`), the number of keys, the first key.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps.
 
 use std::time::Duration;

@@ -1,5 +1,6 @@
-//! One of several processes that race for the same keys. `idem_tests::race` starts and kills it; its arguments are
-//! `idem_tests::race::Orders`.
+//! Racer: one of several processes that work on the same keys. `idem_tests::race` starts and kills racers; the
+//! arguments
+//! are `idem_tests::race::Orders`.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps, and some bodies block.
 
 use std::fs::File;
@@ -17,7 +18,7 @@ use tokio::runtime::{Builder, Runtime};
 
 const WORK: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(20);
-/// Number of other tasks that a runtime polls before its timers, after it was stopped.
+/// Number of other tasks that a stopped runtime polls before its timers when it continues.
 const OTHER_THINGS: u32 = 200;
 
 struct Racer {
@@ -71,28 +72,29 @@ fn several_threads() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
 }
 
-/// Opens the store, runs a body, and forks. The parent and both children then serve keys: first the same keys, then as
-/// many keys of their own.
+/// Opens the store, runs a body, and forks two children. The three processes then serve the same keys, and after them
+/// each
+/// process serves as many keys of its own.
 fn forked(orders: Orders) {
     let Keys::Together(keys) = orders.keys else { panic!("{:?}", orders.keys) };
     let before = one_thread();
     let racer = before.block_on(Racer::open(orders));
     before.block_on(racer.begin());
-    // Renewals go on after a call, and no child could continue the work of its parent's threads.
+    // Waits for the last renewals, because a child has none of the threads that could finish them.
     before.block_on(racer.store.context().flush());
     let (parent, mut children) = (std::process::id(), Vec::new());
     while children.len() < 2 {
         match fork::fork().expect("forks") {
             Fork::Parent(child) => children.push(child),
             Fork::Child => {
-                // The child dies with its parent, as the parent does with its own parent.
+                // The child ends when its parent ends, as the parent ends when the test process ends.
                 std::thread::spawn(move || {
                     while std::os::unix::process::parent_id() == parent {
                         std::thread::sleep(PAUSE);
                     }
                     std::process::exit(1);
                 });
-                // The child must not use a runtime of the parent, and dropping it would use it.
+                // The child must not use the runtime of its parent; a drop would use it.
                 std::mem::forget(before);
                 one_thread().block_on(async {
                     racer.race().await;
@@ -119,7 +121,7 @@ impl Racer {
         Arc::new(Self { orders, store, table, begun: AtomicBool::new(false), calls: AtomicU32::new(0) })
     }
 
-    /// First key of [`race`](Self::race).
+    /// First key that [`race`](Self::race) serves.
     fn first(&self) -> usize {
         match self.orders.place {
             Place::BegunElsewhere | Place::Forked => self.orders.begin + 1,
@@ -127,7 +129,7 @@ impl Racer {
         }
     }
 
-    /// Serves a key that no other racer has.
+    /// Serves a key of this racer's own.
     async fn begin(&self) {
         self.serve(self.orders.begin, Work::Long).await;
     }
@@ -225,7 +227,7 @@ impl Racer {
     }
 
     async fn call(&self, call: u32, n: usize, work: Work) -> (Event, Disposition) {
-        // The retention is longer than any step of a clock.
+        // The retention is longer than any step by which a test sets a clock.
         let policy = Policy::new(Duration::from_secs(48 * 3600))
             .lease(self.orders.lease)
             .max_result_bytes(2 * self.orders.bytes + 1024)
@@ -303,7 +305,7 @@ impl Racer {
     }
 }
 
-/// Keeps the thread busy: computes some of the time, and sleeps for the rest.
+/// Keeps the thread busy: alternately computes and sleeps.
 fn block_until(over: impl Fn() -> bool) {
     while !over() {
         let since = Instant::now();

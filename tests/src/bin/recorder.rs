@@ -1,6 +1,7 @@
-//! Runs an operation for one key after the other, and prints each key whose result is recorded. Tests kill it.
+//! Runs an operation for one key after the other, and prints each key whose result is recorded. Tests kill this
+//! process.
 //!
-//! Arguments: store, number of keys.
+//! Arguments: the text that names the store, and the number of keys.
 
 use std::time::Duration;
 

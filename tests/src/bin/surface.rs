@@ -1,14 +1,13 @@
-//! Lists the crates whose types the public interface of `idem-runtime` shows, from the JSON output of rustdoc.
+//! Lists the crates whose types the public interface of `idem-runtime` uses, according to the JSON output of rustdoc.
 //!
-//! `surface FILE CRATE...` ends with status 1 unless the named crates are exactly the crates whose types or traits are
-//! shown.
+//! `surface FILE CRATE...` ends with status 1 unless the public interface uses types or traits of exactly these crates.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::ExitCode;
 
 use serde_json::Value;
 
-/// Adds the ids of all types and traits that a part of an item names to `ids`.
+/// Adds to `ids` the ids of all types and traits in `part`, which is a part of an item.
 fn named(part: &Value, ids: &mut BTreeSet<String>) {
     match part {
         Value::Array(parts) => parts.iter().for_each(|part| named(part, ids)),
@@ -32,7 +31,7 @@ fn main() -> ExitCode {
     let doc: Value = serde_json::from_str(&text).expect("JSON of rustdoc");
     let mut shown: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let mut items = 0;
-    // Items written in this crate, without the implementations that the compiler adds.
+    // Only items that this crate's source contains, without implementations that the compiler adds.
     for item in doc["index"].as_object().expect("items").values() {
         let implementation = &item["inner"]["impl"];
         let is_written =
@@ -54,7 +53,7 @@ fn main() -> ExitCode {
         }
     }
     assert!(items > 500, "{items} items are too few: the check reads nothing");
-    // Both a crate that is not allowed and an allowed crate that is not shown are errors.
+    // A crate in use that is not allowed is an error, and so is an allowed crate that is not in use.
     let mut wrong = false;
     for (owner, places) in &shown {
         if !allowed.contains(owner) {

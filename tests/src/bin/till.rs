@@ -1,8 +1,8 @@
-//! Server with one route behind the idempotency layer, whose process tests kill: `till FILE`. The server prints its
-//! address.
+//! Server with one route behind the idempotency layer: `till FILE`. The server prints its address, and tests kill it.
 //!
-//! `POST /charge` writes the number of its attempt next to the file, and answers with that number. The first attempt
-//! never ends if the body is `stuck`.
+//! `POST /charge` writes the number of its attempt to a file next to `FILE`, and answers with this number. If the
+//! request
+//! body is `stuck`, the first attempt never ends.
 
 use std::io::Write as _;
 use std::path::PathBuf;
