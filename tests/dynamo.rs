@@ -86,7 +86,7 @@ fn json(item: &BTreeMap<String, AttributeValue>) -> String {
 // The stored form.
 
 #[tokio::test]
-async fn the_written_form_is_pinned() {
+async fn the_stored_form_is_pinned() {
     let (store, clock) = timed("golden", 1500, THEN);
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let mut written = String::new();

@@ -312,7 +312,7 @@ async fn a_table_that_is_missing_or_of_others_is_refused() {
 }
 
 #[tokio::test]
-async fn the_written_form_is_pinned() {
+async fn the_stored_form_is_pinned() {
     let (store, raw, table) = open().await;
     // Each kind of record with fixed values, so that only times differ between runs.
     let fixed = |name: &str, fingerprint: Option<u8>, on_crash| {
@@ -384,7 +384,7 @@ async fn the_written_form_is_pinned() {
 }
 
 #[tokio::test]
-async fn rows_of_others_are_left_alone() {
+async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let raw = raw(&url).await;
@@ -1261,7 +1261,7 @@ async fn make_row(url: &str, table: &str, name: &str) -> Client {
 }
 
 #[tokio::test]
-async fn an_abandoned_operation_is_not_sent() {
+async fn a_dropped_operation_is_not_sent() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).pool_size(1).connect(&url).await.unwrap();
     let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
@@ -1317,7 +1317,7 @@ async fn an_abandoned_operation_is_not_sent() {
 }
 
 #[tokio::test]
-async fn an_abandoned_operation_is_not_sent_in_a_second_exchange() {
+async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let proxy = Proxy::to(server.port()).await;
     connect(&server.url()).await;

@@ -55,7 +55,7 @@ fn provenance() -> Provenance {
 }
 
 #[test]
-fn the_written_form_is_pinned() {
+fn the_stored_form_is_pinned() {
     let owner = OwnerToken::from_bytes(*b"0123456789abcdef");
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let record = |state, fingerprint| {

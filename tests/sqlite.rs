@@ -1,7 +1,7 @@
 //! `SqliteStore` on real files: its table, its errors, its handles and processes, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real files")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
-// Deep futures: a store, its queue and its threads, within a test.
+// The futures of these tests are deep: they contain a store, its queue and its threads.
 #![recursion_limit = "256"]
 
 use std::fmt::Write as _;
@@ -48,17 +48,17 @@ fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
 
 // The stored form.
 
-/// 2100-01-01: replaces every time, so that rows can be compared.
+/// 2100-01-01, in milliseconds since 1970. Replaces every time in a dump, so that rows can be compared.
 const LATER: i64 = 4_102_444_800_000;
 
-/// End of an attempt, if it has ended.
+/// End of an attempt; `None` if the attempt runs.
 type End = Option<Result<Finish, Release>>;
 
 /// Writes records in every state. Returns them with their keys.
 async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let result = stored(&br#"{"a":1}"#[..]);
-    // Every state, with and without the optional parts.
+    // Records in every state, with and without the optional fields.
     let ends: [(&str, Option<Fingerprint>, End); 10] = [
         ("pending", None, None),
         ("pending-fingerprint", fingerprint, None),
@@ -87,7 +87,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
             Some(Ok(finish)) => assert_eq!(store.finish(&lease, finish).await.unwrap(), Verdict::Applied),
             Some(Err(release)) => assert_eq!(store.release(&lease, *release).await.unwrap(), Verdict::Applied),
         }
-        // The expected record, made without the store.
+        // The expected record is computed without the store.
         let mut record = Record::first(&request);
         if name == "interrupted" {
             let found = store.inspect(&request.key).await.unwrap().expect("a record");
@@ -109,7 +109,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     records
 }
 
-/// The table as SQL, with all times replaced.
+/// The table as SQL text, in which [`LATER`] replaces all times.
 fn dump(connection: &Connection) -> String {
     let mut text = String::new();
     let mut schema =
@@ -142,7 +142,7 @@ fn dump(connection: &Connection) -> String {
 }
 
 #[tokio::test]
-async fn the_written_form_is_pinned() {
+async fn the_stored_form_is_pinned() {
     let golden = include_str!("golden/sqlite-v1.txt");
     let folder = Folder::new();
     let store = open(&folder.file()).await;
@@ -201,17 +201,18 @@ async fn expired_records_are_cleaned_up() {
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     }
     let alive = reserved(&store, "alive").await;
-    // As if time had passed: all rows are listed for clean-up, and all but one have expired.
+    // All rows are due for clean-up, and all but one have expired, as if time had passed.
     raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'pending', expires_at, 2)", [])
         .unwrap();
     assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
-    // Each reservation deletes two expired rows, in batches of eight reservations, so that rows can't pile up. The last
-    // one was the 101st reservation.
+    // Every eighth reservation deletes sixteen expired rows, two for each reservation, so that rows can't pile up. The
+    // last
+    // reservation before was the 101st.
     for n in 0..11 {
         reserved(&store, &format!("new{n}")).await;
     }
     assert!((80..=81).contains(&rows()), "{} rows", rows());
-    // A purge cleans an unused store, in bounded steps.
+    // `purge` deletes the remaining rows, at most so many in one call.
     assert!(store.purge(5).await.unwrap() <= 5);
     while store.purge(50).await.unwrap() > 0 {}
     assert_eq!(rows(), 12, "eleven new ones, and the one that is alive");
@@ -246,14 +247,14 @@ async fn paths_and_names_that_can_not_be_used_are_refused() {
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
     }
     assert!(!folder.file().exists());
-    // A path is never read as a URI, however SQLite was compiled.
+    // SQLite must read the path as a file name, and not as a URI.
     let store = SqliteStore::open(folder.path().join("file:x?mode=memory")).await.unwrap();
     reserved(&store, "k").await;
     assert!(folder.path().join("file:x?mode=memory").exists());
 }
 
 #[tokio::test]
-async fn files_of_others_are_left_alone() {
+async fn files_of_other_applications_are_left_alone() {
     let folder = Folder::new();
     let text = "not a database, and longer than the header of one: ".repeat(10);
     fs::write(folder.file(), &text).unwrap();
@@ -264,7 +265,7 @@ async fn files_of_others_are_left_alone() {
 }
 
 #[tokio::test]
-async fn tables_of_others_and_of_later_releases_are_left_alone() {
+async fn tables_of_other_applications_and_later_releases_are_left_alone() {
     let folder = Folder::new();
     drop(open(&folder.file()).await);
     let raw = raw(&folder.file());
@@ -278,11 +279,11 @@ async fn tables_of_others_and_of_later_releases_are_left_alone() {
 }
 
 #[tokio::test]
-async fn rows_of_others_are_left_alone() {
+async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let raw = raw(&folder.file());
-    // Rows of a later version, and rows that are damaged in one column each; each with a part of its error.
+    // Rows of a later version and rows with one damaged column, each with a part of the expected error.
     let spoilt = [
         ("later", "format = 2", "format 2"),
         ("later-and-expired", "format = 2, expires_at = 1", "format 2"),
@@ -306,7 +307,7 @@ async fn rows_of_others_are_left_alone() {
             raw.query_row(sql, [format!("1/test/{name}")], |row| row.get::<_, String>(0)).unwrap()
         };
         let before = row();
-        // No call runs, and no write changes the row.
+        // No body runs, and no operation changes the row.
         for _ in 0..2 {
             let runs = AtomicU32::new(0);
             let (result, _) = call(&store, name, &runs).await;
@@ -346,11 +347,11 @@ async fn results_too_large_for_sqlite_are_refused_before_the_write() {
     assert_eq!(store.finish(&lease, &without).await.unwrap(), Verdict::Applied);
 }
 
-/// Output of another process that opens `path` and has only the rights that the file modes give it.
+/// Output of another process that opens `path` with only the rights that the file modes give.
 fn open_as_ordinary_process(path: &Path) -> String {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL"]);
-    // The superuser may write everywhere, unless it drops that right.
+    // The superuser ignores file modes unless it drops that right.
     if Command::new("id").arg("-u").output().unwrap().stdout == b"0\n" {
         command.args([
             "--bounding-set",
@@ -387,10 +388,10 @@ async fn a_read_only_file_is_refused() {
     mode(folder.path(), 0o755);
 }
 
-// Faults.
+// Faults of the file and its locks.
 
 #[tokio::test]
-async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
+async fn writes_fail_while_another_process_holds_the_lock_and_replays_succeed() {
     let folder = Folder::new();
     let options = SqliteStore::options().busy_timeout(Duration::from_millis(50));
     let store = options.open(folder.file()).await.unwrap();
@@ -420,7 +421,7 @@ async fn a_lock_that_is_held_for_too_long_is_an_answer_and_replays_need_none() {
 }
 
 #[tokio::test]
-async fn a_lock_that_is_let_go_in_time_is_waited_for() {
+async fn a_write_waits_for_a_lock_that_is_released_in_time() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let holder = raw(&folder.file());
@@ -435,7 +436,7 @@ async fn a_lock_that_is_let_go_in_time_is_waited_for() {
 }
 
 #[tokio::test]
-async fn every_call_ends_and_says_whether_it_was_begun() {
+async fn a_call_without_the_lock_fails_and_says_whether_it_was_begun() {
     let folder = Folder::new();
     let options = SqliteStore::options().response_timeout(Duration::from_millis(100)).queue_capacity(1);
     let store = options.busy_timeout(Duration::from_secs(600)).open(folder.file()).await.unwrap();
@@ -451,20 +452,20 @@ async fn every_call_ends_and_says_whether_it_was_begun() {
     store.flush().await;
     assert_eq!(store.inspect(&waiting.key).await.unwrap(), None);
     assert_eq!(store.inspect(&refused.key).await.unwrap(), None);
-    // The caller had gone by the time the lock was free.
+    // The caller was gone when the lock became free, so the reservation was skipped.
     assert_eq!(store.inspect(&begun.key).await.unwrap(), None);
     assert_eq!(lease_of(store.reserve(&begun).await).attempt, 1);
 }
 
 #[tokio::test]
-async fn a_full_store_writes_nothing_and_says_so() {
+async fn a_full_store_refuses_every_write() {
     let folder = Folder::new();
     let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
     let runs = AtomicU32::new(0);
     assert_eq!(call(&store, "first", &runs).await.0.unwrap(), 1);
     let held = reserved(&store, "held").await;
     let (large, beside) = (reserved(&store, "large").await, reserved(&store, "beside").await);
-    // A write without room fails alone, whichever other writes are in the same transaction.
+    // A write that does not fit fails alone, and other writes of the same transaction succeed.
     let too_large = Finish::Completed(stored(vec![b'x'; 220 * 1024]));
     let (done, meanwhile) = (done(), request(&store, "meanwhile"));
     let answers =
@@ -487,12 +488,12 @@ async fn a_full_store_writes_nothing_and_says_so() {
         assert!(store.inspect(&key(&format!("k{n}"))).await.unwrap().is_some(), "{n} is forgotten early");
     }
     assert!(call(&store, "first", &runs).await.1.replayed());
-    // A handle without the limit can write.
+    // A handle without the limit can write to the file.
     let roomy = open(&folder.file()).await;
     assert_eq!(roomy.finish(&held, &done).await.unwrap(), Verdict::Applied);
 }
 
-/// Store whose file is full, with attempts that have begun.
+/// Store whose file is full, with the leases of attempts that have begun.
 async fn filled(folder: &Folder) -> (SqliteStore, Vec<Lease>) {
     let store = SqliteStore::options().max_bytes(256 * 1024).open(folder.file()).await.unwrap();
     let mut leases = Vec::new();
@@ -534,7 +535,7 @@ async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
     let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
     assert_eq!(kind(&store.finish(&leases[0], &result(256 * 1024)).await), StoreErrorKind::TooLarge);
     assert_eq!(kind(&store.upkeep().finish(&leases[0], &result(1024 * 1024)).await), StoreErrorKind::TooLarge);
-    // If a result is too large for the file, the engine records the operation without its result.
+    // A result is too large for the file: the engine records the completion without the result.
     let runs = AtomicU32::new(0);
     let body = async {
         runs.fetch_add(1, Ordering::SeqCst);
@@ -583,8 +584,9 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
         assert_eq!(kind(&store.inspect(&key("k")).await), StoreErrorKind::Unavailable);
         assert!(!folder.file().exists(), "an empty file would be a store without records");
     }
-    // The store does not use another file in place of the first one. A file with a table of records is accepted, as the
-    // operator's decision.
+    // The store refuses another file at the same path. A file with a table of records would be accepted: an operator
+    // may
+    // restore one.
     raw(&folder.file()).execute_batch("CREATE TABLE something (id)").unwrap();
     for _ in 0..3 {
         assert!(call(&store, "k", &runs).await.0.is_err());
@@ -605,7 +607,7 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
     assert_eq!(runs.into_inner(), 1);
 }
 
-/// Opens the file in another process, which records keys. Returns the number of recorded keys.
+/// Records `keys` keys through another process that opens `path`. Returns the number of recorded keys.
 fn recorded_elsewhere(path: &Path, keys: usize) -> usize {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")]);
@@ -613,18 +615,18 @@ fn recorded_elsewhere(path: &Path, keys: usize) -> usize {
     String::from_utf8(output.stdout).unwrap().lines().count()
 }
 
-/// Moves a file away, or removes it.
+/// Moves the file at `path` away, or removes it.
 fn taken_away(path: &Path, moves: bool) {
     if moves { fs::rename(path, path.with_extension("away")).unwrap() } else { fs::remove_file(path).unwrap() }
 }
 
 #[tokio::test]
-async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() {
+async fn no_process_uses_a_removed_or_replaced_log_or_index() {
     let ways = [(&["-shm"][..], false), (&["-shm"], true), (&["-wal", "-shm"], false), (&["-wal"], false)];
     for ((names, moves), is_first) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
         let folder = Folder::new();
         let store = open(&folder.file()).await;
-        // Every connection of the store is in use.
+        // These calls open every connection of the store.
         let held = reserved(&store, "held").await;
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap();
         recorded(&store, "finished", 10).await;
@@ -634,11 +636,11 @@ async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() 
         for name in names {
             taken_away(&folder.path().join(format!("records.db{name}")), moves);
         }
-        // The first call notices the change. Then the store closes its connections, and opens the present files.
+        // If the first call notices the change, the store closes its connections and opens the present files.
         if is_first {
             let _ = store.reserve(&request(&store, "other")).await;
         }
-        // With an index of a removed log, no process can read the file.
+        // A file without its log, but with the index of that log, can't be read by any process.
         let done = if names == ["-wal"] { 0 } else { recorded_elsewhere(&folder.file(), 3) };
         assert!(done == 3 || names == ["-wal"], "{names:?}: {done}");
         for n in (0..done).chain(0..done) {
@@ -647,8 +649,8 @@ async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() 
                 other => panic!("{names:?}, moved: {moves}: {other:?}"),
             }
         }
-        // A store that is opened now, and the store itself once its old connections are closed, see the recorded
-        // results.
+        // The recorded results are visible in a newly opened store, and in the first store once it has reopened the
+        // file.
         if done > 0 {
             let anew = open(&folder.file()).await;
             for store in [&anew, &store] {
@@ -663,7 +665,7 @@ async fn no_process_works_with_a_log_or_an_index_that_was_removed_or_replaced() 
 }
 
 #[tokio::test]
-async fn a_connection_of_ones_own_keeps_no_store_at_a_removed_index() {
+async fn a_connection_of_the_user_keeps_no_store_at_a_removed_index() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let own = raw(&folder.file());
@@ -676,7 +678,7 @@ async fn a_connection_of_ones_own_keeps_no_store_at_a_removed_index() {
         assert_eq!(kind(&store.reserve(&request()).await), StoreErrorKind::Unavailable);
         assert!(SqliteStore::open(folder.file()).await.is_err());
     }
-    // An ordinary close would remove the log of the other process, with its records.
+    // An ordinary close would remove the other process's log, with its records.
     own.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).unwrap();
     drop(own);
     until("it is replayed", async || matches!(store.reserve(&request()).await, Ok(Reservation::Finished { .. }))).await;
@@ -704,7 +706,7 @@ where
 }
 
 #[tokio::test]
-async fn an_abandoned_operation_is_not_begun_unless_it_ends_an_attempt() {
+async fn a_dropped_operation_is_skipped_unless_it_ends_an_attempt() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
@@ -713,7 +715,7 @@ async fn an_abandoned_operation_is_not_begun_unless_it_ends_an_attempt() {
     for handle in [store.handle(), store.upkeep()] {
         let holder = raw(&folder.file());
         holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-        // The thread has taken some of the requests, and waits for the lock; the others wait in its queue.
+        // The thread has taken some requests and waits for the lock. The other requests are in its queue.
         let requests: Vec<_> = (0..20).map(|n| request(&store, &format!("k{n}"))).collect();
         for request in &requests {
             begin(&mut handle.reserve(request)).await;
@@ -757,7 +759,7 @@ async fn a_call_is_bounded_by_its_response_timeout() {
 // Leases are kept.
 
 #[tokio::test]
-async fn upkeep_goes_on_while_others_hold_the_lock() {
+async fn upkeep_goes_on_while_another_connection_holds_the_lock() {
     let folder = Folder::new();
     let options = SqliteStore::options().busy_timeout(Duration::from_millis(50));
     let store = options.open(folder.file()).await.unwrap();
@@ -772,7 +774,7 @@ async fn upkeep_goes_on_while_others_hold_the_lock() {
     let failed = Finish::Failed(stored("late"));
     let ended = upkeep.finish(&late, &failed);
     let busy = async {
-        // By now a call has given up.
+        // A call waits 50 ms for the lock and then fails, while the upkeep goes on waiting.
         assert_eq!(kind(&store.finish(&leases[0], &done()).await), StoreErrorKind::Unavailable);
         holder.execute_batch("COMMIT").unwrap();
     };
@@ -782,7 +784,7 @@ async fn upkeep_goes_on_while_others_hold_the_lock() {
 }
 
 #[tokio::test]
-async fn upkeep_waits_for_no_queue() {
+async fn upkeep_does_not_wait_for_queued_writes() {
     const CALLS: usize = 300;
     let folder = Folder::new();
     let store = open(&folder.file()).await;
@@ -793,7 +795,7 @@ async fn upkeep_waits_for_no_queue() {
     let (kept, late) = (reserved(&store, "kept").await, reserved(&store, "late").await);
     let holder = raw(&folder.file());
     holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-    // 64 MiB in all, which takes many transactions.
+    // These results have 64 MiB in all, which takes many transactions.
     let result = Finish::Completed(stored(vec![b'x'; 64 * 1024 * 1024 / CALLS]));
     let done_calls = AtomicU32::new(0);
     let calls = leases.iter().map(|lease| async {
@@ -819,7 +821,7 @@ async fn a_renewal_never_shortens_a_confirmed_lease() {
     let store = open(&folder.file()).await;
     let lease = reserved(&store, "k").await;
     let raw = raw(&folder.file());
-    // As after a renewal by a process whose clock was an hour ahead.
+    // The record looks as if a process whose clock was an hour ahead had renewed the lease.
     let hour = 3_600_000;
     raw.execute("UPDATE idem_records SET lapses_at = lapses_at + ?1, expires_at = expires_at + ?1", [hour]).unwrap();
     let times = || {
@@ -840,7 +842,7 @@ async fn renewals_without_number_are_answered_one_by_one() {
     let folder = Folder::new();
     let store = SqliteStore::options().queue_capacity(100).open(folder.file()).await.unwrap();
     let lease = reserved(&store, "k").await;
-    // Every other lease has no record.
+    // Every second lease has no record.
     let leases: Vec<_> = (0..LEASES)
         .map(|n| match n % 2 {
             0 => lease.clone(),

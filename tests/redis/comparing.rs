@@ -1,8 +1,8 @@
-//! Completions by `SET … IFEQ` on servers that have it, and the cases that a script has to decide.
+//! Completions by `SET … IFEQ` on servers that support it, and completions that a script must decide.
 
 use super::*;
 
-/// Number of scripts that the server ran, and number of `SET`s.
+/// Number of scripts that the server executed, and number of `SET`s.
 async fn ran(server: &RedisServer) -> (u64, u64) {
     let calls = calls_of(server).await;
     (calls("evalsha") + calls("eval"), calls("set"))
@@ -12,7 +12,7 @@ async fn value_of(server: &RedisServer, name: &str) -> Vec<u8> {
     server.raw().await.get(format!("idem:1/test/{name}")).await.unwrap()
 }
 
-/// Marks the record, as a waiter does.
+/// Flags the record, as a waiting duplicate does.
 async fn flag(server: &RedisServer, name: &str) {
     let flags = value_of(server, name).await[format::FLAGS_AT] | format::FLAG_WAITED_FOR;
     let name = format!("idem:1/test/{name}");
@@ -24,11 +24,11 @@ async fn finishes(store: &RedisStore, lease: &Lease) -> Verdict {
 }
 
 #[tokio::test]
-async fn a_plain_first_run_calls_no_script() {
+async fn a_first_run_without_a_waiter_or_renewal_calls_no_script() {
     let server = RedisServer::start(Kind::Valkey);
     let store = connect(&server).await;
     let runs = AtomicU32::new(0);
-    // Under `fail` a script marks the record, which a completion by comparison would no longer match.
+    // Under `fail`, a script marks the record; the comparison would not match the marked record.
     for (name, policy, scripts) in [("retry", POLICY, 0), ("fail", POLICY.on_crash(OnCrash::Fail), 2)] {
         let before = ran(&server).await;
         call_with(&store, name, policy, &runs).await.0.unwrap();
@@ -36,7 +36,7 @@ async fn a_plain_first_run_calls_no_script() {
         assert_eq!((after.0 - before.0, after.1 - before.1), (scripts, 2), "{name}: a reservation and a completion");
     }
     let before = ran(&server).await.0;
-    // The store can compare the parts that make a record longer, too.
+    // A longer record, with a holder, a trace and a fingerprint, can be compared too.
     let told = request(&store, "told")
         .holder(Holder::new("host/7/name"))
         .traceparent(TRACEPARENT.parse().ok())
@@ -65,20 +65,20 @@ async fn every_other_completion_is_decided_by_a_script() {
     let scripts = async || ran(&server).await.0;
     let before = scripts().await;
 
-    // A waiter has flagged the record.
+    // A waiting duplicate has flagged the record.
     let lease = reserved(&store, "flagged").await;
     flag(&server, "flagged").await;
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
     assert_eq!(scripts().await - before, 1);
 
-    // A renewal has noted the start of the attempt in the record.
+    // A renewal has written the start of the attempt into the record.
     let lease = reserved(&store, "renewed").await;
     assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     let noted = format::times(&value_of(&server, "renewed").await.into());
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
     assert_eq!(format::times(&value_of(&server, "renewed").await.into()), noted, "what was noted first stays");
 
-    // The record is another attempt's: the late completion does not change it.
+    // Another attempt has taken over, and the late completion changes nothing.
     let late = wins(&store, &short("taken")).await;
     let mut successor = None;
     until("the lease lapses", async || {
@@ -98,13 +98,13 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(finishes(&store, &late).await, Verdict::Refused);
     assert_eq!(value_of(&server, "taken").await, value);
 
-    // The record is gone.
+    // The record has been deleted.
     let lease = reserved(&store, "gone").await;
     let _: () = server.raw().await.del("idem:1/test/gone").await.unwrap();
     assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
     assert!(store.inspect(&lease.key).await.unwrap().is_none());
 
-    // The lease has lapsed and no other attempt has taken over: the attempt may still finish.
+    // The lease has lapsed, and no other attempt has taken over: the attempt may still finish.
     let lapsed = wins(&store, &short("lapsed")).await;
     until("the lease lapses", async || {
         let found = store.inspect(&lapsed.key).await.unwrap().unwrap();
@@ -113,7 +113,7 @@ async fn every_other_completion_is_decided_by_a_script() {
     .await;
     assert_eq!(finishes(&store, &lapsed).await, Verdict::Applied);
 
-    // Repeated completions that differ: the first one and its retention stay.
+    // A different completion is sent for a finished record: the first completion and its retention stay.
     let lease = reserved(&store, "repeated").await;
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
     let times = || idem_tests::cluster::ask::<i64>(server.port(), "PEXPIRETIME idem:1/test/repeated").unwrap();
@@ -131,17 +131,18 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
     assert_eq!(value_of(&server, "released").await, value);
 
-    // A result too large to be sent twice goes to the script directly.
+    // A result is too large to be sent twice, so it is sent to the script directly.
     let (lease, before) = (reserved(&store, "large").await, scripts().await);
     let large = Finish::Completed(stored(vec![b'1'; 1024 * 1024]));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
     assert_eq!(scripts().await - before, 1);
 }
 
-/// A completion that the server did not apply goes to the script in the next exchange, with its source if the server
-/// has lost it.
+/// A completion that `SET … IFEQ` did not apply is decided by a script in the next exchange, whose source is sent along
+/// if
+/// the server has lost it.
 #[tokio::test]
-async fn a_batch_mixes_both() {
+async fn a_batch_mixes_comparisons_and_scripts() {
     let server = RedisServer::start(Kind::Valkey);
     let store = connect(&server).await;
     for flush in [false, true] {
@@ -150,7 +151,7 @@ async fn a_batch_mixes_both() {
         for name in names.iter().skip(1).step_by(2) {
             flag(&server, name).await;
         }
-        // A record that is not this store's.
+        // The record of this key is in another namespace.
         let taken = RedisStore::options().namespace("other:").connect(&server.url()).await.unwrap();
         let foreign = reserved(&taken, &format!("foreign {flush}")).await;
         if flush {
@@ -170,15 +171,15 @@ async fn a_batch_mixes_both() {
     }
 }
 
-/// The address stays; another server takes its place.
+/// An older server takes over the address of a newer one.
 #[tokio::test]
-async fn an_older_server_after_a_failover_is_asked_by_scripts() {
+async fn completions_at_an_older_server_after_a_failover_use_scripts() {
     let replace = |server: RedisServer, kind| {
         let port = server.port();
         drop(server);
         RedisServer::start_at(kind, port, &["--appendonly", "no"], &[])
     };
-    // The server counts the `SET`s that it refuses for their unknown option.
+    // Counts the `SET`s that the server refused because it does not know their option.
     let refused = async |server: &RedisServer| {
         let mut raw = server.raw().await;
         let stats: String = redis::cmd("INFO").arg("commandstats").query_async(&mut raw).await.unwrap();
@@ -206,13 +207,13 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
             values.push(value_of(&server, &format!("before{n}")).await);
         }
         server = replace(server, Kind::Redis);
-        // The older server holds the records, as after a failover.
+        // The older server has the same records, as after a failover.
         for (n, value) in values.iter().enumerate() {
             let mut raw = server.raw().await;
             let _: () = raw.pset_ex(format!("idem:1/test/before{n}"), value, 3_660_000).await.unwrap();
         }
         heals(&store).await;
-        // The first request to the older server is a completion.
+        // The first request that the older server receives is a completion.
         let finish = done();
         if at_once {
             let finishes = futures::future::join_all(leases.iter().map(|lease| store.finish(lease, &finish))).await;
@@ -222,7 +223,7 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
                 assert_eq!(finishes(&store, lease).await, Verdict::Applied);
             }
         }
-        // Every completion is recorded, although the server refused the comparison; one refusal is enough.
+        // Every completion is recorded although the older server refuses comparisons; one refusal teaches the store.
         for lease in &leases {
             let found = store.inspect(&lease.key).await.unwrap().unwrap();
             assert_eq!(found.record, Record::after(lease, done().state()));
@@ -232,17 +233,17 @@ async fn an_older_server_after_a_failover_is_asked_by_scripts() {
         many(&store, "older").await;
         assert_eq!(refused(&server).await, told, "once is enough");
 
-        // A newer server again: the store finds out when it connects.
+        // A newer server has the address again, which the store finds out when it connects.
         server = replace(server, Kind::Valkey);
         heals(&store).await;
         many(&store, "newer").await;
         assert_eq!(ran(&server).await.0, 0);
     }
 
-    // The store connects to an older server first.
+    // Another store connects to an older server first.
     let mut server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
-    // `connect` has checked the right to send the command, in a form that fails.
+    // `connect` has tried the command in a form that fails, to check the right to send it.
     let tried = refused(&server).await;
     many(&store, "k").await;
     assert_eq!(refused(&server).await, tried, "its version tells");

@@ -1,4 +1,4 @@
-//! Handles on several runtimes, for upkeep, and in forked processes.
+//! Handles of one store on several runtimes, for upkeep, and in forked processes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::*;
 
-/// Runtime that makes progress only while a thread blocks on it.
+/// Runtime that makes progress only while a thread blocks on one of its futures.
 fn lone_runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
@@ -32,7 +32,7 @@ async fn works(store: &RedisStore, name: &str) {
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied, "{name}");
 }
 
-/// Number of the server's clients, without the one that asks.
+/// Number of clients that the server lists, without the client of this query.
 fn clients(server: &RedisServer) -> usize {
     lone_runtime().block_on(async {
         let mut raw = server.raw().await;
@@ -51,7 +51,7 @@ fn a_store_outlives_the_runtime_that_connected_it() {
         store
     };
     lone_runtime().block_on(works(&store, "second"));
-    // Each runtime takes its connections with it when it ends.
+    // A runtime's connections close when the runtime ends.
     wait_until("they are closed", || clients(&server) == 0);
 }
 
@@ -89,7 +89,7 @@ fn many_runtimes_share_a_store() {
 }
 
 #[test]
-fn without_a_runtime_there_is_an_error() {
+fn an_operation_outside_of_a_runtime_returns_an_error() {
     let server = RedisServer::start(Kind::Redis);
     let store = lone_runtime().block_on(connect(&server));
     let error = store.reserve(&request(&store, "k")).now_or_never().expect("at once").unwrap_err();
@@ -97,9 +97,9 @@ fn without_a_runtime_there_is_an_error() {
     assert!(error.to_string().contains("tokio runtime"), "{error}");
 }
 
-// Upkeep.
+// Renewals by the upkeep.
 
-/// A handler blocks the only thread of its runtime, and with it the connection of its store.
+/// A handler blocks the only thread of its runtime, and thus the connection of the store on that runtime.
 #[test]
 fn upkeep_goes_on_while_a_runtime_is_blocked() {
     let server = RedisServer::start(Kind::Redis);
@@ -118,7 +118,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
             scope.spawn(move || {
                 runtime.block_on(async {
                     let lease = reserved(store, &name).await;
-                    // Requests under way on the blocked connection.
+                    // These requests are under way on the blocked connection.
                     let _ = futures::poll!(Box::pin(store.inspect(&lease.key)));
                     blocked.send(lease.clone()).unwrap();
                     is_renewed.recv().unwrap();
@@ -132,7 +132,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
                     let answers = renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
                     assert_eq!(answers, [Verdict::Applied]);
                 }
-                // A late write of another attempt, and its clean-up.
+                // The upkeep also performs a late write of another attempt, and a clean-up.
                 let other = reserved(&upkeep, &format!("late {own_client}")).await;
                 assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Verdict::Applied);
             });
@@ -142,7 +142,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn upkeep_has_connections_of_its_own_once_it_is_used() {
+async fn the_first_renewal_opens_connections_for_upkeep() {
     let server = RedisServer::start(Kind::Redis);
     let proxy = Proxy::to(server.port()).await;
     let store = RedisStore::connect(&proxy.url()).await.unwrap();
@@ -163,7 +163,7 @@ async fn upkeep_has_connections_of_its_own_once_it_is_used() {
     assert_eq!(proxy.sent()[0], before, "nothing by the connection of the callers");
 }
 
-/// A line full of results of 1 MiB, and ten leases.
+/// Results of 1 MiB keep a slow line busy, and ten leases are renewed meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn results_on_a_slow_line_cost_no_lease() {
     const RESULTS: usize = 48;
@@ -195,8 +195,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
         })
         .collect();
     until("they run", async || store.context().live() == 10).await;
-    // Each result is requested again as soon as it has arrived, so that the line is never idle, for more than two
-    // leases.
+    // Each result is requested again as soon as it has arrived, so that the line is busy for more than two leases.
     let since = std::time::Instant::now();
     while since.elapsed() < 7 * Duration::from_secs(1) {
         let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
@@ -210,11 +209,11 @@ async fn results_on_a_slow_line_cost_no_lease() {
     }
 }
 
-// Processes that are forked.
+// Forked processes.
 
 const ALONE: &str = "IDEM_TEST_ALONE";
 
-/// In its own process, because a fork copies the locks that threads of other tests hold.
+/// Runs in its own process, because a fork copies the locks that threads of other tests hold.
 #[test]
 fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     if std::env::var_os(ALONE).is_none() {
@@ -229,7 +228,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     let proxies = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let proxy = proxies.block_on(Proxy::to(server.port()));
     let runtime = lone_runtime();
-    // The parent has connections for calls and for its upkeep, and holds a lease.
+    // The parent has connections for calls and for upkeep, and holds a lease.
     let (store, held) = runtime.block_on(async {
         let store = RedisStore::connect(&proxy.url()).await.unwrap();
         works(&store, "parent").await;
@@ -247,7 +246,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
                     works(&store, "child").await;
                     assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
                 });
-                // The child must not close the parent's connections either.
+                // A drop of the store in the child must not close the parent's connections either.
                 drop((upkeep, store));
             }));
             std::process::exit(i32::from(worked.is_err()));
@@ -257,7 +256,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
             assert_eq!(status, 0, "the child failed");
         }
     }
-    // The parent's connections were not used meanwhile, and still work.
+    // The child sent nothing over the parent's connections, and they still work.
     let after = proxy.sent();
     assert_eq!(after[..before.len()], before, "the child wrote to a connection of its parent");
     assert!(after.len() > before.len(), "the child has connections of its own");
@@ -269,11 +268,11 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     assert_eq!(proxy.sent().len(), after.len(), "the parent goes on with what it has");
 }
 
-/// The store has only one connection, and it belongs to the parent.
+/// A store that was given a connection has no other one, and this connection belongs to the parent.
 #[test]
-fn a_connection_of_ones_own_is_not_used_by_a_forked_process() {
+fn a_forked_process_does_not_use_a_connection_that_the_user_gave() {
     if std::env::var_os(ALONE).is_none() {
-        let name = "handles::a_connection_of_ones_own_is_not_used_by_a_forked_process";
+        let name = "handles::a_forked_process_does_not_use_a_connection_that_the_user_gave";
         let mut alone = Command::new(std::env::current_exe().unwrap());
         let ended = alone.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();
         assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));

@@ -1,5 +1,6 @@
-//! Values that a server can't take: the error is distinct from a passing one, and other callers do not keep losing
-//! connections.
+//! Values that a server can't take: the store returns an error that differs from a passing failure, and other callers
+//! lose
+//! few connections.
 
 use super::*;
 
@@ -14,7 +15,7 @@ async fn set(server: &RedisServer, setting: &str, value: &str) {
     let _: () = redis::cmd("CONFIG").arg("SET").arg(setting).arg(value).query_async(&mut raw).await.unwrap();
 }
 
-/// Number of connections that the server has accepted, without the one that asks.
+/// Number of connections that the server has accepted, without the connection of this query.
 async fn connections(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -22,7 +23,7 @@ async fn connections(server: &RedisServer) -> u64 {
     accepted.unwrap().trim().parse::<u64>().unwrap() - 1
 }
 
-/// Store whose login may not read settings.
+/// Store whose login may not read the server's settings, and thus not its limits.
 async fn unknowing(server: &RedisServer) -> RedisStore {
     let mut raw = server.raw().await;
     let rules = ["reset", "on", ">secret", "~*", "&*", "+@all", "-config"];
@@ -30,7 +31,7 @@ async fn unknowing(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&format!("redis://worker:secret@127.0.0.1:{}", server.port())).await.unwrap()
 }
 
-/// Repeats a finish while that may help. Returns the last answer and the number of tries.
+/// Repeats a finish while its error is transient. Returns the last answer and the number of tries.
 async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<Verdict, StoreError>, usize) {
     let mut tries = 0;
     loop {
@@ -48,7 +49,7 @@ fn too_large(answer: Result<Verdict, StoreError>) {
 }
 
 #[tokio::test]
-async fn a_full_server_writes_nothing_and_says_so() {
+async fn a_full_server_refuses_every_write() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let leases = [reserved(&store, "alone").await, reserved(&store, "a").await, reserved(&store, "b").await];
@@ -57,7 +58,7 @@ async fn a_full_server_writes_nothing_and_says_so() {
     let reserving = async || store.reserve(&request(&store, "new")).await.map(|_| ());
     let finishing = async |lease: &Lease| store.finish(lease, &finish).await.map(|_| ());
     let mut answers = vec![reserving().await, finishing(&leases[0]).await];
-    // Together as well, where completions share a script.
+    // Concurrent requests, whose completions share a script, fail too.
     let (a, b, c, d) = futures::join!(reserving(), finishing(&leases[0]), finishing(&leases[1]), finishing(&leases[2]));
     answers.extend([a, b, c, d]);
     for answer in answers {
@@ -93,10 +94,11 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
     }
 }
 
-/// The server refuses the value and closes the connection, and the reason may get lost: after a few times the store has
-/// found the limit.
+/// The server refuses the value and closes the connection, and its reason may get lost. After a few tries the store
+/// knows
+/// the limit.
 #[tokio::test]
-async fn a_limit_that_may_not_be_asked_for_is_learned() {
+async fn a_store_learns_a_limit_that_it_may_not_read() {
     for kind in [Kind::Redis, Kind::Valkey] {
         let server = RedisServer::start_with(kind, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
         let store = unknowing(&server).await;
@@ -112,7 +114,7 @@ async fn a_limit_that_may_not_be_asked_for_is_learned() {
     }
 }
 
-/// Such a value gets its own connection.
+/// A value that may exceed the limit is sent on its own connection.
 #[tokio::test]
 async fn a_value_over_the_limit_fails_alone() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
@@ -133,9 +135,9 @@ async fn a_value_over_the_limit_fails_alone() {
     }
 }
 
-/// The server closes the connection without an error.
+/// The server closes the connection without a reason.
 #[tokio::test]
-async fn a_value_under_which_connections_break_is_too_large_after_some() {
+async fn a_value_that_breaks_several_connections_counts_as_too_large() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let lease = reserved(&store, "k").await;
@@ -148,9 +150,9 @@ async fn a_value_under_which_connections_break_is_too_large_after_some() {
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
 }
 
-/// The engine records the completion without its result, and later callers get an error with that reason.
+/// The engine records the completion without its result, and later callers get an error that names the reason.
 #[tokio::test]
-async fn a_result_that_the_server_can_not_take_runs_once() {
+async fn an_operation_whose_result_is_too_large_for_the_server_runs_once() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
     for (name, store) in [("told", connect(&server).await), ("learned", unknowing(&server).await)] {
         let runs = AtomicU32::new(0);

@@ -1,4 +1,4 @@
-//! Slow lines, long answers, and callers that go away.
+//! Slow lines, long answers, and callers that drop their calls.
 
 use std::task::{Context, Waker};
 
@@ -12,7 +12,7 @@ const MIB: usize = 1024 * 1024;
 const RESULTS: usize = 24;
 /// Bytes that a slow line carries in a second.
 const SLOW: u32 = 6 * 1024 * 1024;
-/// Time limit of a store on such a line: much shorter than all results take together, and longer than one result takes.
+/// Time limit of a store on a slow line: longer than one result takes, much shorter than all results take together.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Records results of 1 MiB, and opens a store behind a proxy.
@@ -39,9 +39,9 @@ async fn replays(store: &RedisStore) {
     }
 }
 
-/// The time limit applies to silence. All answers arrive on the existing connection.
+/// The time limit applies to a silent server: all answers arrive on the existing connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_connection_that_delivers_is_not_given_up() {
+async fn a_slow_connection_that_makes_progress_is_kept() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = large_results(&server).await;
     let before = proxy.sent().len();
@@ -49,7 +49,7 @@ async fn a_connection_that_delivers_is_not_given_up() {
     let since = std::time::Instant::now();
     replays(&store).await;
     assert!(since.elapsed() > 3 * LIMIT, "the line was not slow");
-    // A single result that also takes longer than the limit.
+    // A single result that takes longer than the limit arrives too.
     proxy.set(Line::Pass);
     let direct = connect(&server).await;
     let lease = reserved(&direct, "huge").await;
@@ -61,14 +61,14 @@ async fn a_connection_that_delivers_is_not_given_up() {
     assert_eq!(proxy.sent().len(), before, "no connection was given up");
 }
 
-/// A slow answer has a limit too.
+/// A slow answer has a limit as well, on its total time.
 #[tokio::test]
-async fn a_connection_that_dribbles_is_given_up() {
+async fn a_connection_that_carries_too_few_bytes_is_given_up() {
     let server = RedisServer::start(Kind::Redis);
     let (_, proxy) = large_results(&server).await;
     let limit = Duration::from_millis(200);
     let store = RedisStore::options().response_timeout(limit).connect(&proxy.url()).await.unwrap();
-    // Some pieces of 16 KiB in each time limit, and 10 s for the whole result: more than fifteen limits.
+    // The line carries some pieces of 16 KiB in each time limit, and would take 10 s for the whole result.
     proxy.set(Line::Slow(100 * 1024));
     let error = store.reserve(&request(&store, "large0")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
@@ -76,30 +76,30 @@ async fn a_connection_that_dribbles_is_given_up() {
     assert!(matches!(store.reserve(&request(&store, "large0")).await, Ok(Reservation::Finished { .. })));
 }
 
-/// Of many concurrent requests, only a few answers are under way at a time.
+/// Once the store knows that answers are large, only a few answers of many concurrent requests are under way at a time.
 #[tokio::test]
 async fn exchanges_are_bounded_by_the_size_of_their_answers() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = large_results(&server).await;
-    // With these replays the store measures the size of the records.
+    // The store measures the size of records by these replays.
     replays(&store).await;
     proxy.set(Line::LoseReplies);
     let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let failed = answers.into_iter().map(Result::unwrap_err);
     let sent = failed.filter(StoreError::may_have_landed).count();
-    // One alone, and one in each lane.
+    // One request is sent alone, and then at most one in each lane.
     assert!((1..=4).contains(&sent), "{sent} of {RESULTS} were sent at once");
 }
 
-// Callers that go away.
+// Dropped calls.
 
 async fn sets(server: &RedisServer) -> u64 {
     let calls = calls_of(server).await;
     calls("set") + calls("mget") + calls("evalsha")
 }
 
-/// Drops store calls after their first poll: they are queued, and no lane has run yet.
+/// Drops store calls after their first poll: the requests are queued, and no lane has sent them yet.
 fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
     let calls: Vec<_> = calls
         .map(|call| {
@@ -112,7 +112,7 @@ fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
 }
 
 #[tokio::test]
-async fn an_abandoned_operation_is_not_sent() {
+async fn a_dropped_operation_is_not_sent() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;
@@ -124,7 +124,7 @@ async fn an_abandoned_operation_is_not_sent() {
     drop_at_once(leases.iter().map(|lease| store.inspect(&lease.key)));
     drop_at_once(leases.iter().map(|lease| store.reopen(&lease.key, 1)));
     drop_at_once(leases.iter().map(|lease| renew_all(&store, std::slice::from_ref(lease))));
-    // Once this is answered, all earlier requests have been handled.
+    // An answer to this request shows that the lanes have handled all earlier ones.
     assert!(store.inspect(&finished.key).await.unwrap().is_some());
     let sent = sets(&server).await - before;
     assert!(sent <= 1 + 4, "{sent} of what was dropped were sent");
@@ -132,11 +132,11 @@ async fn an_abandoned_operation_is_not_sent() {
 }
 
 #[tokio::test]
-async fn the_end_of_an_attempt_is_sent_without_its_caller() {
+async fn the_end_of_an_attempt_is_sent_although_its_caller_is_gone() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     for count in [1, 300] {
-        // Also with a server that has lost the scripts meanwhile.
+        // The end is sent even if the server has lost the scripts meanwhile.
         for forgetful in [false, true] {
             let names =
                 |what: &str| -> Vec<_> { (0..count).map(|n| format!("{what} {count} {forgetful} {n}")).collect() };
@@ -160,16 +160,16 @@ async fn the_end_of_an_attempt_is_sent_without_its_caller() {
     }
 }
 
-/// Reservations that look first are dropped while the look is under way.
+/// Reservations that read the record first are dropped while that read is under way.
 #[tokio::test]
-async fn a_caller_that_left_between_two_exchanges_reserves_nothing() {
+async fn a_call_that_is_dropped_between_two_exchanges_reserves_nothing() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = (connect(&server).await, Proxy::to(server.port()).await);
     let finished: Vec<_> = (0..500).map(|n| format!("finished{n}")).collect();
     let runs = AtomicU32::new(0);
     futures::future::join_all(finished.iter().map(|name| call(&store, name, &runs))).await;
     let slow = RedisStore::connect(&proxy.url()).await.unwrap();
-    // From now on the store expects replays, and looks before it reserves.
+    // After these replays the store expects further replays, and reads a record before it reserves the key.
     futures::future::join_all(finished.iter().map(|name| call(&slow, name, &runs))).await;
     proxy.set(Line::Delay(Duration::from_millis(100)));
     let requests: Vec<_> = (0..200).map(|n| request(&slow, &format!("new{n}"))).collect();
@@ -180,7 +180,7 @@ async fn a_caller_that_left_between_two_exchanges_reserves_nothing() {
         answers = reserving => panic!("too early: {answers:?}"),
         () = looked => {}
     }
-    // The answers to the looks are still on their way, and no call waits for them.
+    // The answers to the reads are still under way, but no call waits for them.
     slow.inspect(&requests[0].key).await.unwrap();
     proxy.set(Line::Pass);
     slow.inspect(&requests[0].key).await.unwrap();
@@ -191,8 +191,9 @@ async fn a_caller_that_left_between_two_exchanges_reserves_nothing() {
     assert!(reserved <= 1, "{reserved} keys were reserved for nobody; one had gone by itself");
 }
 
-/// Calls are dropped at any moment, alone, together, and among replays. Afterwards no key is held, and none is
-/// interrupted unless a body ran for it.
+/// Calls are dropped at random moments, singly, together, and among replays. Then every key must be free, or
+/// interrupted
+/// if a body ran for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_calls_leave_their_keys_as_promised() {
     const CALLS: usize = 1500;
@@ -202,7 +203,7 @@ async fn dropped_calls_leave_their_keys_as_promised() {
     proxy.set(Line::Uneven(Duration::from_millis(3)));
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         for replays in [false, true] {
-            // Many replays, after which the store looks before it reserves.
+            // After many replays, the store reads a record before it reserves the key.
             if replays {
                 let runs = AtomicU32::new(0);
                 let names: Vec<_> = (0..300).map(|n| format!("done{on_crash:?}{n}")).collect();
@@ -215,7 +216,7 @@ async fn dropped_calls_leave_their_keys_as_promised() {
             let calls: Vec<_> = (0..CALLS)
                 .map(|n| {
                     let (store, name, started) = (store.clone(), name(n), Arc::clone(&started));
-                    // From zero to longer than a reservation takes.
+                    // The time before a call is dropped ranges from zero to longer than a reservation takes.
                     let patience = Duration::from_micros(n as u64 % 100 * 100);
                     tokio::spawn(async move {
                         let body = async {

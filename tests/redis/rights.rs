@@ -1,5 +1,6 @@
-//! A missing right of the login is its own error: the store never reads it as "no record" or as another attempt's
-//! record.
+//! Missing rights of the store's Redis login: the store reports them by an error of their own, and never reads a
+//! refusal as
+//! "no record" or as the record of another attempt.
 
 use idem_tests::Reopen as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
@@ -9,10 +10,10 @@ use super::*;
 /// Rights that a connected store uses.
 const RIGHTS: [&str; 10] =
     ["set", "get", "mget", "pttl", "pexpire", "evalsha", "getrange", "setrange", "publish", "eval"];
-/// Number of requests, enough to share scripts and lanes.
+/// Number of concurrent requests, enough to fill several batches.
 const MANY: usize = 20;
 
-/// Creates a user on `server` with every right. Returns the URL of its login.
+/// Creates a user on `server` with every right. Returns the URL with its login.
 async fn worker(server: &RedisServer) -> String {
     allow(server, &["reset", "on", ">secret", "~*", "&*", "+@all"]).await;
     format!("redis://worker:secret@127.0.0.1:{}", server.port())
@@ -23,7 +24,7 @@ async fn allow(server: &RedisServer, rules: &[&str]) {
     let _: () = redis::cmd("ACL").arg("SETUSER").arg("worker").arg(rules).query_async(&mut raw).await.unwrap();
 }
 
-/// Answer to a request, in one word.
+/// Answer to an operation, in one word.
 type AnswerWord = Result<&'static str, StoreError>;
 
 fn reservation(answer: Result<Reservation, StoreError>) -> AnswerWord {
@@ -41,7 +42,7 @@ fn write(answer: Result<Verdict, StoreError>) -> AnswerWord {
     answer.map(|answer| if answer == Verdict::Applied { "done" } else { "refused" })
 }
 
-/// One operation of each kind, on keys that `others` has prepared.
+/// One operation of each kind, on keys that another store with all rights has prepared.
 struct Scene {
     others: RedisStore,
     store: RedisStore,
@@ -80,7 +81,7 @@ impl Scene {
         request(&self.store, "any").key(of.key.clone())
     }
 
-    /// Runs every operation. Returns its name, the expected answer and the answer.
+    /// Runs every operation. Returns for each its name, the expected answer and the actual answer.
     async fn play(&self) -> Vec<(&'static str, &'static str, AnswerWord)> {
         let Self { store, held, finished, lapsed, finishing, releasing, .. } = self;
         let new = request(store, &format!("{} new", self.prefix));
@@ -110,7 +111,7 @@ impl Scene {
         ]
     }
 
-    /// Checks that every confirmed write took effect, and that no other write changed its record.
+    /// Checks that every confirmed write took effect, and that no other operation changed its record.
     async fn audit(&self, played: &[(&str, &str, AnswerWord)]) {
         for (lease, what) in [(&self.finishing, "a finish"), (&self.releasing, "a release")] {
             let done = played.iter().any(|(name, _, said)| *name == what && said.is_ok());
@@ -122,7 +123,7 @@ impl Scene {
 }
 
 #[tokio::test]
-async fn a_missing_right_is_never_an_answer() {
+async fn a_missing_right_is_never_read_as_an_answer() {
     for kind in [Kind::Redis, Kind::Valkey] {
         let server = RedisServer::start(kind);
         let url = worker(&server).await;
@@ -157,7 +158,7 @@ async fn a_missing_right_is_never_an_answer() {
                 }
                 scene.audit(&played).await;
             }
-            // Waiters also look periodically, so the store works without publishing.
+            // Without `publish` no wake-up arrives, but waiters also poll, so no operation fails.
             assert_eq!(missed == 0, right == "publish", "{kind:?} without {right}: {missed} errors");
         }
     }
@@ -187,7 +188,7 @@ async fn connect_names_every_right_that_is_missing() {
             }
             allow(&server, &[&format!("+{right}")]).await;
         }
-        // Rights only on the keys of another application.
+        // The login may use only the keys of another application.
         allow(&server, &["resetkeys", "~shop:*"]).await;
         let error = RedisStore::connect(&url).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
@@ -219,7 +220,7 @@ async fn commands(server: &RedisServer) -> u64 {
 }
 
 #[tokio::test]
-async fn a_missing_right_costs_a_handful_of_commands() {
+async fn a_reservation_without_a_right_sends_few_commands() {
     let server = RedisServer::start(Kind::Redis);
     let store = RedisStore::connect(&worker(&server).await).await.unwrap();
     let others = connect(&server).await;
@@ -228,7 +229,7 @@ async fn a_missing_right_costs_a_handful_of_commands() {
         allow(&server, &[&format!("-{right}")]).await;
         let before = commands(&server).await;
         let request = request(&store, "any").key(held.key.clone());
-        // The answer does not matter, only the number of commands.
+        // Only the number of commands counts here.
         let _ = store.reserve(&request).await;
         let sent = commands(&server).await - before;
         assert!(sent < 20, "without {right} a reservation took {sent} commands");
@@ -236,8 +237,8 @@ async fn a_missing_right_costs_a_handful_of_commands() {
     }
 }
 
-/// Starts a server that shows another record of every key at each look. Returns its address, and a count of the
-/// commands about records.
+/// Starts a server whose records change between any two commands. Returns its address, and the count of commands about
+/// records.
 async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
@@ -248,7 +249,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
             let (mut stream, count, mut record) = (BufStream::new(stream), Arc::clone(&count), record.clone());
             tokio::spawn(async move {
                 while let Some(words) = command(&mut stream).await {
-                    // This byte holds the number of the attempt.
+                    // This byte of a record holds the number of the attempt.
                     record[27] = record[27] % 200 + 1;
                     let bulk = |bytes: &[u8]| [format!("${}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
                     let answer = match words[0].as_slice() {
@@ -269,7 +270,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     (url, asked)
 }
 
-/// Words of the client's next command.
+/// Reads the words of the client's next command.
 async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Vec<u8>>> {
     let number = async |stream: &mut BufStream<tokio::net::TcpStream>| {
         let mut line = String::new();
@@ -287,7 +288,7 @@ async fn command(stream: &mut BufStream<tokio::net::TcpStream>) -> Option<Vec<Ve
 }
 
 #[tokio::test]
-async fn a_record_that_never_stays_is_given_up_after_a_few_looks() {
+async fn a_reservation_of_an_ever_changing_record_fails_after_a_few_tries() {
     let released = {
         let mut record = Record::new(OwnerToken::from_bytes([1; 16]), 1, State::Released);
         record.attempts_used = 0;
@@ -301,7 +302,7 @@ async fn a_record_that_never_stays_is_given_up_after_a_few_looks() {
     assert!((3..=40).contains(&asked), "{asked} commands");
 }
 
-/// The body has run, and its result is recorded as soon as the right is granted again.
+/// The body has run without the right. The result is recorded as soon as the right is granted again.
 #[tokio::test]
 async fn no_result_is_lost_to_a_missing_right() {
     let server = RedisServer::start(Kind::Redis);
@@ -333,7 +334,7 @@ async fn no_result_is_lost_to_a_missing_right() {
     }
 }
 
-// Records without an expiry.
+// Records that have lost their expiry.
 
 async fn persist(server: &RedisServer, lease: &Lease) {
     let mut raw = server.raw().await;
@@ -346,7 +347,7 @@ fn corrupt<T: std::fmt::Debug>(answer: Result<T, StoreError>, what: &str) {
     assert_eq!(error.0, StoreErrorKind::Corrupt, "{what}: {error:?}");
 }
 
-/// The lease is derived from the remaining retention: without an expiry, the end of the lease is unknown.
+/// The end of a lease follows from the remaining retention: without an expiry, the end of the lease is unknown.
 #[tokio::test]
 async fn a_pending_record_without_an_expiry_is_damaged() {
     let server = RedisServer::start(Kind::Redis);
@@ -356,7 +357,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let request = request(&owner, &format!("restored {restored}"));
         let lease = wins(&owner, &request).await;
         let name = format!("idem:{}", lease.key.as_str());
-        // The expiry gets lost by a restored dump, or by `PERSIST`.
+        // A record loses its expiry when a dump is restored, or by `PERSIST`.
         if restored {
             let dump: Vec<u8> = redis::cmd("DUMP").arg(&name).query_async(&mut raw).await.unwrap();
             let _: () = raw.del(&name).await.unwrap();
@@ -365,7 +366,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
             persist(&server, &lease).await;
         }
         let before: Vec<u8> = raw.get(&name).await.unwrap();
-        // Every operation of owner and others fails, and changes nothing.
+        // Every operation of the owner and of other callers fails, and changes nothing.
         for (who, store) in [("owner", &owner), ("other", &other)] {
             for on_crash in [OnCrash::Retry, OnCrash::Fail] {
                 let another = self::request(store, "any").on_crash(on_crash).key(lease.key.clone());
@@ -381,13 +382,13 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         }
         let (after, left): (Vec<u8>, i64) = (raw.get(&name).await.unwrap(), raw.pttl(&name).await.unwrap());
         assert_eq!((after, left), (before, -1), "it is as it was");
-        // Other leases in the same call are still renewed.
+        // A beat still renews the other leases.
         let sound = reserved(&owner, &format!("beside {restored}")).await;
         let answers = Mutex::new(Vec::new());
         let answer = |at, write| answers.lock().unwrap().push((at, write));
         corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
         assert_eq!(answers.into_inner().unwrap(), [(1, Verdict::Applied)]);
-        // With an expiry the record works again, and is no longer the record that an operator saw before.
+        // With an expiry again, the record works. It is no longer the record that the operator saw.
         let seen = other.inspect(&lease.key).await.unwrap().unwrap();
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
         let forgotten = other.decide(&Decision::forget(&lease.key, &seen)).await.unwrap();
@@ -401,7 +402,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
     }
 }
 
-/// The effect has happened, and no other attempt can have begun meanwhile: refusing the result would help no caller.
+/// The holder's body has run, and no other attempt can have begun: a refusal of the result would help no caller.
 #[tokio::test]
 async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
     let server = RedisServer::start(Kind::Redis);
@@ -452,16 +453,16 @@ async fn a_handler_whose_record_lost_its_expiry_ends_and_no_other_begins() {
             assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");
         }
     };
-    // The lease can't be renewed: the body ends once it has lapsed.
+    // The lease can't be renewed, so the body ends at the lapse.
     let (ended, ()) = futures::join!(operation.run(body), duplicates);
     let Err(Error::LeaseLost { source: Some(source), .. }) = ended else { panic!("{ended:?}") };
     assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");
     assert_eq!(runs.into_inner(), 0);
 }
 
-/// The record is kept for longer than requested, which is harmless.
+/// Finished and released records without an expiry are kept for longer than requested, which is harmless.
 #[tokio::test]
-async fn other_records_without_an_expiry_are_shown_unchanged() {
+async fn ended_records_without_an_expiry_are_shown_unchanged() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;
