@@ -1,11 +1,12 @@
-//! `RedisStore` on clusters, behind sentinels, and with replicas that have to confirm writes: failovers, and the writes
-//! that they lose.
+//! `RedisStore` on clusters, behind sentinels, and with replicas that must confirm writes: failovers, and the writes
+//! that a
+//! failover loses.
 #![allow(
     clippy::similar_names,
     clippy::maybe_infinite_iter,
     reason = "the names are those of the nodes, and each of them serves some key"
 )]
-// Deep futures: a store, its lanes and its connection, within a test.
+// The futures of these tests are deep: they contain a store, its lanes and its connection.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
@@ -24,7 +25,7 @@ use idem_tests::race::{Orders, Race};
 use idem_tests::server::{Kind, RedisServer, free_port};
 use redis::Value;
 
-/// Silence after which a node is replaced, in milliseconds: long for a live process, short for a test.
+/// Silence after which a replica replaces a primary, in milliseconds: long for a live process, short for a test.
 const NODE_TIMEOUT: u32 = 2000;
 /// Silence after which the sentinels replace a primary, in milliseconds.
 const DOWN_AFTER: u32 = 1500;
@@ -39,7 +40,7 @@ async fn reserved(store: &RedisStore, name: &str) -> Lease {
     lease_of(Ok(answered(async || store.reserve(&request).await).await))
 }
 
-/// Repeats a call that fails while a failover is under way, or because a replica is slow.
+/// Repeats a store call until it succeeds, because a failover or a slow replica makes calls fail for a while.
 async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, StoreError>) -> T {
     loop {
         match call().await {
@@ -49,12 +50,12 @@ async fn answered<T>(mut call: impl AsyncFnMut() -> Result<T, StoreError>) -> T 
     }
 }
 
-/// Options with short limits, as the servers of these tests hang on purpose.
+/// Options with short time limits, because the servers of these tests hang on purpose.
 fn options() -> RedisOptions {
     RedisStore::options().response_timeout(Duration::from_millis(500))
 }
 
-/// Options under which the one replica of each primary confirms every write.
+/// Options under which the replica of each primary confirms every write.
 fn replicated() -> RedisOptions {
     options().min_replicas(1, Duration::from_millis(500))
 }
@@ -64,7 +65,7 @@ fn is_primary(port: u16) -> bool {
     field(port, "INFO replication", "role").as_deref() == Some("master")
 }
 
-/// Runs `test` for all `cases` concurrently, each on its own thread: the tests mostly wait.
+/// Runs `test` for each of `cases` on its own thread, because the tests mostly wait.
 fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sync) {
     std::thread::scope(|scope| {
         let tests = cases.map(|case| {
@@ -79,10 +80,9 @@ fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sy
     });
 }
 
-// Under load.
+// Failovers while handlers run.
 
-/// Handlers that run one key after the other until `stop` is set. Each key is delivered until its message can be
-/// acknowledged.
+/// Handlers that run one key after the other until `stop` is set. Each message is delivered until it is acknowledged.
 struct Load {
     store: RedisStore,
     stop: Arc<AtomicBool>,
@@ -91,12 +91,12 @@ struct Load {
     served: Arc<AtomicUsize>,
 }
 
-/// End of one key.
+/// Last result for one key, with the number of its runs.
 #[derive(Debug)]
 struct Done {
     result: u32,
     runs: u32,
-    /// Errors of the store before the result.
+    /// Number of failed calls before the result.
     failed: usize,
 }
 
@@ -131,7 +131,7 @@ impl Load {
             let (result, outcome) = call_with(store, name, POLICY.lease(Duration::from_millis(900)), &runs).await;
             match (result, outcome.disposition()) {
                 (Ok(result), Disposition::Ack) => return Done { result, runs: runs.into_inner(), failed },
-                // Every call ends, with an error that decides the next step.
+                // Every failed call returns one of these errors, after which the message is delivered again.
                 (
                     Err(
                         Error::Store { .. }
@@ -149,13 +149,13 @@ impl Load {
         }
     }
 
-    /// Waits until `more` further keys are served, which shows that the store works.
+    /// Waits until `more` further keys are done, which shows that the store works.
     async fn serves(&self, more: usize) {
         let enough = self.served.load(Ordering::SeqCst) + more;
         until("keys are served", async || self.served.load(Ordering::SeqCst) >= enough).await;
     }
 
-    /// Returns the record of `name`. Repeats failed reads, as the failover may not have reached all nodes yet.
+    /// Returns the record of `name`. Repeats failed reads, because the store may still follow a failover.
     async fn inspect(&self, name: &str) -> Option<Inspection> {
         let mut failed = 0;
         loop {
@@ -168,8 +168,8 @@ impl Load {
         }
     }
 
-    /// Stops the workers and compares the acknowledged results with the records. Returns the names of the acknowledged
-    /// results that are lost.
+    /// Stops the workers, and compares the acknowledged results with the records. Returns the names of the keys whose
+    /// acknowledged results are lost.
     async fn audit(mut self) -> Vec<String> {
         self.stop.store(true, Ordering::SeqCst);
         for worker in std::mem::take(&mut self.workers) {
@@ -201,8 +201,9 @@ async fn run_again(store: &RedisStore, lost: &[String]) {
 
 // Clusters.
 
-/// Opens a store on `cluster` and resets the nodes' counts of commands and errors: `connect` tries commands on a key
-/// that another node may serve.
+/// Opens a store on `cluster`, and then resets the nodes' counts of commands and errors, because `connect` sends
+/// commands
+/// for a key that another node may serve.
 async fn connected(cluster: &Cluster) -> RedisStore {
     let store = RedisStore::connect(&cluster.url()).await.unwrap();
     for port in cluster.ports() {
@@ -212,10 +213,10 @@ async fn connected(cluster: &Cluster) -> RedisStore {
 }
 
 #[tokio::test]
-async fn no_command_names_keys_of_two_slots() {
+async fn no_command_has_keys_of_two_slots() {
     let cluster = Cluster::start_with(3, 0, 20_000);
     let store = connected(&cluster).await;
-    // Braces in a user's key are hash tags for the servers, at any place.
+    // Text in braces inside a user's key looks like a hash tag to the servers.
     let names: Vec<String> = (0..1500)
         .map(|n| [format!("k{n}"), format!("{{{n}}}x"), format!("}}{{{n}"), format!("{{}}{n}")][n % 4].clone())
         .collect();
@@ -235,14 +236,15 @@ async fn no_command_names_keys_of_two_slots() {
     for port in cluster.ports() {
         let errors: String = ask(port, "INFO errorstats").unwrap();
         assert!(!errors.contains("CROSSSLOT"), "{errors}");
-        // No request was redirected: the store has the map of the slots, and computes slots as the servers do.
+        // The servers redirected no request: the store knows the map of the slots, and computes slots as the servers
+        // do.
         assert!(!errors.contains("MOVED"), "{errors}");
         let keys: usize = ask(port, "DBSIZE").unwrap();
         assert!(keys > 500, "each node has its share: {keys}");
     }
 }
 
-/// A beat renews all leases of a slot in one call (at most a hundred leases), and never leases of two slots.
+/// One call renews at most a hundred leases, all of the same slot.
 #[tokio::test]
 async fn leases_of_one_slot_are_renewed_by_one_call() {
     let cluster = Cluster::start_with(3, 0, 20_000);
@@ -275,9 +277,9 @@ fn calls_of(port: u16, command: &str) -> u32 {
     calls.trim_start_matches("calls=").split(',').next().map_or(0, |calls| calls.parse().unwrap_or(0))
 }
 
-/// Nodes of different versions, as during the upgrade of a cluster.
+/// A cluster has nodes of different versions during an upgrade.
 #[tokio::test]
-async fn each_node_is_asked_by_its_own_address() {
+async fn each_node_gets_the_commands_of_its_own_version() {
     for kinds in [[Kind::Valkey; 3], [Kind::Valkey, Kind::Redis, Kind::Valkey]] {
         let cluster = Cluster::start_of(&kinds, 3, 20_000);
         let store = connected(&cluster).await;
@@ -293,8 +295,8 @@ async fn each_node_is_asked_by_its_own_address() {
         for (kind, port) in kinds.iter().zip(cluster.ports()) {
             let (keys, scripts): (u32, u32) = (ask(port, "DBSIZE").unwrap(), calls_of(port, "evalsha"));
             match kind {
-                // In a mixed cluster, a runtime whose first node was no Valkey finds out only later that this node can
-                // compare.
+                // In a mixed cluster, a runtime whose first node was a Redis learns only later that this Valkey node
+                // can compare.
                 Kind::Valkey if kinds[1] == Kind::Valkey => assert_eq!(scripts, 0, "of {keys}"),
                 Kind::Valkey => assert!(scripts <= keys, "{scripts} of {keys}"),
                 _ => assert!(scripts >= keys, "{scripts} of {keys}"),
@@ -315,20 +317,20 @@ fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
         let replica = cluster.nodes[3].port();
         until("the replica is promoted", async || is_primary(replica)).await;
         if confirmed {
-            // The promoted node confirms no write until it has a replica itself.
+            // The promoted node confirms no write until it has a replica of its own.
             cluster.nodes[0].run();
         }
         load.serves(500).await;
         let lost = load.audit().await;
         assert!(!confirmed || lost.is_empty(), "confirmed, and lost: {lost:?}");
-        // The lost results are those that the killed node alone has acknowledged.
+        // A result is lost if only the killed node had it.
         run_again(&store, &lost).await;
     });
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_graceful_failover_of_a_cluster_loses_nothing() {
-    // Far above the needs of live servers, but within the time limit of a manual failover.
+    // This time-out never fires for live servers, and is within the time limit of a manual failover.
     let cluster = Cluster::start(5000);
     let store = options().connect(&cluster.url()).await.unwrap();
     let load = Load::start(&store);
@@ -337,7 +339,7 @@ async fn a_graceful_failover_of_a_cluster_loses_nothing() {
         let (new, old) = (cluster.nodes[replica].port(), cluster.nodes[primary].port());
         let mut looks = 0;
         until("the replica is promoted", async || {
-            // The servers abandon a failover that has not succeeded within 5 s.
+            // Repeat the command, because the servers abandon a failover that takes longer than 5 s.
             if looks % 500 == 0 {
                 ask::<Value>(new, "CLUSTER FAILOVER").unwrap();
             }
@@ -352,7 +354,7 @@ async fn a_graceful_failover_of_a_cluster_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
+async fn a_store_leaves_a_primary_that_stopped_and_was_replaced() {
     let cluster = Cluster::start(NODE_TIMEOUT);
     let store = replicated().connect(&cluster.url()).await.unwrap();
     let load = Load::start(&store);
@@ -361,8 +363,9 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
     let replica = cluster.nodes[4].port();
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
-    // The stopped node goes on as a primary and executes the requests that it received before. It discards their writes
-    // when it finds out about the new primary.
+    // The stopped node continues as a primary and executes requests that it received before its stop. The node discards
+    // the
+    // effects when it learns of the new primary.
     cluster.nodes[1].signal("-CONT");
     load.serves(500).await;
     assert_eq!(load.audit().await, [""; 0]);
@@ -371,7 +374,7 @@ async fn a_primary_of_a_cluster_that_stops_and_goes_on_is_left() {
 #[tokio::test]
 async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
     let cluster = Cluster::start(NODE_TIMEOUT);
-    // A long time-out, so that the store still awaits the answer of the stopped node when that answer arrives.
+    // With this time-out the store still awaits the answer of the stopped node when the answer arrives.
     let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
     let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&record_of(name)) == Some(0)).unwrap();
     cluster.nodes[0].signal("-STOP");
@@ -383,7 +386,7 @@ async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
     let replica = cluster.nodes[3].port();
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
-    // The store has found the new node once a look-up is answered.
+    // An answered `inspect` shows that the store uses the new primary.
     until("the store knows", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key(&name))).await.is_ok()
     })
@@ -396,8 +399,9 @@ async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
     assert!(ask::<usize>(replica, &format!("EXISTS {}", record_of(&name))).unwrap() == 1);
 }
 
-/// Renews `leases` by `handle`. Leases marked in `silent` are on a stopped node; all others must be answered while
-/// these are still awaited.
+/// Renews `leases` by `handle`. The leases that `silent` marks are on a stopped node: their renewals hang, and all
+/// other
+/// leases must be renewed meanwhile.
 async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: &str) {
     let answered = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
@@ -415,9 +419,9 @@ async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: 
 }
 
 #[test]
-fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
+fn a_stopped_node_delays_only_its_own_keys() {
     side_by_side([false, true], async |confirmed| {
-        // The node is never replaced, only silent. The store awaits its answers for the whole test.
+        // No replica replaces the silent node, and the store awaits its answers for the whole test.
         let cluster = Cluster::start(60_000);
         let patient = || RedisStore::options().response_timeout(LEASE);
         let options = || if confirmed { patient().min_replicas(1, Duration::from_secs(5)) } else { patient() };
@@ -427,7 +431,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
         let on_first = |name: &str| cluster.serves(&record_of(name)) == Some(0);
         let silent: Vec<_> = names.iter().map(|name| on_first(name)).collect();
         assert!(silent.contains(&true) && silent.contains(&false));
-        // A slot of the second node that has moved to the third one, without the store's knowledge.
+        // The slot of this key moves from the second node to the third one, which the store does not know.
         let moved =
             (0..).map(|n| format!("moved{n}")).find(|name| cluster.serves(&record_of(name)) == Some(1)).unwrap();
         let named = |prefix: &str, first: bool, count: usize| -> Vec<String> {
@@ -443,8 +447,8 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             ask::<Value>(port, &format!("CLUSTER SETSLOT {slot} NODE {to_id}")).unwrap();
         }
 
-        // On existing connections; on the connections of the upkeep, which are made now; and on a runtime that has
-        // none.
+        // Leases are renewed on existing connections, on new connections of the upkeep, and on a runtime without
+        // connections.
         let upkeep = store.upkeep();
         for round in 0..3 {
             renews_but(&store, &leases, &silent, "a caller").await;
@@ -459,7 +463,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
                 });
             });
         });
-        // All other calls go on as well, next to calls that hang.
+        // All other operations succeed as well, while operations on the stopped node hang.
         let hanging: Vec<_> = hanging.iter().map(|name| request(&store, name)).collect();
         let hang = futures::future::join_all(hanging.iter().map(|request| store.reserve(request)));
         let go_on = async {
@@ -477,7 +481,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
             hung = hang => panic!("the node answers: {hung:?}"),
             () = go_on => {}
         }
-        // A new store opens too: it waits only a moment for the silent node.
+        // A store that opens now waits only a moment for the silent node.
         let url = cluster.url();
         let opening = options().connect(&url);
         let opened = tokio::time::timeout(LEASE / 2, opening).await.expect("not held up").unwrap();
@@ -490,7 +494,7 @@ fn a_node_that_is_stopped_holds_up_its_own_keys_only() {
 }
 
 #[tokio::test]
-async fn slots_that_move_are_followed() {
+async fn a_store_follows_slots_that_move() {
     let cluster = Cluster::start(20_000);
     for (tag, options) in [("a", options()), ("b", replicated())] {
         let store = options.connect(&cluster.url()).await.unwrap();
@@ -509,7 +513,7 @@ async fn slots_that_move_are_followed() {
         let pending = reserved(&store, &name(1000)).await;
         let held = futures::future::join_all((2000..2010).map(async |n| reserved(&store, &name(n)).await)).await;
         let renews = async || {
-            // A replica may be slow to confirm.
+            // A renewal fails if its replica is slow to confirm, and is repeated.
             for _ in 0..20 {
                 match renew_all(&store, &held).await {
                     Ok(renewed) => return assert!(renewed.iter().all(|it| *it == Verdict::Applied), "{renewed:?}"),
@@ -526,19 +530,19 @@ async fn slots_that_move_are_followed() {
         let (from_id, to_id): (String, String) = (ask(from, "CLUSTER MYID").unwrap(), ask(to, "CLUSTER MYID").unwrap());
         say(to, &format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
         say(from, &format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
-        // The old node finds an existing record; a new record begins at the other node (ASK).
+        // The old node answers for existing records, and redirects new keys to the other node (`ASK`).
         each(0..100, 50).await;
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
         assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Verdict::Applied]);
-        // Some of the leases that are renewed together have moved.
+        // One call renews leases of which some have moved, and some have not.
         renews().await;
         let moved: Vec<String> = (2000..2004).map(|n| record_of(&name(n))).collect();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", moved.join(" ")));
         renews().await;
         let errors: String = [from, to].map(|port| ask::<String>(port, "INFO errorstats").unwrap()).concat();
         assert!(errors.contains("TRYAGAIN"), "{errors}");
-        // Half of the slot has moved.
+        // Half of the slot's records move.
         let keys: Vec<String> = ask(from, &format!("CLUSTER GETKEYSINSLOT {slot} 25")).unwrap();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", keys.join(" ")));
         each(0..100, 0).await;
@@ -547,7 +551,7 @@ async fn slots_that_move_are_followed() {
         each(0..120, 20).await;
         say(to, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
         say(from, &format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
-        // All of the slot has moved (MOVED).
+        // The whole slot has moved, and the old node redirects every key (`MOVED`).
         each(0..150, 30).await;
         renews().await;
         assert_eq!(store.finish(&pending, &done()).await.unwrap(), Verdict::Applied);
@@ -557,7 +561,7 @@ async fn slots_that_move_are_followed() {
     }
 }
 
-/// An empty argument, for [`ask`].
+/// Empty argument of a command, for [`ask`].
 const EMPTY: &str = "''";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -576,11 +580,11 @@ async fn processes_race_while_a_cluster_fails_over() {
             cluster.nodes[2].run();
         })
         .await;
-    // The audit of the race has found each key recorded by its last attempt, and never two attempts at a time.
+    // The audit of the race checks that the last attempt recorded each key, and that no two attempts overlapped.
     assert_eq!(effects.0.len(), 400);
 }
 
-// Sentinels.
+// Failovers by sentinels.
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
@@ -592,7 +596,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
     watched.servers[0].kill();
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
     load.serves(200).await;
-    // The old primary comes back as a primary, and takes writes until the sentinels demote it.
+    // The old primary returns as a primary, and accepts writes until the sentinels demote it.
     watched.servers[0].run();
     ask::<Value>(old, "SET still yes").ok();
     let late = options().connect(&watched.url()).await.unwrap();
@@ -600,7 +604,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
     let before = store.inspect(&key("late")).await.unwrap();
     assert!(before.is_some(), "both are at the new primary");
     load.serves(200).await;
-    // The old primary may still be a primary, or follow the new one by now: in neither case does a store write to it.
+    // Whether the old server is still a primary or already a replica, no store writes to it.
     let writes = field(old, "INFO commandstats", "cmdstat_evalsha").is_some();
     assert!(!writes, "the stale primary ran a script");
     let lost = load.audit().await;
@@ -619,7 +623,7 @@ async fn answers_of_a_replaced_primary_are_not_trusted() {
         async move { store.reserve(&request).await }
     });
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-    // The store finds out about the new primary although no request has failed, and leaves its connection.
+    // The store learns of the new primary although no request has failed, and leaves the old connection.
     until("the store knows", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key("k"))).await.is_ok()
     })
@@ -662,17 +666,18 @@ async fn processes_race_while_the_sentinels_fail_over() {
         until("the race is on", async || ask::<usize>(old, "DBSIZE").unwrap_or(0) > 40).await;
         watched.servers[0].kill();
         until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-        // The promoted node confirms no write until it has a replica. Give the old primary now the command that the
-        // sentinels would send later.
+        // The promoted node confirms no write until it has a replica. The old primary gets the command here that the
+        // sentinels
+        // would send later.
         watched.servers[0].run();
         ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
     })
     .await;
 }
 
-// Acknowledged writes that are lost, and those that are not.
+// Acknowledged writes, with and without `min_replicas`.
 
-/// Cuts the replica off, so that the primary alone acknowledges from now on.
+/// Disconnects the replica, so that only the primary has the writes from now on.
 fn cut_off(primary: u16, replica: u16) {
     for setting in ["masteruser nobody", "masterauth wrong"] {
         ask::<Value>(replica, &format!("CONFIG SET {setting}")).unwrap();
@@ -681,7 +686,7 @@ fn cut_off(primary: u16, replica: u16) {
     wait_until("the replica is cut off", || replicas_online(primary) == 0);
 }
 
-/// A primary and its replica in either topology.
+/// A primary and its replica: in a cluster, or behind sentinels.
 enum Pair {
     Cluster(Cluster),
     Watched(Watched),
@@ -698,7 +703,7 @@ const BOTH: [Topology; 2] = [Topology::Cluster, Topology::Watched];
 impl Pair {
     fn start(topology: Topology) -> Self {
         match topology {
-            // A cluster with a single primary has no other primaries to elect a successor.
+            // A cluster with one primary has no other primaries that could elect a successor.
             Topology::Cluster => Self::Cluster(Cluster::start(NODE_TIMEOUT)),
             Topology::Watched => Self::Watched(Watched::start(DOWN_AFTER)),
         }
@@ -720,7 +725,7 @@ impl Pair {
         (&mut servers[0], replica)
     }
 
-    /// Returns a name whose record is on the first server.
+    /// Returns a name whose record is on the first server of the pair.
     fn name(&self, prefix: &str) -> String {
         let names = (0..).map(|n| format!("{prefix}{n}"));
         match self {
@@ -731,7 +736,7 @@ impl Pair {
         }
     }
 
-    /// Kills the first server and waits until its replica has replaced it.
+    /// Kills the first server, and waits until its replica has replaced it.
     async fn fail_over(&mut self) {
         let (primary, replica) = self.servers();
         primary.kill();
@@ -754,16 +759,17 @@ fn an_unreplicated_result_is_lost_with_the_primary_and_runs_again() {
         let (primary, replica) = pair.servers();
         let runs = AtomicU32::new(0);
         cut_off(primary.port(), replica);
-        // The primary alone acknowledges both.
+        // Only the primary has these two records.
         assert_eq!(call(&store, &finished, &runs).await.0.unwrap(), 1);
         let lease = reserved(&store, &running).await;
         pair.fail_over().await;
-        // The operation is forgotten: it runs again, and its fencing tokens start over.
+        // The finished operation is forgotten: it runs again, and its fencing tokens start over.
         assert!(answered(async || store.inspect(&key(&finished)).await).await.is_none());
         let (result, outcome) = call(&store, &finished, &runs).await;
         assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
-        // The reservation is forgotten too: another attempt runs concurrently with the first one, under the same
-        // number. The first one loses its lease at its next write.
+        // The pending reservation is forgotten too: another attempt runs concurrently under the same number. The first
+        // attempt
+        // loses its lease at its next write.
         let other = reserved(&store, &running).await;
         assert_eq!((lease.attempt, other.attempt), (1, 1));
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused);
@@ -784,8 +790,8 @@ fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
         let lease = reserved(&store, replayed).await;
         assert_eq!(answered(async || store.finish(&lease, &done()).await).await, Verdict::Applied);
         let lease = reserved(&store, held).await;
-        // The replica is cut off while the body runs: the result is on the primary, and no caller is told that it is
-        // recorded.
+        // The replica is disconnected while the body runs: the primary has the result, but the caller gets
+        // `Unrecorded`.
         let body = async {
             cut_off(port, replica);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -796,32 +802,33 @@ fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
         assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
         assert!(!outcome.recorded());
         assert_eq!(ask::<usize>(port, &format!("EXISTS {}", record_of(finished))), Ok(1));
-        // A duplicate gets no replay either: the failover would take it back.
+        // A duplicate gets no replay either, because a failover would lose the result.
         let (result, _) = call(&store, finished, &runs).await;
         assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
-        // A reservation that no replica has starts no body.
+        // A reservation without a replica's confirmation starts no body.
         let (result, _) = call(&store, unreserved, &runs).await;
         let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
         assert_eq!(source.kind(), StoreErrorKind::Unconfirmed, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
-        // A renewal that no replica has does not count either. The answer that another attempt is running may still be
-        // given.
+        // A renewal without a replica's confirmation fails. A duplicate still gets `InProgress`, because a caller
+        // relies on
+        // nothing in this answer.
         let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();
         assert!(matches!(pending, Reservation::InProgress { attempt: 1, .. }), "{pending:?}");
 
         pair.fail_over().await;
-        // Every acknowledged record is there.
+        // The new primary has every acknowledged record.
         let inspected = answered(async || store.inspect(&key(replayed)).await).await;
         assert!(inspected.unwrap().record.is_finished());
         let inspected = answered(async || store.inspect(&key(held)).await).await.unwrap();
         assert_eq!(inspected.record.owner, lease.owner);
-        // The result was not acknowledged: the operation is pending, its lease lapses, and the next attempt has the
-        // next number.
+        // The result was not acknowledged: the record is pending, its lease lapses, and the next attempt has the next
+        // number.
         let inspected = answered(async || store.inspect(&key(finished)).await).await.unwrap();
         assert!(matches!(inspected.record.state, State::Pending { .. }), "{inspected:?}");
-        // The old primary comes back as the replica of the new one, and writes count again.
+        // The old primary returns as a replica of the new one, and writes are confirmed again.
         let (old, new) = pair.servers();
         old.run();
         if let Pair::Watched(watched) = &pair {
@@ -831,7 +838,7 @@ fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
         let attempt = loop {
             match call_with(&store, finished, policy, &runs).await {
                 (Ok(run), outcome) => break (run, outcome.attempt()),
-                // A slow replica is no failure of this test.
+                // The call is repeated if the replica is slow.
                 (Err(Error::Store { .. } | Error::InProgress { .. } | Error::Unrecorded { .. }), _) => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
@@ -843,8 +850,8 @@ fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
     });
 }
 
-/// `WAIT` covers only the writes of its own connection: after an operation that wrote nothing it would immediately
-/// confirm a record that no replica has.
+/// `WAIT` covers only writes of its own connection: after an operation that wrote nothing, `WAIT` returns immediately,
+/// although no replica may have the record that the operation found.
 #[tokio::test]
 async fn a_found_record_does_not_count_as_replicated() {
     for kind in [Kind::Redis, Kind::Valkey] {
@@ -856,16 +863,17 @@ async fn a_found_record_does_not_count_as_replicated() {
         };
         let store = connect().await;
         let (finished, released) = (reserved(&store, "finished").await, reserved(&store, "released").await);
-        // The replica is still connected, but far behind.
+        // The stopped replica is still connected, but far behind.
         replica.signal("-STOP");
         let request = request(&store, "k");
-        // Each operation once, then again by the same store and by a store that has just connected: these find it done.
+        // In the first round each operation writes. Then the same store and a new store repeat the operations, and find
+        // them done.
         for round in 0..3 {
             let store = if round == 2 { connect().await } else { store.clone() };
             unconfirmed(store.reserve(&request).await.unwrap_err());
             unconfirmed(store.finish(&finished, &done()).await.unwrap_err());
             unconfirmed(store.release(&released, Release::Returned).await.unwrap_err());
-            // All three in one batch.
+            // Three operations share one batch.
             let finish = done();
             let (a, b, c) = futures::join!(
                 store.reserve(&request),
@@ -875,7 +883,7 @@ async fn a_found_record_does_not_count_as_replicated() {
             unconfirmed(a.unwrap_err());
             unconfirmed(b.unwrap_err());
             unconfirmed(c.unwrap_err());
-            // A replay of a result that no caller has received yet.
+            // A replay needs a confirmation too, because no caller has received the result yet.
             unconfirmed(store.reserve(&self::request(&store, "finished")).await.unwrap_err());
         }
         let times = |name: &str| ask::<i64>(primary.port(), &format!("PEXPIRETIME {}", record_of(name))).unwrap();
@@ -896,7 +904,7 @@ async fn a_found_record_does_not_count_as_replicated() {
 }
 
 #[tokio::test]
-async fn operations_share_one_wait() {
+async fn concurrent_operations_share_one_wait() {
     let (primary, _replica) = pair(Kind::Redis);
     let store = RedisStore::options().min_replicas(1, Duration::from_secs(5)).connect(&primary.url()).await.unwrap();
     let names: Vec<_> = (0..1000).map(|n| format!("k{n}")).collect();
@@ -917,7 +925,7 @@ async fn refusal(options: RedisOptions, url: &str) -> StoreError {
 }
 
 #[tokio::test]
-async fn each_topology_is_distinguished() {
+async fn connect_refuses_a_url_of_another_topology() {
     let cluster = Cluster::start_with(1, 0, 20_000);
     let single = RedisServer::start(Kind::Redis);
     let watched = Watched::start(20_000);
@@ -942,18 +950,19 @@ async fn each_topology_is_distinguished() {
     says(&format!("redis-sentinel://:secret@{nobody}"), wrong, "name").await;
     let sentinels = watched.url();
     says(&sentinels.replace(NAME, "other"), wrong, "no primary of that name").await;
-    // One sentinel or node that answers is enough.
+    // One reachable sentinel or node in the URL is enough.
     let some = sentinels.replace("redis-sentinel://", &format!("redis-sentinel://{nobody},"));
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
     let some = format!("redis-cluster://{nobody},127.0.0.1:{port}");
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
-    // A store refuses a raw connection with `min_replicas`: a `WAIT` would hold up the other users of that connection.
+    // With `min_replicas` a store refuses a raw connection, because a `WAIT` would delay other users of that
+    // connection.
     let error = replicated().connect_over(single.raw().await).await.unwrap_err();
     assert_eq!(error.kind(), wrong, "{error}");
 }
 
 #[tokio::test]
-async fn clusters_and_sentinels_have_logins() {
+async fn a_store_logs_in_to_clusters_and_sentinels() {
     let cluster = Cluster::start_with(1, 0, 20_000);
     let watched = Watched::start(20_000);
     let hosts: Vec<_> = watched.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port)).collect();
@@ -961,7 +970,9 @@ async fn clusters_and_sentinels_have_logins() {
     let port = cluster.ports()[0];
     ask::<Value>(port, "CONFIG SET requirepass se@cret").unwrap();
     for server in &watched.servers[..1] {
-        // The sentinels log in with a password where they have to. The replica does not matter here.
+        // The sentinels use the server's default user, whose rights are reduced; only the user `shop` may access keys.
+        // The
+        // replica has no logins, because no store connects to it.
         ask::<Value>(server.port(), "ACL SETUSER shop on >se@cret ~* &* +@all").unwrap();
         ask::<Value>(
             server.port(),
@@ -995,9 +1006,9 @@ async fn clusters_and_sentinels_have_logins() {
     }
 }
 
-/// A node that speaks TLS to its clients, under the host name of its certificate.
+/// The nodes speak TLS to clients, under the host name in their certificate.
 #[test]
-fn clusters_speak_tls() {
+fn a_store_connects_to_a_cluster_over_tls() {
     let folder = std::env::temp_dir().join(format!("idem-test-cluster-tls-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
@@ -1021,11 +1032,11 @@ fn clusters_speak_tls() {
     let (spec, effects) = (format!("redis redis-cluster://localhost:{tls}?tls=true tls:"), path("effects"));
     std::fs::write(&effects, "").unwrap();
     let orders = Orders::plain(spec, &effects, 3);
-    // A racer retries until it succeeds.
+    // The racer repeats its calls until they succeed.
     let racer = std::process::Command::new("timeout")
         .args(["60", env!("CARGO_BIN_EXE_racer")])
         .args(orders.words())
-        // A process of its own, as the trusted certificates are read from the environment.
+        // The store runs in another process, because trusted certificates come from environment variables.
         .env("SSL_CERT_FILE", path("cert.pem"))
         .output()
         .unwrap();

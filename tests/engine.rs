@@ -48,7 +48,7 @@ enum Failure {
     Idempotency(ErrorText),
 }
 
-/// Text of an `Error`, which has no equality; the text is enough to compare failures.
+/// Text of an [`Error`]. Errors have no equality, so the tests compare their texts.
 #[derive(Debug, PartialEq, Default)]
 struct ErrorText(String);
 
@@ -60,7 +60,7 @@ impl From<Error> for Failure {
 
 struct World {
     clock: ManualClock,
-    /// The handle behind `store`.
+    /// Store that `store` wraps.
     memory: MemoryStore,
     store: FaultyStore,
     runs: AtomicU32,
@@ -86,12 +86,12 @@ impl World {
         self.runs.load(Ordering::SeqCst)
     }
 
-    /// Body that counts its runs and returns their number.
+    /// Body that counts its runs and returns the number of the run.
     async fn body(&self) -> Result<u32, Error> {
         Ok(self.runs.fetch_add(1, Ordering::SeqCst) + 1)
     }
 
-    /// Makes one call with that body.
+    /// Makes one call with [`body`](Self::body).
     async fn call(&self, policy: Policy) -> (Result<u32, Error>, Outcome) {
         observe(self.operation(policy).run(self.body())).await
     }
@@ -115,7 +115,7 @@ impl World {
         call
     }
 
-    /// Leaves the record of a process that died in its body: pending, with a lease that is not renewed.
+    /// Leaves the record of a process that died in its body: pending, with a lease that nothing renews.
     async fn crash(&self, policy: Policy) {
         let dead = FaultyStore::new(&self.store);
         dead.always(StoreCall::Renew, Fault::Hang);
@@ -207,7 +207,7 @@ async fn a_waiting_duplicate_is_woken_by_the_completion() {
         settle().await;
         go.send(()).unwrap();
     };
-    // No time passes: a waiter that polled would never return.
+    // The clock stands still: a waiter that polls would never return.
     let (first, duplicates, ()) = futures::join!(first, duplicates, finish);
     assert_eq!(first.unwrap(), 1);
     for (result, outcome) in duplicates {
@@ -217,7 +217,7 @@ async fn a_waiting_duplicate_is_woken_by_the_completion() {
 }
 
 #[tokio::test]
-async fn waiting_ends_when_its_time_is_over() {
+async fn a_duplicate_stops_waiting_when_its_time_is_over() {
     let world = World::new();
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
     let running = world.hang(wait).await;
@@ -231,7 +231,7 @@ async fn waiting_ends_when_its_time_is_over() {
     let ((result, outcome), ()) = futures::join!(waiting, time);
     assert!(matches!(result, Err(Error::InProgress { .. })));
     assert!(outcome.waited() && !outcome.executed());
-    // The waiter that gave up has not touched the owner's record.
+    // The waiter that gave up has not changed the record of the running attempt.
     assert!(matches!(world.state().await, State::Pending { .. }));
     drop(running);
 }
@@ -285,7 +285,7 @@ async fn a_recorded_error_is_replayed() {
         assert_eq!(outcome.disposition(), Disposition::DeadLetter, "no delivery can succeed");
     }
     assert_eq!(world.runs(), 1);
-    // A handler that doesn't read recorded errors doesn't run either.
+    // A handler that can't read recorded errors gets an error, and its body does not run.
     let (result, outcome) = world.call(POLICY).await;
     assert!(
         matches!(result, Err(Error::ResultUnavailable { problem: ResultProblem::RecordedError, .. })),
@@ -378,7 +378,7 @@ async fn a_panic_frees_the_key_immediately() {
         assert!(panicked.await.unwrap_err().is_panic());
         assert_eq!(world.state().await, state);
     }
-    // The thread is no longer inside an attempt.
+    // Outside of the body, the thread has no current attempt.
     assert!(current().is_err());
 }
 
@@ -402,7 +402,7 @@ async fn an_attempt_whose_body_never_started_does_not_count() {
     for _ in 0..3 {
         world.store.next(StoreCall::Reserve, Fault::Slow(1));
         let mut call = Box::pin(world.call(policy));
-        // The reservation is in the store; the call is dropped before the answer arrives.
+        // The store has executed the reservation; the call is dropped before the answer arrives.
         for _ in 0..2 {
             assert!(poll_once(call.as_mut()).await.is_pending());
         }
@@ -485,7 +485,7 @@ async fn a_key_that_is_not_valid_never_runs() {
     assert_eq!(world.runs(), 0);
 }
 
-/// PostgreSQL stores no NUL, and the other stores do: a key that works on some stores only must not exist.
+/// PostgreSQL can't store a NUL, and other stores can. A key must not depend on the store, so no key may hold one.
 #[test]
 fn no_key_holds_a_control_character() {
     static SCOPE: Scope = Scope::named("no_key_holds_a_control_character");
@@ -511,9 +511,9 @@ fn no_key_holds_a_control_character() {
     }
 }
 
-/// The error of a call reports a possible effect if any of its tries may have had one, whichever error came last.
+/// If any try of a reservation may have taken effect, the call's error says so, also if the last try had none.
 #[tokio::test]
-async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
+async fn an_error_says_nothing_was_written_only_if_no_try_may_have_landed() {
     let faults = [
         Fault::Before(StoreErrorKind::Unavailable),
         Fault::Before(StoreErrorKind::Unconfirmed),
@@ -541,9 +541,9 @@ async fn nothing_was_written_is_said_only_where_no_try_may_have_landed() {
     }
 }
 
-/// The error of a lost lease promises the result of another attempt only if another attempt took over.
+/// The error of a lost lease names both causes, because the call can't distinguish a takeover from a removed record.
 #[tokio::test]
-async fn a_lease_that_is_lost_with_its_record_names_that_cause() {
+async fn the_error_of_a_lost_lease_names_both_possible_causes() {
     for taken_over in [true, false] {
         let world = World::new();
         world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
@@ -624,7 +624,7 @@ async fn a_reservation_whose_answer_got_lost_is_recognised() {
     assert_eq!(world.store.count(StoreCall::Reserve), 2);
 }
 
-/// Starts a call whose reservation has landed, but whose answer arrives only after the lease has lapsed.
+/// Starts a call whose reservation takes effect, but whose answer arrives after the lease has lapsed.
 async fn answered_too_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<u32, Error>> + '_>> {
     world.store.next(StoreCall::Reserve, Fault::Slow(2));
     let mut call = Box::pin(world.operation(POLICY).run(world.body()));
@@ -675,7 +675,7 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
-/// Starts a waiting duplicate whose first request got no answer and arrives only now: it reserves the key.
+/// Starts a waiting duplicate whose first request got no answer, and reserves the key only now.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
     world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));
@@ -744,14 +744,14 @@ async fn recording_is_retried_while_the_lease_can_be_held() {
 }
 
 #[tokio::test]
-async fn a_result_that_can_not_be_recorded_is_said_to_be_so() {
+async fn a_call_whose_result_is_not_recorded_returns_unrecorded() {
     let world = World::new();
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
     let Err(Error::Unrecorded { attempt: 1, source, .. }) = result else { panic!("{result:?}") };
     assert_eq!(source.kind(), StoreErrorKind::Unavailable);
     assert!(outcome.executed() && !outcome.recorded());
-    // The key is held until the lease lapses, then the next delivery runs.
+    // The key stays held until the lease lapses; then the next delivery runs.
     assert!(matches!(world.state().await, State::Pending { .. }));
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
     world.clock.advance(LEASE);
@@ -822,7 +822,7 @@ async fn results_that_no_longer_decode_never_run_again() {
 }
 
 #[tokio::test]
-async fn falsy_results_are_results() {
+async fn empty_and_zero_results_are_replayed() {
     async fn twice<T: Serialize + serde::de::DeserializeOwned + PartialEq + std::fmt::Debug + Clone>(value: T) {
         let world = World::new();
         for replayed in [false, true] {
@@ -909,7 +909,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
         }
     }
     let world = World::new();
-    // The first attempt can't renew: its process is cut off from the store.
+    // The first attempt can't renew its lease, because its process can't reach the store.
     world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let cancelled = Rc::new(Cell::new(false));
     let guard = Cancelled(Rc::clone(&cancelled));
@@ -945,7 +945,7 @@ async fn a_late_completion_is_refused_after_a_takeover_only() {
     let stalled = async |taken_over: bool| {
         world.store.next(StoreCall::Finish, Fault::Slow(1));
         let mut call = Box::pin(world.operation(POLICY).run(async {
-            // A single poll that takes longer than a lease, in a process whose other threads stand still too.
+            // One poll takes longer than a lease, in a process whose other threads stand still.
             world.clock.advance(LEASE * 2);
             Ok::<_, Error>(99)
         }));
@@ -978,7 +978,7 @@ async fn a_dropped_caller_does_not_lose_a_result_that_is_being_recorded() {
 }
 
 #[tokio::test]
-async fn shadow_mode_always_runs_and_reports() {
+async fn shadow_mode_always_runs_the_body_and_reports_duplicates() {
     let world = World::new();
     let shadow = POLICY.mode(Mode::Shadow);
     assert!(world.call(shadow).await.1.recorded(), "records like the real thing");
@@ -1006,7 +1006,7 @@ async fn shadow_mode_always_runs_and_reports() {
 }
 
 #[tokio::test]
-async fn in_shadow_mode_nothing_that_fails_reaches_the_caller() {
+async fn in_shadow_mode_no_failure_of_the_library_reaches_the_caller() {
     let world = World::new();
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(POLICY.mode(Mode::Shadow)).await;
@@ -1050,7 +1050,7 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     assert!(current().is_err());
     assert_eq!(world.store.count(StoreCall::Renew), 1);
 
-    // A later attempt gets the same child key; another key gets a different one.
+    // The next attempt of the same key gets the same child key, and another key gets a different one.
     let next = async |name: &str| {
         let operation = Operation::new(&world.store, Ok(World::key(name)), POLICY.ttl(TTL * 2));
         let body = async { Ok::<_, Error>(current().unwrap().child_key("charge")) };
@@ -1074,7 +1074,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
             Ok::<_, Error>(Some((attempt.child_key("charge"), attempt.number())))
         }))
     };
-    // Inside another handler: the engine must not use that handler's attempt.
+    // The engine must not take the attempt of an enclosing handler for that of this call.
     world
         .operation(POLICY)
         .run(async {
@@ -1129,10 +1129,10 @@ async fn a_result_too_large_for_the_store_still_ends_the_operation() {
     assert!(unavailable, "{result:?}");
     assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::DeadLetter));
 
-    // The same if no caller waits for the write any more.
+    // A dropped call also leaves its too large result out, after the caller is gone.
     let world = World::new();
     world.store.next(StoreCall::Finish, Fault::Slow(2));
-    // The drop tries once, in case the store answers immediately; then a task goes on.
+    // The drop tries to write once, in case the store answers immediately; then a task continues.
     world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let body = world.body();
@@ -1160,7 +1160,7 @@ async fn an_error_that_the_store_can_not_hold_frees_the_key() {
 }
 
 #[tokio::test]
-async fn confirming_a_lost_lease_says_so() {
+async fn the_confirmation_of_a_lost_lease_returns_lease_lost() {
     let world = World::new();
     let result = world
         .operation(POLICY)
@@ -1176,7 +1176,7 @@ async fn confirming_a_lost_lease_says_so() {
 }
 
 #[tokio::test]
-async fn handlers_may_call_handlers() {
+async fn a_handler_may_call_another_handler() {
     let world = World::new();
     let inner = || {
         let operation = Operation::new(&world.store, Ok(World::key("inner")), POLICY);
@@ -1210,7 +1210,7 @@ async fn a_handler_that_calls_itself_is_turned_away() {
             between.run(world.call_result(wait)).await
         })
         .await;
-    // No time passes here: a deadlock would hang.
+    // The clock stands still: a call that waited for itself would hang.
     assert!(matches!(result, Err(Error::InProgress { .. })), "{result:?}");
 }
 
@@ -1223,7 +1223,7 @@ async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
         gate.await.ok();
         world.body().await
     });
-    // The outer handler is switched off, so it holds no reservation for which the inner call would wait in vain.
+    // The outer handler is off and holds no reservation, so the inner call may wait.
     let off = wait.mode(Mode::Off);
     let outer = world.operation(off).run(world.call_result(wait));
     let finish = async {
@@ -1235,14 +1235,14 @@ async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
 }
 
 impl World {
-    /// Like [`World::call`], without an `observe`, so that the caller adds its own.
+    /// Like [`World::call`], but without `observe`: the test observes several calls together.
     async fn call_result(&self, policy: Policy) -> Result<u32, Error> {
         self.operation(policy).run(self.body()).await
     }
 }
 
 #[tokio::test]
-async fn the_last_of_several_calls_is_observed() {
+async fn the_last_failed_call_of_a_delivery_decides() {
     let world = World::new();
     let (result, outcome) = observe(async {
         world.call_result(POLICY).await?;
@@ -1262,14 +1262,14 @@ fn heartbeats_move_to_a_living_runtime() {
     let runtime = || tokio::runtime::Builder::new_current_thread().build().unwrap();
     let world = World::new();
     let (first, second) = (runtime(), runtime());
-    // The renewal task starts on the first runtime...
+    // The renewal task starts on the first runtime.
     first.block_on(async {
         drop(world.hang(POLICY).await);
         settle().await;
     });
     second.block_on(async {
         let mut call = world.hang(POLICY).await;
-        // ... and the first runtime ends.
+        // The first runtime ends while a call on the second runtime holds a lease.
         first.shutdown_background();
         for _ in 0..10 {
             assert!(poll_once(call.as_mut()).await.is_pending());
@@ -1282,7 +1282,7 @@ fn heartbeats_move_to_a_living_runtime() {
 }
 
 #[tokio::test]
-async fn errors_name_key_store_and_effect() {
+async fn errors_name_the_key_the_store_and_the_effect() {
     let world = World::new();
     let running = world.hang(POLICY).await;
     let error = world.call(POLICY).await.0.unwrap_err();
@@ -1299,7 +1299,7 @@ async fn errors_name_key_store_and_effect() {
 }
 
 #[test]
-fn payloads_and_tokens_are_not_shown() {
+fn debug_output_shows_no_payload_and_no_token() {
     let payload = StoredResult::Encoded {
         codec: idem_runtime::codec::CodecName::of::<Json>(),
         bytes: br#"{"card":"4111"}"#.to_vec().into(),
@@ -1310,7 +1310,7 @@ fn payloads_and_tokens_are_not_shown() {
 }
 
 #[test]
-fn futures_do_not_double_with_depth() {
+fn a_future_does_not_double_with_its_depth() {
     fn wrap<F: Future<Output = Result<u32, Error>>>(
         world: &World,
         body: F,

@@ -1,8 +1,10 @@
 //! Processes that fork in the middle of calls: no child waits for a lock that a thread of its parent holds.
 //!
-//! A fork copies every lock in its present state, but of all threads only the one that forks. The parents here have
-//! threads in every part of the library while they fork; each child calls handlers of its own. `IDEM_FORKS` is the
-//! number of forks for each store (default: 60).
+//! A fork copies every lock in its present state, but of all threads only the forking one. The parents in these tests
+//! have
+//! threads in every part of the library while they fork, and each child calls handlers. `IDEM_FORKS` is the number of
+//! forks
+//! for each store (default: 60).
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -33,15 +35,15 @@ use idem_tests::stores;
 use tokio::runtime::Builder;
 
 const ALONE: &str = "IDEM_TEST_ALONE";
-/// Time after which a child counts as hanging. SQLite's answers are due after 30 s.
+/// Time after which a child counts as hanging; shorter than SQLite's limit of 30 s for an answer.
 const DEADLINE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(100);
-/// Number of handlers that a parent runs concurrently. Every other one has a body that sleeps while its lease is
-/// renewed.
+/// Number of handlers that a parent runs concurrently. In every second handler the body sleeps and needs renewals.
 const BUSY: u64 = 32;
 
-/// Returns true in a process that runs only the test `name`. Otherwise runs such a process, which must pass, and
-/// returns false.
+/// Returns true in a process that runs only the test `name`. In any other process, runs the test alone in a new
+/// process,
+/// which must pass, and returns false.
 fn is_alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
@@ -56,7 +58,7 @@ fn is_alone(name: &str) -> bool {
 /// Calls a handler whose body sleeps for `sleeps`.
 async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -> Result<u32, Error> {
     let policy = Policy::new(Duration::from_secs(3600)).lease(lease).in_progress(InProgress::Wait(LEASE));
-    // Renewals may be late on a busy machine.
+    // A busy machine renews late, which must not end the body.
     let policy = policy.max_pause(Duration::from_secs(3600));
     let body = async {
         tokio::time::sleep(sleeps).await;
@@ -65,18 +67,18 @@ async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -
     Operation::new(store, Key::new("forks", key), policy).run(body).await
 }
 
-/// Reports whether a child may get this error. A store in memory and SQLite refuse if a thread was inside of them
-/// during the fork.
+/// Reports whether a child may get this error. A store in memory and SQLite refuse calls if a thread of the parent was
+/// inside the store during the fork.
 fn is_refused(error: &Error) -> bool {
     let Error::Store { source, .. } = error else { return false };
     source.kind() == StoreErrorKind::Misconfigured && source.to_string().contains("forked")
 }
 
-/// Calls handlers of the child, then replays them. Returns the errors.
+/// Calls handlers in the child, and replays them. Returns the errors.
 async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
     let calls = (0..4).map(|at| {
         let (store, key) = (Arc::clone(&store), format!("child {number} {at}"));
-        // One body outlives its first lease.
+        // The first body takes longer than a lease.
         let sleeps = if at == 0 { LEASE * 3 / 2 } else { Duration::ZERO };
         tokio::spawn(async move {
             call(&*store, &key, LEASE, sleeps).await?;
@@ -91,8 +93,7 @@ async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
     refused
 }
 
-/// Handlers of a parent. They pause while a child runs, so that a child that waits does not just wait for processor
-/// time.
+/// Handlers of a parent. They pause while a child runs, so that a slow child is not one that lacks processor time.
 struct Busy {
     store: Arc<dyn Store>,
     calls: AtomicU64,
@@ -106,14 +107,14 @@ impl Busy {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             let number = self.calls.fetch_add(1, Ordering::Relaxed);
-            // In pairs: one of two calls for one key may wait. Short leases keep the upkeep thread at work.
+            // Two handlers share each key, so one of them may wait. Short leases keep the upkeep thread at work.
             let (key, lease) = (format!("parent {}", number / 2), Duration::from_millis(3 + number % 20));
             let sleeps = if at.is_multiple_of(2) { Duration::from_millis(number % 30) } else { Duration::ZERO };
             let _ = call(&*self.store, &key, lease, sleeps).await;
         }
     }
 
-    /// Waits until handlers have been called `calls` more times.
+    /// Lets the handlers run until `calls` more calls have begun.
     fn goes_on(&self, calls: u64) {
         let before = self.calls.load(Ordering::Relaxed);
         self.paused.store(false, Ordering::Relaxed);
@@ -123,12 +124,12 @@ impl Busy {
     }
 }
 
-/// The number of forks of each test.
+/// Number of forks in each test.
 fn forks() -> usize {
     std::env::var("IDEM_FORKS").map_or(60, |forks| forks.parse().expect("a number"))
 }
 
-/// Forks off children that run `child`, each once `goes_on` has returned. The parent is `paused` while a child runs.
+/// Forks children that run `child`, each after `goes_on` has returned. The parent is `paused` while a child runs.
 fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(usize)) {
     let (forks, mut hung) = (forks(), Vec::new());
     for number in 0..forks {
@@ -146,16 +147,16 @@ fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(u
                 }
             }
         }
-        // Each of them takes as long as the deadline.
+        // Stop early, because each hanging child takes as long as the deadline.
         assert!(hung.len() < 3, "of {} children these hang: {hung:?}", number + 1);
     }
     assert!(hung.is_empty(), "of {forks} children these hang: {hung:?}");
 }
 
-/// Forks off children while handlers run; `held` of them never end, so that there are many leases to look through.
+/// Forks children while handlers run. `held` of the handlers never end, so that the upkeep has many leases.
 fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc<dyn Store>) {
     let parents = Builder::new_multi_thread().worker_threads(4).enable_all().build().unwrap();
-    // A parent with busy handlers and with handlers that never end.
+    // The parent runs busy handlers, and handlers that never end.
     let store = parents.block_on(open());
     let (calls, paused) = (AtomicU64::new(0), AtomicBool::new(false));
     let busy = Arc::new(Busy { store: Arc::clone(&store), calls, paused });
@@ -169,21 +170,22 @@ fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc
         parents.spawn(async move { call(&*store, &format!("held {at}"), lease, Duration::from_secs(3600)).await });
     }
     let child = |number| {
-        // Of one thread: a tokio with its feature `parking_lot`, which any crate may ask for, parks threads in a table
-        // of the process, and a fork may copy that in the middle of a change.
+        // The child's runtime has one thread. With tokio's feature `parking_lot`, which any crate may enable, several
+        // threads
+        // would share a table of the process, and a fork may copy this table in the middle of a change.
         let own = Builder::new_current_thread().enable_all().build().unwrap();
         let refused = own.block_on(child(Arc::clone(&store), number));
         for error in refused {
             assert!(may_refuse && is_refused(&error), "child {number}: {error}");
         }
     };
-    // The forks meet the handlers at different places.
+    // Each fork comes after another number of calls, so that it finds the handlers at different points.
     no_child_hangs(&busy.paused, |number| busy.goes_on(BUSY + number as u64 % 31), child);
     assert!(parents.block_on(call(&*store, "parent goes on", LEASE, Duration::ZERO)).is_ok());
     parents.shutdown_background();
 }
 
-/// Status with which a child ended; `None` if it hangs.
+/// Exit status of a child; `None` if the child hangs.
 fn ends(child: i32) -> Option<i32> {
     let begun = Instant::now();
     while begun.elapsed() < DEADLINE {
@@ -197,7 +199,7 @@ fn ends(child: i32) -> Option<i32> {
     None
 }
 
-/// Steps that each of some threads repeats while the process forks, [`STEPS`] at most for each fork.
+/// Counts the steps that threads repeat while the process forks. At most [`STEPS`] are allowed for each fork.
 struct Steps {
     taken: AtomicUsize,
     allowed: AtomicUsize,
@@ -207,8 +209,9 @@ struct Steps {
 const STEPS: usize = 2000;
 
 impl Steps {
-    /// Forks off children that run `child` while threads repeat `step`. Each step has a number of its own. `child`
-    /// takes the number of the fork, and that of the latest step.
+    /// Forks children that run `child` while threads repeat `step`. `step` takes its own number; `child` takes the
+    /// number of
+    /// the fork and the number of the latest step.
     fn fork(step: impl Fn(usize) + Send + Sync + 'static, child: impl Fn(usize, usize)) {
         let (taken, allowed) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let steps = Arc::new(Self { taken, allowed, paused: AtomicBool::new(true) });
@@ -241,7 +244,7 @@ impl Steps {
     }
 }
 
-/// One call with a store in memory, which answers while it is asked.
+/// Makes one call with a store in memory, without a runtime: the store answers immediately.
 fn call_now(store: &MemoryStore, scope: &str, key: &str) -> Result<u32, Error> {
     let policy = Policy::new(Duration::from_secs(3600));
     let call = Operation::new(store, Key::new(scope, key), policy).run(async { Ok::<_, Error>(1) });
@@ -258,7 +261,7 @@ fn leaked(text: String) -> &'static str {
 #[test]
 fn a_child_never_hangs_in_the_first_call_of_a_handler() {
     if is_alone("a_child_never_hangs_in_the_first_call_of_a_handler") {
-        // As the attribute makes one for each handler.
+        // Leaks one scope for each step, as the attribute makes one for each handler.
         let scopes = (0..forks() * STEPS).map(|number| Scope::named(leaked(format!("handler {number}"))));
         let scopes: &'static [Scope] = Box::leak(scopes.collect());
         let first_use = |scope: &Scope| {
@@ -292,10 +295,10 @@ fn a_child_never_hangs_in_the_first_call_of_a_store_handle() {
 }
 
 #[test]
-fn a_child_never_hangs_in_the_first_call_that_is_counted() {
-    if is_alone("a_child_never_hangs_in_the_first_call_that_is_counted") {
+fn a_child_never_hangs_in_the_first_call_of_a_scope() {
+    if is_alone("a_child_never_hangs_in_the_first_call_of_a_scope") {
         let store = MemoryStore::new();
-        // As many as are counted on their own.
+        // Uses up the scopes that have counters of their own (200), so that later scopes share counters.
         (0..200).for_each(|number| drop(call_now(&store, &format!("scope {number}"), "key")));
         let calls = store.clone();
         Steps::fork(
@@ -328,7 +331,9 @@ fn a_child_never_hangs_where_the_store_of_its_parent_fails() {
     }
 }
 
-/// Stops the first thread that makes a counter while this is armed, until `goes_on`. A child's thread never stops.
+/// Exporter that stops the first thread of the parent that makes a counter while `is_armed`, until `goes_on`. Threads
+/// of a
+/// child are never stopped.
 #[cfg(feature = "metrics")]
 #[derive(Default)]
 struct SlowExporter {
@@ -365,7 +370,7 @@ impl metrics::Recorder for &'static SlowExporter {
 
 #[cfg(feature = "metrics")]
 impl SlowExporter {
-    /// Forks while a thread that runs `call` makes its counters. The child runs the same.
+    /// Forks while a thread of the parent stands in `call`, where it makes a counter. The child runs `call` too.
     fn fork(&self, what: &str, call: impl Fn() + Sync) {
         self.stands.store(false, Ordering::SeqCst);
         self.goes_on.store(false, Ordering::SeqCst);
@@ -410,7 +415,7 @@ fn a_child_never_hangs_where_its_parent_makes_counters() {
     }
 }
 
-/// One poll of a call in the transaction, which waits there for the call that has been running.
+/// Polls a call once; the call waits for the transaction's running call.
 #[cfg(feature = "postgres")]
 fn wait_for_turn(transaction: &OpenTransaction<tokio_postgres::Transaction<'_>>, runtime: &tokio::runtime::Handle) {
     let _entered = runtime.enter();
@@ -420,7 +425,7 @@ fn wait_for_turn(transaction: &OpenTransaction<tokio_postgres::Transaction<'_>>,
     assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
 }
 
-/// Two calls in a transaction of a new connection.
+/// Makes two calls in a transaction of a new connection.
 #[cfg(feature = "postgres")]
 async fn pay_twice(url: &str, key: &str) {
     let mut client = idem_tests::postgres::raw(url).await;
@@ -484,7 +489,7 @@ fn a_child_of_a_busy_process_never_hangs_with_sqlite() {
         let spec = format!("sqlite {}", folder.file().display());
         forks_while_busy(20, true, async || {
             let path = folder.file();
-            // Connections are opened and closed too, which takes locks inside SQLite.
+            // Other tasks open and close connections, which takes locks inside SQLite.
             tokio::spawn(async move {
                 loop {
                     let opened = idem_runtime::SqliteStore::open(&path).await;
@@ -492,7 +497,7 @@ fn a_child_of_a_busy_process_never_hangs_with_sqlite() {
                     drop(opened);
                 }
             });
-            // Long limits: a refusal takes no time.
+            // The time limits are long, because a store inherited in a bad state refuses calls immediately.
             stores::open(&spec, Duration::from_secs(100)).await
         });
     }

@@ -1760,7 +1760,7 @@ async fn processes_race_while_the_server_restarts() {
 }
 
 #[tokio::test]
-async fn a_list_goes_on_behind_the_rows_that_it_has_looked_at() {
+async fn a_list_continues_behind_the_rows_that_it_has_read() {
     for partitions in [0, 4] {
         lists_page_by_page(partitions).await;
     }

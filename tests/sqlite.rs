@@ -858,14 +858,14 @@ async fn renewals_without_number_are_answered_one_by_one() {
     assert!(answers.into_iter().eq(expected));
 }
 
-/// Clock that stands still unless a test advances it, and that reports each look at it.
+/// Clock that stands still unless a test advances it, and that calls `looked` at each reading.
 #[derive(Clone)]
 struct Observed {
     clock: ManualClock,
     looked: Arc<Looked>,
 }
 
-/// Callback with the name of the thread, and whether it looks at the wall clock.
+/// Callback at a reading of the clock; takes the thread's name, and whether the wall clock is read.
 type Looked = dyn Fn(&str, bool) + Send + Sync;
 
 impl Observed {
@@ -908,15 +908,16 @@ impl Clock for Observed {
     }
 }
 
-/// Renews many leases in one beat, with a clock by which eight renewals take a millisecond. Between two transactions
-/// another connection gets the lock, and so does the writer of the same handle.
+/// Renews many leases in one beat, by a clock that advances 1 ms at each reading of the upkeep thread. Between two
+/// transactions of the beat, another connection and the writer of the same handle get the lock.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     const LEASES: usize = 2_000;
     let folder = Folder::new();
     drop(open(&folder.file()).await);
-    // Each look of the upkeep thread at the clock tries the lock from another connection. In the first gap it waits for
-    // a reservation by the writer.
+    // At each reading of the clock by the upkeep thread, another connection tries to lock the file. In the first gap
+    // between
+    // transactions the upkeep thread waits for a reservation by the writer.
     let other = raw(&folder.file());
     other.busy_timeout(Duration::ZERO).unwrap();
     let other = std::sync::Mutex::new(other);
@@ -945,14 +946,14 @@ async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     let requests: Vec<_> = (0..LEASES).map(|n| request(&store, &format!("k{n}"))).collect();
     let leases = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let leases: Vec<_> = leases.into_iter().map(lease_of).collect();
-    // The writer, which reserves in the first gap.
+    // This thread reserves a key in the first gap.
     let (writer, runtime) = (store.clone(), tokio::runtime::Handle::current());
     let writing = std::thread::spawn(move || {
         reserves.recv().unwrap();
         runtime.block_on(reserved(&writer, "meanwhile"));
         reserved_meanwhile.send(()).unwrap();
     });
-    // The upkeep thread has connected by then.
+    // After this call the upkeep thread has its connection.
     renew_all(&*store.upkeep(), &leases[..1]).await.unwrap();
     begun.store(true, Ordering::SeqCst);
     let renewed = renew_all(&*store.upkeep(), &leases).await.unwrap();
@@ -963,14 +964,14 @@ async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     assert!(gaps >= 20, "{gaps} gaps");
 }
 
-// Lone replays.
+// Replays for lone callers, who read the file on their own thread.
 
-/// Number of looks at records, by callers and by the reader thread.
+/// Number of reads of records, by callers and by the reader thread.
 #[derive(Default)]
 struct Looks {
     by_callers: AtomicU32,
     by_reader: AtomicU32,
-    /// Milliseconds by which the clock advances at each look of a caller.
+    /// Milliseconds by which the clock advances when a caller reads a record.
     slowness: AtomicU32,
 }
 
@@ -994,7 +995,7 @@ impl Looks {
         })
     }
 
-    /// Replays `name` until its caller reads the record itself.
+    /// Replays `name` until the caller's own thread reads the record.
     async fn warmed_up(&self, store: &SqliteStore, name: &str) {
         let before = self.now().0;
         while self.now().0 == before {
@@ -1014,7 +1015,7 @@ async fn replays(store: &SqliteStore, name: &str) -> bool {
 }
 
 #[tokio::test]
-async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
+async fn a_lone_caller_reads_only_small_results_itself() {
     let folder = Folder::new();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
     let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
@@ -1024,7 +1025,7 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
     reserved(&store, "pending").await;
     looks.warmed_up(&store, "k").await;
     let (callers, reader) = looks.now();
-    // Stores of other files that open meanwhile leave this store's connections alone.
+    // Stores that open other files meanwhile do not affect this store's connections.
     let is_over = Arc::new(AtomicBool::new(false));
     let opens = std::thread::spawn({
         let is_over = Arc::clone(&is_over);
@@ -1043,14 +1044,14 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
     opens.join().unwrap();
     let callers = callers + 2_000;
     assert_eq!(looks.now(), (callers, reader), "nobody else has looked");
-    // The reader looks at every record that the caller can't return itself.
+    // The caller reads a record first, and passes every record that it can't return to the reader thread.
     assert!(replays(&store, "large").await);
     let ended = store.reserve(&request(&store, "pending")).await;
     assert!(matches!(ended, Ok(Reservation::InProgress { attempt: 1, .. })), "{ended:?}");
     assert_eq!(looks.now(), (callers + 2, reader + 2));
     assert_eq!(reserved(&store, "new").await.attempt, 1);
     assert_eq!(looks.now(), (callers + 3, reader + 3));
-    // The fingerprint counts in a caller's look too.
+    // A caller that reads a record itself compares the fingerprint.
     let fingerprinted = |last| {
         let mut bytes = [1; 32];
         bytes[31] = last;
@@ -1061,14 +1062,14 @@ async fn a_lone_caller_reads_small_results_itself_and_nothing_else() {
     looks.warmed_up(&store, "k").await;
     let mismatch = store.reserve(&fingerprinted(2)).await;
     assert!(matches!(mismatch, Ok(Reservation::FingerprintMismatch { attempt: 1 })), "{mismatch:?}");
-    // So does the end of the retention.
+    // A caller that reads a record itself notices the end of the retention.
     clock.advance(TTL);
     assert_eq!(reserved(&store, "k").await.attempt, 1);
 }
 
-/// Several concurrent callers are served better by the reader.
+/// Concurrent callers leave their reads to the reader thread, which is faster for several at a time.
 #[tokio::test]
-async fn concurrent_callers_use_the_reader() {
+async fn concurrent_callers_use_the_reader_thread() {
     let folder = Folder::new();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
     let is_held = Arc::new(AtomicBool::new(false));
@@ -1112,7 +1113,7 @@ fn a_reading_caller_delays_no_other() {
         let (counting, shared, nested) = (looks.clock(&clock), Arc::clone(&shared), Arc::clone(&nested));
         Observed::new(&clock, move |thread, at_wall| {
             counting.look(at_wall);
-            // The caller has the connection at this moment.
+            // At this moment the caller uses the connection of lone callers.
             if at_wall && !thread.starts_with("idem-") && nested.swap(false, Ordering::SeqCst) {
                 let store = shared.get().unwrap().clone();
                 let other = std::thread::spawn(move || {
@@ -1136,7 +1137,7 @@ fn a_reading_caller_delays_no_other() {
 }
 
 #[tokio::test]
-async fn callers_leave_a_slow_disk_to_the_reader_and_try_again_later() {
+async fn callers_leave_a_slow_disk_to_the_reader_thread_for_a_while() {
     let folder = Folder::new();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
     let store = SqliteStore::options().clock(looks.clock(&clock)).open(folder.file()).await.unwrap();
@@ -1148,7 +1149,9 @@ async fn callers_leave_a_slow_disk_to_the_reader_and_try_again_later() {
         assert!(replays(&store, "k").await);
     }
     assert_eq!(looks.now(), (callers + 2, reader + 8), "one may be slow by chance");
-    // Of 15 ms, 5 may be spent immediately; the rest may take a twentieth of the time, of which 15 ms have passed.
+    // A caller may spend 5 ms immediately, and beyond that a twentieth of the elapsed time. The last read took 15 ms,
+    // so the
+    // next one is allowed after 200 ms, of which 15 ms have passed.
     clock.advance(Duration::from_millis(184));
     assert!(replays(&store, "k").await);
     assert_eq!(looks.now(), (callers + 2, reader + 9));
@@ -1175,7 +1178,7 @@ async fn a_lone_caller_notices_that_its_file_was_removed_or_replaced() {
     }
     let removed = store.reserve(&request(&store, "k")).await;
     assert_eq!(kind(&removed), StoreErrorKind::Unavailable, "{removed:?}");
-    // A file with another record for the key is accepted, as the operator's decision.
+    // The file now contains another record of the key. The store accepts this record: an operator may restore a file.
     let other = open(&folder.file()).await;
     reserved(&other, "k").await;
     let replaced = loop {
@@ -1186,7 +1189,7 @@ async fn a_lone_caller_notices_that_its_file_was_removed_or_replaced() {
     };
     assert!(matches!(replaced, Reservation::InProgress { .. }), "{replaced:?}");
     assert_eq!(looks.now().0, callers, "no caller has read the file that was removed");
-    // The store tries later to open the connection again.
+    // After a pause the store opens the connection of lone callers again.
     clock.advance(Duration::from_secs(1));
     recorded(&other, "other", 10).await;
     looks.warmed_up(&store, "other").await;
@@ -1200,7 +1203,7 @@ async fn the_connection_of_lone_callers_is_closed_with_the_store() {
     recorded(&store, "k", 10).await;
     looks.warmed_up(&store, "k").await;
     drop(store);
-    // The last connection removes the files.
+    // SQLite removes the log when the last connection closes.
     while folder.path().join("records.db-wal").exists() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -1231,9 +1234,9 @@ async fn a_forked_child_and_its_parent_both_record() {
     }
 }
 
-/// If a child closes a file late, other processes may have written to it since: the child must not clean it up.
+/// Other processes may write to the file before a forked child closes it: the child's close must not clean up the file.
 #[tokio::test]
-async fn a_forked_child_takes_nothing_from_those_that_came_after() {
+async fn a_forked_child_removes_no_records_of_later_processes() {
     let folder = Folder::new();
     fork(&folder, "late");
     let store = open(&folder.file()).await;
@@ -1298,7 +1301,7 @@ fn pending_writes_survive_the_end_of_the_runtime() {
         }
         assert!(!running.is_finished());
     });
-    // Drops the handler, outside of any runtime.
+    // This drops the handler outside of any runtime.
     drop(first);
     second.block_on(store.flush());
     assert_eq!(second.block_on(store.inspect(&key("k"))).unwrap().unwrap().record.state, State::Released);
@@ -1306,7 +1309,7 @@ fn pending_writes_survive_the_end_of_the_runtime() {
 
 // Several handles and processes.
 
-/// Once most reservations are replays, the reader handles them first.
+/// When most reservations are replays, the reader thread handles every reservation first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn reservations_among_replays_are_decided_once() {
     let folder = Folder::new();
@@ -1382,7 +1385,7 @@ async fn a_waiter_of_another_handle_is_woken() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_dropped_lets_go_of_its_file() {
+async fn a_dropped_store_closes_its_file() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     reserved(&store, "k").await;
@@ -1391,13 +1394,13 @@ async fn a_store_that_is_dropped_lets_go_of_its_file() {
     assert!(handle.inspect(&key("k")).await.unwrap().is_some());
     assert!(folder.path().join("records.db-wal").exists());
     drop(handle);
-    // The last connection removes the files.
+    // SQLite removes the log when the last connection closes.
     while folder.path().join("records.db-wal").exists() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 
-/// Runs a process that is killed while it records. Returns the number of results whose recording was confirmed to it.
+/// Runs a process that is killed while it records. Returns the number of results that it reported as recorded.
 fn recorded_before_a_kill(path: &Path, keys: usize, kill_after: usize) -> usize {
     let mut recorder = Command::new("setpriv")
         .args(["--pdeathsig", "KILL", env!("CARGO_BIN_EXE_recorder")])
@@ -1432,7 +1435,7 @@ async fn a_confirmed_result_of_a_killed_process_is_recorded() {
             let record = store.inspect(&race::key(n)).await.unwrap().expect("recorded").record;
             assert_eq!(record.state, State::Completed(stored(n.to_string())), "{n}");
         }
-        // Once its lease has lapsed, the dead attempt is taken over, and the other keys go on.
+        // The next process takes over the dead attempt, once its lease has lapsed.
         while let Some(Some(lapses_in)) = store
             .inspect(&race::key(told))
             .await
@@ -1461,14 +1464,14 @@ async fn processes_race_for_the_same_keys() {
     );
 }
 
-/// Rows of completed operations, and of an interrupted one whose key sorts last.
+/// SQL that inserts rows of completed operations, and of an interrupted one whose key sorts last.
 const MANY_ROWS: &str = "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM n WHERE n < 2099) \
     INSERT INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, listed_at, \
     first_seen_at, began_at) SELECT printf('1/test/%05d', n), 1, iif(n = 2099, 'interrupted', 'completed'), \
     x'00112233445566778899aabbccddeeff', 1, 1, 0, 4102444800000, 4102444800000, 0, 0 FROM n";
 
 #[tokio::test]
-async fn a_list_goes_on_behind_the_rows_that_it_has_looked_at() {
+async fn a_list_continues_behind_the_rows_that_it_has_read() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     raw(&folder.file()).execute_batch(MANY_ROWS).unwrap();
@@ -1481,7 +1484,7 @@ async fn a_list_goes_on_behind_the_rows_that_it_has_looked_at() {
     assert_eq!((keys, second.next), (vec!["test/02099".to_owned()], None));
     let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
     assert_eq!((stats.total().total(), stats.total().of(Standing::Completed)), (2100, 2099));
-    // A row that can't be read is shown and counted as damaged.
+    // The list shows and counts an unreadable row as damaged.
     raw(&folder.file()).execute_batch("UPDATE idem_records SET owner = x'00' WHERE key = '1/test/00007'").unwrap();
     let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
     assert_eq!((stats.total().total(), stats.total().of(Standing::Damaged), stats.unreadable), (2100, 1, 0));
@@ -1503,7 +1506,7 @@ async fn the_holder_of_a_key_is_in_readable_columns() {
     store.ping().await.unwrap();
 }
 
-/// SQLite's threads live in real time: a lease could not be renewed, and every answer would seem to take too long.
+/// SQLite's threads use real time: under paused time no lease could be renewed, and every answer would seem late.
 #[tokio::test(start_paused = true)]
 async fn a_test_with_paused_time_gets_an_immediate_hint() {
     let folder = Folder::new();

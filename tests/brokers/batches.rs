@@ -1,4 +1,4 @@
-//! Batches: many messages handled together.
+//! Batches: many messages that one call of `observe_all` handles.
 
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -30,7 +30,7 @@ async fn items_of_one_key_run_once_and_the_others_replay() {
 #[tokio::test]
 async fn only_failed_items_of_a_batch_are_listed() {
     let world = World::new();
-    // Another process runs one of them.
+    // Another process runs the operation `busy`.
     let mut elsewhere = pin!(world.lasting("busy", POLICY, LEASE));
     assert!(poll_once(elsewhere.as_mut()).await.is_pending());
     let failing = async |id: u32| -> Result<u32, Error> {
@@ -61,7 +61,7 @@ async fn only_failed_items_of_a_batch_are_listed() {
 }
 
 #[tokio::test]
-async fn a_batch_runs_no_more_than_its_limit_and_starts_nothing_early() {
+async fn a_batch_starts_no_more_items_than_its_limit() {
     let world = World::new();
     let (running, most, made) = (Cell::new(0_usize), Cell::new(0_usize), Cell::new(0_usize));
     let body = async |id: u64| -> Result<u32, Error> {
@@ -91,7 +91,7 @@ async fn a_batch_runs_no_more_than_its_limit_and_starts_nothing_early() {
 }
 
 #[tokio::test]
-async fn when_the_first_of_a_key_fails_the_next_one_runs() {
+async fn after_a_failed_item_the_next_item_of_its_key_runs() {
     let world = World::new();
     let tries = Arc::new(Mutex::new(0));
     let call = |id: u8| {
@@ -113,7 +113,7 @@ async fn when_the_first_of_a_key_fails_the_next_one_runs() {
 }
 
 #[tokio::test]
-async fn items_whose_calls_cross_do_not_wait_for_each_other_for_ever() {
+async fn items_that_use_two_keys_in_opposite_order_all_end() {
     let world = World::new();
     let crossing = async |keys: [&'static str; 2]| -> Result<u32, Error> {
         for key in keys {
@@ -125,7 +125,7 @@ async fn items_whose_calls_cross_do_not_wait_for_each_other_for_ever() {
     let batch = world.drive(observe_all(calls)).await;
     assert_eq!((batch.acknowledged().count(), world.runs()), (2, 2));
 
-    // Two calls concurrently in one item, and an item that gives up in the middle of its call.
+    // One item makes two calls concurrently, and another item drops a call that is under way.
     let both = async |first: &'static str, second: &'static str| -> Result<u32, Error> {
         let (first, second) = (world.lasting(first, POLICY, LEASE), world.lasting(second, POLICY, LEASE));
         let (first, second) = tokio::join!(first, second);
@@ -173,8 +173,9 @@ async fn each_item_keeps_the_attributes_of_its_delivery() {
     assert_eq!(beats, ["a", "a", "b", "b"], "the one that waits for its turn is extended as well");
 }
 
-/// Batches of ten thousand, with one key and with a key each: every item is polled a few times, however many others
-/// there are.
+/// Batches of ten thousand items, with one key for all or a key for each: the number of polls of an item does not grow
+/// with
+/// the batch.
 #[tokio::test]
 async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
     const ITEMS: usize = 10_000;
@@ -205,7 +206,7 @@ async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_kept_and_not_polled_holds_up_another_item_for_its_time_limit_only() {
+async fn an_unpolled_call_delays_another_item_for_its_time_limit_only() {
     const LIMIT: Duration = Duration::from_secs(60);
     let world = World::new();
     let policy = POLICY.timeout(LIMIT);
@@ -220,7 +221,7 @@ async fn a_call_that_is_kept_and_not_polled_holds_up_another_item_for_its_time_l
     assert!(world.now() <= LIMIT + LEASE + Duration::from_secs(2), "{:?}", world.now());
 }
 
-/// Number of items of a batch that ended in each way.
+/// Number of items that succeeded, that were cut off while running, and that did not begin.
 fn counted<I, T>(batch: &Batch<I, T, Error>) -> (usize, usize, usize) {
     let count = |is: &dyn Fn(&Result<T, Error>) -> bool| batch.items().iter().filter(|item| is(&item.result)).count();
     (
@@ -243,7 +244,7 @@ async fn after_its_deadline_a_batch_returns_the_finished_items() {
         };
         (id, observe(Operation::new(&store, Key::new("deadline", id), POLICY).run(body)))
     };
-    // Two run at a time: 1 and 3 end, 5 and 7 run, 9 and 11 have not begun.
+    // At most two items run at a time: 1 and 3 end, 5 and 7 are cut off, 9 and 11 do not begin.
     let batch = observe_all([1, 3, 5, 7, 9, 11].map(call)).limit(2).deadline(Duration::from_millis(5_500)).await;
     assert_eq!(counted(&batch), (2, 2, 2));
     assert_eq!(runs.get(), 4);
@@ -259,7 +260,7 @@ async fn after_its_deadline_a_batch_returns_the_finished_items() {
     store.flush().await;
     let record = store.inspect(&Key::new("deadline", 5).unwrap()).await.unwrap().unwrap().record;
     assert_eq!(record.state, State::Released, "the next delivery runs at once");
-    // A batch that ends earlier does not wait for its deadline.
+    // A batch whose items end early does not wait for its deadline.
     let batch = observe_all([1, 3].map(call)).deadline(LEASE).await;
     assert_eq!(counted(&batch), (2, 0, 0));
 }
@@ -276,7 +277,7 @@ async fn a_deadline_ends_items_that_have_made_no_call_and_groups_that_wait() {
     assert_eq!(batch.items().iter().map(|item| item.id).collect::<String>(), "abc");
 }
 
-/// One message of a batch: its group, the end of its handler, and its duration in seconds.
+/// Message of a batch: its group, the end of its handler, and its duration in seconds.
 type Message = (Option<u8>, End, u64);
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -313,7 +314,7 @@ mod groups {
             let key = if end == End::Poison { String::new() } else { id.to_string() };
             let call = async move {
                 if end == End::Poison {
-                    // The call is refused for its key. These events are the work that the handler does before it.
+                    // These events are the handler's work before its call, which is refused because its key is empty.
                     events.lock().unwrap().push((id, true));
                     world.sleep(Duration::from_secs(seconds)).await;
                     events.lock().unwrap().push((id, false));
@@ -367,7 +368,7 @@ mod groups {
 }
 
 #[tokio::test]
-async fn a_message_that_is_set_aside_is_no_failure_of_its_stream() {
+async fn a_dead_lettered_message_does_not_stop_its_group() {
     let world = World::new();
     let call = |offset: i64, key: &'static str| {
         (KafkaRecord::new("orders-0", offset), observe(world.lasting(key, POLICY, Duration::ZERO)).group("orders-0"))

@@ -1,4 +1,4 @@
-//! Beats: a delivery keeps telling its broker that the message is still being handled.
+//! Beats: a delivery repeatedly reports to its broker that the message is still being handled.
 
 use std::future::pending;
 use std::sync::atomic::AtomicBool;
@@ -50,7 +50,7 @@ async fn a_handler_that_takes_long_beats_until_it_ends() {
     assert_eq!((result.unwrap(), outcome.disposition()), (1, Disposition::Ack));
     assert_eq!(told.seconds(), [10, 20, 30]);
     assert_eq!(told.0.lock().unwrap().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [1, 2, 3]);
-    // The message is settled: no callback is left that could still report it to the broker.
+    // The message is settled, so no callback may report it to the broker any more.
     world.drive(world.sleep(EVERY * 10)).await;
     assert_eq!(told.count(), 3);
 }
@@ -100,7 +100,7 @@ async fn a_delivery_of_several_calls_beats_through_all_of_them_and_in_between() 
     let world = World::new();
     let told = CallbackCalls::default();
     let delivery = observe(async {
-        // The first call ends immediately; from it the delivery takes the clock.
+        // The first call ends immediately. The delivery takes its clock from this call.
         world.lasting("a", POLICY, Duration::ZERO).await?;
         world.sleep(Duration::from_secs(15)).await;
         world.lasting("b", POLICY, Duration::from_secs(15)).await?;
@@ -112,7 +112,7 @@ async fn a_delivery_of_several_calls_beats_through_all_of_them_and_in_between() 
 }
 
 #[tokio::test]
-async fn an_observation_inside_of_another_gives_it_its_beats() {
+async fn a_call_in_a_nested_observation_gives_beats_to_both_observations() {
     let world = World::new();
     let (outer, inner) = (CallbackCalls::default(), CallbackCalls::default());
     let delivery = observe(async {
@@ -123,7 +123,7 @@ async fn an_observation_inside_of_another_gives_it_its_beats() {
 }
 
 #[tokio::test]
-async fn a_message_that_is_lost_goes_on_under_its_lease() {
+async fn a_handler_whose_message_is_lost_goes_on_under_its_lease() {
     let world = World::new();
     let told = CallbackCalls::default();
     let note = told.clone();
@@ -149,7 +149,7 @@ fn note(uncertain: Uncertain<'_>) {
 }
 
 #[tokio::test]
-async fn a_message_that_is_lost_is_cancelled_if_the_caller_says_so() {
+async fn a_handler_whose_message_is_lost_is_cancelled_if_configured() {
     let lost = |beat: Beat| {
         beat.lost();
         async { Ok::<_, String>(()) }
@@ -169,7 +169,7 @@ async fn a_message_that_is_lost_is_cancelled_if_the_caller_says_so() {
     }
     assert_eq!(*CANCELLED.lock().unwrap(), [Doubt::Cancelled; 2], "told once for each");
 
-    // While the delivery waits for another attempt, no body of its own runs. `on_beat` composes with `catch_panics`.
+    // A duplicate that waits has no body to cancel. `on_beat` can be combined with `catch_panics`.
     let world = World::new();
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(600)));
     let first = world.lasting("k", POLICY, Duration::from_secs(35));
@@ -191,7 +191,7 @@ async fn a_callback_that_fails_is_called_again_soon() {
         async move { if beat.number() < 3 { Err("the broker is away") } else { Ok(()) } }
     });
     world.drive(call).await.0.unwrap();
-    // The retry after a failed beat comes after a quarter of `every`; the next beat is on schedule again.
+    // The retry comes a quarter of `every` after the failed beat. The next beat is on schedule.
     assert_eq!(
         told.0.lock().unwrap().iter().map(|(_, at)| at.as_millis()).collect::<Vec<_>>(),
         [10_000, 12_500, 15_000]
@@ -211,13 +211,13 @@ async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
     let ((hung, _), (result, _)) = world.drive(async { tokio::join!(hanging, beside) }).await;
     assert_eq!((hung.is_ok(), result.is_ok()), (true, true));
     assert_eq!(other.seconds(), [10, 20, 30, 40, 50]);
-    // A hanging callback is dropped when the next beat is due, and then called again.
+    // A callback that hangs is dropped when the next beat is due, and the next beat calls it again.
     assert!((3..=5).contains(&told.count()), "{:?}", told.seconds());
     assert_eq!(world.store.count(StoreCall::Renew), 5, "both leases at once, every third of 30 s");
 }
 
 #[tokio::test]
-async fn a_callback_that_panics_harms_no_other_and_is_called_again() {
+async fn a_panicking_callback_delays_no_other_and_is_called_again() {
     let world = World::new();
     let told = CallbackCalls::default();
     let note = told.clone();
@@ -233,7 +233,7 @@ async fn a_callback_that_panics_harms_no_other_and_is_called_again() {
 }
 
 #[tokio::test]
-async fn a_callback_under_way_ends_with_its_delivery() {
+async fn a_running_callback_is_dropped_when_its_delivery_ends() {
     struct Dropped(Arc<AtomicBool>);
     impl Drop for Dropped {
         fn drop(&mut self) {
@@ -283,7 +283,7 @@ async fn many_deliveries_beat_concurrently() {
     assert_eq!(told.count(), 400);
 }
 
-/// Runs `test` on real threads and with the machine's own time.
+/// Runs `test` on real threads and in real time.
 fn on_threads<F: Future>(test: impl FnOnce() -> F) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(3).enable_all().build().unwrap();
     runtime.block_on(test());
@@ -296,7 +296,7 @@ fn a_handler_that_blocks_its_thread_beats() {
         let store = FaultyStore::new(&MemoryStore::new());
         store.always(StoreCall::Reserve, Fault::Slow(1));
         let body = async move {
-            // The body ends only after three beats.
+            // The body blocks its thread until three beats have come.
             for _ in 0..3 {
                 told.recv_timeout(Duration::from_secs(20)).expect("a beat");
             }
@@ -324,7 +324,7 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
         let body = async move {
             tokio::task::yield_now().await;
             tokio::task::spawn_blocking(move || is_blocked.recv().unwrap()).await.unwrap();
-            // While the callback blocks its thread, the lease is renewed several times.
+            // The lease is renewed several times while the callback blocks its thread.
             let before = renewing.count(StoreCall::Renew);
             while renewing.count(StoreCall::Renew) < before + 3 {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -337,7 +337,7 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
         let call = call.on_beat(Duration::from_millis(20), move |beat| {
             if beat.number() == 1 {
                 blocked.send(()).unwrap();
-                // The callback ends after 20 s in any case, so that a failing test does not hang.
+                // The callback gives up after 20 s, so that a failing test ends.
                 let given_up = released.lock().unwrap().recv_timeout(Duration::from_secs(20)).is_err();
                 gave_up.store(given_up, Ordering::SeqCst);
             }

@@ -1,4 +1,4 @@
-//! Delivery limits of brokers, and a duplicate of a handler that takes longer than all allowed deliveries.
+//! Delivery limits of brokers: the duplicate of a handler that takes longer than all allowed deliveries is not lost.
 
 use idem_runtime::policy::Backoff;
 use idem_runtime::testing::crash;
@@ -11,9 +11,9 @@ use super::super::*;
 #[derive(Clone, Copy, Debug)]
 struct Broker {
     name: &'static str,
-    /// Number of deliveries before the broker sets the message aside.
+    /// Number of deliveries after which the broker sets the message aside.
     limit: u32,
-    /// Time after which the broker delivers a message again that its consumer has not extended.
+    /// Time after which the broker delivers a message again, unless the consumer extends it.
     timeout: Option<Duration>,
     /// True if the broker can deliver after a delay; otherwise it delivers immediately.
     delays: bool,
@@ -23,7 +23,7 @@ const BROKERS: [Broker; 5] = [
     Broker { name: "SQS", limit: 3, timeout: Some(LEASE), delays: true },
     Broker { name: "JetStream", limit: 5, timeout: Some(LEASE), delays: true },
     Broker { name: "Kafka share group", limit: 5, timeout: Some(LEASE), delays: false },
-    // A queue dead-letters a message that was returned more than 20 times.
+    // The queue dead-letters a message that was returned more than 20 times.
     Broker { name: "RabbitMQ quorum queue", limit: 21, timeout: None, delays: false },
     Broker { name: "Service Bus", limit: 10, timeout: Some(LEASE), delays: false },
 ];
@@ -36,8 +36,9 @@ struct DeliveryOutput {
     replayed: bool,
 }
 
-/// Delivers one message to its consumer until it is acknowledged or set aside. `knows`: the consumer passes the number
-/// of the delivery.
+/// Delivers one message to its consumer until it is acknowledged or set aside. `knows`: the consumer states the number
+/// of
+/// the delivery and the limit.
 async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> DeliveryOutput {
     let mut deliveries = 0;
     loop {
@@ -45,7 +46,7 @@ async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> 
             return DeliveryOutput { deliveries, dead: true, replayed: false };
         }
         deliveries += 1;
-        // Until this time no other consumer gets the message.
+        // The broker keeps the message from other consumers until this time.
         let hidden_until = std::sync::Arc::new(std::sync::Mutex::new(broker.timeout.map(|it| world.now() + it)));
         let mut call = observe(world.lasting("k", policy, Duration::from_secs(1)));
         if knows {
@@ -85,7 +86,7 @@ async fn the_duplicate_of_a_healthy_handler_of_ten_leases_is_not_set_aside() {
 }
 
 #[tokio::test]
-async fn a_consumer_that_does_not_count_its_deliveries_loses_that_duplicate() {
+async fn a_consumer_that_does_not_count_deliveries_loses_its_duplicate() {
     for broker in BROKERS {
         let world = World::new();
         let handler = world.lasting("k", POLICY, LEASE * 10);
@@ -103,7 +104,7 @@ async fn the_duplicate_of_a_worker_that_died_takes_over() {
         let dead = World { clock: clock.clone(), store: FaultyStore::new(&memory), runs: AtomicU32::new(0) };
         let mut handler = Box::pin(dead.lasting("k", POLICY, LEASE * 10));
         assert!(poll_once(handler.as_mut()).await.is_pending());
-        // The handler renews its lease for a while.
+        // The handler's process dies after three leases, during which it has renewed its lease.
         dead.drive(dead.sleep(LEASE * 3)).await;
         crash(&dead.store);
         drop(handler);
@@ -131,13 +132,13 @@ async fn an_outage_of_the_store_sets_no_message_aside() {
             assert_eq!(world.runs(), u32::from(!delivered.dead), "{}", broker.name);
         }
     }
-    // A body that may run without protection does so immediately.
+    // Under `on_store_error = run`, an outage starts the body immediately, without protection.
     let world = World::new();
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let call = world.lasting("k", POLICY.on_store_error(OnStoreError::Run), Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.executed());
     assert!(world.now() < Duration::from_secs(1));
-    // An error that is no outage is returned immediately, and an outage without an end ends the call too.
+    // A permanent error of the store ends the call immediately, and a very long outage ends the call at last.
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let call = world.lasting("l", POLICY, Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.misconfigured());
@@ -150,7 +151,7 @@ async fn an_outage_of_the_store_sets_no_message_aside() {
 }
 
 #[tokio::test]
-async fn a_duplicate_comes_back_after_more_and_more_leases() {
+async fn a_duplicate_is_retried_after_longer_and_longer_pauses() {
     let world = World::new();
     let handler = world.lasting("k", POLICY.timeout(LEASE * 1_000), LEASE * 100);
     let ask = async {
@@ -171,14 +172,14 @@ async fn a_duplicate_comes_back_after_more_and_more_leases() {
         let most = (LEASE + LEASE * (1 << (at - 1))).min(longest);
         assert!((LEASE.max(most / 2)..=most).contains(pause), "delivery {}: {pause:?}, at most {most:?}", at + 1);
     }
-    // A policy with another bound applies, but the retry never comes before the lease lapses.
+    // The policy bounds the backoff, but no retry comes before the lease lapses.
     let short = POLICY.backoff(Backoff::new(Duration::from_secs(1), Duration::from_secs(8)));
     let (_, outcome) = observe(world.lasting("k", short, Duration::ZERO)).delivery(7).await;
     assert_eq!(outcome.disposition(), Disposition::Retry { after: LEASE });
 }
 
 #[tokio::test]
-async fn a_duplicate_waits_in_place_only_near_the_limit() {
+async fn a_duplicate_waits_only_near_the_delivery_limit() {
     for (delivery, limit, waits) in
         [(1, 5, false), (3, 5, false), (4, 5, true), (5, 5, true), (9, 5, true), (1, 1, true)]
     {
@@ -188,7 +189,7 @@ async fn a_duplicate_waits_in_place_only_near_the_limit() {
         let mut duplicate = pin!(observe(world.lasting("k", POLICY, LEASE)).delivery(delivery).delivery_limit(limit));
         assert_eq!(poll_once(duplicate.as_mut()).await.is_pending(), waits, "delivery {delivery} of {limit}");
     }
-    // With a limit alone, each delivery may be the last. A shadow never waits.
+    // If only the limit is known, each delivery may be the last. In shadow mode no call waits.
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE));
     assert!(poll_once(handler.as_mut()).await.is_pending());
@@ -199,9 +200,9 @@ async fn a_duplicate_waits_in_place_only_near_the_limit() {
 }
 
 #[tokio::test]
-async fn every_failure_is_tried_again_later_and_later() {
+async fn each_failed_delivery_is_retried_after_a_longer_pause() {
     const LONGEST: Duration = Duration::from_secs(300);
-    // A call that fails. Under `Enforce` an attempt counts the failure, under `Off` there is no attempt.
+    // Call that fails. In mode `Enforce` an attempt counts the failure; in mode `Off` there is no attempt.
     let failing = |world: &World, mode: Mode| {
         let body = async { Err::<u32, _>(Error::NoAttempt) };
         world.operation("k", POLICY.mode(mode)).run(body)
@@ -220,7 +221,7 @@ async fn every_failure_is_tried_again_later_and_later() {
         }
         assert!(last >= LONGEST / 2 && spread.len() >= 9, "{mode:?}: {spread:?}");
     }
-    // A delivery that failed after its call succeeded, and a delivery that reached no call at all.
+    // A delivery may also fail after its call succeeded, or without any call.
     let world = World::new();
     let (_, outcome) = observe(async {
         world.lasting("ok", POLICY, Duration::ZERO).await?;
@@ -234,11 +235,11 @@ async fn every_failure_is_tried_again_later_and_later() {
 }
 
 #[tokio::test]
-async fn the_pauses_of_a_duplicate_count_its_meetings_with_this_attempt() {
+async fn a_duplicates_pause_grows_with_its_deliveries_during_one_attempt() {
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE * 10));
     assert!(poll_once(handler.as_mut()).await.is_pending());
-    // Deliveries 1 to 8 failed for other reasons.
+    // Deliveries 1 to 8 failed for other reasons than this attempt.
     let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(9).await;
     assert_eq!(outcome.disposition(), Disposition::Retry { after: LEASE }, "the first meeting");
     let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(10).await;
@@ -246,7 +247,7 @@ async fn the_pauses_of_a_duplicate_count_its_meetings_with_this_attempt() {
 }
 
 #[tokio::test]
-async fn duplicates_on_their_last_deliveries_leave_room_for_other_work() {
+async fn only_some_duplicates_on_their_last_deliveries_wait() {
     const SLOTS: u32 = 10;
     for delivery in [4, 5] {
         let world = World::new();
@@ -268,7 +269,7 @@ async fn duplicates_on_their_last_deliveries_leave_room_for_other_work() {
             }
         }
         assert_eq!(waiting.len(), 4, "places of the consumer that wait");
-        // A place that becomes free serves the next delivery.
+        // One waiting duplicate ends, so another one may wait.
         waiting.pop();
         let mut duplicate =
             Box::pin(observe(world.lasting(&names[9], POLICY, LEASE)).delivery(delivery).delivery_limit(5));

@@ -1,4 +1,4 @@
-//! Offsets that may be committed, compared with a plain account of all events.
+//! Offsets that may be committed, compared with a simple model that keeps all events.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,17 @@ use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A consumer receives the next message of a partition, after a gap.
+    /// A consumer receives the next message of a partition; `gap` offsets before it have no message.
     Receive { partition: u8, gap: i64 },
-    /// One of the handlers ends, by its index among all handlers that were ever started.
+    /// A handler ends; `which` is its index among all handlers that were started.
     Settle { which: prop::sample::Index },
     /// A rebalance takes the partition away from this consumer.
     Revoke { partition: u8 },
-    /// A rebalance assigns the partition to this consumer: again, or without a revocation that reached the consumer.
-    /// Other consumers have handled `others` messages meanwhile.
+    /// A rebalance assigns the partition to this consumer, with or without a revocation before. Other consumers have
+    /// handled
+    /// `others` messages meanwhile.
     Assign { partition: u8, others: i64 },
-    /// The consumer's position moves back by some messages, and the tracker is not told.
+    /// The consumer's position moves back by `by` messages, without the tracker's knowledge.
     Rewind { partition: u8, by: i64 },
 }
 
@@ -30,7 +31,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// All facts about one message that was started.
+/// Everything that the model keeps of a started message.
 #[derive(Debug)]
 struct Fact {
     partition: u8,
@@ -39,15 +40,15 @@ struct Fact {
     settled: bool,
 }
 
-/// Plain reference: all facts, without shortcuts.
+/// Simple model of the tracker: it keeps all facts, and computes each answer anew.
 #[derive(Default)]
 struct Account {
     facts: Vec<Fact>,
     /// Number of assignments so far.
     generations: u32,
-    /// Present generation of each assigned partition.
+    /// Number of the present assignment of each assigned partition.
     generation: BTreeMap<u8, u32>,
-    /// Offset that this consumer or another one has committed.
+    /// Offset that any consumer has committed.
     committed: BTreeMap<u8, i64>,
 }
 
@@ -57,7 +58,7 @@ impl Account {
         self.facts.iter().filter(move |fact| fact.partition == partition && Some(fact.generation) == generation)
     }
 
-    /// First offset that is not settled yet, among the messages that this assignment has started.
+    /// First unsettled offset among the messages that this assignment has started.
     fn position(&self, partition: u8) -> i64 {
         let unsettled = self.present(partition).filter(|fact| !fact.settled).map(|fact| fact.offset).min();
         let behind_all = || self.present(partition).map(|fact| fact.offset + 1).max().expect("one was settled");
@@ -84,7 +85,7 @@ proptest! {
                     prop_assert_eq!(ticket.is_some(), generation.is_some(), "only what is assigned is started");
                     let Some(generation) = generation else { continue };
                     next[place] = offset + 1;
-                    // The commits of an assignment start at its first message.
+                    // An assignment commits offsets from its first message on.
                     if account.present(partition).next().is_none() {
                         account.committed.insert(partition, offset);
                     }
@@ -117,7 +118,7 @@ proptest! {
                     tracker.assigned(&partition);
                     account.generations += 1;
                     account.generation.insert(partition, account.generations);
-                    // The consumer starts at the offset that it or the other consumers have committed.
+                    // The consumer starts at the committed offset.
                     let committed = account.committed.entry(partition).or_default();
                     *committed += others;
                     next[usize::from(partition)] = *committed;
@@ -127,7 +128,7 @@ proptest! {
                     next[place] = (next[place] - by).max(0);
                 }
             }
-            // After each step, the messages in flight are the unsettled ones of the present assignment.
+            // After each step, exactly the unsettled messages of the present assignment are in flight.
             for partition in 0..3 {
                 let open = account.present(partition).filter(|fact| !fact.settled).count();
                 prop_assert_eq!(tracker.in_flight(&partition), open);
@@ -146,7 +147,7 @@ fn a_message_of_an_earlier_generation_commits_nothing() {
             tracker.revoked(&"orders");
             assert_eq!(tracker.started(&"orders", 6), None, "the partition is another consumer's");
         }
-        // Another consumer has committed 8 in the meantime.
+        // Another consumer has committed offset 8 meanwhile.
         tracker.assigned(&"orders");
         let new = tracker.started(&"orders", 8).unwrap();
         let behind = tracker.started(&"orders", 9).unwrap();
@@ -164,7 +165,7 @@ fn a_partition_that_was_never_assigned_commits_nothing() {
 }
 
 #[test]
-fn a_message_that_is_dropped_holds_the_commit_and_no_memory() {
+fn a_dropped_ticket_stops_commits_and_keeps_no_memory() {
     let mut tracker = OffsetTracker::new();
     tracker.assigned(&0);
     let _ = tracker.started(&0, 0);

@@ -9,10 +9,10 @@ use super::super::*;
 const DAY: Duration = Duration::from_secs(86_400);
 
 #[test]
-fn a_record_outlives_its_message_or_the_program_does_not_start() {
+fn a_ttl_shorter_than_the_brokers_redelivery_is_refused_at_start() {
     let cases = [
         (Redelivery::sqs(DAY * 4), 4),
-        // A message that is moved to the dead-letter queue stays there for as long again.
+        // The dead-letter queue keeps a message for another 14 days.
         (Redelivery::sqs(DAY * 14).dlq(DAY * 14), 42),
         (Redelivery::kafka(DAY * 7, DAY * 7), 14),
         (Redelivery::kafka(DAY * 7, DAY * 7).segment(DAY), 8),
@@ -76,7 +76,7 @@ async fn remembered_for_a_week(store: &FaultyStore, id: u32) -> Result<u32, Erro
 }
 
 #[tokio::test]
-async fn a_call_whose_attribute_forgets_before_its_broker_is_refused() {
+async fn a_call_whose_ttl_ends_before_the_brokers_redelivery_is_refused() {
     let world = World::new();
     for (redelivery, is_long_enough) in [
         (Redelivery::sqs(DAY * 7), true),
@@ -84,7 +84,7 @@ async fn a_call_whose_attribute_forgets_before_its_broker_is_refused() {
         (Redelivery::kafka(DAY * 7, DAY * 7), false),
         (Redelivery::unbounded(), false),
     ] {
-        // The same if the observation with the broker encloses another one.
+        // A broker that is named on an outer observation counts too.
         for is_nested in [false, true] {
             let call = remembered_for_a_week(&world.store, 42);
             let nested = async { observe(remembered_for_a_week(&world.store, 42)).await.0 };
@@ -107,7 +107,7 @@ async fn a_call_whose_attribute_forgets_before_its_broker_is_refused() {
 }
 
 #[tokio::test]
-async fn shadow_mode_runs_a_call_that_forgets_before_its_broker() {
+async fn shadow_mode_runs_a_call_whose_ttl_is_too_short_for_its_broker() {
     let world = World::new();
     let call = world.lasting("k", POLICY.mode(Mode::Shadow), Duration::ZERO);
     let (result, outcome) = observe(call).redelivery(&Redelivery::sqs(DAY * 14)).await;

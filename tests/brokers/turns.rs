@@ -1,4 +1,4 @@
-//! Batches whose items share keys, in random combinations: each batch ends, and no item waits for work on other keys.
+//! Batches of random items that share keys: each batch ends, and an item waits only for work on its own keys.
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use super::super::*;
 
-/// End of a call's body.
+/// Result of a call's body.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum End {
     Ok,
@@ -18,7 +18,7 @@ enum End {
     Panic,
 }
 
-/// Call whose body takes some seconds, with an optional time-out of the handler's own.
+/// Call whose body takes `seconds`. The handler drops the call after `timeout`, if one is set.
 #[derive(Clone, Debug)]
 struct Call {
     key: usize,
@@ -29,9 +29,9 @@ struct Call {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Calls that run concurrently.
+    /// The item makes these calls concurrently.
     Calls(Vec<Call>),
-    /// Work without a key, in seconds.
+    /// The item works for this many seconds without a call.
     Work(u64),
 }
 
@@ -50,13 +50,13 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 impl Call {
-    /// Longest time for which the body can run.
+    /// Longest time for which the body can run, in seconds.
     fn longest(&self) -> u64 {
         self.timeout.map_or(self.seconds, |timeout| timeout.min(self.seconds))
     }
 }
 
-/// Longest time for which `item` can run when it is alone, in all and on each key that it uses.
+/// Longest duration of `item` when it runs alone: in total, and for each key that it uses.
 fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
     let (mut all, mut on) = (0, [None; 3]);
     for step in item {
@@ -68,7 +68,7 @@ fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
                     now[call.key] += call.longest();
                     *on[call.key].get_or_insert(0) += call.longest();
                 }
-                // Two calls on one key may run one after the other.
+                // Two calls for one key may run one after the other.
                 all += now.into_iter().max().unwrap_or_default();
             }
         }
@@ -85,7 +85,7 @@ struct BatchEvents {
     took: Vec<Option<Duration>>,
 }
 
-/// Guard of a body, which counts as running until the guard is dropped.
+/// Guard of a running body; the drop of the guard counts the body as ended.
 struct Runs<'a>(&'a RefCell<BatchEvents>, usize);
 
 impl<'a> Runs<'a> {
@@ -117,7 +117,7 @@ async fn make(world: &World, seen: &RefCell<BatchEvents>, policy: Policy, call: 
     let run = AssertUnwindSafe(world.operation(["a", "b", "c"][call.key], policy).run(body)).catch_unwind();
     match call.timeout {
         None => drop(run.await),
-        // The time-out wins, so that no body runs longer than that.
+        // The time-out drops the call, and with it the body.
         Some(timeout) => tokio::select! {
             biased;
             () = world.sleep(Duration::from_secs(timeout)) => {}
@@ -196,7 +196,7 @@ proptest! {
 }
 
 #[test]
-fn items_that_give_up_a_call_and_make_the_one_of_the_other_do_not_wait_for_each_other() {
+fn items_that_drop_a_call_and_then_use_each_others_key_all_end() {
     let call = |key, timeout| Step::Calls(vec![Call { key, seconds: 9, end: End::Ok, timeout }]);
     let items = [vec![call(0, Some(1)), call(1, None)], vec![call(1, Some(1)), call(0, None)]];
     let seen = runtime().block_on(run(&items, 2, Mode::Enforce));

@@ -1,4 +1,4 @@
-//! Faults of a worker's own process: for a while it can start no thread, or open no descriptor.
+//! Faults inside a worker's process: for a while it can start no thread, or open no descriptor.
 
 use idem_tests::race::{self, Event, Keys, Place, Work};
 
@@ -6,11 +6,11 @@ use crate::leases::{HELD, Scene};
 use crate::rigs::Rig;
 use crate::tools::{allow_descriptors, allow_threads, take_descriptors, threads, without_threads};
 
-/// Number of keys that the process serves repeatedly, in addition to the keys that it holds.
+/// Number of keys that the process serves repeatedly, in addition to the held keys.
 const BESIDE: usize = 2;
 
 impl<R: Rig> Scene<R> {
-    /// The process has only its first thread, from its start on.
+    /// From its start, the process can have no thread but the first.
     pub async fn threads_exhausted(&mut self) {
         self.rig.let_other_users_in();
         self.crew.set_wrapper(without_threads());
@@ -33,10 +33,10 @@ impl<R: Rig> Scene<R> {
         }
     }
 
-    /// The process holds bodies and serves other keys when its descriptors run out.
+    /// The process runs out of descriptors while it holds bodies and serves other keys.
     pub async fn descriptors_exhausted(&mut self) {
         let holder = self.hold(0, Keys::Beside(HELD, BESIDE), Work::Quiet, Place::One).await;
-        // The connection of the renewals exists by then.
+        // After this wait, the connection for renewals exists.
         self.goes_on(holder, 1, "with descriptors").await;
         take_descriptors(holder);
         self.goes_on(holder, 2, "without descriptors").await;
@@ -44,8 +44,7 @@ impl<R: Rig> Scene<R> {
         self.ran_once(&[holder], 0..HELD, HELD + BESIDE).await;
     }
 
-    /// Shows that `holder` serves keys for `leases` leases, and that its calls fail only because their store is not
-    /// available.
+    /// Checks that `holder` serves keys for `leases` leases, and that its calls fail only with `Unavailable`.
     async fn goes_on(&mut self, holder: u32, leases: u32, how: &str) {
         let since = race::now();
         tokio::time::sleep(leases * self.lease()).await;

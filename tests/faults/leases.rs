@@ -1,5 +1,6 @@
-//! Faults that cost no lease, except for the keys that they affect: bodies go on while their processes, runtimes, lines
-//! and stores are hindered, and duplicates would take over if they could.
+//! Faults that cost no lease except of the keys that they affect. Bodies go on while their processes, runtimes, lines
+//! and
+//! stores are disturbed, and waiting duplicates would take over a lapsed lease.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -14,13 +15,13 @@ use crate::rigs::{Rig, set_all};
 
 /// Number of bodies that a process holds concurrently.
 pub const HELD: usize = 6;
-/// Least number of consecutive calls for which a lease has time, at the current speed of the machine.
+/// Least number of calls, one after the other, that must fit into a lease at the machine's present speed.
 const CALLS_IN_A_LEASE: u32 = 30;
 const LONGEST_LEASE: Duration = Duration::from_secs(3);
 /// Time for which a store is full.
 const MOMENT: Duration = Duration::from_millis(500);
 
-/// Causes `fault` in `rig`, and shows that leases are kept.
+/// Causes `fault` in `rig`, and checks that no lease is lost.
 pub async fn play(rig: impl Rig, fault: Fault) {
     let mut scene = Scene::new(rig).await;
     match fault {
@@ -60,8 +61,8 @@ impl<R: Rig> Scene<R> {
         self.crew.orders().lease
     }
 
-    /// Starts a process whose bodies for the keys from `begin` on are held, and another one that delivers those
-    /// messages repeatedly until they are acknowledged. Returns once all bodies have begun.
+    /// Starts a process whose bodies for the keys from `begin` on are held, and a second process that delivers the same
+    /// messages until they are acknowledged. Returns once all bodies have begun and a duplicate has come.
     pub async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
         self.crew.orders().place = place;
         let holder = self.crew.start(begin, keys, work);
@@ -80,13 +81,13 @@ impl<R: Rig> Scene<R> {
         holder
     }
 
-    /// Waits until all processes have ended, and returns the attempts that took effect.
+    /// Waits until all processes have ended. Returns the attempts that took effect.
     async fn ended(&mut self, keys: usize) -> Vec<Vec<u32>> {
         self.crew.ended().await;
         self.crew.audit(keys, &Rules::STRICT).await.0
     }
 
-    /// Answers to calls that `worker` began after `since`, with their keys.
+    /// Answers to the calls that `worker` began after `since`, with their keys.
     pub fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
         let lines = self.crew.lines();
         let of_worker = || lines.iter().filter(|line| line.worker == worker);
@@ -97,14 +98,15 @@ impl<R: Rig> Scene<R> {
     }
 
     /// Opens the gates of `holders`, waits until all processes have ended, and checks that one body ran for each of
-    /// `keys`, out of `all`.
+    /// `keys`.
+    /// `all` is the number of all keys.
     pub async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
         for holder in holders {
             self.crew.open_gate(*holder);
         }
         let effects = self.ended(all).await;
         let lines = self.crew.lines();
-        // A server without its processor for a lease takes no result. The body was not taken over, and runs again.
+        // A server that gets no processor time for a lease records no result. Such a body may run again.
         let unrecorded = |key| lines.iter().any(|line| line.key == key && line.event == Event::Unrecorded);
         let interrupted = |key| lines.iter().any(|line| line.key == key && line.event == Event::Interrupted);
         let again = |key: &usize| (effects[*key].len() != 1 || interrupted(*key)) && !unrecorded(*key);
@@ -137,7 +139,7 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn bodies_paused(&mut self) {
-        // Key 0 is taken over, and key 1 is interrupted for its duplicate. Keys 2 and 3 have no duplicates.
+        // Key 0 is taken over, and the duplicate of key 1 finds it interrupted. Keys 2 and 3 have no duplicates.
         let stopped: Vec<_> = (0..4).map(|key| self.crew.start(key, Keys::Together(1), Work::Polled)).collect();
         self.crew
             .until("the bodies are polled", |lines| {
@@ -145,12 +147,12 @@ impl<R: Rig> Scene<R> {
                 stopped.iter().all(|worker| polled(*worker))
             })
             .await;
-        // Stop the processes for longer than a lease: their leases lapse.
+        // The processes stop for longer than a lease, so their leases lapse.
         for worker in &stopped {
             self.rig.stop(&self.crew, *worker).await;
         }
         tokio::time::sleep(2 * self.lease()).await;
-        // The others find the lapsed leases: one is taken over, one is reported as interrupted.
+        // Duplicates take over key 0, and get `Interrupted` for key 1.
         let successors = self.crew.start(0, Keys::Together(2), Work::Held);
         self.crew
             .until("their leases have lapsed for the others", |lines| {
@@ -162,7 +164,7 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         let woken = race::now();
-        // The stopped processes wake: the one that was taken over loses its lease, the others go on.
+        // The stopped processes continue: the body of key 0 loses its lease, and the other bodies go on.
         for worker in &stopped {
             self.crew.signal(*worker, "-CONT");
         }
@@ -178,7 +180,7 @@ impl<R: Rig> Scene<R> {
         assert!(matches!(told[0], (_, Event::LeaseLost)), "{told:?}");
         let lines = self.crew.lines();
         let polled = |line: &&race::Line| line.worker == stopped[0] && line.call == 1 && line.event == Event::Polled;
-        // The body of the taken-over key must not go on: at most one poll was under way when the process woke.
+        // The body of key 0 must not go on: at most one poll was under way when its process continued.
         let polls = lines.iter().filter(|line| line.at > woken).filter(polled).count();
         assert!(polls <= 1, "the body was polled {polls} times after its key had been taken over");
         let all = [&stopped[..], &[successors]].concat();
@@ -203,8 +205,9 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         let told = self.told(holder, since);
-        // The worker opens its first connections while the results are transferred. A call that found this too slow has
-        // not begun, and is repeated.
+        // The worker opens its first connections over the busy line. A call that fails for this reason has not begun,
+        // and is
+        // repeated.
         let has_not_begun = |(key, event): &(usize, Event)| *key < held && matches!(event, Event::Store(_));
         let replayed_or_to_come = |it: &&(usize, Event)| matches!(it.1, Event::Replayed(_)) || has_not_begun(it);
         let lost: Vec<_> = told.iter().filter(|it| !replayed_or_to_come(it)).collect();
@@ -231,7 +234,8 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn insert_uncommitted(&mut self) {
-        // Key 0 is inserted by the open transaction; some keys are held, some are replayed repeatedly, and the rest
+        // Key 0 is inserted by the open transaction. Of the other keys, some are held, some are replayed repeatedly,
+        // and the rest
         // begin meanwhile.
         let (beside, all) = (2, 40);
         self.rig.break_down(Fault::insert_uncommitted).await;
@@ -323,19 +327,19 @@ impl<R: Rig> Scene<R> {
         let told = self.told(holder, 0);
         for key in 0..HELD {
             let first = told.iter().find(|(of, _)| *of == key).map(|(_, event)| event);
-            // Under `retry` a duplicate may take over before the refusal arrives.
+            // Under `retry`, a duplicate may take over before the store's refusal reaches the first process.
             let taken_over = key % 2 == 0 && first == Some(&Event::LeaseLost);
             let unrenewed = first == Some(&Event::Unrenewed("Misconfigured".to_owned()));
             assert!(unrenewed || taken_over, "key {key}: {first:?}");
         }
         self.rig.heal(Fault::renewals_refused).await;
-        // These bodies run for two leases, so they need renewals.
+        // These bodies run for two leases, so their leases must be renewed.
         self.crew.start(HELD, Keys::Together(HELD), Work::Long);
         self.ran_once(&[holder], HELD..2 * HELD, 2 * HELD).await;
     }
 }
 
-/// Does `work`, and asserts that no statement waits for the transaction of the rig meanwhile.
+/// Awaits `work`, and panics if a statement waits for the open transaction of `rig` meanwhile.
 async fn without_waiting<T>(rig: &impl Rig, work: impl Future<Output = T>) -> T {
     let watch = async {
         loop {
@@ -351,7 +355,7 @@ async fn without_waiting<T>(rig: &impl Rig, work: impl Future<Output = T>) -> T 
     }
 }
 
-/// Longest duration among some calls without a fault.
+/// Longest duration of some calls without a fault.
 async fn longest_call(spec: &str) -> Duration {
     const LEASE: Duration = Duration::from_secs(30);
     const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);

@@ -1,4 +1,5 @@
-//! Play of each kind of fault: racers at work, the fault, the answers meanwhile, and the audit.
+//! Course of every fault: racers work, the fault is caused, their answers are checked, the fault ends, and the audit
+//! follows.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,17 +12,17 @@ use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
 use crate::{Fault, VisibleEffect, leases};
 
-/// Number of keys that must be done before a store counts as working.
+/// Number of keys that must be done before the store counts as working.
 const PROGRESS: usize = 5;
-/// Step of the clocks, in seconds.
+/// Seconds by which a test sets the clocks.
 const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
-/// Number of keys that a worker begins concurrently once the server is stopped.
+/// Number of keys that a worker begins concurrently after the server is stopped.
 const GATED: usize = 24;
-/// For how many leases the server is stopped.
+/// Number of leases for which the server is stopped.
 const STOPPED: u32 = 3;
 
-/// Causes `fault` in `rig` while racers work, and shows that it has the promised effect, `seen`.
+/// Causes `fault` in `rig` while racers work, and checks for the visible effect `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
     let is_of_the_process = matches!(fault, Fault::threads_exhausted | Fault::descriptors_exhausted);
     if is_of_the_process
@@ -58,7 +59,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
     scene.close(&rules).await;
 }
 
-/// Racers at work: one holds key 0 from before the fault until [`Scene::close`], the others go from key to key.
+/// Racers at work: one holds key 0 until [`Scene::close`], and the others serve key after key.
 struct Scene<R> {
     rig: R,
     crew: Crew,
@@ -66,11 +67,11 @@ struct Scene<R> {
     others: [u32; 2],
 }
 
-/// Lines that the racers wrote, and queries about their calls.
+/// Lines of the table, with queries about calls.
 struct Seens<'a>(&'a [race::Line]);
 
 impl Seens<'_> {
-    /// Answers to calls that began after `since`, with their workers.
+    /// Answers to calls that began after `since`.
     fn told_since(&self, since: u64) -> impl Iterator<Item = &race::Line> {
         let asked: HashMap<_, _> = self
             .0
@@ -89,19 +90,19 @@ impl Seens<'_> {
         self.0.iter().rev().find(|line| line.worker == worker)
     }
 
-    /// Reports whether the latest body of `worker` has ended, and its result is not recorded yet.
+    /// Reports whether the latest body of `worker` has ended and its result is not recorded yet.
     fn is_recording(&self, worker: u32) -> bool {
         let of_worker = self.0.iter().rev().filter(|line| line.worker == worker);
         let waits = |event: &Event| matches!(event, Event::Asked | Event::InProgress | Event::Unrecorded);
         of_worker.map(|line| &line.event).find(|event| !waits(event)) == Some(&Event::Ended)
     }
 
-    /// Reports whether the call of that body has ended, too.
+    /// Reports whether the worker's call has ended without recording the result, which is still being written.
     fn is_recording_late(&self, worker: u32) -> bool {
         self.is_recording(worker) && self.last_of(worker).is_some_and(|line| line.event != Event::Ended)
     }
 
-    /// Number of times that the store refused `worker` in calls that began after `since`.
+    /// Number of calls of `worker` after `since` that the store refused.
     fn refused_since(&self, since: u64, worker: u32) -> usize {
         let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
         self.told_since(since).filter(refused).count()
@@ -113,14 +114,14 @@ impl<R: Rig> Scene<R> {
         let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
         let server_stops = fault == Fault::server_stopped_and_continued;
         crew.orders().policies = if server_stops { Policies::Limited } else { Policies::Mixed };
-        // The keys before are begun once the server is stopped.
+        // The keys below this one are begun after the server is stopped.
         let first = if server_stops { 1 + 2 * (1 + GATED) } else { 1 };
         let steps = matches!(fault, Fault::clock_stepped | Fault::clock_stepped_within_the_skew);
         let stepped = if steps { clock.env() } else { rig.env() };
         let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
         crew.set_env(right);
         if fault == Fault::connections_delayed {
-            // A connection takes several round trips to open.
+            // The lease is long, because opening a connection takes several round trips over the slow line.
             crew.orders().lease = 30 * DELAY;
         }
         let holder = crew.start(0, Keys::Open, Work::Held);
@@ -143,21 +144,23 @@ impl<R: Rig> Scene<R> {
         self.crew.until(what, |lines| condition(&Seens(lines))).await;
     }
 
-    /// Waits until keys that are begun from now on are done.
+    /// Waits until some keys that are begun from now on are done.
     async fn progress(&self, what: &str) {
         let now = race::now();
         self.until(what, |seen| seen.ran_since(now) >= PROGRESS).await;
     }
 
     /// Waits until the store has failed for every worker, in calls made from now on. A worker whose body has ended gets
-    /// no answer of the store: it records the result for as long as its lease can be renewed. Once that call has ended
-    /// as unrecorded, its process goes on with the write, and the next calls for the key find the attempt in progress.
+    /// no
+    /// answer: it repeats the write of the result for as long as its lease can be renewed. Even after the call has
+    /// ended with
+    /// `Unrecorded`, its process repeats the write, and further calls for the key get `InProgress`.
     async fn told(&self) {
         let now = race::now();
         self.until("everybody is refused", |seen| {
             let refused = self.others.map(|worker| seen.refused_since(now, worker) > 0);
             let stuck = |(worker, refused): (&u32, &bool)| *refused || seen.is_recording(*worker);
-            // A body may have ended a moment ago, and its result may be recorded in the next.
+            // A worker that is just about to record a result does not show that the store fails.
             let failed = refused.contains(&true) || self.others.iter().all(|worker| seen.is_recording_late(*worker));
             failed && self.others.iter().zip(&refused).all(stuck)
         })
@@ -199,7 +202,7 @@ impl<R: Rig> Scene<R> {
         })
         .await;
         self.progress("the others go on").await;
-        // The bodies overlap now; a worker that wakes has only to record its result.
+        // The bodies overlap now, so a worker that wakes must only record its result.
         self.crew.open_gate(self.holder);
         self.crew.signal(self.holder, "-CONT");
         self.crew.signal(self.others[0], "-CONT");
@@ -229,7 +232,8 @@ impl<R: Rig> Scene<R> {
 
     async fn is_refused(&mut self, fault: Fault) -> Rules {
         if fault == Fault::connections_cut {
-            // Cut before an answer, and in the middle of one: in both cases the effect is unknown to the client.
+            // The lines lose the answer, or a part of it, or the request: the client can't know whether a request took
+            // effect.
             for line in [Line::ResetOnReply, Line::LoseReplies, Line::LoseRequests] {
                 set_all(self.rig.lines(), line);
                 self.told().await;
@@ -255,8 +259,9 @@ impl<R: Rig> Scene<R> {
         Rules::STRICT
     }
 
-    /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed: their requests
-    /// land when the server goes on.
+    /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed: the server
+    /// executes
+    /// their requests when it continues.
     async fn is_stopped(&mut self) -> Rules {
         let fault = Fault::server_stopped_and_continued;
         let victim = self.crew.start(1, Keys::Gated(GATED), Work::Some);
@@ -359,7 +364,7 @@ impl<R: Rig> Scene<R> {
         let stepped = self.others[1];
         for step in [STEP, -STEP] {
             clock.step(step);
-            // A call that finds a running attempt waits for it.
+            // A duplicate of the running attempt waits for it.
             let duplicate = self.crew.start(0, Keys::Open, Work::Some);
             let (now, wanted) = (race::now(), step * 1000);
             self.until("a body runs at another time", |seen| {

@@ -1,4 +1,4 @@
-//! Each store, and the cause of every fault in it.
+//! Each store with its servers, and the way to cause every fault in it.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -24,35 +24,35 @@ use crate::tools::{Disk, FULL, READ_ONLY};
 
 /// Store, its servers, and their possible faults.
 pub trait Rig {
-    /// Store that racers open.
+    /// Text that names the store for racers.
     fn spec(&self) -> String;
 
-    /// Environment of the racers.
+    /// Environment variables of the racers.
     fn env(&self) -> Env {
         Env::new()
     }
 
-    /// Lines between racers and servers.
+    /// Proxies between racers and servers.
     fn lines(&self) -> &[Proxy] {
         &[]
     }
 
-    /// True if all processes use the clock of one host, and the store has no other.
+    /// True if the clock of the processes' host is the only clock that the store uses.
     fn clock_of_the_host(&self) -> bool {
         false
     }
 
-    /// True if a full disk leaves the store room in its existing files.
+    /// True if the store can still write into its existing files when the disk is full.
     fn fills_up_slowly(&self) -> bool {
         false
     }
 
-    /// Reports whether a stopped process keeps all others from the store.
+    /// Reports whether a stopped process holds a lock that keeps all other processes from the store.
     async fn is_held_up(&self) -> bool {
         false
     }
 
-    /// Stops `worker` at a moment when it keeps no other process from working.
+    /// Stops `worker` at a moment when it holds no lock that other processes need.
     async fn stop(&self, crew: &Crew, worker: u32) {
         loop {
             crew.signal(worker, "-STOP");
@@ -63,45 +63,45 @@ pub trait Rig {
         }
     }
 
-    /// Size of the results that slow lines carry, and the bytes a second of these lines.
+    /// Size of results, and bytes that the slow lines carry in a second.
     fn slow_line(&self) -> (usize, u32) {
         (1024 * 1024, 2_000_000)
     }
 
-    /// Length of leases while records are locked.
+    /// Length of leases while the record of key 0 is locked.
     fn lease_of_locked(&self) -> Duration {
         race::LEASE
     }
 
-    /// Number of times that the record of key 0 is locked, and the duration of each lock.
+    /// Number of times that the record of key 0 is locked, and duration of each lock.
     fn locked_for(&self, lease: Duration) -> (usize, Duration) {
         (1, 3 * lease)
     }
 
-    /// True if the store serves other keys while one is locked.
+    /// True if the store serves other keys while the record of key 0 is locked.
     fn works_next_to_a_lock(&self) -> bool {
         true
     }
 
-    /// Returns a statement that waits for the transaction that has inserted key 0, if one exists.
+    /// Returns a statement that waits for the open transaction with key 0; `None` if none waits.
     async fn waits_for_the_insert(&self) -> Option<String> {
         None
     }
 
-    /// Reports whether the node that serves this key is running.
+    /// Reports whether the node that serves this key runs.
     fn is_of_a_healthy_node(&self, _key: usize) -> bool {
         true
     }
 
-    /// Gives processes of other users access to the store.
+    /// Gives other users access to the store.
     fn let_other_users_in(&self) {}
 
-    /// Reports whether a process that can start no thread can open the store.
+    /// Reports whether the store opens in a process that can start no thread.
     fn opens_without_threads(&self) -> bool {
         true
     }
 
-    /// Ways in which the store can be full, or refuse writes.
+    /// Faults that make the store full or read-only.
     fn moments(&self) -> &'static [Fault];
 
     /// Causes the fault.
@@ -111,7 +111,7 @@ pub trait Rig {
     async fn heal(&mut self, fault: Fault);
 }
 
-/// Node time-out in milliseconds: so long that no server is replaced, unless that is the fault.
+/// Node time-out in milliseconds for tests without a failover: so long that no server is replaced.
 const NEVER: u32 = 600_000;
 
 fn is_of_lines(fault: Fault) -> bool {
@@ -128,13 +128,13 @@ pub fn set_all(lines: &[Proxy], line: Line) {
     }
 }
 
-// SQLite.
+// Rig of SQLite.
 
-/// A database in a file.
+/// SQLite database in a file.
 pub struct Sqlite {
     folder: Folder,
     disk: Disk,
-    /// Transaction of the user.
+    /// Connection whose transaction locks the file.
     lock: Option<rusqlite::Connection>,
 }
 
@@ -145,7 +145,7 @@ impl Sqlite {
         Self { disk: Disk::of(folder.path()), folder, lock: None }
     }
 
-    /// Files of the database: each path here, and its path in the folder to which they can be moved.
+    /// Files of the database: the path of each, and its path in the folder to which tests move the files.
     fn files(&self) -> impl Iterator<Item = (PathBuf, PathBuf)> {
         let away = self.folder.path().join("away");
         std::fs::create_dir_all(&away).expect("a folder");
@@ -195,7 +195,7 @@ impl Rig for Sqlite {
 
     async fn is_held_up(&self) -> bool {
         let path = self.folder.file();
-        // This connection waits half a minute for a lock.
+        // This connection fails to lock the file after half a minute.
         let locked = move || sqlite::raw(&path).execute_batch("BEGIN IMMEDIATE; ROLLBACK").is_err();
         tokio::task::spawn_blocking(locked).await.expect("asked")
     }
@@ -216,7 +216,7 @@ impl Rig for Sqlite {
                 lock.execute_batch("BEGIN IMMEDIATE").expect("locks");
                 let (index, _) = self.files().last().expect("three files");
                 std::fs::remove_file(index).expect("can be removed");
-                // The log stays, whichever connection closes the file last.
+                // The log file must stay, even if this connection is the last one to close.
                 lock.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).expect("is set");
             }
             Fault::record_locked => {
@@ -249,9 +249,9 @@ impl Rig for Sqlite {
     }
 }
 
-// Redis: one server, a cluster, or a primary with sentinels.
+// Rig of Redis: one server, a cluster, or a primary with sentinels.
 
-/// Servers of one topology.
+/// Redis servers of one topology.
 pub struct Redis {
     servers: Servers,
     lines: Vec<Proxy>,
@@ -265,10 +265,10 @@ enum Servers {
     Watched(Watched),
 }
 
-/// Index of the primary that is stopped alone.
+/// Index of the one primary that a fault stops.
 const STOPPED: usize = 1;
 
-/// Settings with which a server starts.
+/// Settings of a server for this fault.
 fn settings(fault: Fault) -> Vec<String> {
     let settings: &[&str] = match fault {
         Fault::server_killed_and_restarted => &["--appendonly", "yes", "--appendfsync", "always"],
@@ -278,7 +278,7 @@ fn settings(fault: Fault) -> Vec<String> {
     settings.iter().map(ToString::to_string).collect()
 }
 
-/// Starts proxies in front of `ports` if the fault is one of lines. Returns them and the ports to connect to.
+/// Starts proxies in front of `ports` if the fault concerns lines. Returns the proxies and the ports for clients.
 async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
     let mut lines = Vec::new();
     if is_of_lines(fault) {
@@ -290,7 +290,7 @@ async fn proxied(fault: Fault, ports: &[u16]) -> (Vec<Proxy>, Vec<u16>) {
     (lines, through)
 }
 
-/// Environment of a server whose disk may fail; for other faults it is empty.
+/// Environment of a server under `fault`: with a disk that can fail, if the fault needs one.
 fn disk_env(fault: Fault, disk: &Disk) -> Env {
     if matches!(fault, Fault::disk_full | Fault::full_for_a_moment) { disk.env() } else { Env::new() }
 }
@@ -320,7 +320,7 @@ impl Redis {
         let ports = [free_port(), free_port()];
         let (lines, through) = proxied(fault, &ports).await;
         let args = |n: usize| {
-            // The port that is announced to clients.
+            // The nodes announce the ports of the proxies to clients.
             let announced = ["--cluster-announce-port".to_owned(), through[n].to_string()];
             [settings(fault), announced.to_vec()].concat()
         };
@@ -336,7 +336,7 @@ impl Redis {
         Self { servers: Servers::Watched(watched), lines, disk, replicated }
     }
 
-    /// Servers to which clients write.
+    /// Servers that accept writes.
     fn primaries(&mut self) -> &mut [RedisServer] {
         match &mut self.servers {
             Servers::One(server) => std::slice::from_mut(server),
@@ -351,7 +351,7 @@ impl Redis {
         }
     }
 
-    /// Kills a primary, and restarts it once its replica has replaced it.
+    /// Kills a primary, and restarts it after its replica has replaced it.
     async fn fail_over(&mut self) {
         match &mut self.servers {
             Servers::Cluster(cluster) => {
@@ -364,8 +364,9 @@ impl Redis {
                 let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
                 watched.servers[0].kill();
                 until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-                // The promoted server confirms no write until it has a replica. Give the old primary now the command
-                // that the sentinels would send later.
+                // The promoted server confirms no write until it has a replica. The old primary gets the command here
+                // that the sentinels
+                // would send later.
                 watched.servers[0].run();
                 ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
             }
@@ -387,7 +388,7 @@ impl Rig for Redis {
             Servers::One(_) => format!("redis://{hosts}"),
             Servers::Cluster(cluster) if hosts.is_empty() => cluster.url(),
             Servers::Cluster(_) => format!("redis-cluster://{hosts}"),
-            // The sentinels name the proxy as the primary.
+            // The sentinels name the port of the proxy.
             Servers::Watched(watched) => watched.url(),
         };
         format!("{} {url} race:", if self.replicated { "replicated" } else { "redis" })
@@ -422,7 +423,7 @@ impl Rig for Redis {
             Fault::disk_full => self.disk.fail(FULL),
             Fault::read_only => match self.servers {
                 Servers::One(_) => self.say("REPLICAOF 127.0.0.1 1"),
-                // The cluster or the sentinels decide which servers are replicas.
+                // `REPLICAOF` is not possible here, because the cluster or the sentinels choose the replicas.
                 Servers::Cluster(_) | Servers::Watched(_) => self.say("CONFIG SET min-replicas-to-write 9"),
             },
             Fault::records_deleted => self.say("FLUSHALL"),
@@ -449,29 +450,29 @@ impl Rig for Redis {
     }
 }
 
-// PostgreSQL.
+// Rig of PostgreSQL.
 
-/// A PostgreSQL server.
+/// PostgreSQL server.
 pub struct Postgres {
     server: PostgresServer,
     lines: Vec<Proxy>,
     disk: Disk,
-    /// Login of the workers.
+    /// Role as which the workers log in.
     login: &'static str,
-    /// Connection that holds all of a resource.
+    /// Connection that takes all of a limited resource.
     hoarder: Option<tokio_postgres::Client>,
-    /// Call in an open transaction: its process in the server, and its task.
+    /// Open transaction of a call: process id of its session in the server, and its task.
     inserted: Option<(i32, AbortHandle)>,
 }
 
 impl Postgres {
     pub async fn start(fault: Fault) -> Self {
         let disk = Disk::of(&std::env::temp_dir());
-        // Few locks, so that they can run out.
+        // The server has few locks, so that they can run out.
         let settings = ["max_locks_per_transaction=10"];
         let server = PostgresServer::start_in(&settings, &disk_env(fault, &disk));
         let (lines, _) = proxied(fault, &[server.port()]).await;
-        // A superuser can't lose a right.
+        // The workers log in as an ordinary role, because a superuser can't lose a right.
         let login = if fault == Fault::renewals_refused { "worker" } else { "postgres" };
         let rig = Self { server, lines, disk, login, hoarder: None, inserted: None };
         rig.make_table().await;
@@ -491,7 +492,7 @@ impl Postgres {
         }
     }
 
-    /// Calls a handler for key 0 in a transaction that stays open.
+    /// Calls a handler for key 0 in a transaction, and leaves the transaction open.
     async fn insert(&mut self) {
         let mut raw = self.server.raw().await;
         let pid = raw.query_one("SELECT pg_backend_pid()", &[]).await.expect("answers").get(0);
@@ -511,11 +512,11 @@ impl Postgres {
         self.inserted = Some((pid, call.abort_handle()));
     }
 
-    /// Takes locks until the server has no memory for another one.
+    /// Takes locks until the server has no memory for further locks.
     async fn hoard(&mut self) {
         let raw = self.server.raw().await;
         let (mut next, mut refused) = (0_u32, 0);
-        // Other connections may still release some locks.
+        // Repeat, because other connections may release some locks meanwhile.
         while refused < 50 {
             let more = if refused == 0 { 1000 } else { 1 };
             let sql = format!("SELECT count(pg_advisory_lock(n)) FROM generate_series({next}, {}) n", next + more - 1);
@@ -576,8 +577,9 @@ impl Rig for Postgres {
                 self.hoarder = Some(raw);
             }
             Fault::disk_full => {
-                // Switch to a new log segment first: a server that can't write its log ends itself, which is another
-                // fault.
+                // The server gets its next log segment while the disk works: a server that can't write its log ends
+                // itself, which is
+                // another fault.
                 self.say("SELECT pg_switch_wal();CHECKPOINT").await;
                 self.disk.fail(FULL);
             }
@@ -613,14 +615,14 @@ impl Rig for Postgres {
     }
 }
 
-// DynamoDB.
+// Rig of DynamoDB.
 
-/// Emulator that keeps its tables on disk.
+/// DynamoDB emulator that keeps its tables on disk.
 pub struct Dynamo {
     emulator: Emulator,
     lines: Vec<Proxy>,
     disk: Disk,
-    /// Largest difference between the clocks of its users in seconds, if it is more than almost nothing.
+    /// Largest difference between the clocks of workers in seconds, for faults that set clocks.
     skew: Option<u64>,
 }
 
@@ -659,7 +661,7 @@ impl Rig for Dynamo {
     }
 
     fn slow_line(&self) -> (usize, u32) {
-        // An item has at most 400 KB, and a call has a time limit.
+        // Results are small, because an item has at most 400 KB and each call has a time limit.
         (40 * 1024, 2_000_000)
     }
 

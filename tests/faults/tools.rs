@@ -1,5 +1,6 @@
-//! A failing disk, a clock that can be set, and limits of threads and descriptors, all without the knowledge of the
-//! affected processes.
+//! Faults of the machine that affected processes can't see: a failing disk, a clock that is set, and limits of threads
+//! and
+//! descriptors.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_tests::server::Env;
 
-/// File whose content sets the behaviour of processes; deleted when dropped.
+/// File whose content sets the behaviour of a preloaded library in other processes; deleted when dropped.
 #[derive(Debug)]
 struct Switch(PathBuf);
 
@@ -21,7 +22,7 @@ impl Switch {
     }
 
     fn set(&self, text: &str) {
-        // Rename a draft, so that readers see the whole text or the old one.
+        // The text is written to a draft that is then renamed, so that readers see the old text or the new one.
         let draft = self.0.with_extension("draft");
         std::fs::write(&draft, text).expect("can be written");
         std::fs::rename(draft, &self.0).expect("can be written");
@@ -38,16 +39,16 @@ impl Drop for Switch {
     }
 }
 
-/// Folder that can refuse writes, for some processes.
+/// Folder in which the writes of some processes can fail.
 #[derive(Debug)]
 pub struct Disk {
     folder: PathBuf,
     switch: Switch,
 }
 
-/// No space left (`ENOSPC`).
+/// Error of a full disk (`ENOSPC`).
 pub const FULL: u32 = 28;
-/// File system that was remounted read-only (`EROFS`).
+/// Error of a file system that is mounted read-only (`EROFS`).
 pub const READ_ONLY: u32 = 30;
 
 impl Disk {
@@ -65,7 +66,7 @@ impl Disk {
         ]
     }
 
-    /// Refuses writes with this error from now on.
+    /// Makes writes fail with this error from now on.
     pub fn fail(&self, error: u32) {
         self.switch.set(&error.to_string());
     }
@@ -76,7 +77,7 @@ impl Disk {
     }
 }
 
-/// Path of the compiled `disk.c`.
+/// Path of the library that is compiled from `disk.c`.
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
@@ -92,7 +93,7 @@ fn library() -> &'static Path {
     })
 }
 
-/// Wall clock of some processes.
+/// Wall clock of some processes, which a test can set.
 #[derive(Debug)]
 pub struct WallClock(Switch);
 
@@ -111,7 +112,7 @@ impl WallClock {
             ("LD_PRELOAD".to_owned(), libfaketime().into()),
             ("FAKETIME_TIMESTAMP_FILE".to_owned(), self.0.0.clone().into()),
             set("FAKETIME_NO_CACHE", "1"),
-            // Steps of a wall clock do not change the monotonic clock.
+            // A set wall clock must not change the monotonic clock.
             set("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
         ]
     }
@@ -132,10 +133,10 @@ fn libfaketime() -> PathBuf {
     libraries.find(|library| library.exists()).expect("there is no libfaketime; run ./scripts/test")
 }
 
-/// Words in front of a program that can start no thread. If this process is root, the program runs as another user,
-/// because no limit of threads binds root.
+/// Words in front of a program that let it start no thread. No limit of threads binds root, so root runs the program as
+/// another user.
 pub fn without_threads() -> Vec<String> {
-    /// Number of users so far. Each worker needs its own user, as a limit of threads applies to a user.
+    /// Number of users so far. A limit of threads applies to all processes of a user, so each worker is another user.
     static USERS: AtomicU32 = AtomicU32::new(0);
     let mut words = match user_of(std::process::id()) {
         0 => as_user(1_000_000 + 64 * std::process::id() + USERS.fetch_add(1, Ordering::Relaxed)),
@@ -149,7 +150,7 @@ fn user_of(process: u32) -> u32 {
     std::fs::metadata(format!("/proc/{process}")).expect("it runs").uid()
 }
 
-/// Arguments of `setpriv` for another user.
+/// Arguments with which `setpriv` runs a program as `user`.
 fn as_user(user: u32) -> Vec<String> {
     let user = user.to_string();
     ["--reuid", &user, "--regid", &user, "--clear-groups"].map(ToOwned::to_owned).to_vec()
@@ -160,14 +161,14 @@ pub fn allow_threads(worker: u32) {
     limit(worker, "--nproc=500:");
 }
 
-/// Number of threads of `worker`.
+/// Number of threads that `worker` has.
 pub fn threads(worker: u32) -> usize {
     std::fs::read_dir(format!("/proc/{worker}/task")).expect("it runs").count()
 }
 
-/// Takes all free descriptors from `worker`.
+/// Lowers the limit of descriptors so that `worker` has none left.
 pub fn take_descriptors(worker: u32) {
-    // The kernel gives out the smallest free number, which has to be below the limit.
+    // The kernel gives out the smallest free number, so the limit must not exceed this number.
     let is_open = |number: &u32| std::fs::symlink_metadata(format!("/proc/{worker}/fd/{number}")).is_ok();
     let free = (0..u32::MAX).find(|number| !is_open(number)).expect("a number");
     limit(worker, &format!("--nofile={free}:"));
@@ -178,10 +179,10 @@ pub fn allow_descriptors(worker: u32) {
     limit(worker, "--nofile=1024:");
 }
 
-/// Sets a soft limit of `worker`, which is running.
+/// Sets a soft limit of the running process `worker`.
 fn limit(worker: u32, limit: &str) {
     let mut command = Command::new("setpriv");
-    // Root may lack the right to set limits of other users.
+    // Root may set limits of other users' processes only with a capability that it may lack.
     if user_of(worker) != user_of(std::process::id()) {
         command.args(as_user(user_of(worker)));
     }

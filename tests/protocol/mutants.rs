@@ -1,6 +1,7 @@
-//! The protocol with one mistake at a time, and the property that must notice it.
+//! Deliberate mistakes of the protocol, each with the property that must notice it.
 //!
-//! Mistakes of calls are made in `steps.rs`, where the step is taken; mistakes of the store's decisions are made here.
+//! Mistakes of calls are made in `steps.rs`, at the step that they change. Mistakes of the store's decisions are made
+//! here.
 
 use idem_runtime::OnCrash;
 use idem_runtime::record::{Record, State};
@@ -9,11 +10,10 @@ use idem_runtime::store::{OwnerToken, ReserveRequest};
 use super::properties::{ENDS, Rule};
 use super::state::Slot;
 
-/// Declares the mistakes: name, property that notices it, configuration in which that property notices it, and
-/// description.
+/// Declares the mistakes: name, property that notices the mistake, configuration in which it does, and description.
 macro_rules! mutants {
     ($($(#[doc = $about:literal])+ $mutant:ident => $noticed:expr, $config:literal;)*) => {
-        /// A mistake.
+        /// Deliberate mistake of the protocol.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub(crate) enum Mutant {
             $($(#[doc = $about])+ $mutant,)*
@@ -61,7 +61,7 @@ impl From<&'static str> for Noticed {
 }
 
 mutants! {
-    // Decisions of the store.
+    // Mistakes in the store's decisions.
     /// A live lease is taken over.
     LiveTakenOver => Rule::S1, "crashes";
     /// An operator may reopen a record whose lease is live.
@@ -114,7 +114,7 @@ mutants! {
     RefusedMarkKeepsKey => Rule::S12, "marks_between_clocks";
     /// A reservation may replace an interrupted record.
     InterruptedRunsAgain => Rule::S5, "at_most_once";
-    /// A reservation that is repeated with the same owner token counts as another attempt's.
+    /// A repeated reservation with the same owner token is treated as another attempt's.
     OwnReservationIsForeign => Rule::S8, "lost";
     /// The store refuses a repeated completion.
     RepeatedFinishRefused => Rule::S8, "lost";
@@ -138,7 +138,7 @@ mutants! {
     ReleasedFirstIsNotCounted => Rule::MaxAttempts, "attempts_refunded";
     /// Two keys share a record.
     KeysShareRecord => Rule::KeysApart, "two_keys";
-    /// A lapsed lease is honoured forever, so that a crash never frees its key.
+    /// A lapsed lease counts as live forever, so that a crash never frees its key.
     LapsedStaysLive => Rule::L1, "crashes";
     /// A completion wakes no waiter.
     FinishWakesNobody => Rule::L3, "waiting";
@@ -148,18 +148,18 @@ mutants! {
     TakeoverWakesNobody => Rule::L3, "waiting";
     /// A duplicate starts to wait without checking whether the attempt has ended meanwhile.
     WaitsWithoutLooking => Rule::L3, "waiting";
-    /// A wait answers "in progress" for an attempt whose lease has lapsed.
+    /// A wait returns "in progress" for an attempt whose lease has lapsed.
     ToldOfLapsed => Rule::L1, "waits_and_fails";
-    /// A wait answers "in progress" to a call whose own reservation may have landed.
+    /// A wait returns "in progress" to a call whose own reservation may have landed.
     ToldOfItsOwn => Rule::S8, "waits_and_fails";
     /// The clocks differ, and times are compared without the allowed skew.
     SkewIgnored => Rule::S1, "clocks_that_differ";
-    /// The clocks differ, and a comparison ignores the part of a tick that a reading leaves out.
+    /// The clocks differ, and a comparison ignores the fraction of a tick that a clock reading drops.
     SkewNotRoundedUp => Rule::S1, "clocks_that_differ";
     /// The senders set the times, and a late renewal shortens the lease that a later renewal has confirmed.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
-    // Decisions of a call.
+    // Mistakes in a call's steps.
     /// The lease counts from the answer to the reservation.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
     /// The lease counts from the latest of several reservations, although the store may have granted an earlier one.
@@ -188,7 +188,7 @@ mutants! {
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
     /// A dropped body counts as not started.
     DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
-    /// A reservation that replaces a record replaces any record, although its sender has seen another one.
+    /// A reservation replaces any record, although its sender saw a different one.
     ReplacesUnseen => Rule::S12, "drops";
     /// A takeover replaces a record whose lease was renewed after the sender saw it.
     ReplacesRevived => Rule::S12, "late_takeovers";
@@ -198,7 +198,7 @@ mutants! {
     CleanUpOnlyReleases => Rule::S12, "drops";
     /// A dropped call frees nothing.
     DropWritesNothing => Rule::S12, "drops";
-    /// A reservation is not released if its call does not await the answer.
+    /// A dropped call writes nothing, and so frees nothing.
     UnansweredNotReleased => Rule::S12, "drops";
     /// A key is freed before the values of its body are dropped.
     ReleasedBeforeValues => Rule::S17, "drops";
@@ -222,7 +222,7 @@ mutants! {
     BeatRefusalEndsEnding => Rule::S7Retry, "beats";
     /// The end of an attempt is tried for as long as the lease can be renewed.
     EndsForEver => Rule::EndsInTime, "endings";
-    /// A refused release, sent in place of an error, counts as a lost lease.
+    /// A call whose error was replaced by a release takes the refusal of that release for a lost lease.
     ShortenedRefusalIsFinal => Rule::Told, "endings";
     /// A body goes on after a heartbeat has found its lease lost.
     LostLeaseRunsOn => Rule::L4, "beats";
@@ -233,7 +233,7 @@ mutants! {
 }
 
 impl Mutant {
-    /// Applies the mistake to a reservation and the record that it finds.
+    /// Applies the mistake to a reservation and to the record that the store finds.
     pub(crate) fn before_meeting(
         self,
         met: &Slot,
@@ -242,8 +242,7 @@ impl Mutant {
         lapses_in: &mut u8,
     ) {
         let lapsed = met.is_pending() && *lapses_in == 0;
-        // The fingerprint checks that some mistakes leave out: without a fingerprint in the request nothing is
-        // compared.
+        // Some mistakes skip the fingerprint check: the store compares nothing if the request has no fingerprint.
         let skips_fingerprint = match self {
             Self::FingerprintSkippedWhileLive => met.is_pending() && !lapsed,
             Self::FingerprintSkippedAtTakeover => lapsed,
@@ -254,7 +253,7 @@ impl Mutant {
         if skips_fingerprint {
             asked.fingerprint = None;
         }
-        // The other mistakes: `admit` decides about a changed record, request or lease.
+        // Other mistakes change the record, the request or the lease, about which `admit` then decides.
         match self {
             Self::LiveTakenOver => *lapses_in = 0,
             Self::LapsedStaysLive => *lapses_in = (*lapses_in).max(1),
@@ -283,7 +282,7 @@ impl Mutant {
         }
     }
 
-    /// Applies the mistake to the record of a new attempt.
+    /// Applies the mistake to the record that a new attempt writes.
     pub(crate) fn before_replacing(self, met: &Slot, with: &mut Record, takeover: bool) {
         match self {
             Self::TakeoverKeepsToken if takeover => with.owner = OwnerToken::from_bytes([met.owner; OwnerToken::BYTES]),
@@ -292,7 +291,7 @@ impl Mutant {
         }
     }
 
-    /// True if an attempt may end although the record belongs to another owner.
+    /// True if the mistake lets an attempt end although another owner holds the record.
     pub(crate) fn ends_anybodys(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishAnybodys => with_result && met.is_pending(),
@@ -301,12 +300,12 @@ impl Mutant {
         }
     }
 
-    /// True if an attempt may end although the record has another attempt number.
+    /// True if the mistake lets an attempt end although the record has another attempt number.
     pub(crate) fn ends_any_attempt(self, met: &Slot, with_result: bool) -> bool {
         self == Self::FinishAnyAttempt || self.ends_anybodys(met, with_result)
     }
 
-    /// True if an attempt may end although the record has ended.
+    /// True if the mistake lets an attempt end although the record is finished.
     pub(crate) fn ends_an_ended_attempt(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishOverFinished => with_result && met.result().is_some(),

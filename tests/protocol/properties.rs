@@ -1,6 +1,6 @@
-//! Rules, written without regard to the code that keeps them: from grants, writes and answers.
+//! Rules of the protocol, stated in terms of grants, writes and answers, independently of the code that keeps them.
 //!
-//! Every rule is checked in every step. A broken rule is noted in the state, so that one pass checks all.
+//! Every step checks every rule. A broken rule is noted in the state, so that one search checks all rules.
 
 use stateright::Property;
 
@@ -12,7 +12,7 @@ use super::state::{
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
 
-/// Rules that hold in every state.
+/// Rules that every state must keep.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(u8)]
 pub(crate) enum Rule {
@@ -120,7 +120,7 @@ impl Rule {
     }
 
     fn property(self) -> Property<Config> {
-        /// Makes one function for each rule: a property is a function pointer and can't capture the rule.
+        /// Makes one function for each rule, because a property is a function pointer and can't capture a rule.
         macro_rules! kept {
             ($($rule:ident)*) => {
                 match self {
@@ -134,12 +134,12 @@ impl Rule {
     }
 }
 
-/// Every call ends, and none hangs. The model has no cycle (which its own test checks), so every path ends in a state
-/// without steps. A call that has ended stays ended. So the checker misses nothing, although it treats two paths to one
-/// state as one.
+/// Every call ends. The model has no cycle, which a test of its own shows, so every path leads to a state without
+/// steps,
+/// and a call that has ended stays ended. Therefore the checker may treat two paths to one state as the same path.
 pub(crate) const ENDS: &str = "every call ends";
 
-/// Rules that were broken on the way to this state.
+/// Set of the rules that were broken on the way to a state.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Broken(u32);
 
@@ -159,7 +159,7 @@ impl std::fmt::Debug for Broken {
     }
 }
 
-/// Event that must occur in some history of a configuration, so that its rules don't hold for lack of events.
+/// Event that must occur in some history of a configuration. Otherwise its rules would hold only for lack of events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Scene {
     Replay,
@@ -190,7 +190,7 @@ impl Scene {
         fn any(world: &World, is: impl Fn(&Slot) -> bool) -> bool {
             world.slots.iter().flatten().any(is)
         }
-        // The test of each event, by the state of calls and records.
+        // Name of the event, and the condition that shows it in a state.
         let (name, condition): (_, fn(&Config, &World) -> bool) = match self {
             Self::Replay => ("a result is replayed", |_, world| told(world, Class::Replayed)),
             Self::Takeover => ("a body runs after a crash", |config, world| {
@@ -267,7 +267,7 @@ pub(crate) fn all(config: &Config) -> Vec<Property<Config>> {
     rules.chain([ends]).chain(scenes).collect()
 }
 
-/// Checks the store's answer to a request.
+/// Checks the store's answer to a request, and the change of the record.
 pub(crate) fn audit(
     config: &Config,
     world: &mut World,
@@ -285,7 +285,7 @@ pub(crate) fn audit(
     let deed = world.call(who).deed;
     let was_finished = old.is_some_and(|old| old.result().is_some());
     let was_pending = old.is_some_and(|old| old.is_pending());
-    // A repeated reservation may have given the same call a later attempt without its knowledge.
+    // A repeated reservation may have given this call a later attempt without the call's knowledge.
     let named = match ask {
         RequestKind::Begin { attempt, .. }
         | RequestKind::Renew { attempt, .. }
@@ -294,10 +294,10 @@ pub(crate) fn audit(
     };
     let holds = past.holder == token && past.attempt == named;
     let broken = &mut world.broken;
-    // For every request.
+    // These rules hold for every request.
     broken.note(Rule::KeysApart, others);
     broken.note(Rule::S3, was_finished && changed);
-    // For each kind of request.
+    // These rules depend on the kind of request.
     match ask {
         RequestKind::Reserve { .. } => {
             audit_reservation(config, world, old, request, answer);
@@ -306,8 +306,8 @@ pub(crate) fn audit(
         RequestKind::Begin { .. } => {
             let done = answer == Answer::Write(Done::Done);
             broken.note(Rule::S2, !was_pending && done);
-            // The store must refuse a mark that arrives after the lease. If senders set the times, this can't be
-            // checked.
+            // The store must refuse a mark that arrives after the lapse of the lease. If senders set the times, no rule
+            // says so.
             let late = old.is_some_and(|old| !old.begun() && old.lapses_at <= world.now);
             broken.note(Rule::S14, done && late && config.skew.is_none());
         }
@@ -326,7 +326,7 @@ pub(crate) fn audit(
             broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
         }
     }
-    // For every write of an owner.
+    // These rules hold for every request of an owner.
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);
@@ -337,7 +337,7 @@ pub(crate) fn audit(
         return;
     }
     broken.note(Rule::S17, deed.values && !matches!(ask, RequestKind::Begin { .. } | RequestKind::Renew { .. }));
-    // The write has been applied: note the effect for later checks.
+    // The write was applied, so its effect is noted for later checks.
     let promised = promise(config, world, who, ask);
     let deed = &mut world.call_mut(who).deed;
     match ask {
@@ -355,7 +355,7 @@ pub(crate) fn audit(
 /// Time until which the store promises to keep other attempts out if it executes `ask` now.
 fn promise(config: &Config, world: &World, who: CallId, ask: RequestKind) -> u8 {
     let from = match (config.skew, ask) {
-        // By true time, because the sender counts its lease from its request.
+        // The promise counts from the time of the request, because the sender counts its lease from that time.
         (
             Some(_),
             RequestKind::Reserve { sent, .. } | RequestKind::Begin { sent, .. } | RequestKind::Renew { sent, .. },
@@ -379,7 +379,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     let before = holder(past.holder);
     let mut broken = world.broken;
 
-    // Another payload gets a mismatch in every state, and no other payload gets one.
+    // A request with another payload gets a mismatch in every state of the record, and no other request gets one.
     let differs = old.is_some() && past.mark.is_some() && plan.mark.is_some() && past.mark != plan.mark;
     broken.note(Rule::Fingerprint, differs != (answer == Answer::Mismatch) || (differs && old != new));
     match answer {
@@ -393,14 +393,14 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             };
             broken.note(Rule::S1, (0..config.count()).any(promised));
             let dead_under_fail = before != NOBODY && is_fail(&config.plans[usize::from(before)]);
-            // Under `fail` an unmarked attempt has no body.
+            // If the previous attempt is under `fail` and not marked, it has no body, and a takeover is allowed.
             let interrupted = if dead_under_fail { was(Slot::begun) } else { is_fail(plan) };
             broken.note(Rule::S5, was_pending && interrupted);
             broken.note(Rule::S5, was(|old| old.stand == ModelState::Interrupted));
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
-            // Largest delay between the lapse of a lease and its discovery, if clocks differ.
+            // Longest delay after the lapse of a lease until every process sees the lapse, if clocks differ.
             let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
             let until = world.call(before.min(who)).deed.promised_until;
             let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };
@@ -411,7 +411,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             broken.note(Rule::L1, !was_pending || until + slack <= sent);
         }
         Answer::Exhausted if config.counts_bodies() => {
-            // The latest attempt is marked, and its body may be about to begin.
+            // The latest attempt may be marked while its body is about to begin.
             let it = world.call(before.min(CALLS as CallId - 1));
             let open = it.deed.body == Body::NotStarted && (it.is_active() || it.phase == Phase::Dead);
             let begun = past.bodies + u8::from(open && was(Slot::begun));
@@ -419,13 +419,13 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         }
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
-            // A call that was dropped before its body started, and has cleaned up, must have interrupted nothing.
+            // A call that was dropped before its body started must interrupt nothing.
             let it = world.call(before.min(CALLS as CallId - 1));
             let started = it.deed.body != Body::NotStarted;
-            // After its mark landed, a dead process leaves it open whether it polled the body. A clean-up may be under
-            // way.
+            // A call may not have started its body and still interrupt: its process died after the mark, or its
+            // clean-up is under way.
             let open = it.is_active() || (it.phase == Phase::Dead && was(Slot::begun));
-            // Under `retry` a body may begin without a mark; a caller under `fail` must not repeat its operation.
+            // Under `retry`, a body may begin without a mark. A caller under `fail` must then get `Interrupted`.
             let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::S14, !started && !open && !unmarked);
             let fail = is_fail(plan) || before == NOBODY || is_fail(&config.plans[usize::from(before)]);
@@ -434,7 +434,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         _ => {}
     }
     world.broken = broken;
-    // The reservation was granted: note the promise and the attempt for later checks.
+    // The reservation was granted, so the promise and the attempt are noted for later checks.
     if let Answer::Reserved { attempt, .. } = answer {
         let promised = promise(config, world, who, ask);
         let deed = &mut world.call_mut(who).deed;
@@ -480,13 +480,13 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: CallId) {
         other != who && its.key == plan.key && is_fail(its) && open
     };
     let followed = (0..config.count()).any(unreturned);
-    // After an operator declares an attempt dead before its body began, the operator is responsible for it.
+    // An operator who closed an attempt before its body began is responsible for the overlap.
     world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
     world.history[key].bodies += 1;
     let bodies = world.history[key].bodies;
-    // The first attempt of a key is not marked, unless it is the only one: its lapse is not counted.
+    // A first attempt is not marked, unless it is the only one allowed. Its lapse is therefore not counted.
     let spared = |max| u8::from(max > 1 && world.history[key].spared);
     let exceeds = plan.max_attempts.is_some_and(|max| bodies > max + spared(max));
     world.broken.note(Rule::MaxAttempts, exceeds);
@@ -501,13 +501,13 @@ pub(crate) fn polls(config: &Config, world: &mut World, who: CallId) {
     world.broken.note(Rule::S11, enforced && world.believed(config, who) == 0);
 }
 
-/// Checks a tick of time.
+/// Checks the state before a tick of time.
 pub(crate) fn passes(config: &Config, world: &mut World) {
     for who in 0..config.count() {
         let call = world.call(who);
         let plan = &config.plans[usize::from(who)];
         let lapses = world.holds_in_body_or_end(who) && world.believed(config, who) == 1;
-        // After its time-out a body needs no renewal.
+        // A body needs no renewal after its time-out.
         let is_over = call.stop_at > 0 && call.stop_at <= world.now;
         let held_up = matches!(call.beat, Beat::Answered { .. }) && !may_hear(config, world);
         let tried = !held_up && (call.beat != Beat::None || call.lost || call.registered);
@@ -515,7 +515,7 @@ pub(crate) fn passes(config: &Config, world: &mut World) {
     }
 }
 
-/// Checks another try of an end whose store has failed since `since`.
+/// Checks another try of an attempt's end that has failed since `since`.
 pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
     let limit = since + config.span();
     world.broken.note(Rule::EndsInTime, world.now >= limit);
@@ -529,8 +529,9 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told
     world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
 }
 
-/// Checks a call that gives up the last write of its attempt: only an outage of more than a lease, or a refusal for
-/// good, is a reason. `is_late`: no caller waits for the write.
+/// Checks a call that gives up the last write of its attempt. Only an outage of more than a lease, or a permanent
+/// refusal,
+/// is a reason. `is_late`: no caller waits for the write.
 pub(crate) fn gives_up(config: &Config, world: &mut World, who: CallId, trouble: Trouble, is_late: bool) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);
@@ -544,7 +545,7 @@ pub(crate) fn gives_up(config: &Config, world: &mut World, who: CallId, trouble:
     world.broken.note(rule, too_early);
 }
 
-/// Checks a call that makes no more requests because the store has failed.
+/// Checks a call that stops waiting because the store has failed.
 pub(crate) fn ends_wait(world: &mut World, who: CallId, trouble: Trouble) {
     let may_wait = world.call(who).give_up_at > world.now;
     world.broken.note(Rule::L3Outage, may_wait && trouble.is_transient());
@@ -554,8 +555,9 @@ pub(crate) fn ends_wait(world: &mut World, who: CallId, trouble: Trouble) {
 pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();
-    // For each call: a lost body stands still, no renewal passes a time-out, a waiter waits for a running attempt, and
-    // a lease that a call counts on is real.
+    // For each call: a body that lost its lease is not polled, no renewal follows a time-out, a waiter waits for a
+    // running
+    // attempt, and a lease that the call counts on is real.
     for who in 0..config.count() {
         let call = world.call(who);
         let key = usize::from(config.plans[usize::from(who)].key);
@@ -587,27 +589,28 @@ pub(crate) fn look(config: &Config, world: &mut World) {
     world.broken = broken;
 }
 
-/// Checks a record once nothing is under way, however late, lost or out of order messages were: only a crash, or an
-/// outage of more than a lease, leaves a key held, and that ends with its lease.
+/// Checks a record when no call and no request is under way, however late, lost or reordered messages were. Only a
+/// crash,
+/// or an outage of more than a lease, may leave a key held, and only until its lease lapses.
 fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let past = world.history[usize::from(key)];
     let Some(slot) = world.slots[usize::from(key)] else { return };
     let who = holder(slot.owner);
     let (call, plan) = (world.call(who), &config.plans[usize::from(who)]);
     let (is_dead, has_begun) = (call.phase == Phase::Dead, call.deed.body != Body::NotStarted);
-    // A process that died after its mark landed can't tell whether it polled the body.
+    // Whether the body was polled is unknown if its process died after the mark.
     let may_have_begun = has_begun || (is_dead && slot.begun());
     broken.note(Rule::S14, slot.stand == ModelState::Interrupted && !has_begun);
     if !slot.is_pending() {
         return;
     }
     broken.note(Rule::S14, slot.begun() && !may_have_begun);
-    // Where a late reservation replaces a record that its sender has not seen, it may follow another attempt.
+    // A late reservation may replace a record that its sender has not seen, and then follow another attempt.
     let follows = config.one_step && config.count() > 1;
     let is_gone = call.phase == Phase::Over(Class::Dropped) || !has_begun;
     let holds = !is_dead && !call.deed.abandoned && !follows;
     broken.note(if is_gone { Rule::S12 } else { Rule::L2 }, holds);
-    // Answer to another call with the same policy after the lease.
+    // Another call with the same policy, after the lapse of the lease, gets this answer.
     match store::after_its_lease(config, slot, who) {
         Answer::Interrupted => {
             broken.note(Rule::S14, !may_have_begun);

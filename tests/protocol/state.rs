@@ -1,7 +1,7 @@
-//! A state of the model: records, calls, requests under way, and the promises so far.
+//! State of the model: records, calls, requests under way, and facts for the properties.
 //!
-//! All values are small numbers, so that millions of states fit in memory. The place of a call in the plan is also its
-//! owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in that form;
+//! All values are small numbers, so that millions of states fit in memory. The index of a call in the plan is also its
+//! owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in small numbers;
 //! `store.rs` converts in both directions.
 
 use idem_runtime::OnCrash;
@@ -9,20 +9,20 @@ use idem_runtime::store::{Release, Verdict};
 
 use super::properties::Broken;
 
-/// Call, by its place in the plan.
+/// Index of a call in the plan.
 pub(crate) type CallId = u8;
-/// No call.
+/// Index that stands for no call.
 pub(crate) const NOBODY: CallId = u8::MAX;
-/// Owner token. The token of a call's first attempts is its place in the plan. A call needs another token after it, or
-/// an operator, has released its key.
+/// Owner token. A call's first token is its index in the plan. The call takes a new token after its reservation was
+/// released, by itself or by an operator.
 pub(crate) type Token = u8;
 
-/// Token of generation `generation` of `who`.
+/// Returns the owner token number `generation` of the call `who`.
 pub(crate) fn token(who: CallId, generation: u8) -> Token {
     who + generation * CALLS as CallId
 }
 
-/// Call that owns `token`.
+/// Returns the call that owns `token`.
 pub(crate) fn holder(token: Token) -> CallId {
     if token == NOBODY { NOBODY } else { token % CALLS as CallId }
 }
@@ -30,22 +30,23 @@ pub(crate) fn holder(token: Token) -> CallId {
 pub(crate) const CALLS: usize = 4;
 /// Number of keys in the model.
 pub(crate) const KEYS: usize = 2;
-/// Largest number of operators that have looked at a record and not yet decided.
+/// Largest number of operators that have seen a record and not decided yet.
 pub(crate) const OPERATORS: usize = 2;
 
 /// One state of the model.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct World {
-    /// True time. If clocks differ, no part of the modelled protocol can read it.
+    /// True time. If the processes' clocks differ, no modelled process can read this time.
     pub(crate) now: u8,
     pub(crate) slots: [Option<Slot>; KEYS],
     pub(crate) calls: [Call; CALLS],
-    /// Requests under way whose answer no call awaits: late ones, and duplicates. Sorted, so that their order makes no
-    /// difference; they arrive in any order, or never.
+    /// Requests under way whose answer no call awaits: late requests, and duplicates. They arrive in any order, or
+    /// never. The
+    /// list is sorted, because its order has no meaning.
     pub(crate) net: Vec<Request>,
     /// Number of events outside of the protocol that may still happen.
     pub(crate) left: Budget,
-    /// Looks of operators that have not decided yet.
+    /// Records that operators have seen and not decided about yet.
     pub(crate) sights: [Option<SeenRecord>; OPERATORS],
     pub(crate) history: [History; KEYS],
     pub(crate) broken: Broken,
@@ -57,9 +58,9 @@ pub(crate) struct SeenRecord {
     pub(crate) key: u8,
     pub(crate) operator: u8,
     pub(crate) slot: Slot,
-    /// True if the lease was live at the look.
+    /// True if the lease was live when the operator saw the record.
     pub(crate) live: bool,
-    /// Number of decisions about the key that had been applied. The protocol never reads this.
+    /// Number of earlier decisions about the key. Only properties read this field.
     pub(crate) decided: u8,
 }
 
@@ -67,18 +68,20 @@ pub(crate) struct SeenRecord {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Slot {
     pub(crate) owner: Token,
-    /// Number of decisions applied since the latest attempt began: each changes the owner token of the record.
+    /// Number of decisions since the latest attempt began: each decision changes the owner token of the record.
     pub(crate) decisions: u8,
-    /// Operator who decided last. 0 before a decision, and for the first operator, who gives no name.
+    /// Operator who decided last. 0 before the first decision, and for operator 0, who gives no name.
     pub(crate) by: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
     pub(crate) mark: Option<u8>,
     pub(crate) stand: ModelState,
-    /// By the clock of the store; without one, by the clock of the call that wrote the record.
+    /// Time of the lapse by the clock of the store. A store without a clock uses the clock of the call that wrote the
+    /// record.
     pub(crate) lapses_at: u8,
-    /// Number of renewals after the lease had lapsed. If senders set the times: number of all renewals that extended
-    /// the lease.
+    /// Number of renewals after the lapse of the lease. If senders set the times, number of all renewals that extended
+    /// the
+    /// lease.
     pub(crate) revived: u8,
 }
 
@@ -87,7 +90,7 @@ impl Slot {
         matches!(self.stand, ModelState::Pending { .. })
     }
 
-    /// True if the record has the mark that its body has begun.
+    /// True if the record is marked as begun.
     pub(crate) fn begun(&self) -> bool {
         matches!(self.stand, ModelState::Pending { begun: true, .. })
     }
@@ -110,7 +113,7 @@ pub(crate) enum ModelState {
     Failed(ModelResult),
 }
 
-/// Recorded result: its call, and whether the store holds the bytes.
+/// Recorded result: the call that it belongs to, and whether the store holds its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum ModelResult {
     Stored(CallId),
@@ -127,23 +130,24 @@ pub(crate) struct Request {
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum RequestKind {
-    /// `sent`: true time of the request if the senders' clocks count, else 0. The request inserts a record if there is
-    /// none, or replaces the record `over` that its sender has seen.
+    /// Inserts a record, or replaces the record `over` that the sender has seen. `sent`: true time of the request if
+    /// the
+    /// senders' clocks count, otherwise 0.
     Reserve {
         sent: u8,
         over: Option<Met>,
     },
-    /// `sent` as in `Reserve`, and the number of the attempt.
+    /// Renews the lease of the attempt with this number. `sent` as in `Reserve`.
     Renew {
         sent: u8,
         attempt: u8,
     },
-    /// Marks that the body begins. `sent` as in `Reserve`, and the number of the attempt.
+    /// Marks the record as begun, for the attempt with this number. `sent` as in `Reserve`.
     Begin {
         sent: u8,
         attempt: u8,
     },
-    /// Number of the attempt. Its starts go into the record if records are written whole.
+    /// Writes the result of the attempt with this number. If stores write whole records, the write includes `starts`.
     Finish {
         kept: ModelResult,
         ok: bool,
@@ -153,7 +157,7 @@ pub(crate) enum RequestKind {
     Release(ReleaseKind),
 }
 
-/// Record as a reservation saw it: the parts that a store compares before it replaces one.
+/// Fields of a record that a store compares before a reservation replaces the record.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct Met {
     pub(crate) owner: Token,
@@ -164,7 +168,7 @@ pub(crate) struct Met {
     pub(crate) revived: u8,
 }
 
-/// [`Release`] with an order.
+/// [`Release`] with an order, which model states need.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum ReleaseKind {
     Returned,
@@ -187,7 +191,7 @@ impl ReleaseKind {
     }
 }
 
-/// Answer of the store.
+/// Answer of the store to a request.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Answer {
     Reserved {
@@ -206,16 +210,16 @@ pub(crate) enum Answer {
     Mismatch,
     Interrupted,
     Exhausted,
-    /// The owner of the request has already released the key.
+    /// The owner of this reservation has already released the key.
     Released,
-    /// The key is free. A second request has to replace its record, or to look again.
+    /// The key is free. The caller must replace this record by a second request.
     Free(Option<Met>),
     Write(Done),
-    /// The result is larger than the store can hold.
+    /// The store can't hold a result of this size.
     TooLarge,
 }
 
-/// [`Verdict`] with a hash.
+/// [`Verdict`] with a hash, which model states need.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Done {
     Done,
@@ -231,7 +235,7 @@ impl From<Verdict> for Done {
     }
 }
 
-/// Call of an idempotent function: from its delivery to its result, and on to its late write.
+/// Call of an idempotent function, from its delivery to its result and its late write.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Call {
     pub(crate) phase: Phase,
@@ -239,7 +243,7 @@ pub(crate) struct Call {
     pub(crate) generation: u8,
     /// Time at which the last confirmed reservation or renewal was sent.
     pub(crate) asked_at: u8,
-    /// Time of the first reservation without an answer: it may have landed, or may yet.
+    /// Time of the first reservation without an answer, which may have landed or may still land.
     pub(crate) unanswered: Option<u8>,
     /// Time at which a waiting call gives up; 0 before it waits.
     pub(crate) give_up_at: u8,
@@ -247,18 +251,18 @@ pub(crate) struct Call {
     pub(crate) starts: u8,
     /// True if heartbeats renew the lease.
     pub(crate) registered: bool,
-    /// Time at which the body reaches its time-out; 0 for never.
+    /// Time of the body's time-out; 0 for never.
     pub(crate) stop_at: u8,
-    /// Time since which the end of the attempt could not be written.
+    /// Time of the first failed write of the attempt's end, if the write has failed since.
     pub(crate) fails_since: Option<u8>,
-    /// True if a renewal sent after `fails_since` was confirmed before the last write was sent.
+    /// True if a renewal that was sent after `fails_since` has been confirmed.
     pub(crate) renewed: bool,
     pub(crate) beat: Beat,
     /// True if the heartbeat has found the lease lost.
     pub(crate) lost: bool,
     /// True if the store has permanently refused to renew the lease.
     pub(crate) refused: bool,
-    /// True if the record may have the mark that the body has begun.
+    /// True if the record may be marked as begun.
     pub(crate) marked: bool,
     pub(crate) deed: CallFacts,
 }
@@ -302,24 +306,25 @@ impl Call {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Phase {
-    /// Not delivered yet.
+    /// The message is not delivered yet.
     Idle,
-    /// A reservation is under way. `landed`: an unanswered try may have taken effect.
+    /// A reservation is under way. `landed`: an earlier try without an answer may have taken effect.
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
-    /// The reservation was answered after its lease: a renewal, sent at `at`, must confirm it before the body may
-    /// start.
+    /// The reservation was answered after the lapse of its lease. A renewal, sent at `at`, must confirm the lease
+    /// before the
+    /// body may start.
     Confirming { at: u8, line: Line },
-    /// The record must get the mark, sent at `at`, that the body begins.
+    /// The record is being marked as begun. The request was sent at `at`.
     Marking { tries: u8, at: u8, line: Line },
-    /// The mark was refused: the call releases its reservation, and reserves with another owner token.
+    /// The mark was refused. The call releases its reservation, and then reserves with another owner token.
     GivingBack { line: Line },
-    /// Waiting for another attempt to end.
+    /// The call waits for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
-    /// The body is being polled, and may block there; or it waits for the next poll.
+    /// The body is being polled, where it may block, or waits for its next poll.
     Body { polled: bool },
-    /// The body has ended early, and its values are being dropped. Then the end is written; the caller got `told`.
+    /// The body has ended early, and its values are being dropped; then `ending` is written. The caller gets `told`.
     Dropping { ending: Ending, told: Class },
-    /// The last write. `late` is the answer to the caller, if the caller no longer waits for the write.
+    /// The end of the attempt is being written. `late`: answer that the caller got, if it no longer waits.
     Ending { ending: Ending, late: Option<Class>, line: Line },
     /// The call has no more steps.
     Over(Class),
@@ -327,12 +332,12 @@ pub(crate) enum Phase {
     Dead,
 }
 
-/// Progress of a request whose sender awaits the answer.
+/// State of a request whose sender awaits the answer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Line {
     /// The request is under way.
     Sent,
-    /// The store has executed it, and the answer is under way.
+    /// The store has executed the request, and the answer is under way.
     Answered(Answer),
     /// The connection broke before the answer came.
     Cut,
@@ -341,7 +346,7 @@ pub(crate) enum Line {
 /// One request of a reservation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Reserving {
-    /// Record that the request replaces.
+    /// Record that the request replaces; `None` to insert one.
     pub(crate) over: Option<Met>,
     /// Time of the request if the senders' clocks count; 0 otherwise.
     pub(crate) at: u8,
@@ -362,33 +367,34 @@ pub(crate) enum Ending {
         ok: bool,
     },
     Release(ReleaseKind),
-    /// A release in place of an error that the store can't hold; repeated as the completion that it replaces.
+    /// Release that replaces an error too large for the store; retried like the completion.
     Instead,
-    /// The completion without its result, or a release in place of an error, tried in addition to the whole end.
+    /// Completion without its result, or release in place of an error, tried in addition to the complete end.
     Shortened {
         ok: bool,
     },
-    /// The same for a result that the store can't hold, at its first try.
+    /// First try of a completion without its result, after the store refused the result as too large.
     LeftOut {
         ok: bool,
     },
-    /// Clean-up after a reservation without an answer, whose request may have taken effect, or still may. The clean-up
-    /// reserves the key again and then releases the key.
+    /// Clean-up after a reservation without an answer, which may have landed or may still land: reserves the key again,
+    /// and
+    /// then releases it.
     CleanUp(Reserving),
-    /// Releases the key that the clean-up has reserved.
+    /// Release of the key that the clean-up has reserved.
     GiveBack,
-    /// Releases the key that an unanswered clean-up may have reserved.
+    /// Release of the key that a clean-up without an answer may have reserved.
     TryRelease,
 }
 
 /// Answer to the caller.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum Class {
-    /// Value of the body.
+    /// The body returned a value.
     Ok,
-    /// Error of the body.
+    /// The body returned an error.
     Err,
-    /// A recorded value, or a recorded error.
+    /// The call replayed a recorded value or error.
     Replayed,
     InProgress,
     Mismatch,
@@ -400,25 +406,25 @@ pub(crate) enum Class {
     TimedOut,
     /// The body ran without a reservation (`on_store_error = run`).
     Unprotected,
-    /// The caller is gone.
+    /// The caller dropped the call.
     Dropped,
 }
 
-/// Facts about a call, including those that the call can't observe. The protocol never reads this; only the properties
-/// do.
+/// Facts about a call, including facts that the call can't observe. Only properties read them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct CallFacts {
     pub(crate) body: Body,
-    /// The body has values.
+    /// True if the body has values that must be dropped.
     pub(crate) values: bool,
-    /// The store has granted an attempt to the call.
+    /// True if the store has granted an attempt to the call.
     pub(crate) granted: bool,
-    /// The result was recorded.
+    /// True if the result was recorded.
     pub(crate) recorded: bool,
-    /// The reservation was released.
+    /// True if the reservation was released.
     pub(crate) released: bool,
-    /// The call has given up its last write: the store can't do the write, or stayed unreachable for the length of a
-    /// lease. A shadow gives up immediately.
+    /// True if the call has given up its last write: the store can't execute the write, or was unreachable for the
+    /// length of a
+    /// lease. A call in shadow mode gives up immediately.
     pub(crate) abandoned: bool,
     /// Time until which the store has promised to keep other attempts out.
     pub(crate) promised_until: u8,
@@ -431,13 +437,13 @@ pub(crate) enum Body {
     Returned {
         ok: bool,
     },
-    /// The body started and will not return: crashed, cancelled, panicked, or stopped because the lease was lost.
+    /// The body started and will not return: its process died, it was cancelled, it panicked, or its lease was lost.
     Gone,
-    /// An operator, or the end of the retention, has closed the attempt, whether or not its body had started.
+    /// The attempt was closed by an operator or by the end of the retention, whether or not its body had started.
     Forgiven,
 }
 
-/// Events of a key since its record was last absent or reopened. The protocol never reads this.
+/// Events of a key since its record was last absent or reopened. Only properties read them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct History {
     /// Owner token of the latest attempt.
@@ -450,8 +456,7 @@ pub(crate) struct History {
     pub(crate) result: Option<ModelResult>,
     /// Number of bodies that started.
     pub(crate) bodies: u8,
-    /// Whether the body of the first attempt began, and its lease lapsed before its end was recorded: it is then not
-    /// counted.
+    /// True if the body of the first attempt began without a mark and its lease lapsed. This attempt is not counted.
     pub(crate) spared: bool,
     /// Number of applied decisions of operators.
     pub(crate) decided: u8,
@@ -465,7 +470,7 @@ impl History {
 /// Number of events outside of the protocol that may happen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub(crate) struct Budget {
-    /// Store calls that fail: the request or the answer is lost or late, or the store refuses to work.
+    /// Store calls that fail: the request or the answer is lost or late, or the store refuses the request.
     pub(crate) faults: u8,
     /// Requests that arrive twice.
     pub(crate) duplicates: u8,
@@ -473,17 +478,17 @@ pub(crate) struct Budget {
     pub(crate) crashes: u8,
     /// Futures that are dropped, or bodies that panic.
     pub(crate) cancels: u8,
-    /// Heartbeats.
+    /// Heartbeats that are sent.
     pub(crate) beats: u8,
     /// Polls of a body that leave it pending.
     pub(crate) polls: u8,
     /// Steps of time.
     pub(crate) ticks: u8,
-    /// Ends of retention.
+    /// Records whose retention ends.
     pub(crate) ends: u8,
-    /// Records that an operator looks at, and then reopens.
+    /// Records that an operator inspects and then reopens.
     pub(crate) reopens: u8,
-    /// Restarts of the store, or breaks of all connections.
+    /// Restarts of the store, or losses of all connections.
     pub(crate) restarts: u8,
 }
 

@@ -1,8 +1,10 @@
-//! Random traces that run the parts of the model without the runtime's code next to the real thing: the model's store
-//! next to the memory store, its calls next to the real engine.
+//! Random traces that compare the model with the real code: the model's store with the memory store, and the model's
+//! calls
+//! with the engine.
 //!
-//! A failure prints the shortest trace that proptest finds, and a seed: `IDEM_PROTOCOL_SEED=…` runs the same traces
-//! again, `IDEM_PROTOCOL_TIMES=10` runs ten times as many.
+//! A failure prints the shortest trace that proptest finds, and a seed. `IDEM_PROTOCOL_SEED=…` runs the traces of that
+//! seed
+//! again, and `IDEM_PROTOCOL_TIMES=10` runs ten times as many traces.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -52,11 +54,11 @@ fn plans() -> impl Strategy<Value = Vec<Plan>> {
     })
 }
 
-/// Step of a trace of the store.
+/// Step of a trace that compares stores.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Reserve(CallId),
-    /// The same request arrives again, without a call that awaits the answer.
+    /// The latest request of a call arrives a second time.
     Again(CallId),
     Begin(CallId),
     Renew(CallId),
@@ -103,15 +105,15 @@ fn many<S: Strategy>(cases: u32, traces: &S, compare: impl Fn(S::Value) -> Resul
     }
 }
 
-/// The model's store answers every request as the real one does, and holds the same records.
+/// The model's store gives the same answers as the memory store, and holds the same records.
 #[test]
-fn the_store_agrees_with_the_memory_store() {
+fn the_models_store_agrees_with_the_memory_store() {
     let runtime = runtime();
     let traces = (plans(), proptest::collection::vec(step(), 1..60));
     many(1_000, &traces, |(plans, steps)| runtime.block_on(agrees(&Config::of(&plans), &steps)));
 }
 
-/// The traces can distinguish stores: they find the difference of a store with a mistake.
+/// A model's store with a mistake gives different answers, which shows that the comparison can fail.
 #[test]
 fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
@@ -123,7 +125,7 @@ fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
         TakeoverKeepsToken,
     };
     let runtime = runtime();
-    // Mistakes that show in the answers or in the records.
+    // These mistakes change an answer or a record.
     for mutant in [
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
@@ -175,7 +177,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     for step in steps {
         let key_of = |who: CallId| usize::from(config.plans[usize::from(who)].key);
         let reading = Reading { now, skew: None };
-        // The same step for both stores; both must give the same answer.
+        // Both stores execute the step, and must give the same answer.
         match *step {
             Step::Reserve(who) | Step::Again(who) => {
                 let found = real.reserve(&config.requests[usize::from(who)]).await.unwrap();
@@ -223,12 +225,12 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 now += 1;
             }
         }
-        // After each step both must hold the same records.
+        // After each step both stores must hold the same records.
         for (key, slot) in (0..).zip(&slots) {
             let found = real.inspect(&key_named(key)).await.unwrap();
             let modelled = slot.map(|slot| slot.record(config.lease));
             prop_assert_eq!(found.as_ref().map(|it| &it.record), modelled.as_ref());
-            // The conversion to small numbers and back loses nothing.
+            // A record must survive the conversion to small numbers and back.
             let back = found.as_ref().map(|it| Slot::of(&it.record, slot.map_or(0, |slot| slot.lapses_at)));
             prop_assert_eq!(back, slot.map(|slot| Slot { revived: 0, ..slot }));
             let left = found.and_then(|it| it.lapses_in);
@@ -244,14 +246,14 @@ fn key_named(key: u8) -> Key {
     Key::new("model", u32::from(key)).unwrap()
 }
 
-/// Request of the engine to its store, and the channel for its verdict.
+/// Request of the engine to its store, and the channel through which the trace returns the answer.
 #[derive(Debug)]
 struct EngineRequest {
     what: Real,
     verdict: oneshot::Sender<Fate>,
 }
 
-/// Request as the engine made it.
+/// Request that the engine has made.
 #[derive(Clone, Debug)]
 enum Real {
     Reserve(ReserveRequest),
@@ -262,7 +264,7 @@ enum Real {
 }
 
 impl Real {
-    /// Reports whether this is the request that the model makes.
+    /// Reports whether this is the request `ask` of the model.
     fn is(&self, ask: RequestKind) -> bool {
         match (self, ask) {
             (Self::Reserve(_), RequestKind::Reserve { .. }) => true,
@@ -280,7 +282,7 @@ impl Real {
         }
     }
 
-    /// Executes the request, without the engine.
+    /// Lets the memory store execute the request. The engine gets no answer.
     async fn arrives(&self, store: &MemoryStore) {
         match self {
             Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
@@ -296,12 +298,12 @@ impl Real {
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Done,
-    /// The request is done, and the answer is lost.
+    /// The store executes the request, and the answer is lost.
     DoneUnheard,
     Failed(StoreErrorKind),
 }
 
-/// Store that lets the trace decide the fate of each request.
+/// Store whose requests the trace answers, delays or loses.
 #[derive(Clone, Debug)]
 struct Scripted {
     inner: MemoryStore,
@@ -316,7 +318,8 @@ impl Scripted {
     ) -> StoreFuture<'a, T> {
         let desk = Arc::clone(&self.desk);
         StoreFuture::new(async move {
-            // Ask only when polled: the engine also polls once to find out whether a store answers immediately.
+            // The request is made at the first poll: the engine polls a write once to find out whether the store
+            // answers immediately.
             let (verdict, decided) = oneshot::channel();
             desk.lock().unwrap().push(EngineRequest { what, verdict });
             let failed = |kind| StoreError::new(kind, "failed by the trace");
@@ -383,7 +386,7 @@ impl From<Error> for Failure {
             Error::Unrecorded { .. } => Some(Class::Unrecorded),
             Error::Store { .. } => Some(Class::StoreFailed),
             Error::TimedOut { .. } => Some(Class::TimedOut),
-            // The result of another call, in a codec of the trace or left out: the store has replayed it.
+            // The store replays the result of another call, which the engine can't decode.
             Error::ResultUnavailable { .. } => Some(Class::Replayed),
             _ => None,
         })
@@ -392,7 +395,7 @@ impl From<Error> for Failure {
 
 /// Policy of a plan.
 fn policy(config: &Config, plan: &Plan) -> Policy {
-    // The model has no outage that outlasts the pause of a body.
+    // The pause is long, because no outage of the model outlasts it.
     let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash).max_pause(TTL);
     let policy = match plan.wait {
         Some(limit) => policy.in_progress(InProgress::Wait(TICK * u32::from(limit))),
@@ -412,7 +415,7 @@ fn policy(config: &Config, plan: &Plan) -> Policy {
 
 type Ended = (Result<u32, Failure>, Outcome);
 
-/// Call of the real engine next to call 0 of the model. The other calls are requests made by hand.
+/// Call of the engine, compared with call 0 of the model. The test makes the requests of the other calls itself.
 struct Pair<'a> {
     config: &'a Config,
     world: World,
@@ -421,19 +424,19 @@ struct Pair<'a> {
     call: Option<Pin<Box<dyn Future<Output = Ended>>>>,
     ended: Option<Ended>,
     body: Option<oneshot::Sender<bool>>,
-    /// Output of the body at its next poll.
+    /// Result that the body returns at its next poll; `None` to stay pending.
     returns: Option<bool>,
     /// True if the body has started in the model.
     ran: bool,
     started: Arc<Mutex<bool>>,
-    /// The model's requests under way whose answer no call awaits, each with the engine's own request.
+    /// Late requests of the model, each with the corresponding request of the engine.
     late: Vec<(Request, Real)>,
     main: Option<EngineRequest>,
     beat: Option<EngineRequest>,
     faults: u8,
 }
 
-/// Next move of the trace.
+/// Next step of a trace.
 #[derive(Clone, Copy, Debug)]
 enum Move {
     Answer,
@@ -508,7 +511,7 @@ impl<'a> Pair<'a> {
         actions
     }
 
-    /// Lets the engine run until it waits, and collects its requests.
+    /// Lets the engine run until it waits, and collects the requests that it has made.
     async fn settle(&mut self) {
         for _ in 0..12 {
             if let Some(call) = &mut self.call {
@@ -521,9 +524,9 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Runs both until they wait for the trace, and compares them there.
+    /// Runs the engine and the model until both wait for the trace, and compares them.
     async fn meet(&mut self) -> Result<(), TestCaseError> {
-        // A retry comes after a pause, which the model doesn't have. All pauses together are shorter than a tick.
+        // The engine retries after a pause, which the model doesn't have. All pauses together are shorter than a tick.
         for _ in 0..4 {
             self.settle().await;
             self.follow_body();
@@ -543,20 +546,20 @@ impl<'a> Pair<'a> {
         self.compare().await
     }
 
-    /// Ends the wait, with the record at its end if that record decides.
+    /// Ends the model's wait, with the final record if that record decides.
     fn stops_waiting(&mut self) {
         let told = Action::IsTold(0);
         self.does(if self.actions().contains(&told) { told } else { Action::StopsWaiting(0) });
     }
 
-    /// The engine drops the values of a body and sends the release in one step.
+    /// Drops the values of the model's body: the engine drops them and sends the release in one step.
     fn loses_values(&mut self) {
         if matches!(self.phase(), Phase::Dropping { .. }) {
             self.does(Action::LosesValues(0));
         }
     }
 
-    /// Takes the steps of the body that need no store.
+    /// Takes the steps of the model's body that need no store.
     fn follow_body(&mut self) {
         if self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
@@ -574,7 +577,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Checks that the model makes every request that the engine makes.
+    /// Checks that the model makes the same requests as the engine.
     fn collect(&mut self) -> Result<(), TestCaseError> {
         let asked: Vec<_> = self.store.desk.lock().unwrap().drain(..).collect();
         for asked in asked {
@@ -609,16 +612,16 @@ impl<'a> Pair<'a> {
                 | Phase::GivingBack { .. }
                 | Phase::Ending { .. }
         );
-        // Both have a request under way, or none has.
+        // The engine and the model must both have a request under way, or both have none.
         prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
         let told = match phase {
             Phase::Over(told) | Phase::Ending { late: Some(told), .. } => Some(told),
             _ => None,
         };
-        // The caller got the same answer.
+        // The engine's caller must get the answer that the model's caller got.
         match told {
             Some(Class::Dropped) => prop_assert!(self.call.is_none() && self.ended.is_none()),
-            // The body runs now, without a reservation.
+            // The body of the engine's call runs now, without a reservation.
             Some(Class::Unprotected) => {
                 if let Some(body) = self.body.take() {
                     prop_assert!(*self.started.lock().unwrap());
@@ -635,15 +638,15 @@ impl<'a> Pair<'a> {
             }
             None => prop_assert!(self.ended.is_none(), "ended with {:?} in {:?}", self.ended, phase),
         }
-        // Both have started the body, or none has.
+        // The engine and the model must both have started the body, or both not.
         self.ran |= matches!(phase, Phase::Body { .. }) || told == Some(Class::Unprotected);
         let ran = self.ran;
         prop_assert_eq!(*self.started.lock().unwrap(), ran, "the body has started, in {:?}", phase);
         let found = self.store.inspect(&key_named(0)).await.unwrap();
-        // The records are equal; owner tokens are compared only by whether they are another call's.
+        // The records must be equal, except that an owner token is only compared with the tokens of other calls.
         let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
         let shown = |record: &Record| {
-            // A model's token repeats one byte.
+            // A token that the model makes is one repeated byte.
             let bytes = record.owner.as_bytes();
             let modelled = bytes.windows(2).all(|bytes| bytes[0] == bytes[1]);
             let others = modelled && holder(bytes[0]) > 0;
@@ -680,7 +683,8 @@ impl<'a> Pair<'a> {
                 moves.push(Move::FailBeat);
             }
         } else if self.world.now < 20 {
-            // A beat without an answer for a lease is given up, so no ticks are made while one is under way.
+            // The engine gives up a beat without an answer after some time, so no time passes while a beat is under
+            // way.
             moves.extend([Move::Tick; 8]);
         }
         for at in 0..self.late.len() {
@@ -693,7 +697,7 @@ impl<'a> Pair<'a> {
             }
             moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
         }
-        // Only a reopening that succeeds: a refused one may wake waiters, which is harmless.
+        // Only reopenings that succeed are generated: a refused one may wake waiters, which the model leaves out.
         if self.world.slots[0].is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= self.world.now) {
             moves.push(Move::Reopen);
         }
@@ -702,7 +706,7 @@ impl<'a> Pair<'a> {
 
     async fn make(&mut self, it: Move) {
         match it {
-            // Answers and failures of the engine's request; each failure counts.
+            // The trace answers the engine's request, or lets it fail if the budget of faults allows.
             Move::Answer => {
                 self.does(Action::StoreDoes(0));
                 let too_large = matches!(
@@ -753,7 +757,7 @@ impl<'a> Pair<'a> {
                 self.returns = Some(ok);
                 self.body.take().unwrap().send(ok).unwrap();
             }
-            // Answers and failures of the heartbeat.
+            // The trace answers the heartbeat, or lets it fail.
             Move::AnswerBeat => {
                 let beat = self.beat.take().unwrap();
                 if matches!(self.world.call(0).beat, Beat::Sent { .. }) {
@@ -773,7 +777,7 @@ impl<'a> Pair<'a> {
                 beat.verdict.send(Fate::Failed(StoreErrorKind::Unconfirmed)).unwrap();
                 self.faults += 1;
             }
-            // Requests under way that arrive late, or never.
+            // A late request arrives.
             Move::Arrive(at) => {
                 let (request, real) = self.late.remove(at);
                 self.does(Action::ArrivesLate(request));
@@ -785,7 +789,7 @@ impl<'a> Pair<'a> {
                 let (request, _) = self.late.remove(at);
                 self.does(Action::IsLost(request));
             }
-            // Other calls, which act on the store without an engine.
+            // Another call acts on the store, without an engine.
             Move::OtherReserves(who) => {
                 let real = Real::Reserve(self.config.requests[usize::from(who)].clone());
                 self.other(Request { who, token: who, ask: RequestKind::Reserve { sent: 0, over: None } }, &real).await;
@@ -822,7 +826,7 @@ impl<'a> Pair<'a> {
         held.unwrap_or_else(|| Record::first(request)).lease(request)
     }
 
-    /// The engine's renewal whose answer no call awaits any more.
+    /// Renewal of the engine whose answer no call awaits any more.
     fn late_renewal(&self) -> Request {
         let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, RequestKind::Renew { .. });
         *self.world.net.iter().find(is_it).expect("it is under way")
@@ -858,13 +862,14 @@ fn class((result, outcome): &Ended) -> Option<Class> {
     }
 }
 
-/// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer, for
-/// any answers of the store, at any time, and with any other calls.
+/// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer.
+/// This
+/// holds for all answers of the store, at all times, and with all other calls.
 #[test]
-fn the_calls_agree_with_the_engine() {
+fn the_models_calls_agree_with_the_engine() {
     let runtime = runtime();
     let told = Mutex::new(BTreeMap::new());
-    // Policies of every kind, and choices that pick one of the possible moves each.
+    // A policy of any kind, and numbers that each choose one of the possible steps.
     let plan = (
         (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
         proptest::option::of(1..3_u8),
@@ -892,7 +897,7 @@ fn the_calls_agree_with_the_engine() {
             let mut pair = Pair::new(&config);
             pair.meet().await?;
             let mut made = Vec::new();
-            // After each move both must agree.
+            // After each step the engine and the model must agree.
             for choice in &choices {
                 let moves = pair.moves();
                 let it = moves[usize::from(*choice) % moves.len()];
@@ -909,7 +914,7 @@ fn the_calls_agree_with_the_engine() {
     });
     let told = told.into_inner().unwrap();
     println!("what the callers were told: {told:?}");
-    // The traces must reach every kind of end.
+    // The traces together must reach every kind of answer.
     for class in [
         Class::Ok,
         Class::Err,
@@ -923,9 +928,9 @@ fn the_calls_agree_with_the_engine() {
     }
 }
 
-/// The comparison must not simply follow the engine: it fails if the model has another ending.
+/// The comparison fails if the model ends its call differently, which shows that it can fail.
 #[test]
-fn another_ending_is_not_agreed_with() {
+fn a_model_with_another_ending_disagrees_with_the_engine() {
     let config = Config::of(&[Plan::default()]);
     let mut pair = Pair::new(&config);
     let disagrees = runtime().block_on(async {
@@ -940,10 +945,11 @@ fn another_ending_is_not_agreed_with() {
     assert!(disagrees.is_err());
 }
 
-/// The model's store with differing clocks of its clients answers like the store that has no clock.
+/// The model's store without a clock, whose clients have different clocks, gives the same answers as the DynamoDB
+/// store.
 #[cfg(feature = "dynamodb")]
 #[test]
-fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
+fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use idem_runtime::DynamoStore;
@@ -955,7 +961,7 @@ fn the_store_agrees_with_dynamodb_whose_clients_clocks_differ() {
     let endpoint = Kind::Dynoxide.shared();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let clocks: [_; 4] = std::array::from_fn(|_| OddClock::at(0));
-    // A store for each client, with a clock that the trace sets.
+    // Each client has its own store, with a clock that the trace sets.
     let stores = clocks.each_ref().map(|clock| {
         DynamoStore::options()
             .namespace("protocol:")
