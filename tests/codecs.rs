@@ -34,7 +34,7 @@ fn round_trip<C: Codec, T: Serialize + DeserializeOwned + PartialEq + Debug>(val
     check_round_trip::<C, T>(value).unwrap();
 }
 
-/// Bytes in the sense of serde's formats; a `Vec<u8>` would be a sequence of numbers to serde.
+/// Bytes that serde serializes as bytes; a `Vec<u8>` would be a sequence of numbers.
 #[derive(Clone, PartialEq, Debug)]
 struct Raw(Vec<u8>);
 
@@ -138,7 +138,7 @@ macro_rules! for_each_codec {
 #[test]
 fn every_codec_returns_its_input() {
     for_each_codec!(C => {
-        // Empty, zero and extreme values of every kind, and long ones.
+        // Empty, zero and extreme values of every kind, and long values.
         round_trip::<C, _>(&order());
         round_trip::<C, _>(&());
         round_trip::<C, _>(&Unit);
@@ -172,7 +172,7 @@ fn every_codec_returns_its_input() {
         round_trip::<C, _>(&vec![Variant::Nothing; 70_000]);
         round_trip::<C, Result<u8, String>>(&Err("no".to_owned()));
     });
-    // Values that JSON can't express.
+    // JSON can't express these values.
     for float in [f64::INFINITY, f64::NEG_INFINITY] {
         round_trip::<MessagePack, _>(&float);
         round_trip::<Postcard, _>(&float);
@@ -218,14 +218,14 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(512) })]
 
     #[test]
-    fn whatever_is_written_is_read_back(order in any_order()) {
+    fn every_written_value_is_read_back(order in any_order()) {
         for_each_codec!(C => { round_trip::<C, _>(&order) });
     }
 }
 
 // ---- Pinned bytes -----------------------------------------------------------------------------------------------------
 
-/// Bytes of release 0.1.0. They never change: a codec that writes other bytes needs another name.
+/// Bytes that release 0.1.0 writes. They never change: a codec that writes other bytes needs another name.
 struct Golden {
     lines: BTreeMap<String, String>,
     written: String,
@@ -274,7 +274,7 @@ impl Golden {
 }
 
 #[test]
-fn the_written_forms_are_pinned() {
+fn the_encoded_forms_are_pinned() {
     fn pin<C: Codec>(file: &str) {
         Golden::new(file).pin_all::<C>(file);
     }
@@ -287,7 +287,7 @@ fn the_written_forms_are_pinned() {
 // ---- A type that changes -----------------------------------------------------------------------------------------------
 
 #[test]
-fn fields_that_come_and_go_do_no_harm_where_they_have_names() {
+fn codecs_with_field_names_accept_added_and_removed_fields() {
     #[derive(Serialize)]
     struct Before {
         a: u32,
@@ -311,7 +311,7 @@ fn fields_that_come_and_go_do_no_harm_where_they_have_names() {
     check::<MessagePack>();
 }
 
-/// Error of Postcard for a value that was written as an `A` and is read as a `B`.
+/// Returns Postcard's error for a value that is written as an `A` and read as a `B`.
 fn read_as<A: Serialize, B: DeserializeOwned + Debug>(written: &A) -> String {
     Postcard::decode::<B>(&Postcard::encode(written).unwrap()).unwrap_err().to_string()
 }
@@ -319,7 +319,7 @@ fn read_as<A: Serialize, B: DeserializeOwned + Debug>(written: &A) -> String {
 #[test]
 fn postcard_reads_no_value_of_another_type() {
     const OTHER: &str = "it was written as a value of another type";
-    // `then` has the types of the writer, `now` the types of the reader.
+    // Module `then` has the types of the writer, and `now` the types of the reader.
     mod then {
         use super::*;
         #[derive(Serialize)]
@@ -363,17 +363,17 @@ fn postcard_reads_no_value_of_another_type() {
             },
         }
     }
-    // Fields that swap places, a unit that changes, variants that are renamed, fields of variants: the same bytes.
+    // Swapped fields, a changed unit, renamed variants and changed fields of variants: these types have the same bytes.
     assert_eq!(read_as::<_, now::Order>(&then::Order { net: 1, gross: 2 }), OTHER);
     assert_eq!(read_as::<_, now::Feet>(&then::Meters(7)), OTHER);
     assert_eq!(read_as::<_, now::Stage>(&then::Stage::Open), OTHER);
     assert_eq!(read_as::<_, now::Stage>(&then::Stage::Sent { at: 1 }), OTHER);
     let paid = Postcard::encode(&then::Stage::Paid(1)).unwrap();
     assert!(matches!(Postcard::decode(&paid).unwrap(), now::Stage::Paid(1) | now::Stage::Draft));
-    // A type of another name reads the value if it declares the old name.
+    // A type with another name reads the value if it declares the old name.
     let order = Postcard::encode(&then::Order { net: 1, gross: 2 }).unwrap();
     assert!(matches!(Postcard::decode(&order).unwrap(), now::Same { net: 1, gross: 2 }));
-    // Types whose values have the same bytes.
+    // These standard types have values with the same bytes, and must be distinguished.
     assert_eq!(read_as::<_, u64>(&1_u32), OTHER);
     assert_eq!(read_as::<_, i32>(&2_u32), OTHER);
     assert_eq!(read_as::<_, Vec<u8>>(&"text"), OTHER);
@@ -426,7 +426,7 @@ fn postcard_writes_nothing_that_it_would_misread() {
         assert!(Postcard::encode(value).is_err());
         assert!(MessagePack::encode(value).is_ok());
     }
-    // Without a check, these bytes would be read as `a: Some(0)`, without `b`.
+    // Without the check, these bytes would be read as `a: Some(0)` without `b`.
     let sparse = Sparse { a: None, b: Some(0) };
     refused(&sparse);
     refused(&Some(&sparse));
@@ -478,7 +478,7 @@ impl<'de> Deserialize<'de> for Ignoring {
     }
 }
 
-/// Decodes the bytes as types of every kind. Each call only has to end without a panic.
+/// Decodes the bytes as types of every kind; no call may panic. Returns the number of values that were decoded.
 fn decode_as_everything<C: Codec>(bytes: &[u8]) -> usize {
     fn is_ok<C: Codec, T: DeserializeOwned>(bytes: &[u8]) -> usize {
         C::decode::<T>(bytes).is_ok().into()
@@ -504,12 +504,12 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(256) })]
 
     #[test]
-    fn nonsense_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn random_bytes_cause_no_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         for_each_codec!(C => { decode_as_everything::<C>(&bytes); });
     }
 
     #[test]
-    fn spoilt_bytes_are_survived(order in any_order(), at in any::<prop::sample::Index>(), mask in 1..=u8::MAX) {
+    fn damaged_bytes_cause_no_panic(order in any_order(), at in any::<prop::sample::Index>(), mask in 1..=u8::MAX) {
         for_each_codec!(C => {
             let mut bytes = C::encode(&order).unwrap();
             let at = at.index(bytes.len());
@@ -521,11 +521,11 @@ proptest! {
 }
 
 #[test]
-fn bytes_too_many_are_an_error() {
+fn bytes_after_a_value_are_an_error() {
     for_each_codec!(C => {
         for more in 0..=u8::MAX {
             let mut bytes = C::encode(&order()).unwrap();
-            // JSON ignores white space at the end, so these bytes are no error.
+            // JSON allows white space after a value.
             if C::NAME == "json" && more.is_ascii_whitespace() {
                 continue;
             }
@@ -561,7 +561,7 @@ fn nesting_without_an_end_is_an_error() {
         deep::<MessagePack, Many>(b"\x91");
         deep::<MessagePack, Keyed>(b"\x81\x01");
         deep::<MessagePack, Untagged>(b"\x91");
-        // The type skips this value instead of reading it.
+        // The type skips the nested value instead of reading it.
         deep::<MessagePack, Ignoring>(b"\x91");
         deep::<Postcard, Tree>(b"\x01");
         deep::<Postcard, Tree>(b"\x02");
@@ -569,10 +569,10 @@ fn nesting_without_an_end_is_an_error() {
         deep::<Postcard, Many>(b"\x01");
         deep::<Postcard, Keyed>(b"\x01\x01");
     };
-    // Half the stack of a runtime's threads.
+    // This is half of the stack of a runtime's thread.
     std::thread::Builder::new().stack_size(1 << 20).spawn(everything).unwrap().join().unwrap();
 
-    // Realistic nesting is decoded.
+    // Nesting that real types have is decoded.
     let mut tree = Tree::Leaf;
     for _ in 0..30 {
         tree = Tree::Named { tree: Box::new(Tree::Node(Box::new(tree))) };
@@ -581,13 +581,13 @@ fn nesting_without_an_end_is_an_error() {
 }
 
 #[test]
-fn claims_are_not_believed() {
-    // The largest possible length, and room for the shape.
+fn a_false_length_reserves_no_memory() {
+    // The bytes claim the largest possible length, and are followed by space for the shape.
     let most = [&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01][..], &[0; 8]].concat();
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
     let error = Postcard::decode::<Vec<()>>(&most).unwrap_err().to_string();
     assert_eq!(error, "it claims to have more elements than it can hold, after byte 10");
-    // A thousand lists, each with the largest length that a single list may have.
+    // A thousand lists claim the largest length that one list may have.
     let lists = [&[0xe8, 0x07][..], &[0xff, 0xff, 0x03].repeat(1000), &[0; 8]].concat();
     assert!(Postcard::decode::<Vec<Vec<()>>>(&lists).is_err());
     for marker in [0xc6, 0xc9, 0xdb, 0xdd, 0xdf] {
@@ -598,7 +598,7 @@ fn claims_are_not_believed() {
 }
 
 #[test]
-fn results_are_not_quoted() {
+fn errors_of_codecs_quote_no_result() {
     #[derive(Debug, Serialize, Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Fields {
@@ -642,7 +642,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Store with one operation, and the number of its runs.
+/// Store and the key of one operation, with the number of runs.
 #[derive(Default)]
 struct World {
     store: MemoryStore,
@@ -683,14 +683,14 @@ impl World {
         self.store.inspect(&Key::new("test", "k").unwrap()).await.unwrap().expect("a record").record
     }
 
-    /// Returns the error of a result that can't be returned, after checking the outcome and the record.
+    /// Makes a call whose result can't be returned. Checks the outcome and the record, and returns the error.
     async fn unavailable<C: Codec, T: Serialize + DeserializeOwned + Debug>(&self, policy: Policy, value: T) -> Error {
         let before = self.record().await;
         let (result, outcome) = self.value::<C, T>(policy, value).await;
         let error = result.unwrap_err();
         assert!(!outcome.executed() && !outcome.replayed(), "{outcome:?}");
         assert_eq!(outcome.refusal(), Some(Refusal::ResultUnavailable));
-        // If another version of the handler wrote the result, the message is retried until the deployment is corrected.
+        // A result of another version of the handler leads to retries until the deployment is corrected.
         let kept = matches!(outcome.disposition(), Disposition::Retry { .. });
         assert_eq!((kept, outcome.misconfigured()), (error.is_misconfigured(), error.is_misconfigured()));
         assert!(kept || outcome.disposition() == Disposition::DeadLetter, "a failure is not acknowledged");
@@ -707,7 +707,7 @@ fn reason(error: Error) -> ResultProblem {
     }
 }
 
-/// JSON under another name, as an example of a user's own codec.
+/// JSON with another tag, as an example of a user's codec.
 struct Own;
 
 impl Codec for Own {
@@ -722,7 +722,7 @@ impl Codec for Own {
     }
 }
 
-/// Codec that replaces one of the library's codecs and reads its results.
+/// Codec of a user that replaces a codec of the library, and reads the old results.
 struct Successor;
 
 impl Codec for Successor {
@@ -783,7 +783,7 @@ async fn every_codec_reads_the_results_of_every_other() {
 }
 
 #[tokio::test]
-async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
+async fn a_users_codec_reads_other_codecs_only_with_reads_others() {
     let world = World::default();
     world.value::<Json, _>(POLICY, 7).await.0.unwrap();
     let reason = reason(world.unavailable::<Own, _>(POLICY, 7).await);
@@ -800,8 +800,9 @@ async fn a_codec_of_ones_own_reads_others_only_if_it_says_so() {
 
 // ---- Bytes -------------------------------------------------------------------------------------------------------------
 
-/// Returns the codec and the bytes that a handler with the codec `C` records for `value`. Replays the result to
-/// handlers of every codec of the library.
+/// Returns the codec and the bytes that a handler with the codec `C` records for `value`. The result is then replayed
+/// to a
+/// handler of every codec.
 async fn recorded<C: Codec, T>(value: T) -> (String, Vec<u8>)
 where
     T: Serialize + DeserializeOwned + PartialEq + Debug + Clone,
@@ -835,7 +836,7 @@ enum Content {
 }
 
 #[tokio::test]
-async fn bytes_alone_are_recorded_as_they_are() {
+async fn plain_bytes_are_recorded_unchanged() {
     let every: Vec<u8> = (0..=255).collect();
     for bytes in [every, vec![0], b"null".to_vec(), b"[1,2]".to_vec(), vec![255; 20_000]] {
         let expected = ("bytes".to_owned(), bytes.clone());
@@ -848,7 +849,7 @@ async fn bytes_alone_are_recorded_as_they_are() {
         assert_eq!(recorded::<Json, Option<Bytes>>(Some(bytes.clone().into())).await, expected);
         assert_eq!(recorded::<Json, Option<Pdf>>(Some(Pdf(bytes.clone()))).await, expected);
         assert_eq!(recorded::<Json, Content>(Content::Bytes(bytes.clone())).await, expected);
-        // Other codecs record bytes in their own form, and the library never bypasses a user's codec.
+        // Only the JSON codec of the library records plain bytes; other codecs, and a user's codec, use their own form.
         assert_eq!(recorded::<MessagePack, Bytes>(bytes.clone().into()).await.0, "msgpack");
         assert_eq!(recorded::<Postcard, Vec<u8>>(bytes.clone()).await.0, "postcard");
         assert_eq!(recorded::<Successor, Vec<u8>>(bytes.clone()).await.0, "successor");
@@ -879,7 +880,7 @@ async fn only_plain_bytes_are_not_json() {
     is_json(Ok::<Vec<u8>, String>(vec![1])).await;
     is_json((Pdf(vec![1, 2]), Raw(vec![3]))).await;
     is_json(serde_json::json!([1, 2, 3])).await;
-    // Only the first element is a byte, or all elements but one are.
+    // Lists in which some elements are bytes and others are not.
     for at in 0..4 {
         let mut numbers = [const { Byte(Some(1)) }; 4].to_vec();
         numbers[at] = Byte(None);
@@ -887,7 +888,7 @@ async fn only_plain_bytes_are_not_json() {
     }
 }
 
-/// A byte, or the text "none".
+/// Element that serializes as a byte or as the text "none".
 #[derive(Clone, PartialEq, Debug)]
 struct Byte(Option<u8>);
 
@@ -906,10 +907,10 @@ impl<'de> Deserialize<'de> for Byte {
     }
 }
 
-/// Recorded bytes decode in each type to the value that an array of the same numbers would give.
+/// A type reads recorded bytes in the same way as a JSON array of the same numbers.
 #[test]
-fn bytes_are_read_as_an_array_is() {
-    // Reads the bytes back from a recorded JSON array and from recorded raw bytes: both must give the same value.
+fn recorded_bytes_are_read_like_an_array() {
+    // Reads the bytes from a recorded JSON array and from recorded raw bytes, which must give the same value.
     fn read<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
         let [array, raw] =
             [("json", serde_json::to_vec(bytes).unwrap()), ("bytes", bytes.to_vec())].map(|(name, bytes)| {
@@ -959,7 +960,7 @@ async fn bytes_keep_the_rules_of_other_results() {
     fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         Json::encode(&String::from_utf8(recorded.decode::<Vec<u8>>()?)?)
     }
-    // `max_result_bytes` limits the recorded bytes, not their JSON form.
+    // `max_result_bytes` limits the recorded bytes, and not the longer JSON form.
     let world = World::default();
     world.value::<Json, _>(POLICY.max_result_bytes(100), vec![200_u8; 100]).await.0.unwrap();
     assert_eq!(world.value::<Json, _>(POLICY, vec![0_u8]).await.0.unwrap(), [200; 100]);
@@ -968,14 +969,14 @@ async fn bytes_keep_the_rules_of_other_results() {
     let reason = self::reason(world.unavailable::<Json, _>(POLICY, vec![0_u8]).await);
     assert!(matches!(reason, ResultProblem::TooLarge { size: 101, .. }), "{reason:?}");
 
-    // A user's codec without `READS_OTHERS` does not read results of the codec `bytes` either.
+    // A user's codec without `READS_OTHERS` reads no results of the codec `bytes`.
     let world = World::default();
     world.value::<Json, _>(POLICY, vec![7_u8]).await.0.unwrap();
     let reason = self::reason(world.unavailable::<Own, _>(POLICY, vec![7_u8]).await);
     let ResultProblem::OtherCodec { codec, .. } = &reason else { panic!("{reason:?}") };
     assert_eq!(codec, "bytes");
 
-    // Bytes migrate too, and an operator's result is recorded in the same form.
+    // A migration gets recorded bytes, too. An operator's result is recorded as bytes, too.
     let world = World::default();
     world.value::<Json, _>(POLICY, b"label".to_vec()).await.0.unwrap();
     let (migrated, outcome) = world.value::<Json, _>(migrating(migrate), String::new()).await;
@@ -1034,7 +1035,7 @@ async fn old_results_are_migrated_at_each_replay() {
             assert_eq!((outcome.disposition(), outcome.attempt(), world.runs()), (Disposition::Ack, Some(1), 1));
             assert_eq!(world.record().await, before, "a record is not rewritten");
         }
-        // A handler that still has the old type reads the result as before.
+        // A handler with the old type still reads the result.
         assert_eq!(world.value::<W, _>(migrating(must_not_be_asked), BEFORE()).await.0.unwrap(), BEFORE());
     }
     for_each_codec!(W => {
@@ -1059,7 +1060,7 @@ async fn results_of_an_unknown_codec_are_migrated() {
 }
 
 #[tokio::test]
-async fn a_migration_that_fails_is_an_answer() {
+async fn a_failed_migration_is_an_error_and_runs_no_body() {
     fn fails(_: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         Err("parcels have no numbers any more".into())
     }
@@ -1079,7 +1080,7 @@ async fn a_migration_that_fails_is_an_answer() {
     assert!(std::error::Error::source(&error).unwrap().to_string().contains("at line 1"));
     assert!(matches!(reason(error), ResultProblem::MigratedUndecodable { .. }));
 
-    // The function's bytes are decoded by the handler's codec, whichever codec wrote the record.
+    // The handler's codec decodes the output of the migration, whichever codec wrote the record.
     let error = world.unavailable::<Postcard, _>(migrating(migrate_to::<Json>), NOW()).await;
     assert!(matches!(reason(error), ResultProblem::MigratedUndecodable { .. }));
 }
@@ -1126,7 +1127,7 @@ async fn recorded_errors_are_migrated_as_errors() {
     assert_eq!(result, Err(Failure::Declined(51)));
     assert!(outcome.replayed() && !outcome.executed(), "{outcome:?}");
     assert_eq!((outcome.disposition(), world.runs()), (Disposition::DeadLetter, 1));
-    // A handler that doesn't record errors doesn't read them, and doesn't call the migration.
+    // A handler without `record_errors` can't read a recorded error, and does not call the migration.
     let reason = reason(world.unavailable::<MessagePack, _>(migrating(must_not_be_asked), NOW()).await);
     assert!(matches!(reason, ResultProblem::RecordedError), "{reason:?}");
 
@@ -1189,7 +1190,7 @@ async fn waiting_duplicates_migrate_as_well() {
 }
 
 #[test]
-fn a_migrated_result_is_not_shown() {
+fn debug_output_of_a_migration_shows_no_result() {
     let recorded = Undecodable::error("json", br#"{"card":"4111 1111"}"#);
     assert_eq!(format!("{recorded:?}"), r#"Undecodable { codec: "json", bytes: 20 bytes, is_error: true }"#);
     let recorded = Undecodable::value("json", b"7");
@@ -1198,7 +1199,7 @@ fn a_migrated_result_is_not_shown() {
 }
 
 #[test]
-fn policies_stay_small() {
+fn a_policy_stays_small() {
     assert!(size_of::<Policy>() <= 136, "{}", size_of::<Policy>());
     assert_eq!(size_of::<OnUndecodable>(), size_of::<usize>());
 }

@@ -1,5 +1,5 @@
-//! `DynamoStore` on emulators: items, costs, clocks and faults. Answers that no emulator gives (throttling, conflicts,
-//! invalid answers) are scripted.
+//! `DynamoStore` on emulators: items, costs, clocks and faults. The tests script answers that no emulator gives
+//! (throttling, conflicts, invalid answers).
 #![allow(
     clippy::unchecked_time_subtraction,
     clippy::semicolon_if_nothing_returned,
@@ -34,21 +34,21 @@ use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use tokio::sync::Semaphore;
 
-/// Wall-clock time of clocks that stand still, in milliseconds: a Tuesday in November 2023.
+/// Reading of wall clocks that stand still, in milliseconds since 1970: a Tuesday in November 2023.
 const THEN: i64 = 1_700_000_000_000;
 
-/// Options with keys that no other test uses, and with a time-out for machines of any speed.
+/// Options with a namespace that no other test uses, and with a time limit that suits slow machines.
 fn options(test: &str) -> DynamoOptions {
     DynamoStore::options().namespace(format!("{test}:")).response_timeout(Duration::from_secs(60))
 }
 
-/// Store on the shared emulator with keys that no other test uses, and the wire to it.
+/// Store on the shared emulator in a namespace that no other test uses, and its HTTP client.
 fn wired(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
     (options(test).build(client(&wire), TABLE), wire)
 }
 
-/// Store as `wired` makes it, with a clock that stands still.
+/// Store like that of [`wired`], with a clock that stands still.
 fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, OddClock) {
     let (clock, skew) = (OddClock::at(now), Duration::from_millis(skew.unsigned_abs()));
     let options = options(test).max_clock_skew(skew).clock(clock.clone());
@@ -65,7 +65,7 @@ async fn item(raw: &Client, name: &str) -> BTreeMap<String, AttributeValue> {
     found.item.expect("recorded").into_iter().collect()
 }
 
-/// Item in DynamoDB's JSON, except that binary values are hexadecimal digits.
+/// Item in DynamoDB's JSON, with binary values as hexadecimal digits.
 fn json(item: &BTreeMap<String, AttributeValue>) -> String {
     let attributes = item.iter().map(|(name, value)| {
         let value = match value {
@@ -90,7 +90,7 @@ async fn the_stored_form_is_pinned() {
     let (store, clock) = timed("golden", 1500, THEN);
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let mut written = String::new();
-    // Each record in one line of the golden file; the store must also read the record back.
+    // Each record is one line of the golden file, and the store must read it back.
     let mut show = async |name: &str, record: Record| {
         let key = Key::new("test", name).unwrap();
         let item = item(&raw(), &format!("golden:{}", key.as_str())).await;
@@ -105,11 +105,11 @@ async fn the_stored_form_is_pinned() {
         let request = request.holder(Holder::new(if told { "host/7/name" } else { "" }));
         let traceparent = TRACEPARENT.parse::<Traceparent>().ok().filter(|_| told);
         let lease = wins(&store, &request.traceparent(traceparent)).await;
-        // The renewal or the end of the attempt comes later, and not at a whole second.
+        // The renewal or the end of the attempt comes 7.001 s later, which is no whole second.
         clock.set_wall(THEN + 7_001);
         lease
     };
-    // Every kind of item: pending, renewed, ended in each way, and reopened by an operator.
+    // Items of every kind: pending, renewed, ended in each way, and reopened by an operator.
     let pending = |on_crash| State::Pending { lease: LEASE, ttl: TTL, on_crash, begun: false };
 
     let lease = begin("pending", None, OnCrash::Retry).await;
@@ -186,7 +186,7 @@ async fn items_are_purged_only_once_every_clock_has_seen_the_end_of_their_retent
 #[tokio::test]
 async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() {
     const LARGEST: usize = 400 * 1024;
-    // A number takes space for each of its digits, so the time stands still.
+    // The clock stands still, because a number takes space for each of its digits.
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let store = options("limit").clock(OddClock::at(THEN)).build(client(&wire), TABLE);
     for fingerprint in [None, Some(Fingerprint::from_bytes([1; 32]))] {
@@ -206,7 +206,7 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
         let Some(found) = store.inspect(&lease.key).await.unwrap() else { panic!("recorded") };
         assert_eq!(found.record, Record::after(&lease, result(fits).state()));
         assert_eq!((found.first_seen, found.began), (Some(Duration::ZERO), Some(Duration::ZERO)));
-        // DynamoDB itself enforces this limit.
+        // DynamoDB itself enforces the limit of 400 KB.
         let mut item = item(&raw(), &format!("limit:1/test/{name}")).await;
         item.insert("result".to_owned(), AttributeValue::B(vec![b'x'; fits + 1].into()));
         let put = raw().put_item().table_name(TABLE).set_item(Some(item.into_iter().collect())).send().await;
@@ -231,7 +231,7 @@ async fn a_result_that_no_item_holds_ends_the_operation_without_it() {
     let (second, _) = call("k", 500_000).await;
     assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1);
-    // DynamoDB notices the size and the store does not: the result is the same.
+    // If DynamoDB finds the item too large and the store does not, the operation ends in the same way.
     let body = r#"{"__type":"ValidationException","message":"Item size has exceeded the maximum allowed size"}"#;
     wire.script([Reply::Pass, Reply::Instead(400, body.to_owned())]);
     assert!(call("other", 10).await.1.recorded());
@@ -241,7 +241,7 @@ async fn a_result_that_no_item_holds_ends_the_operation_without_it() {
 }
 
 #[tokio::test]
-async fn prefixes_keep_applications_apart() {
+async fn namespaces_keep_applications_apart() {
     let (a, _) = wired("prefix-a");
     let (b, _) = wired("prefix-b");
     for store in [a, b] {
@@ -249,7 +249,7 @@ async fn prefixes_keep_applications_apart() {
     }
 }
 
-// The table.
+// Creation of the table.
 
 #[tokio::test]
 async fn the_template_makes_the_same_table_as_create_table() {
@@ -259,7 +259,7 @@ async fn the_template_makes_the_same_table_as_create_table() {
         let emulator = Emulator::start(kind);
         let raw = client(&Wire::to(&emulator.endpoint()));
         let store = DynamoStore::new(raw.clone(), TABLE);
-        // From several processes concurrently, and then again.
+        // Four processes create the table concurrently, and then again.
         futures::future::try_join_all((0..4).map(|_| store.ensure_table())).await.unwrap();
         store.ensure_table().await.unwrap();
         let described = raw.describe_table().table_name(TABLE).send().await.unwrap().table.unwrap();
@@ -284,7 +284,7 @@ async fn the_template_makes_the_same_table_as_create_table() {
 }
 
 #[tokio::test]
-async fn tables_of_others_are_refused() {
+async fn a_missing_or_foreign_table_is_refused() {
     let raw = raw();
     let string = |name: &str| {
         AttributeDefinition::builder().attribute_name(name).attribute_type(ScalarAttributeType::S).build().unwrap()
@@ -303,10 +303,10 @@ async fn tables_of_others_are_refused() {
     assert_eq!(runs.into_inner(), 0);
 }
 
-// Costs.
+// Costs in requests.
 
 #[tokio::test]
-async fn calls_are_counted() {
+async fn each_operation_costs_its_documented_requests() {
     let (store, wire) = wired("calls");
     let runs = AtomicU32::new(0);
     let mut table = Vec::new();
@@ -320,7 +320,7 @@ async fn calls_are_counted() {
     assert!(call(&store, "k", &runs).await.1.replayed());
     costs("replay", &["PutItem"]);
 
-    // Calls on a held key: a duplicate, renewals, the release, and the next attempt.
+    // Calls for a held key: a duplicate, renewals, the release, and the next attempt.
     let lease = reserved(&store, "held").await;
     wire.seen();
     let (result, _) = call(&store, "held", &runs).await;
@@ -342,7 +342,7 @@ async fn calls_are_counted() {
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
     costs("look and decision of an operator", &["GetItem", "GetItem", "PutItem"]);
 
-    // A takeover: the first request finds the lapsed lease.
+    // In a takeover, the first request finds the lapsed lease.
     let lapsed = request(&store, "lapsed").lease(Duration::from_millis(1));
     let eager = options("calls").max_clock_skew(Duration::ZERO).build(client(&wire), TABLE);
     wins(&eager, &lapsed).await;
@@ -356,7 +356,7 @@ async fn calls_are_counted() {
 }
 
 #[tokio::test]
-async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
+async fn a_waiting_duplicate_is_woken_by_its_own_handle_and_polls_for_others() {
     let (store, wire) = wired("wait");
     let (other, _) = wired("wait");
     for (name, by) in [("own", &store), ("other", &other)] {
@@ -378,8 +378,8 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
         let ((result, outcome), ()) = tokio::join!(duplicate, end);
         assert_eq!((result.unwrap(), outcome.replayed()), (42, true), "{name}");
         let looks = wire.seen().iter().filter(|operation| *operation == "GetItem").count();
-        // The pauses between the looks grow. If the attempt ends in the waiter's own handle, the last pause is cut
-        // short.
+        // The pauses between reads of the record grow. If the attempt ends in the same store handle, the last pause is
+        // cut short.
         let growing = [50, 100, 200, 400, 800].into_iter().chain(std::iter::repeat(1000));
         let cut_short = usize::from(name == "own");
         let paused: u64 = growing.take(looks.saturating_sub(1 + cut_short)).sum();
@@ -387,9 +387,9 @@ async fn a_waiting_duplicate_hears_of_its_own_handle_and_asks_about_others() {
     }
 }
 
-// Clocks.
+// Clocks that differ.
 
-/// Two machines whose clocks differ, and the true time.
+/// Two machines with different clocks, whose readings follow from the true time.
 struct Machines {
     stores: [DynamoStore; 2],
     clocks: [OddClock; 2],
@@ -422,7 +422,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
             Reservation::InProgress { attempt: 1, lapses_in, .. } => lapses_in,
             other => panic!("{ahead:?}, {why}: {other:?}"),
         };
-        // The owner renews once, when half of its lease is over.
+        // The owner renews its lease once, after half of its time.
         machines.at(lease / 2);
         assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
         let lapses = lease / 2 + lease;
@@ -430,12 +430,13 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
             machines.at(at);
             let lapses_in = refused("the lease still holds").await;
             assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?} at {at}");
-            // A duplicate's answer holds the time until it can take over.
+            // The answer to a duplicate contains the time until a takeover is possible.
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
             refused("a moment too early").await;
         }
-        // By its own clock, the other machine takes over one skew after the lease lapses; by true time, after two skews
-        // at the latest.
+        // By its own clock, the other machine takes over one skew after the lapse; by true time, that is at most two
+        // skews after
+        // the lapse.
         let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
         assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
         machines.at(free - 1);
@@ -467,7 +468,7 @@ async fn clocks_within_the_skew_never_forget_early() {
             assert!(matches!(answer, Reservation::Finished { .. }), "{ahead:?} at {at}: {answer:?}");
             assert!(b.inspect(&held.key).await.unwrap().is_some(), "{ahead:?} at {at}");
         }
-        // The item has not been deleted, but counts as absent.
+        // The item still exists, but counts as absent.
         machines.at(forgotten);
         assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
         assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?}");
@@ -476,7 +477,7 @@ async fn clocks_within_the_skew_never_forget_early() {
 }
 
 #[tokio::test]
-async fn a_change_between_a_look_and_a_takeover_counts() {
+async fn a_change_before_a_takeover_prevents_the_takeover() {
     let lapsed = i64::try_from(LEASE.as_millis()).unwrap() + 1;
     for end in ["renewed", "released", "finished", "taken over"] {
         for operator in [false, true] {
@@ -487,10 +488,11 @@ async fn a_change_between_a_look_and_a_takeover_counts() {
             let wire = Wire::to(&Kind::Dynoxide.shared());
             let options = options("between").max_clock_skew(Duration::ZERO);
             let other = options.clock(clock).build(client(&wire), TABLE);
-            // The first request of the other process finds the lapsed lease; the second one, which takes the lease
-            // over, has to wait.
+            // The first request of the other process finds the lapsed lease. The second request, which takes the lease
+            // over, is held
+            // back.
             let may = Arc::new(Semaphore::new(0));
-            // An operator looks before these two requests.
+            // An operator inspects the record first.
             wire.script(
                 operator.then_some(Reply::Pass).into_iter().chain([Reply::Pass, Reply::Once(Arc::clone(&may))]),
             );
@@ -534,7 +536,7 @@ async fn a_change_between_a_look_and_a_takeover_counts() {
 }
 
 #[tokio::test]
-async fn a_clock_that_is_too_far_off_is_warned_of_once() {
+async fn a_clock_beyond_the_skew_is_warned_of_once() {
     for (off, words) in [(0, None), (600_000, Some("ahead of")), (-600_000, Some("behind"))] {
         let log = Log::start();
         let store =
@@ -549,13 +551,13 @@ async fn a_clock_that_is_too_far_off_is_warned_of_once() {
 }
 
 #[tokio::test]
-async fn a_renewal_that_arrives_late_cuts_nothing_short() {
+async fn a_late_renewal_does_not_shorten_a_lease() {
     let (store, clock) = timed("late-renewal", 0, THEN);
     let held = reserved(&store, "k").await;
     clock.set_wall(THEN + 20_000);
     assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
-    // A renewal sent 10 s earlier arrives only now, or the clock was set back.
+    // A renewal that was sent 10 s earlier arrives only now, which looks as if the clock was set back.
     clock.set_wall(THEN + 10_000);
     assert_eq!(
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
@@ -571,7 +573,7 @@ async fn a_renewal_that_arrives_late_cuts_nothing_short() {
     assert_eq!(renew_all(&store, &[forged]).await.unwrap(), [Verdict::Refused]);
 }
 
-// Leases are kept.
+// Leases that are kept.
 
 /// Starts a runtime of one thread that runs `work` and is then blocked until the returned sender is dropped.
 fn blocked_runtime<F>(work: impl FnOnce() -> F + Send + 'static) -> std::sync::mpsc::Sender<()>
@@ -585,7 +587,7 @@ where
         runtime.block_on(async {
             work().await;
             done.send(()).unwrap();
-            // Blocks the thread: no task, timer or connection of this runtime makes progress.
+            // Blocks the thread, so that no task, timer or connection of this runtime makes progress.
             let _: Result<(), _> = until.recv();
         });
     });
@@ -618,7 +620,7 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
             }
             assert_eq!((calls.seen().len(), upkeep.seen().len()), (1, 10));
         } else {
-            // The user's HTTP client serves both handles, and its connection belongs to the blocked runtime.
+            // Both handles use the user's HTTP client, whose connection belongs to the blocked runtime.
             let answer = renew_all(&*handle, std::slice::from_ref(&lease)).await;
             assert!(answer.unwrap_err().may_have_landed());
         }
@@ -627,7 +629,7 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
 }
 
 #[tokio::test]
-async fn a_renewal_that_hangs_holds_up_no_other() {
+async fn a_renewal_that_hangs_delays_no_other() {
     const HUNG: usize = 40;
     let (store, wire) = wired("hung");
     let mut leases = Vec::new();
@@ -641,7 +643,7 @@ async fn a_renewal_that_hangs_holds_up_no_other() {
         let mut answered = answered.lock().unwrap();
         answered.push((at, write));
         if answered.len() == leases.len() - HUNG {
-            // All others have been answered: the requests that hung may go on now.
+            // Every other renewal has been answered, so the hanging requests may go on.
             may.add_permits(HUNG);
         }
     };
@@ -677,11 +679,11 @@ async fn a_call_of_several_requests_has_one_time_limit() {
 
 // Refusals by DynamoDB, and invalid answers.
 
-/// Answers to the request that begins an attempt, each with the kind of error that it means.
+/// Answers to the request that begins an attempt, each with the kind of the expected error.
 fn answers() -> Vec<(Reply, StoreErrorKind)> {
     use StoreErrorKind::{Full, Misconfigured, Unavailable, Unconfirmed};
     let mut answers = Vec::new();
-    // Refusals: the request had no effect.
+    // DynamoDB refuses the request, which had no effect.
     for code in [
         "ProvisionedThroughputExceededException",
         "ThrottlingException",
@@ -705,7 +707,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
     ] {
         answers.push((Reply::error(400, code), Misconfigured));
     }
-    // Errors of the server: the request may have had an effect.
+    // The server fails, and the request may have had an effect.
     for (status, code) in [
         (500, "InternalServerError"),
         (503, "ServiceUnavailable"),
@@ -716,7 +718,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
     ] {
         answers.push((Reply::error(status, code), Unconfirmed));
     }
-    // Answers that are not DynamoDB's, from something between client and server, and lost answers.
+    // An answer that DynamoDB did not give, or no answer.
     let no_answers = [
         "",
         "{}",
@@ -754,7 +756,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
         let play = || wire.script([reply.clone()]);
         play();
         is("reserve", store.reserve(&request).await.err());
-        // The other calls find the record that exists by now.
+        // The other operations find the record that now exists.
         assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
         is("renew", renew_all(&store, std::slice::from_ref(&lease)).await.err());
@@ -774,7 +776,7 @@ async fn every_refusal_has_its_kind_in_every_call() {
 
 #[tokio::test]
 async fn no_answer_leads_to_a_second_run() {
-    // Each answer is given to the first requests of each step in turn.
+    // Each answer replaces the answers to the first requests of each step.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
         steps.map(move |(step, before, times)| {
@@ -793,7 +795,7 @@ async fn no_answer_leads_to_a_second_run() {
                 assert!(runs.into_inner() <= 1, "{name} {reply:?}: {first:?}, then {second:?}");
                 match second {
                     Ok(_) => assert_eq!(outcome.replayed(), ran == 1, "{name} {reply:?}"),
-                    // The key is held until its lease lapses: the body has run, and its result is unknown.
+                    // The body has run and its result is unknown, so the key stays held until its lease lapses.
                     Err(Error::InProgress { .. }) => {
                         assert!(ran == 1 && first.is_err() && step == "finish", "{name} {reply:?}: {first:?}");
                     }
@@ -806,47 +808,47 @@ async fn no_answer_leads_to_a_second_run() {
 }
 
 #[tokio::test]
-async fn a_refusal_without_the_item_is_looked_into() {
+async fn a_refusal_without_the_item_makes_the_store_read_the_item() {
     const REFUSED: &str = r#"{"__type":"ConditionalCheckFailedException","message":"The conditional request failed"}"#;
     let (store, wire) = wired("no-item");
     let bare = || Reply::Instead(400, REFUSED.to_owned());
-    // No item: it was deleted meanwhile, and the store repeats the reservation.
+    // The store reads the item and finds none, because it was deleted meanwhile; the reservation is repeated.
     wire.script([bare()]);
     let lease = reserved(&store, "k").await;
     assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
-    // The item is another attempt's record.
+    // The store reads the item and finds another attempt's record.
     wire.script([bare()]);
     assert!(matches!(store.reserve(&request(&store, "k")).await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(wire.seen(), ["PutItem", "GetItem"]);
-    // The item holds the attempt's own result.
+    // The store reads the item and finds the attempt's own result.
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     wire.script([bare()]);
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
-    // The look at the item fails: an error.
+    // The read of the item fails, and the call returns an error.
     wire.script([bare(), Reply::error(500, "InternalServerError")]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
     wire.script([bare(), Reply::Instead(200, "{}".to_owned())]);
     assert!(store.reserve(&request(&store, "other")).await.unwrap_err().may_have_landed());
-    // A service that refuses forever does not keep the call forever.
+    // The service refuses forever, and the call ends after some tries.
     wire.script((0..1000).flat_map(|_| [bare(), Reply::Pass]));
     wire.seen();
     let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
     assert_eq!(wire.seen().len(), 2 * 20, "a bound, and a low one");
-    // An item that is not a record is an error.
+    // The refusal contains an item that is not a record.
     let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
     wire.script([Reply::Instead(400, nonsense)]);
     assert_eq!(store.reserve(&request(&store, "nonsense")).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
 }
 
 #[tokio::test]
-async fn items_of_others_are_left_alone() {
+async fn damaged_items_and_items_of_a_later_version_are_left_alone() {
     let (store, wire) = wired("others");
     let written = reserved(&store, "sample").await;
     let sample = item(&raw(), "others:1/test/sample").await;
     let number = |n: i64| AttributeValue::N(n.to_string());
     let text = |text: &str| AttributeValue::S(text.to_owned());
-    // An item of a later version whose retention seems to have ended: only that version can judge it.
+    // The item has a later version, and its retention seems to have ended, which only the later version can judge.
     let mut later = sample.clone();
     later.insert("key".to_owned(), text("others:1/test/later"));
     later.insert("format".to_owned(), number(2));
@@ -855,7 +857,7 @@ async fn items_of_others_are_left_alone() {
     let error = store.reserve(&request(&store, "later")).await.unwrap_err();
     assert!(error.kind() == StoreErrorKind::Corrupt && error.to_string().contains("format 2"), "{error}");
     assert_eq!(item(&raw(), "others:1/test/later").await, later);
-    // Each broken attribute with the error that it causes; `None` removes the attribute.
+    // Damaged attributes, each with a part of the expected error; `None` removes the attribute.
     let spoiled: Vec<(&str, &str, Option<AttributeValue>)> = vec![
         ("format", "not a record", None),
         ("format", "not a record", Some(text("1"))),
@@ -899,7 +901,7 @@ async fn items_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{what}");
         assert!(source.to_string().contains(words), "{what}: {source}");
         assert_eq!(runs.into_inner(), 0, "{what}");
-        // No write of an owner changes the item, nor does an operator's `reopen`, in any version.
+        // The owner's writes and an operator's `reopen` change the item in no version.
         let request = request(&store, &name);
         let lease = Record::first(&request).lease(&request);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused, "{what}");
@@ -925,7 +927,7 @@ async fn errors_show_neither_signatures_nor_results() {
     assert!(!format!("{store:?} {:?}", DynamoStore::options()).contains("Credentials"));
 }
 
-// Retries by the client.
+// Requests that the client repeats.
 
 fn retrying(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
@@ -956,7 +958,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
             record
         };
         assert_eq!(store.inspect(&lease.key).await.unwrap().unwrap().record, released, "refunded once");
-        // The second request of a reservation that finds a record.
+        // The second request of a reservation fails, after the first has found a record.
         fail_at(1);
         let lease = reserved(&store, &name).await;
         assert_eq!((lease.attempt, lease.attempts_used), (2, 1), "{lost:?}");
@@ -970,13 +972,13 @@ async fn writes_that_the_client_repeats_take_effect_once() {
 }
 
 #[tokio::test]
-async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
+async fn a_refusal_after_a_lost_answer_is_unconfirmed() {
     let (store, wire) = retrying("doubt");
     let throttled = || Reply::error(400, "ThrottlingException");
     wire.script([throttled(), throttled(), throttled()]);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "refused three times: {error}");
-    // The time limit ends while the client pauses before its next try.
+    // The time limit ends while the client waits before its next try.
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let patient = RetryConfig::standard()
         .with_initial_backoff(Duration::from_secs(1000))
@@ -1005,7 +1007,7 @@ async fn a_refusal_after_a_lost_answer_is_not_taken_for_nothing_written() {
 // Faults.
 
 #[tokio::test]
-async fn a_call_that_is_never_answered_ends() {
+async fn a_call_without_an_answer_ends_at_its_time_limit() {
     let (store, _) = wired("silence");
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let hurried = options("silence").response_timeout(Duration::from_millis(100)).build(client(&wire), TABLE);
@@ -1032,7 +1034,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
         let through = Wire::to(&proxy.url().replace("redis:", "http:"));
         let store = DynamoStore::options().response_timeout(Duration::from_secs(2)).build(client(&through), TABLE);
         let (runs, name) = (AtomicU32::new(0), format!("finish:{line:?}"));
-        // The line breaks while the result is being recorded, and works again after a while.
+        // The line breaks while the result is being recorded, and recovers after a while.
         let body = async {
             proxy.set(line);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -1048,7 +1050,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
         assert!(outcome.recorded(), "{line:?}");
         assert!(call(&direct, &name, &runs).await.1.replayed(), "{line:?}");
         assert_eq!(runs.into_inner(), 1, "{line:?}");
-        // The same while the key is being reserved.
+        // The line breaks while the key is being reserved, and recovers after a while.
         let (runs, name) = (AtomicU32::new(0), format!("reserve:{line:?}"));
         proxy.set(line);
         let (result, _) = call(&store, &name, &runs).await;
@@ -1063,7 +1065,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
 }
 
 #[tokio::test]
-async fn an_unreachable_server_has_written_nothing() {
+async fn an_error_of_an_unreachable_server_says_nothing_was_written() {
     let store = DynamoStore::new(client(&Wire::to("http://127.0.0.1:1")), TABLE);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
@@ -1088,7 +1090,7 @@ async fn processes_race_for_the_same_keys_while_the_server_restarts() {
         }
     };
     let effects = race.run(restarts).await;
-    // If the emulator is away for longer than a lease, a process also leaves an effect without a record.
+    // If the emulator is away for longer than a lease, each process may leave an effect without a record.
     println!("{} effects beyond one for each key", effects.repeated());
     assert!(effects.repeated() <= race.kills + 3 * (race.racers + 1), "{effects:?}");
 }

@@ -1,4 +1,4 @@
-//! Statements of the documents about the sources: the floors, the files of the stores, and the tests that they name.
+//! Checks that the documents are true of the sources, and that both follow the rules of the house.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
@@ -12,7 +12,7 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// All files below a folder whose names have this extension.
+/// All files in and below a folder whose names have this extension.
 fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
@@ -26,7 +26,7 @@ fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Code of a file, without comments and without the module of tests at its end.
+/// Code of a file, without comments and without the tests at its end.
 fn code(path: &Path) -> String {
     let text = read(path);
     let end = text.find("\n#[cfg(test)]\nmod ").or_else(|| text.find("\n#[cfg(all(test")).unwrap_or(text.len());
@@ -34,7 +34,7 @@ fn code(path: &Path) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Names of the floors, from the top.
+/// Names of the floors in ARCHITECTURE.md, from the top.
 fn floors() -> Vec<String> {
     let architecture = read(&root().join("ARCHITECTURE.md"));
     let (_, rest) = architecture.split_once("<!-- floors, from the top -->").expect("the table begins");
@@ -51,7 +51,7 @@ fn imports_go_down_from_floor_to_floor() {
     let (mut imports, mut wrong) = (0, Vec::new());
     for path in files(&sources, "rs") {
         let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
-        // The root has no floor, and modules that run under the tests' scheduler are no part of the library.
+        // The crate root has no floor. Modules that only the tests' scheduler runs are no part of the library.
         if relative == "lib.rs" || relative.ends_with("interleavings.rs") || relative.ends_with("shuttle.rs") {
             continue;
         }
@@ -63,7 +63,7 @@ fn imports_go_down_from_floor_to_floor() {
             let target: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
             imports += 1;
             match height(&target) {
-                // Exported macros are at the crate root.
+                // Exported macros are in the crate root.
                 _ if target.starts_with("__") || target == name => {}
                 Some(floor) if floor < limit => {}
                 Some(_) => wrong.push(format!("{relative} imports `{target}`, which lies above")),
@@ -75,8 +75,9 @@ fn imports_go_down_from_floor_to_floor() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// The rows of the picture are heights of the table: a module of an upper row never lies below one of a lower row. The
-/// stores stand next to the rows.
+/// The rows of the picture are in the order of the floors: no module of an upper row is below a module of a lower row.
+/// The
+/// stores have their own column.
 #[test]
 fn the_picture_of_the_modules_agrees_with_the_table() {
     let page = read(&root().join("ARCHITECTURE.md"));
@@ -99,10 +100,11 @@ fn the_picture_of_the_modules_agrees_with_the_table() {
     }
 }
 
-/// Two clocks can't be compared, and a test moves only those that it knows: a clock is an argument. `MADE` holds the
-/// files without a clock that is passed to them; the list only shrinks.
+/// Code takes its clock as an argument, because times of two clocks can't be compared, and a test controls only the
+/// clock
+/// that it passes. `MADE` lists the files that make a clock; the list only shrinks.
 #[test]
-fn a_clock_is_an_argument() {
+fn every_clock_is_passed_as_an_argument() {
     const MADE: [(&str, &str); 13] = [
         ("stores/memory/options.rs", "the default of a builder"),
         ("stores/sqlite/options.rs", "the default of a builder"),
@@ -130,7 +132,7 @@ fn a_clock_is_an_argument() {
     assert_eq!(found, known, "files that make a clock, and those that may");
 }
 
-/// The `static`s of a source: name and type.
+/// Name and type of each `static` in a source.
 fn statics(code: &str) -> impl Iterator<Item = (&str, &str)> {
     let declared = code.match_indices("static ").filter(|(at, _)| !code[..*at].ends_with(['\'', '_']));
     declared.filter_map(|(at, word)| {
@@ -142,7 +144,7 @@ fn statics(code: &str) -> impl Iterator<Item = (&str, &str)> {
 
 #[test]
 fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
-    // Locks and what is made once: a thread that does not exist in the child may be at work in each.
+    // A thread that does not exist in the child may hold any of these at the fork.
     const WAITS: [&str; 7] = ["Mutex", "RwLock", "LazyLock", "OnceLock", "Once<", "Condvar", "Notify"];
     // The exception: a forked child tries to lock `LINKS` for about 0.1 s, and then returns an error.
     const ALLOWED: [(&str, &str); 1] = [("stores/sqlite/fork_guard.rs", "LINKS")];
@@ -152,7 +154,7 @@ fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
         let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
         for (name, of) in statics(&code(&path)) {
             found += 1;
-            // A cell without a lock is one of a thread's own.
+            // A cell without a lock belongs to one thread or one process.
             let is_own = ["PerProcess<", "Cell<", "RefCell<"].iter().any(|own| of.starts_with(own));
             let waits = WAITS.iter().any(|waits| of.replace("SharedOnce<", "").contains(waits));
             if waits && !is_own && !ALLOWED.contains(&(relative, name)) {
@@ -198,7 +200,7 @@ fn is_name(text: &str) -> bool {
     text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
-/// All words of the sources that contain a `_`, and the names of the files.
+/// All names in the sources that contain a `_`, and the names of the files.
 fn names() -> HashSet<String> {
     let mut known = HashSet::new();
     for folder in ["idem-runtime/src", "idem-macros/src", "idem-cli", "tests", "examples", "benches", "fuzz/src"] {
@@ -221,7 +223,8 @@ fn the_tests_that_documents_name_are_there() {
     for path in documents.chain(files(&root().join("docs"), "md")).chain(files(&root().join("tests"), "md")) {
         let is_history = path.file_name().is_some_and(|it| it == "CHANGELOG.md");
         for name in quoted(&read(&path)).filter(|_| !is_history) {
-            // Three underscores make a sentence; a shorter name may be a column, an option or a field.
+            // A name of a test has at least three underscores; a shorter name may be that of a column, an option or a
+            // field.
             if is_name(name) && name.matches('_').count() >= 3 {
                 named += 1;
                 if !known.contains(name) {
@@ -250,7 +253,7 @@ fn every_invariant_has_tests() {
     assert_eq!(labels(index), labels(&architecture), "the index and ARCHITECTURE.md name the same rules");
     let known = names();
     for row in index.lines().filter(|row| label(row).is_some()) {
-        // Cells after the label and the rule.
+        // The first cells hold the label and the rule; the others name tests.
         let cells = row.split('|').skip(3);
         let tests: Vec<_> = cells.flat_map(quoted).filter(|name| is_name(name) && name.contains('_')).collect();
         assert!(!tests.is_empty(), "no test in {row}");
@@ -296,7 +299,7 @@ fn the_page_about_http_begins_with_a_program_that_is_built() {
     assert_eq!(told, program, "docs/http.md and examples/axum_front.rs have the same program");
 }
 
-/// Name and documented default of each method of `source` that sets something.
+/// Name and documented default of each method in `source` that sets an option.
 fn settings(source: &str) -> Vec<(String, String)> {
     let (mut comment, mut settings) = (String::new(), Vec::new());
     let mut lines = source.lines().map(str::trim);
@@ -313,7 +316,7 @@ fn settings(source: &str) -> Vec<(String, String)> {
                 let default = comment.split_once("(default: ").map(|(_, rest)| rest);
                 let default = default.unwrap_or_else(|| panic!("`{name}` names no default"));
                 let end = default.find([')', ';', ',']).unwrap_or(default.len());
-                // `Profile::ietf()` has a parenthesis of its own.
+                // The parenthesis in `Profile::ietf()` does not end the default.
                 let end = if default[end..].starts_with(")`") { end + 2 } else { end };
                 settings.push((name.to_owned(), default[..end].to_owned()));
             }
@@ -342,7 +345,7 @@ fn the_page_about_http_lists_every_setting_with_its_default() {
     assert_eq!(told, there, "docs/http.md and layer.rs have the same settings, in one order");
 }
 
-/// The sentences of a page or of the comments of a source, without code.
+/// Sentences of a page, or of the comments in a source, without code.
 fn sentences(text: &str, is_page: bool) -> Vec<String> {
     let (mut paragraphs, mut is_code) = (vec![String::new()], false);
     for line in text.lines() {
@@ -406,7 +409,7 @@ fn comments_are_at_most_120_columns_wide() {
             };
             count += 1;
             is_code ^= comment.contains("```");
-            // Tables, rulers and examples can't be wrapped.
+            // Tables, rulers and examples in code can't be wrapped.
             let is_whole = is_code || comment.contains("| ") || comment.contains("----");
             if line.chars().count() > 120 && !is_whole {
                 wrong.push(format!("{}:{}", path.display(), number + 1));
@@ -417,7 +420,8 @@ fn comments_are_at_most_120_columns_wide() {
     assert!(wrong.is_empty(), "comments of more than 120 columns: {wrong:#?}");
 }
 
-/// Types that a crate's own code defines, each with its file. Associated types and names in macros are left out.
+/// Types that the code of a crate defines, each with its file. Associated types and types inside of macros are left
+/// out.
 fn types(sources: &Path) -> Vec<(String, PathBuf)> {
     let mut found = Vec::new();
     for path in files(sources, "rs") {
@@ -433,7 +437,7 @@ fn types(sources: &Path) -> Vec<(String, PathBuf)> {
     found
 }
 
-/// A name that occurs many times says nothing: the reader has to open the file to learn which thing is meant.
+/// A name that many types share forces the reader to open the file.
 #[test]
 fn a_type_name_occurs_twice_at_most_in_a_crate() {
     for package in ["idem-runtime", "idem-macros", "idem-cli"] {
@@ -449,7 +453,7 @@ fn a_type_name_occurs_twice_at_most_in_a_crate() {
 
 #[test]
 fn types_are_named_by_nouns() {
-    /// Participles that no ending shows.
+    /// Participles without the ending `-ed` or `-ing`.
     const IRREGULAR: [&str; 24] = [
         "Begun", "Broken", "Done", "Found", "Given", "Gone", "Held", "Hidden", "Kept", "Known", "Left", "Lost", "Made",
         "Met", "Read", "Said", "Seen", "Sent", "Shown", "Taken", "Told", "Undone", "Woken", "Written",
@@ -457,15 +461,14 @@ fn types_are_named_by_nouns() {
     /// Nouns that look like participles, and errors that state a condition.
     const NOUNS: [&str; 8] =
         ["Finding", "LeaseStanding", "NotRecorded", "OnBeatLost", "Recording", "Ruling", "Setting", "Standing"];
-    /// The wrappers, which the field names by participles (`Buffered`, `Limited`), and the usual name of a private
-    /// trait.
+    /// Wrappers, for which participles are usual (`Buffered`, `Limited`), and the usual name of a private trait.
     const USUAL: [&str; 5] = ["Cached", "Compressed", "Metered", "Offloaded", "Sealed"];
     let mut wrong = Vec::new();
     for package in ["idem-runtime", "idem-macros", "idem-cli"] {
         for (name, path) in types(&root().join(package).join("src")) {
             let start = name.rfind(char::is_uppercase).unwrap_or_default();
             let last = &name[start..];
-            // The traits of `private` are the text of a compiler's message, for example `ResultWanted`.
+            // The compiler prints the names of these traits in messages, for example `ResultWanted`.
             let is_text = path.ends_with("private.rs");
             let is_participle = last.ends_with("ed") || last.ends_with("ing") || IRREGULAR.contains(&last);
             if is_participle && !is_text && !NOUNS.contains(&&*name) && !USUAL.contains(&&*name) {
@@ -476,7 +479,7 @@ fn types_are_named_by_nouns() {
     assert!(wrong.is_empty(), "types that are named by a participle: {wrong:#?}");
 }
 
-/// Modules of a crate by their paths below its root, with the paths that each imports, and whether it hands them on.
+/// Modules of a crate by their paths, each with the paths that it imports. `true` stands for a re-export.
 struct Imports(BTreeMap<Vec<String>, Vec<(Vec<String>, bool)>>);
 
 impl Imports {
@@ -486,7 +489,7 @@ impl Imports {
             let relative = path.strip_prefix(sources).expect("below it").with_extension("");
             let mut module: Vec<_> = relative.iter().map(|part| part.to_str().expect("ASCII").to_owned()).collect();
             let name = module.last().expect("a file").clone();
-            // Modules that run under the tests' scheduler are no part of the library.
+            // Modules that only the tests' scheduler runs are no part of the library.
             if ["interleavings", "shuttle"].contains(&&*name) {
                 continue;
             }
@@ -496,7 +499,7 @@ impl Imports {
             let (mut imports, code) = (Vec::new(), code(&path));
             for statement in code.split(';') {
                 let lines = statement.lines().rev().collect::<Vec<_>>();
-                // Statements of inline modules are indented.
+                // Indented statements belong to inline modules.
                 let Some(first) = lines.iter().position(|line| line.starts_with("use ") || line.starts_with("pub"))
                 else {
                     continue;
@@ -505,7 +508,7 @@ impl Imports {
                 let Some((before, tree)) = statement.split_once("use ") else { continue };
                 let mut paths = Vec::new();
                 leaves(tree, &[], &mut paths);
-                // A module that hands on the items of its children is no user of them.
+                // A module that re-exports items of its children does not use them.
                 let hands_on = !before.is_empty();
                 imports.extend(paths.into_iter().map(|path| (path, hands_on)));
             }
@@ -514,7 +517,7 @@ impl Imports {
         Self(modules)
     }
 
-    /// Returns the module that defines the item at `path`, as seen from `module`; `None` if it is of another crate.
+    /// Returns the module that defines the item at `path`, as seen from `module`; `None` for an item of another crate.
     fn target(&self, module: &[String], path: &[String], depth: usize) -> Option<Vec<String>> {
         let mut base = if path[0] == "crate" { Vec::new() } else { module.to_vec() };
         let mut rest = path;
@@ -536,7 +539,7 @@ impl Imports {
             }
             (base, rest) = (inner, others);
         }
-        // An item that the module takes from another one is imported from there.
+        // If the module imports the item itself, the item belongs to the module from which it comes.
         let taken = |(path, _): &&(Vec<String>, bool)| rest.len() == 1 && path.last() == rest.first();
         match self.0[&base].iter().find(taken) {
             Some((further, _)) if depth < 9 => self.target(&base, further, depth + 1).or(Some(base)),
@@ -544,13 +547,13 @@ impl Imports {
         }
     }
 
-    /// Returns the modules that import each other, directly or through others.
+    /// Returns the modules that import each other, directly or through other modules.
     fn in_rings(&self) -> Vec<String> {
         let mut reached: BTreeMap<&Vec<String>, BTreeSet<Vec<String>>> = BTreeMap::new();
         for (module, paths) in &self.0 {
             let used = paths.iter().filter(|(_, hands_on)| !hands_on);
             let targets = used.filter_map(|(path, _)| self.target(module, path, 0));
-            // The root has all modules.
+            // The crate root imports all modules.
             reached.insert(module, targets.filter(|it| it != module && !it.is_empty()).collect());
         }
         loop {
@@ -568,7 +571,7 @@ impl Imports {
     }
 }
 
-/// Takes the tree of a `use` statement apart.
+/// Collects the paths of a `use` statement.
 fn leaves(tree: &str, before: &[String], found: &mut Vec<Vec<String>>) {
     let tree = tree.trim();
     let Some((head, inner)) = tree.split_once('{') else {
@@ -596,9 +599,9 @@ fn leaves(tree: &str, before: &[String], found: &mut Vec<Vec<String>>) {
     leaves(&inner[start..], &before, found);
 }
 
-/// Files that import each other can only be read together. `LEFT` holds those that still do; the list only shrinks.
+/// Files that import each other can only be read together. `LEFT` lists such files; the list only shrinks.
 #[test]
-fn no_file_joins_a_ring() {
+fn no_files_import_each_other() {
     const LEFT: [(&str, &[&str]); 3] = [("idem-runtime", &[]), ("idem-cli", &[]), ("idem-macros", &[])];
     for (package, left) in LEFT {
         let imports = Imports::of(&root().join(package).join("src"));

@@ -40,12 +40,12 @@ async fn connect(url: &str) -> PostgresStore {
     options().connect(url).await.unwrap()
 }
 
-/// Store on the shared server in its own schema, the raw client, and the name of the table.
+/// Store on the shared server in its own schema, a connection of the raw client, and the name of the table.
 async fn open() -> (PostgresStore, Client, String) {
     open_with(0).await
 }
 
-/// Like `open`, with this number of hash partitions.
+/// Like [`open`], with a table of this many hash partitions.
 async fn open_with(partitions: u16) -> (PostgresStore, Client, String) {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).partitions(partitions).connect(&url).await.unwrap();
@@ -56,7 +56,7 @@ async fn number(raw: &Client, query: &str) -> i64 {
     raw.query_one(query, &[]).await.unwrap().get(0)
 }
 
-/// Waits until `query` returns true.
+/// Waits until `query` returns true on the server.
 async fn until(raw: &Client, query: &str) {
     while !raw.query_one(query, &[]).await.unwrap().get::<_, bool>(0) {
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -67,10 +67,10 @@ fn kind<T: std::fmt::Debug>(answer: Result<T, StoreError>) -> StoreErrorKind {
     answer.expect_err("fails").kind()
 }
 
-// The table.
+// Creation of the table.
 
 #[tokio::test]
-async fn the_file_makes_the_same_table() {
+async fn the_schema_file_makes_the_same_table_as_connect() {
     assert_eq!(PostgresStore::schema_sql("idem"), SCHEMA);
     let server = PostgresServer::start();
     let (by_file, by_store) = (server.database("by_file").await, server.database("by_store").await);
@@ -79,7 +79,7 @@ async fn the_file_makes_the_same_table() {
     connect(&by_store).await;
     let dump = |database| {
         let text = server.ask("pg_dump", &["--schema-only", database]);
-        // Newer versions begin and end the dump with a random word.
+        // Newer versions of `pg_dump` begin and end their output with a random word.
         text.lines().filter(|line| !line.starts_with('\\')).map(|line| format!("{line}\n")).collect::<String>()
     };
     assert!(dump("by_file").contains("CREATE TABLE idem.records"));
@@ -100,8 +100,7 @@ async fn many_processes_create_the_table_concurrently() {
     }
 }
 
-/// Description of the table that does not depend on its partitions: columns with their comments, constraints and
-/// indexes.
+/// Query for the parts of the table that do not depend on partitions: columns with comments, constraints and indexes.
 const SHAPE: &str = "SELECT obj_description(c.oid, 'pg_class') || ': ' || (SELECT string_agg(concat_ws(' ', a.attname, \
      format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attcollation::regcollation, pg_get_expr(d.adbin, d.adrelid), \
      col_description(c.oid, a.attnum)), '; ' ORDER BY a.attnum) FROM pg_attribute a LEFT JOIN pg_attrdef d \
@@ -116,7 +115,7 @@ async fn text(raw: &Client, question: &str) -> String {
 }
 
 #[tokio::test]
-async fn partitions_are_an_option_of_the_creation_alone() {
+async fn the_number_of_partitions_matters_only_at_creation() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (plain, parts) = (server.database("plain").await, server.database("parts").await);
     connect(&plain).await;
@@ -131,7 +130,7 @@ async fn partitions_are_an_option_of_the_creation_alone() {
         let expected = format!("idem.records_{n} FOR VALUES WITH (modulus 3, remainder {n}) {{fillfactor=30}} 2");
         assert_eq!(line, expected);
     }
-    // A handle that opens the table later needs no knowledge of its kind, and changes nothing.
+    // A handle that opens the table later needs no option for partitions, and changes nothing.
     for (round, handle) in [PostgresStore::options(), options(), options().partitions(16)].into_iter().enumerate() {
         for url in [&plain, &parts] {
             everything(&handle.clone().connect(url).await.unwrap(), &format!("k{round}")).await;
@@ -139,7 +138,7 @@ async fn partitions_are_an_option_of_the_creation_alone() {
     }
     assert_eq!(text(&raw_plain, SHAPE).await, text(&raw_parts, SHAPE).await);
     assert_eq!((made.lines().count(), &text(&raw_parts, partitions).await), (3, &made));
-    // The statements for a migration can be repeated, and fail on a table of another kind.
+    // The migration's statements can be repeated, and fail on a table of the other kind.
     let sql = |partitions| PostgresStore::options().partitions(partitions).schema_sql();
     raw_parts.batch_execute(&sql(3)).await.unwrap();
     raw_parts.batch_execute(&sql(4)).await.expect_err("of three partitions");
@@ -166,7 +165,7 @@ async fn records_move_to_partitions_by_the_documented_steps() {
     raw.batch_execute(&format!("{before}{made}{after}")).await.unwrap();
     assert_eq!(text(&raw, &all.replace("WHERE r.key <> '1/test/expired'", "")).await, kept, "all but what has expired");
     assert_eq!(number(&raw, "SELECT count(*) FROM pg_inherits WHERE inhparent = 'idem.records'::regclass").await, 4);
-    // An open store goes on, and so does a running handler.
+    // The open store and the running handler continue during the migration.
     assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     assert!(call(&store, "k:0", &AtomicU32::new(0)).await.1.replayed());
@@ -175,9 +174,9 @@ async fn records_move_to_partitions_by_the_documented_steps() {
     everything(&connect(&server.url()).await, "newer").await;
 }
 
-/// Compression of the result column of each table of records in this schema.
+/// Compression of the result column, for each table of records in this schema.
 async fn compressions(raw: &Client, schema: &str) -> Vec<String> {
-    // As JSON, because servers before 14 have no such column.
+    // The row is read as JSON, because servers before 14 have no column `attcompression`.
     let question = "SELECT to_jsonb(a)->>'attcompression' FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid \
                     JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') \
                     AND a.attname = 'result' ORDER BY c.relname";
@@ -203,7 +202,7 @@ async fn results_are_compressed_by_lz4_where_the_server_has_it() {
             let stored = format!("SELECT pg_column_compression(result) FROM {}.records", quoted(schema));
             assert_eq!(text(&raw, &stored).await, "lz4");
         }
-        // A store that opens a table keeps the compression that an administrator chose, and changes nothing.
+        // A store that opens a table keeps the compression that an administrator has set.
         let choose = |by: &str| {
             let table = quoted(schema);
             format!("ALTER TABLE {table}.records ALTER COLUMN result SET COMPRESSION {by}")
@@ -220,7 +219,7 @@ async fn results_are_compressed_by_lz4_where_the_server_has_it() {
     }
 }
 
-/// The test replaces the view of the server's settings by the view of a server without lz4.
+/// The test replaces the server's view of settings by that of a server without lz4.
 #[tokio::test]
 async fn a_server_without_lz4_keeps_its_compression() {
     let server = PostgresServer::start_with(&["fsync=off"]);
@@ -245,7 +244,7 @@ async fn the_statements_for_partitions_are_pinned() {
 }
 
 #[tokio::test]
-async fn every_statement_walks_an_index() {
+async fn every_statement_reads_by_an_index() {
     let server = PostgresServer::start_with(&[
         "fsync=off",
         "session_preload_libraries=auto_explain",
@@ -262,13 +261,13 @@ async fn every_statement_walks_an_index() {
         for other in ["Seq Scan on records", "Bitmap Heap Scan"] {
             assert!(!log.contains(other), "{log}");
         }
-        // The purge walks along the time index from the oldest row, and stops at its bound.
+        // The purge reads the time index from the oldest row on, and stops at its limit.
         let purge = log.split("LOG:").find(|it| it.contains("due AS MATERIALIZED")).expect("purged");
         let index =
             if partitions == 0 { "records_listed_at on records" } else { "records_0_listed_at_idx on records_0" };
         assert!(purge.contains(index) && purge.contains("Limit  ("), "{purge}");
         assert!(!purge.contains("Sort  ("), "what is due is not read to its end first: {purge}");
-        // A statement about many keys looks for each key only in its own partition.
+        // A statement for many keys reads, for each key, only the partition of that key.
         let lookup = log.split("LOG:").find(|it| it.contains("UPDATE") && it.contains("loops=20"));
         assert!(lookup.is_some(), "{log}");
     }
@@ -286,7 +285,7 @@ async fn schemas_keep_applications_apart() {
 }
 
 #[tokio::test]
-async fn a_table_that_is_missing_or_of_others_is_refused() {
+async fn a_missing_or_foreign_table_is_refused() {
     let (url, schema) = shared_schema();
     let plain = PostgresStore::options().schema(&schema);
     let error = plain.clone().connect(&url).await.unwrap_err();
@@ -305,7 +304,7 @@ async fn a_table_that_is_missing_or_of_others_is_refused() {
     let noted = format!("COMMENT ON TABLE {}.records IS 'idem 1, ask Ida'", quoted(&schema));
     raw.batch_execute(&noted).await.unwrap();
     plain.connect(&url).await.expect("what follows the version is the administrator's");
-    // The schema is dropped while the store is open.
+    // The schema is dropped while the store has it open.
     raw.batch_execute(&format!("DROP SCHEMA {} CASCADE", quoted(&schema))).await.unwrap();
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
@@ -314,7 +313,7 @@ async fn a_table_that_is_missing_or_of_others_is_refused() {
 #[tokio::test]
 async fn the_stored_form_is_pinned() {
     let (store, raw, table) = open().await;
-    // Each kind of record with fixed values, so that only times differ between runs.
+    // Records have fixed values, so that only their times differ between runs.
     let fixed = |name: &str, fingerprint: Option<u8>, on_crash| {
         request(&store, name)
             .owner(OwnerToken::from_bytes(*b"0123456789abcdef"))
@@ -324,7 +323,7 @@ async fn the_stored_form_is_pinned() {
             .traceparent(TRACEPARENT.parse::<Traceparent>().ok().filter(|_| fingerprint.is_some()))
     };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
-    // Records that ended in each way; one was interrupted and has an operator's note.
+    // Records with every end. One of them was interrupted and has an operator's note.
     let finishes = [
         ("completed", Some(0x5a), Finish::Completed(stored.clone())),
         ("failed", None, Finish::Failed(stored)),
@@ -346,7 +345,7 @@ async fn the_stored_form_is_pinned() {
             assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
         }
     }
-    // Pending records, one of them of a second attempt.
+    // Pending records, one of which belongs to a second attempt.
     wins(&store, &fixed("pending", None, OnCrash::Retry)).await;
     wins(&store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
     let lease = wins(&store, &fixed("second-attempt", None, OnCrash::Retry)).await;
@@ -354,7 +353,7 @@ async fn the_stored_form_is_pinned() {
     let again = fixed("second-attempt", None, OnCrash::Retry);
     wins(&store, &again.owner(OwnerToken::from_bytes(*b"fedcba9876543210"))).await;
 
-    // Rows without their times, with the retention as the difference of two of them.
+    // The rows are compared without their times, and with the retention as a difference of two times.
     let rows = format!(
         "SELECT (to_jsonb(r) - '{{expires_at,lapses_at,listed_at,first_seen_at,began_at}}'::text[] \
          || jsonb_build_object('retained', extract(epoch FROM expires_at - lapses_at)::int))::text \
@@ -369,7 +368,7 @@ async fn the_stored_form_is_pinned() {
     let golden = include_str!("golden/postgres-v1.txt");
     assert_eq!(written, golden, "a released format never changes: give a new one a new version");
 
-    // Another table reads the pinned rows in the same way.
+    // A store reads the pinned rows from another table.
     let (reader, raw, table) = open().await;
     for line in golden.lines() {
         let times = "'{\"expires_at\": \"9999-01-01\", \"lapses_at\": \"9998-01-01\", \"listed_at\": \"9999-01-01\", \
@@ -390,7 +389,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
     let raw = raw(&url).await;
     let table = format!("{}.records", quoted(&schema));
     write_nonsense(&url, &schema, "1/test/later").await;
-    // Rows of a later version, and rows that are damaged in one column each.
+    // Rows of a later version, and rows with one damaged column.
     for (name, change) in [
         ("state", "state = 'X'"),
         ("owner", "owner = 'short'"),
@@ -415,7 +414,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
         assert_eq!(found.standing(), Standing::Damaged, "{name}");
     }
     assert_eq!(text().await, before);
-    // The same for rows that have expired.
+    // Expired rows of these kinds are left alone, too.
     raw.batch_execute(&format!("UPDATE {table} SET expires_at = now(), listed_at = now() WHERE format = 99"))
         .await
         .unwrap();
@@ -429,9 +428,9 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
     }
 }
 
-// Costs.
+// Costs in statements.
 
-/// Counts the statements that the server has received since the last count.
+/// Counter of the statements that the server has received since the last count.
 struct Counter<'a> {
     server: &'a PostgresServer,
     seen: usize,
@@ -480,7 +479,7 @@ async fn a_first_run_is_two_statements_and_everything_else_one() {
 }
 
 #[tokio::test]
-async fn operations_of_many_tasks_leave_together() {
+async fn concurrent_operations_share_statements() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let store = connect(&server.url()).await;
     let runs = AtomicU32::new(0);
@@ -506,7 +505,7 @@ async fn operations_of_many_tasks_leave_together() {
     assert_eq!(counter.count(), 20, "500 leases a statement");
 }
 
-/// Completion whose result has this number of bytes.
+/// Completion whose result has `bytes` bytes.
 fn of_size(bytes: usize) -> Finish {
     Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: vec![b'1'; bytes].into() })
 }
@@ -525,7 +524,7 @@ async fn large_results_share_no_statement() {
         }
         assert_eq!(counter.count(), statements, "20 results of {bytes} bytes");
     }
-    // With few connections they wait for each other, so that other calls find a free connection.
+    // With two connections, large results share a statement, so that other calls find a free connection.
     let store = PostgresStore::options().pool_size(2).connect(&server.url()).await.unwrap();
     let leases = join_all((0..20).map(async |n| reserved(&store, &format!("few:{n}")).await)).await;
     counter.count();
@@ -537,10 +536,10 @@ async fn large_results_share_no_statement() {
 }
 
 #[tokio::test]
-async fn large_results_leave_connections_to_others_and_outlive_their_callers() {
+async fn large_results_leave_connections_free_and_outlive_their_callers() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     connect(&server.url()).await;
-    // A trigger holds statements with large results until the test releases its lock.
+    // A trigger blocks statements with large results until the test releases its lock.
     let raw = server.raw().await;
     raw.batch_execute(
         "CREATE FUNCTION hold() RETURNS trigger LANGUAGE plpgsql AS \
@@ -564,7 +563,7 @@ async fn large_results_leave_connections_to_others_and_outlive_their_callers() {
         _ = join_all(ends.iter_mut()) => panic!("they are held"),
         () = until(&raw, &enough) => {}
     }
-    // Some completions have been sent, the others wait for room. Half of the callers go away.
+    // Some completions have been sent; the others wait until a connection may be used. Half of the callers are dropped.
     drop(ends.drain(1..7));
     let runs = AtomicU32::new(0);
     let small = async {
@@ -581,7 +580,7 @@ async fn large_results_leave_connections_to_others_and_outlive_their_callers() {
         () = small => {}
     }
     assert_eq!(number(&raw, held).await, 3, "of six connections");
-    // All large completions land, those without callers too.
+    // All large completions are recorded, also those whose callers were dropped.
     raw.batch_execute("SELECT pg_advisory_unlock(7)").await.unwrap();
     for end in join_all(ends).await {
         assert_eq!(end.unwrap(), Verdict::Applied);
@@ -599,7 +598,9 @@ async fn a_replay_locks_and_writes_nothing() {
     for name in &names {
         call(&store, name, &runs).await.0.unwrap();
     }
-    // Requests that look first, requests that would insert, and many concurrent ones. The first read may clean a page.
+    // Duplicates make their reservations one by one and concurrently, on a store that reads first and on a store that
+    // inserts
+    // first. The count before lets the server clean its pages.
     let other = connect(&server.url()).await;
     number(&raw, "SELECT count(*) FROM idem.records").await;
     let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";
@@ -642,7 +643,7 @@ async fn completions_change_no_index() {
             calls.0.unwrap();
         }
     }
-    // Sessions report their counts when they end.
+    // A session reports its statistics when it ends.
     drop(store);
     let raw = server.raw().await;
     let stats = "FROM pg_stat_user_tables WHERE relname = 'records'";
@@ -664,7 +665,7 @@ async fn purges_expired_records(partitions: u16) {
     for n in 0..10 {
         let expired = wins(&store, &request(&store, &format!("expired{n}")).ttl(short)).await;
         assert_eq!(store.finish(&expired, &done()).await.unwrap(), Verdict::Applied);
-        // These records are listed early, as their attempts might have finished immediately.
+        // These pending records are due early, because their attempts could have finished immediately.
         wins(&store, &request(&store, &format!("pending{n}")).ttl(short)).await;
         let kept = reserved(&store, &format!("kept{n}")).await;
         assert_eq!(store.finish(&kept, &done()).await.unwrap(), Verdict::Applied);
@@ -718,7 +719,7 @@ async fn a_purge_reads_no_removed_row_twice() {
              FROM generate_series(1, 4000) AS n"
         );
         raw.batch_execute(&rows).await.unwrap();
-        // Removed rows stay in the indexes while a transaction that may still see them is open.
+        // A deleted row stays in the indexes while an open transaction may still see it.
         let reader = server.raw().await;
         reader.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1 FROM pg_class LIMIT 1").await.unwrap();
         let holder = lock_row(&server.url(), &format!("{schema}.records"), "3000").await;
@@ -730,7 +731,7 @@ async fn a_purge_reads_no_removed_row_twice() {
         holder.batch_execute("COMMIT").await.unwrap();
         assert_eq!(store.purge(100).await.unwrap(), 1, "what was locked before comes last");
         assert_eq!(store.purge(100).await.unwrap(), 0);
-        // Sessions report their counts when they end.
+        // A session reports its statistics when it ends.
         drop(store);
         let counts = format!(
             "SELECT coalesce(sum(idx_tup_read), 0)::bigint FROM pg_stat_user_indexes WHERE schemaname = '{schema}' \
@@ -744,7 +745,7 @@ async fn a_purge_reads_no_removed_row_twice() {
 }
 
 #[tokio::test]
-async fn the_purger_works_as_long_as_its_store_lives() {
+async fn the_purger_works_until_its_store_is_dropped() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
@@ -768,7 +769,7 @@ async fn the_purger_works_as_long_as_its_store_lives() {
 async fn results_that_a_row_can_not_hold_are_refused_before_the_write() {
     let (store, ..) = open().await;
     let lease = reserved(&store, "k").await;
-    // Zeroes that are never read take no memory.
+    // The zeroes are never read, so they take no memory.
     let bytes = vec![0; 1_000_000_001].into();
     let large = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes });
     assert_eq!(kind(store.finish(&lease, &large).await), StoreErrorKind::TooLarge);
@@ -803,7 +804,7 @@ async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
         let shown = format!("{error} {error:?}");
         assert!(!shown.contains("topsecret"), "{shown}");
     }
-    // A login that has only the right to connect.
+    // The login of this test has only the right to connect.
     connect(&server.database("others").await).await;
     server.file("data/pg_hba.conf", format!("{hba}host all guest 127.0.0.1/32 trust\n").as_bytes());
     raw.batch_execute("SELECT pg_reload_conf()").await.unwrap();
@@ -853,7 +854,7 @@ async fn connect_names_every_right_that_is_missing() {
 }
 
 #[tokio::test]
-async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
+async fn a_read_only_server_is_refused_until_it_allows_writes() {
     let server = PostgresServer::start();
     let (store, raw) = (connect(&server.url()).await, server.raw().await);
     reserved(&store, "before").await;
@@ -863,7 +864,7 @@ async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
         until(&raw, &format!("SELECT current_setting('default_transaction_read_only') = '{value}'")).await;
     };
     read_only("on").await;
-    // Existing sessions notice the setting one by one.
+    // Sessions notice the new setting one after the other.
     let error = loop {
         match store.reserve(&request(&store, "during")).await {
             Err(error) => break error,
@@ -884,7 +885,7 @@ async fn a_server_that_allows_reading_only_is_refused_and_asked_anew() {
 }
 
 #[tokio::test]
-async fn one_operation_that_is_not_accepted_fails_no_other() {
+async fn an_operation_that_the_server_refuses_fails_no_other() {
     let (store, raw, table) = open().await;
     let schema = table.trim_end_matches(".records");
     raw.batch_execute(&format!(
@@ -905,7 +906,7 @@ async fn one_operation_that_is_not_accepted_fails_no_other() {
 
 /// Server that speaks TLS, with a certificate that only this test trusts.
 #[test]
-fn tls_checks_the_certificate() {
+fn a_store_refuses_a_server_with_an_untrusted_certificate() {
     let mut server = PostgresServer::start();
     let made = Command::new("openssl")
         .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
@@ -926,7 +927,7 @@ fn tls_checks_the_certificate() {
         std::fs::write(&effects, "").unwrap();
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
         racer.args(Orders::plain(format!("postgres {url} idem"), effects, 3).words());
-        // A process of its own, as the trusted certificates are read from the environment.
+        // The store runs in another process, because trusted certificates come from environment variables.
         if trusted {
             racer.env("SSL_CERT_FILE", &both);
         }
@@ -950,7 +951,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let proxy = Proxy::to(shared().0).await;
         let options = options().schema(&schema).response_timeout(Duration::from_millis(1500));
         let store = options.connect(&url.replace(&shared().0.to_string(), &proxy.port().to_string())).await.unwrap();
-        // Prepares the statements on the only connection.
+        // Prepares the statements on the store's only connection.
         let warmed = AtomicU32::new(0);
         let warm = async || {
             let name = format!("warm{}", warmed.fetch_add(1, Ordering::Relaxed));
@@ -961,14 +962,14 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let key = warm().await;
         let lands = line != Line::LoseRequests;
         let direct = PostgresStore::options().schema(&schema).connect(&url).await.unwrap();
-        // The line may have damaged an unused connection too; a request on it gets an error and is repeated.
+        // The line may also have broken an idle connection, whose next request gets an error and is repeated.
         let heals = async || {
             proxy.set(Line::Pass);
             while store.inspect(&key).await.is_err() {}
             warm().await;
         };
 
-        // A reservation whose answer gets lost; its repetition returns the same lease.
+        // The answer to a reservation gets lost. The repeated reservation returns the same lease.
         let asked = request(&store, "k");
         proxy.set(line);
         assert_eq!(kind(store.reserve(&asked).await), StoreErrorKind::Unconfirmed, "{line:?}");
@@ -977,7 +978,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
         let lease = wins(&store, &asked).await;
         assert_eq!(lease.attempt, 1, "the repeated reservation is recognised");
 
-        // A completion whose answer gets lost; its repetition is applied.
+        // The answer to a completion gets lost. The repeated completion is applied.
         proxy.set(line);
         assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unconfirmed, "{line:?}");
         assert_eq!(direct.inspect(&asked.key).await.unwrap().unwrap().record.is_finished(), lands, "{line:?}");
@@ -1006,12 +1007,12 @@ async fn a_server_that_does_not_answer_ends_every_call() {
     .await;
     assert!(calls.iter().all(|call| call.as_ref().is_err_and(StoreError::is_transient)), "{calls:?}");
     proxy.set(Line::Pass);
-    // The used connections are closed, and the store opens new ones.
+    // The store closes connections without an answer, and opens new ones.
     reserved(&store, "after").await;
 }
 
 #[tokio::test]
-async fn sessions_that_are_ended_are_made_anew() {
+async fn a_store_replaces_sessions_that_the_server_ended() {
     let server = PostgresServer::start();
     let (store, raw) = (connect(&server.url()).await, server.raw().await);
     let runs = AtomicU32::new(0);
@@ -1019,8 +1020,7 @@ async fn sessions_that_are_ended_are_made_anew() {
         let ends = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'idem'";
         let names: Vec<_> = (0..20).map(|n| format!("k{round}:{n}")).collect();
         let calls = join_all(names.iter().map(async |name| {
-            // The engine repeats the requests that it may repeat; if a call still fails, its message is delivered
-            // again.
+            // The engine repeats requests that may be repeated. If a call still fails, its message is delivered again.
             while call(&store, name, &runs).await.0.is_err() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
@@ -1067,16 +1067,16 @@ async fn operations_go_on_while_the_pooler_restarts() {
 }
 
 #[tokio::test]
-async fn a_pooler_without_its_option_is_named() {
+async fn the_error_of_a_pooler_names_the_missing_option() {
     let server = PostgresServer::start();
     connect(&server.url()).await;
     let pooler = PgBouncer::start(server.port());
-    // A PgBouncer refuses session settings as soon as a client connects.
+    // PgBouncer refuses unknown session settings when a client connects.
     let error = PostgresStore::connect(&pooler.url()).await.unwrap_err();
     assert!(error.to_string().contains("behind_pgbouncer"), "{error}");
 }
 
-// A request that is stuck holds up no other.
+// Requests that hang, next to others.
 
 /// Opens a transaction of another session that locks the row of `name`.
 async fn lock_row(url: &str, table: &str, name: &str) -> Client {
@@ -1086,14 +1086,14 @@ async fn lock_row(url: &str, table: &str, name: &str) -> Client {
     client
 }
 
-/// Answers to renewals, with `None` for each lease without an answer, and the result of the call.
+/// Returns the answers to renewals, with `None` for each lease without an answer, and the result of the call.
 async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Verdict>>, Result<(), StoreError>) {
     let answers = Mutex::new(vec![None; leases.len()]);
     let renewed = store.renew(leases, &|at, write| answers.lock().unwrap()[at] = Some(write)).await;
     (answers.into_inner().unwrap(), renewed)
 }
 
-/// Runs `work`, and asserts that no statement waits for a lock meanwhile.
+/// Awaits `work`, and panics if a statement waits for a lock meanwhile.
 async fn without_waiting<T>(url: &str, work: impl Future<Output = T>) -> T {
     let raw = raw(url).await;
     let watch = async {
@@ -1127,7 +1127,7 @@ async fn renews_all_but_the_locked(partitions: u16) {
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
-        // The row keeps the mark of a lock after its release, so each store renews twice.
+        // The row keeps a trace of the lock, so the second renewal takes another path.
         for _ in 0..2 {
             let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
             let expected: Vec<_> = (0..7)
@@ -1149,7 +1149,7 @@ async fn renews_all_but_the_locked(partitions: u16) {
 }
 
 #[tokio::test]
-async fn rows_at_the_same_place_of_two_partitions_are_distinguished() {
+async fn rows_with_the_same_ctid_in_two_partitions_are_distinguished() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let url = server.url();
     let store = options().partitions(8).connect(&url).await.unwrap();
@@ -1161,7 +1161,7 @@ async fn rows_at_the_same_place_of_two_partitions_are_distinguished() {
         leases.iter().find(|lease| lease.key.as_str() == key).unwrap().clone()
     });
     let name = |lease: &Lease| lease.key.as_str().trim_start_matches("1/test/").to_owned();
-    // A row that was locked before is locked again before it is written.
+    // A row that was once locked is locked again by the renewal, and so compared by its place.
     lock_row(&url, "idem.records", &name(&free)).await.batch_execute("COMMIT").await.unwrap();
     let holder = lock_row(&url, "idem.records", &name(&locked)).await;
     let (said, renewed) = without_waiting(&url, answers(&store, &[locked, free])).await;
@@ -1203,7 +1203,7 @@ async fn handlers_keep_their_leases_while_the_record_of_another_is_locked() {
 }
 
 #[tokio::test]
-async fn a_locked_record_holds_up_no_other_write() {
+async fn a_locked_record_delays_no_other_write() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (store, url) = (connect(&server.url()).await, server.url());
     let leases = join_all((0..64).map(async |n| reserved(&store, &format!("k{n}")).await)).await;
@@ -1223,7 +1223,7 @@ async fn a_locked_record_holds_up_no_other_write() {
         }
         assert_eq!(kind(store.release(&leases[7], Release::Returned).await), StoreErrorKind::Unavailable);
         assert_eq!(kind(store.reserve(&request(&store, "lapsed")).await), StoreErrorKind::Unavailable);
-        // A waiter that can't leave its mark looks periodically instead.
+        // A waiter that can't mark the locked row polls instead.
         store.wait(&leases[7].key, 1, Duration::from_millis(1)).await.unwrap();
     })
     .await;
@@ -1246,7 +1246,7 @@ async fn waits_for_a_locked_record_are_bounded() {
     assert!(asked <= 40, "{asked} statements for one that could not be done");
 }
 
-/// Inserts `name` in an open transaction, so that reservations of it wait for that transaction.
+/// Inserts `name` in an open transaction, so that reservations of this key wait for the transaction.
 async fn make_row(url: &str, table: &str, name: &str) -> Client {
     let client = raw(url).await;
     client.batch_execute("BEGIN").await.unwrap();
@@ -1271,7 +1271,7 @@ async fn a_dropped_operation_is_not_sent() {
         let rows = raw.query(&format!("SELECT key FROM {table} WHERE key LIKE '%gone%'"), &[]).await.unwrap();
         rows.iter().map(|row| row.get(0)).collect()
     };
-    // At first most reservations are first runs; then most are replays, which the store looks up first.
+    // At first the store inserts without reading; after many replays it reads first.
     for replays in [false, true] {
         if replays {
             let runs = AtomicU32::new(0);
@@ -1286,7 +1286,7 @@ async fn a_dropped_operation_is_not_sent() {
             let store = store.clone();
             async move { store.reserve(&request(&store, &name)).await }
         });
-        // The only connection is busy with a statement that waits.
+        // The store's only connection waits for the open transaction.
         let waits = format!(
             "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%{}%'",
             schema.replace('"', "\"\"")
@@ -1295,7 +1295,7 @@ async fn a_dropped_operation_is_not_sent() {
             _ = &mut stuck => panic!("it has to wait"),
             () = until(&raw, &waits) => {}
         }
-        // These calls and completions are queued behind that statement. Their callers go away before it ends.
+        // These reservations and completions are queued behind the waiting statement, and their callers are dropped.
         let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
         let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
         let mut ends: Vec<_> = ended.iter().map(|lease| Box::pin(store.finish(lease, &finish))).collect();
@@ -1308,7 +1308,7 @@ async fn a_dropped_operation_is_not_sent() {
         drop((calls, ends));
         holder.batch_execute("ROLLBACK").await.unwrap();
         stuck.await.unwrap();
-        // Once these are answered, the lanes have handled everything that was queued before.
+        // Answers to these requests show that the lanes have handled all earlier ones.
         join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
         assert_eq!(names().await, Vec::<String>::new(), "their callers had gone before they were sent");
         until(&raw, &format!("SELECT count(*) = 10 FROM {table} WHERE state = 'completed' AND key LIKE '%ended%'"))
@@ -1324,7 +1324,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
     let url = server.url().replace(&server.port().to_string(), &proxy.port().to_string());
     let store = PostgresStore::connect(&url).await.unwrap();
     let runs = AtomicU32::new(0);
-    // Mostly replays, in batches and alone, so that the connections have prepared the statements.
+    // After many replays, in batches and alone, the connections have prepared their statements.
     for _ in 0..20 {
         join_all((0..20).map(async |n| call(&store, &format!("again{n}"), &runs).await)).await;
     }
@@ -1332,7 +1332,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
     proxy.set(Line::Delay(Duration::from_millis(200)));
     let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
     let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
-    // The store has asked the server whether the keys exist; the answer is on its way.
+    // The store has read whether the keys exist, and the answer is under way.
     while counter.count() == 0 {
         for call in &mut calls {
             assert!(poll_once(call.as_mut()).await.is_pending());
@@ -1340,7 +1340,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(calls);
-    // These calls take longer than any request under way.
+    // These calls end after every request that was under way.
     for n in 0..3 {
         assert!(call(&store, &format!("again{n}"), &runs).await.1.replayed());
     }
@@ -1348,7 +1348,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
 }
 
 #[tokio::test]
-async fn a_key_that_is_being_made_holds_up_no_other_twice() {
+async fn an_uncommitted_key_delays_other_keys_only_once() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (store, url) = (connect(&server.url()).await, server.url());
     let holder = make_row(&url, "idem.records", "made").await;
@@ -1363,7 +1363,7 @@ async fn a_key_that_is_being_made_holds_up_no_other_twice() {
         }
     };
     together(0).await;
-    // From now on the store reserves this key alone: no batch waits with it.
+    // The store now reserves this key alone, so that no batch waits with it.
     let raw = raw(&url).await;
     let watch = async {
         loop {
@@ -1386,7 +1386,7 @@ fn one_thread() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
-/// Runs every operation of a store, with keys that begin with `name`.
+/// Runs every operation of the store, for keys that begin with `name`.
 async fn everything(store: &PostgresStore, name: &str) {
     let names: Vec<_> = (0..20).map(|n| format!("{name}:{n}")).collect();
     let leases = join_all(names.iter().map(async |name| reserved(store, name).await)).await;
@@ -1425,7 +1425,7 @@ fn a_handle_works_although_the_runtime_that_connected_is_gone_or_idle() {
         });
         let first = idle.then_some(first);
         one_thread().block_on(everything(&store, &format!("{case} second")));
-        // Several runtimes concurrently, and one after the other.
+        // Several runtimes use the handle concurrently, and one after the other.
         std::thread::scope(|scope| {
             for n in 0..3 {
                 let store = &store;
@@ -1450,7 +1450,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
     let (lease, stuck) =
         calls.block_on(async { (reserved(&store, "k").await, make_row(&server.url(), "idem.records", "stuck").await) });
     assert_eq!(count(), 0, "opened when it is first used");
-    // The runtime of the calls stands still, in the middle of a statement on its only connection.
+    // The runtime of the calls stands still during a statement on its only connection.
     calls.block_on(async {
         let request = request(&store, "stuck");
         let mut asked = std::pin::pin!(store.reserve(&request));
@@ -1460,7 +1460,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
             () = async { until(&server.raw().await, waits).await } => {}
         }
         let leases = vec![lease.clone(); 1];
-        // The upkeep renews and finishes from another thread meanwhile.
+        // The upkeep renews and finishes on another thread meanwhile.
         let upkeep = store.upkeep();
         std::thread::scope(|scope| {
             scope.spawn(move || {
@@ -1474,7 +1474,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
             });
         });
     });
-    // Many renewals and releases use at most two connections of the upkeep.
+    // Many renewals and releases use at most two connections for upkeep.
     let many: Vec<Lease> = calls.block_on(async {
         stuck.batch_execute("ROLLBACK").await.unwrap();
         join_all((0..2000).map(|n| {
@@ -1495,11 +1495,11 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
     });
 }
 
-/// The child of a `fork()` inherits the connections of its parent, and must not use them.
+/// A forked child inherits the connections of its parent, and must not use them.
 #[test]
 fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
     const URL: &str = "IDEM_TEST_FORKS_AT";
-    // The test starts itself in a process of its own, so that no other test runs during the fork.
+    // The test runs itself in another process, so that no other test runs during the fork.
     let Ok(url) = std::env::var(URL) else {
         let server = PostgresServer::start_with(&["fsync=off"]);
         let mut this = Command::new(std::env::current_exe().unwrap());
@@ -1523,12 +1523,12 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
     let held = runtime.block_on(reserved(&store, "held"));
     match fork::fork().unwrap() {
         fork::Fork::Child => {
-            // The child must not use a runtime of the parent, and dropping it would use it.
+            // The child must not use the runtime of its parent; a drop would use it.
             std::mem::forget(runtime);
             let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 one_thread().block_on(everything(&store, "child"));
                 let policy = POLICY.lease(Duration::from_millis(300));
-                // With a heartbeat, on the library's thread.
+                // This handler needs heartbeats, which come from the library's thread.
                 one_thread().block_on(async {
                     let body = async {
                         tokio::time::sleep(Duration::from_millis(900)).await;
@@ -1544,7 +1544,7 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
         fork::Fork::Parent(child) => {
             let status = fork::waitpid(child).unwrap();
             assert!(fork::WIFEXITED(status) && fork::WEXITSTATUS(status) == 0, "the child failed: {status}");
-            // The parent's sessions must survive the end of the child, and its leases are still held.
+            // The parent's sessions must survive the end of the child, and its lease must still be held.
             let after = runtime.block_on(sessions());
             assert!(before.iter().all(|pid| after.contains(pid)), "{before:?} before the fork, {after:?} after it");
             runtime.block_on(async {
@@ -1562,7 +1562,7 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
 // Long answers and slow lines.
 
 #[tokio::test]
-async fn a_connection_that_delivers_bytes_is_not_given_up() {
+async fn a_slow_connection_that_makes_progress_is_kept() {
     let (url, schema) = shared_schema();
     let proxy = Proxy::to(shared().0).await;
     let timeout = Duration::from_millis(800);
@@ -1571,12 +1571,12 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
     let bytes: Vec<u8> = (0..1 << 20).map(|n: u32| b'a' + (n.wrapping_mul(2_654_435_761) >> 27) as u8 % 26).collect();
     let large = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() });
     let lease = reserved(&store, "k").await;
-    // Writing also takes longer than the limit.
+    // The write of the result takes longer than the time limit.
     proxy.set(Line::Slow(800_000));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
-    // So does reading: the connections share the line.
+    // The reads take longer than the time limit, because the connections share the line.
     proxy.set(Line::Slow(4_000_000));
-    // More requests than there are connections, alone and in one batch.
+    // There are more requests than connections, first alone and then in one batch.
     for _ in 0..2 {
         let requests: Vec<_> = (0..12).map(|_| request(&store, "k")).collect();
         for answer in join_all(requests.iter().map(|request| store.reserve(request))).await {
@@ -1586,7 +1586,7 @@ async fn a_connection_that_delivers_bytes_is_not_given_up() {
             }
         }
     }
-    // The store gives up a connection that delivers nothing.
+    // A connection that delivers no bytes is given up.
     proxy.set(Line::Pass);
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     proxy.set(Line::LoseReplies);
@@ -1649,7 +1649,7 @@ async fn a_waiter_of_another_process_is_woken() {
         let lease = reserved(&owner, &format!("k{n}")).await;
         waits(&waiter, &owner, &lease, until(&raw, &marked)).await;
     }
-    // Without a connection that listens, a waiter looks periodically.
+    // Behind a pooler a store can't listen, so its waiters poll.
     let (direct, pooler) = shared();
     let through = own.clone().behind_pgbouncer();
     let through = through.connect(&url.replace(&direct.to_string(), &pooler.to_string())).await.unwrap();
@@ -1662,14 +1662,14 @@ async fn a_waiter_of_another_process_is_woken() {
 }
 
 #[tokio::test]
-async fn a_waiter_hears_of_the_end_although_its_connection_broke() {
+async fn a_waiter_is_woken_after_its_connection_broke() {
     let server = PostgresServer::start();
     let (owner, waiter) = (connect(&server.url()).await, connect(&server.url()).await);
     let raw = server.raw().await;
     let lease = reserved(&owner, "k").await;
     let breaks = async {
         until(&raw, "SELECT bool_or(waited) FROM idem.records").await;
-        // The waiter looks periodically until it listens, and may not listen yet.
+        // The waiter polls until the store listens again.
         let listening = "FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND state = 'idle'";
         until(&raw, &format!("SELECT count(*) = 1 {listening}")).await;
         let broken = number(&raw, &format!("SELECT pid::bigint {listening}")).await;
@@ -1704,7 +1704,7 @@ async fn an_end_without_waiters_sends_no_notification() {
 }
 
 #[tokio::test]
-async fn the_users_own_pool_can_be_used() {
+async fn a_store_uses_a_pool_of_the_user() {
     let (url, schema) = shared_schema();
     let config: tokio_postgres::Config = url.parse().unwrap();
     let pool = deadpool_postgres::Pool::builder(deadpool_postgres::Manager::new(config, NoTls)).build().unwrap();
@@ -1754,7 +1754,7 @@ async fn processes_race_while_the_server_restarts() {
     let effects = race.run(restarting).await;
     let restarts = restarts.load(Ordering::Relaxed) as usize;
     assert!(restarts > 0, "the race was over before the first restart");
-    // While the server is away, an effect of each process may have no record until its lease has lapsed.
+    // During a restart, each process may leave an effect without a record until its lease has lapsed.
     let bound = race.kills + restarts * (race.racers + 1);
     assert!(effects.repeated() <= bound, "{} repeated: {effects:?}", effects.repeated());
 }
@@ -1768,7 +1768,7 @@ async fn a_list_continues_behind_the_rows_that_it_has_read() {
 
 async fn lists_page_by_page(partitions: u16) {
     let (store, raw, table) = open_with(partitions).await;
-    // Completed operations, and an interrupted one whose key sorts last.
+    // SQL that inserts rows of completed operations, and of an interrupted one whose key sorts last.
     let rows = format!(
         "INSERT INTO {table} (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, expires_at, \
          listed_at, first_seen_at, began_at) SELECT '1/test/' || lpad(n::text, 5, '0'), \
@@ -1785,7 +1785,7 @@ async fn lists_page_by_page(partitions: u16) {
     assert_eq!((keys, second.next), (vec!["test/02099".to_owned()], None));
     let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
     assert_eq!((stats.total().total(), stats.total().of(Standing::Completed)), (2100, 2099));
-    // A row that can't be read is shown and counted as damaged.
+    // The list shows and counts an unreadable row as damaged.
     raw.batch_execute(&format!("UPDATE {table} SET owner = 'short' WHERE key = '1/test/00007'")).await.unwrap();
     let stats = store.operator().stats(&Filter::new(), u64::MAX).await.unwrap();
     assert_eq!((stats.total().total(), stats.total().of(Standing::Damaged), stats.unreadable), (2100, 1, 0));
@@ -1805,7 +1805,7 @@ async fn the_holder_of_a_key_is_in_readable_columns() {
     let columns: [&str; 3] = [0, 1, 2].map(|at| row.get(at));
     assert!(columns[0].ends_with(&format!("/{}/worker-7", std::process::id())), "{columns:?}");
     assert_eq!(columns[1..], ["alice", "INC-7"]);
-    // Each column has a description, for a person who looks at the table.
+    // Each column has a comment, for a person who reads the table.
     let sql = "SELECT count(*) FILTER (WHERE d.description IS NULL) FROM pg_attribute AS a LEFT JOIN pg_description AS d \
                ON d.objoid = a.attrelid AND d.objsubid = a.attnum WHERE a.attrelid = $1::text::regclass AND a.attnum > 0";
     let table = format!("{}.records", quoted(&schema));

@@ -45,7 +45,7 @@ async fn connect(server: &RedisServer) -> RedisStore {
 
 // The stored form.
 
-/// Provenance with every optional part.
+/// Provenance with every optional field.
 fn provenance() -> Provenance {
     let traceparent = TRACEPARENT.parse().ok();
     Provenance::default()
@@ -70,7 +70,7 @@ fn the_stored_form_is_pinned() {
     let (lease, ttl) = (Duration::from_secs(30), Duration::from_secs(60));
     let pending = |on_crash| State::Pending { lease, ttl, on_crash, begun: on_crash == OnCrash::Fail };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
-    // A record in every state, with and without the optional parts.
+    // Records in every state, with and without the optional fields.
     let records = [
         ("pending", record(pending(OnCrash::Retry), None)),
         ("pending-fail-fingerprint", record(pending(OnCrash::Fail), fingerprint)),
@@ -96,7 +96,8 @@ fn the_stored_form_is_pinned() {
         let bytes: Vec<u8> =
             (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
         assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
-        // One byte less or more is an error, except in a result, whose length follows from the length of the value.
+        // A value with one byte less or more is an error, unless the byte is part of a result, which ends with the
+        // value.
         if !matches!(
             record.state,
             State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. })
@@ -104,7 +105,7 @@ fn the_stored_form_is_pinned() {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
         }
-        // The start of a longer record is decoded without its result.
+        // A longer record is also decoded from its first bytes, without its result.
         let start = bytes[..bytes.len().min(format::START_BYTES)].to_vec().into();
         let glance = format::decode_start(&start, bytes.len()).unwrap();
         match (&glance.state, record.state.result()) {
@@ -119,7 +120,7 @@ fn the_stored_form_is_pinned() {
 }
 
 #[tokio::test]
-async fn the_server_holds_the_written_form() {
+async fn the_server_holds_the_pinned_form() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let mut raw = server.raw().await;
@@ -150,7 +151,7 @@ async fn the_server_holds_the_written_form() {
 }
 
 #[tokio::test]
-async fn prefixes_keep_applications_apart() {
+async fn namespaces_keep_applications_apart() {
     let server = RedisServer::start(Kind::Redis);
     let (a, b) = (RedisStore::options().namespace("a:"), RedisStore::options().namespace("b:"));
     let (a, b) = (a.connect(&server.url()).await.unwrap(), b.connect(&server.url()).await.unwrap());
@@ -158,7 +159,7 @@ async fn prefixes_keep_applications_apart() {
 }
 
 #[tokio::test]
-async fn other_protocols_and_sockets_work_as_well() {
+async fn a_store_connects_by_resp2_resp3_and_unix_sockets() {
     let socket = std::env::temp_dir().join(format!("idem-test-{}.sock", std::process::id()));
     let server = RedisServer::start_with(Kind::Redis, &["--unixsocket", socket.to_str().unwrap()]);
     let unix = format!("redis+unix://{}", socket.display());
@@ -179,7 +180,7 @@ async fn other_protocols_and_sockets_work_as_well() {
 
 /// Server that speaks only TLS, with a certificate that only this test trusts.
 #[test]
-fn tls_checks_the_certificate() {
+fn a_store_refuses_a_server_with_an_untrusted_certificate() {
     let folder = std::env::temp_dir().join(format!("idem-test-tls-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
@@ -198,7 +199,7 @@ fn tls_checks_the_certificate() {
     let race = |trusted: bool| {
         let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
         racer.args(Orders::plain(format!("redis {url} tls:"), path("effects"), 3).words());
-        // A process of its own, as the trusted certificates are read from the environment.
+        // The store runs in another process, because trusted certificates come from environment variables.
         if trusted {
             racer.env("SSL_CERT_FILE", path("cert.pem"));
         }
@@ -215,12 +216,12 @@ fn tls_checks_the_certificate() {
 // Errors.
 
 #[tokio::test]
-async fn values_of_others_are_left_alone() {
+async fn values_that_are_no_records_are_left_alone() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let mut raw = server.raw().await;
-    // A value of a later version, a damaged record, a text and a list: none of them is a record that this version can
-    // read.
+    // A value of a later version, a damaged record, a text and a list: this version can't read any of these as a
+    // record.
     let later = [&format::encode(&Record::first(&request(&store, "later")))[..4], &[2], &[0; 40]].concat();
     let mut damaged = format::encode(&Record::first(&request(&store, "damaged")));
     damaged[5] = b'X';
@@ -237,7 +238,7 @@ async fn values_of_others_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{name}");
         assert!(source.to_string().contains(words), "{name}: {source}");
         assert_eq!(runs.into_inner(), 0, "{name}");
-        // No write of an owner changes the values either.
+        // The owner's writes leave the value unchanged, too.
         let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
         for write in [store.finish(&lease, &done()).await, store.release(&lease, Release::Returned).await] {
             match write {
@@ -246,7 +247,7 @@ async fn values_of_others_are_left_alone() {
                 Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
             }
         }
-        // An operator can see the value, but not reopen it.
+        // An operator can inspect the value, but not reopen it.
         match store.reopen(&lease.key, 1).await {
             Ok(write) => assert_eq!(write, Verdict::Refused, "{name}"),
             Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
@@ -262,7 +263,7 @@ async fn values_of_others_are_left_alone() {
     }
 }
 
-/// Error of a connection to `url`.
+/// Returns the error of a connection to `url`.
 async fn refusal(url: &str) -> StoreError {
     RedisStore::connect(url).await.expect_err("refused")
 }
@@ -279,7 +280,7 @@ async fn urls_that_can_not_be_used_are_refused_without_showing_the_password() {
 }
 
 #[tokio::test]
-async fn logins_are_checked() {
+async fn connect_refuses_a_wrong_login() {
     let server = RedisServer::start_with(Kind::Redis, &["--requirepass", "secret"]);
     let at = format!("127.0.0.1:{}", server.port());
     for url in [format!("redis://{at}"), format!("redis://:wrong@{at}"), format!("redis://nobody:secret@{at}")] {
@@ -308,7 +309,7 @@ async fn replicas_are_refused() {
     let error = refusal(&replica.url()).await;
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
     assert!(error.to_string().contains("replica"), "{error}");
-    // A server that later becomes a replica writes nothing and returns an error.
+    // A server that becomes a replica later executes no write, and the store returns an error.
     let store = connect(&primary).await;
     let mut raw = primary.raw().await;
     let _: () = redis::cmd("REPLICAOF").arg("127.0.0.1").arg("1").query_async(&mut raw).await.unwrap();
@@ -336,7 +337,7 @@ async fn a_server_that_may_evict_records_is_warned_of() {
 // Faults.
 
 #[tokio::test]
-async fn scripts_survive_a_flush() {
+async fn operations_survive_a_flush_of_the_scripts() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let mut raw = server.raw().await;
@@ -357,7 +358,7 @@ async fn scripts_survive_a_flush() {
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     flush().await;
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
-    // Under load, when completions share a script.
+    // Completions under load, which share a script.
     flush().await;
     let runs = AtomicU32::new(0);
     let names: Vec<_> = (0..500).map(|n| format!("many{n}")).collect();
@@ -377,7 +378,7 @@ async fn a_restart_with_persistence_keeps_every_record() {
     assert!(matches!(result, Err(Error::Store { .. })), "{result:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1, "a server that is away is never read as `no record`");
     server.run();
-    // The store reconnects without help; the old process has taken its scripts along.
+    // The store reconnects without help, although the new server process has no scripts.
     let replayed = loop {
         match call(&store, "done", &runs).await {
             (Ok(result), outcome) => break (result, outcome.replayed()),
@@ -390,13 +391,13 @@ async fn a_restart_with_persistence_keeps_every_record() {
 }
 
 #[tokio::test]
-async fn a_server_that_comes_back_in_time_gets_the_result() {
+async fn a_result_is_recorded_after_a_restart_within_the_lease() {
     let mut server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes", "--appendfsync", "always"]);
     let store = connect(&server).await;
     let body = async {
         server.kill();
         let mut server = server;
-        // The server comes back only after the first tries to record have failed.
+        // The server restarts only after the first tries to record have failed.
         let restart = tokio::task::spawn_blocking(move || {
             std::thread::sleep(Duration::from_millis(300));
             server.run();
@@ -432,7 +433,7 @@ async fn records_lost_by_the_server_are_noticed() {
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
 }
 
-/// Store behind a proxy, with a short time-out so that a lost answer is given up soon.
+/// Store behind a proxy. Its time limit is short, so that it soon gives up a lost answer.
 async fn behind_a_proxy(server: &RedisServer) -> (RedisStore, Proxy) {
     let proxy = Proxy::to(server.port()).await;
     let options = RedisStore::options().response_timeout(Duration::from_millis(200));
@@ -494,7 +495,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
     let direct = connect(&server).await;
     for (n, line) in [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests, Line::Refuse].into_iter().enumerate() {
         let (runs, name) = (AtomicU32::new(0), format!("k{n}"));
-        // The line breaks while the result is being recorded, and works again after a while.
+        // The line breaks while the result is being recorded, and recovers after a while.
         let body = async {
             proxy.set(line);
             Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst) + 1)
@@ -532,14 +533,14 @@ async fn a_refused_connection_writes_nothing_and_heals() {
 }
 
 #[tokio::test]
-async fn a_connection_that_stopped_answering_is_given_up() {
+async fn a_silent_connection_is_replaced() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = behind_a_proxy(&server).await;
     let request = request(&store, "k");
     proxy.set(Line::Stale);
     let error = store.reserve(&request).await.unwrap_err();
     assert!(error.may_have_landed(), "{error}");
-    // The old connection would time out forever; neither side has closed it.
+    // Neither side has closed the old connection, which would be silent forever.
     assert!(matches!(store.reserve(&request).await, Ok(Reservation::Granted { .. })));
 }
 
@@ -568,7 +569,7 @@ async fn a_cancelled_caller_fails_no_other() {
     }
 }
 
-// Costs.
+// Costs in commands.
 
 async fn calls_of(server: &RedisServer) -> impl Fn(&str) -> u64 {
     let mut raw = server.raw().await;
@@ -588,17 +589,17 @@ async fn a_first_run_is_two_calls_and_everything_else_one() {
         ["set", "evalsha", "eval", "get", "mget"].iter().map(|command| calls(command)).sum::<u64>()
     };
     let runs = AtomicU32::new(0);
-    // Scripts run commands too, so each step counts with the commands inside its script.
+    // The commands inside of a script are counted too.
     let before = sent().await;
     call(&owner, "k", &runs).await.0.unwrap();
-    // `SET`; `EVALSHA` with a `GET` and a `SET` in it.
+    // The reservation is a `SET`; the completion is an `EVALSHA` with a `GET` and a `SET` inside.
     assert_eq!(sent().await - before, 1 + 3);
     let before = sent().await;
     assert!(call(&other, "k", &runs).await.1.replayed());
     assert_eq!(sent().await - before, 1, "a replay is one SET … NX GET");
 
     let _lease = reserved(&owner, "busy").await;
-    // The first duplicate of another handle asks for the rest of the lease; later ones are refused immediately.
+    // The first duplicate of another handle asks for the remaining time of the lease; later ones need one command.
     call(&other, "busy", &runs).await.0.unwrap_err();
     for _ in 0..5 {
         let before = sent().await;
@@ -645,7 +646,7 @@ async fn waiters_are_woken(server: &RedisServer) {
         let body = async { Ok::<_, Error>(runs.fetch_add(1, Ordering::SeqCst)) };
         let duplicate = observe(operation.run(body));
         let finish = async {
-            // Wait for the waiter's mark, so that the completion finds it.
+            // The completion comes after the waiter has marked the record.
             if n == 0 {
                 let mut raw = server.raw().await;
                 loop {
@@ -666,7 +667,7 @@ async fn waiters_are_woken(server: &RedisServer) {
 }
 
 #[tokio::test]
-async fn the_users_own_connection_and_client_can_be_used() {
+async fn a_store_uses_a_connection_or_client_of_the_user() {
     let server = RedisServer::start(Kind::Redis);
     let client = redis::Client::open(server.url()).unwrap();
     let mut own = raw(&server.url()).await;
@@ -696,7 +697,7 @@ async fn processes_race_for_the_same_keys() {
 // Lists of records.
 
 #[tokio::test]
-async fn records_are_listed_only_by_a_scan_that_is_asked_for() {
+async fn records_are_listed_only_by_a_requested_scan() {
     let server = RedisServer::start(Kind::Redis);
     let store = RedisStore::options().namespace("a*[b]?:").holder("worker-7").connect(&server.url()).await.unwrap();
     let other = RedisStore::options().namespace("axbb:").connect(&server.url()).await.unwrap();

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use idem_runtime::{MemoryStore, observe};
 
-/// Application of the handlers.
+/// Application that the handlers use.
 #[derive(Debug, Default)]
 struct App {
     store: MemoryStore,
@@ -31,7 +31,7 @@ struct App {
 }
 
 impl App {
-    /// Counts a run of a body. Returns its number, which a replay returns again.
+    /// Counts a run of a body and returns its number, which becomes a part of the result.
     fn run(&self) -> u32 {
         self.runs.fetch_add(1, Ordering::SeqCst) + 1
     }
@@ -41,7 +41,7 @@ impl App {
     }
 }
 
-/// Runs a test as a task that may move between threads: every call that it awaits has to be `Send`.
+/// Runs a test as a spawned task, so that every call that it awaits must be `Send`.
 fn spawned(test: impl Future<Output = ()> + Send + 'static) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
@@ -50,9 +50,9 @@ fn spawned(test: impl Future<Output = ()> + Send + 'static) {
     }
 }
 
-/// Awaits two calls: the first must run the body, the second must replay the result of the first.
+/// Awaits two calls: the first must run the body, and the second must replay the first one's result.
 ///
-/// Every shape goes through this function, so that each is checked for `Send`, and in a spawned task.
+/// Every shape goes through this function, and so is checked for `Send`.
 async fn twice<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>> + Send,
     second: impl Future<Output = Result<T, E>> + Send,
@@ -61,7 +61,7 @@ async fn twice<T: PartialEq + Debug, E: Debug>(
     twice_here(first, second).await
 }
 
-/// Like `twice`, for calls that are not `Send` because of their arguments.
+/// Like [`twice`], for calls that are not `Send` because of their arguments.
 async fn twice_here<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>>,
     second: impl Future<Output = Result<T, E>>,

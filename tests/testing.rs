@@ -1,4 +1,4 @@
-//! Tools for testing handlers: they must find the mistakes for which they are made, and report no others.
+//! Tools for testing handlers: they find the mistakes of a handler, and report no others.
 #![allow(clippy::disallowed_methods, reason = "what a handler does with time is simulated here")]
 
 mod simulation {
@@ -12,7 +12,7 @@ mod simulation {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    /// Runs three tasks that note their turns.
+    /// Returns the order in which three tasks were polled.
     fn turns(seed: u64) -> Vec<u32> {
         let simulation = Simulation::new(seed);
         let turns = Rc::new(RefCell::new(Vec::new()));
@@ -43,7 +43,7 @@ mod simulation {
     }
 
     #[test]
-    fn tasks_of_the_runtime_come_in_between() {
+    fn spawned_tasks_of_tokio_run_between_the_simulated_tasks() {
         let order = |seed| {
             let simulation = Simulation::new(seed);
             let turns = std::sync::Arc::new(std::sync::Mutex::new(String::new()));
@@ -92,7 +92,7 @@ mod simulation {
     }
 
     #[test]
-    fn a_jump_of_time_makes_everything_due() {
+    fn a_jump_of_time_wakes_every_sleeper_before_it() {
         let simulation = Simulation::new(1);
         let clock = simulation.clock();
         simulation.run(async {
@@ -105,7 +105,7 @@ mod simulation {
     }
 
     #[test]
-    fn a_task_that_waits_for_nothing_is_found() {
+    fn a_run_without_a_task_that_can_continue_panics() {
         let simulation = Simulation::new(9);
         let stuck = simulation.try_run(std::future::pending::<()>()).unwrap_err();
         assert!(!stuck.is_spinning());
@@ -114,14 +114,14 @@ mod simulation {
 
         simulation.limit_polls(1000);
         let spinning = async {
-            // Endless loop.
+            // This task never ends and never awaits.
             loop {
                 tokio::task::yield_now().await;
             }
         };
         let stuck = simulation.try_run(spinning).unwrap_err();
         assert!(stuck.is_spinning());
-        // The simulation is still usable.
+        // The simulation can be used again.
         assert_eq!(simulation.run(async { 7 }), 7);
     }
 
@@ -163,7 +163,7 @@ mod simulation {
                 }
                 (task.polls(), task.await)
             });
-            // Three awaits: the fourth poll is ready, so a later kill comes too late.
+            // The task has three awaits, so its fourth poll is ready, and a later kill has no effect.
             assert_eq!(output, killed_at.min(4), "polls of one killed at {killed_at}");
             assert_eq!(polls.get(), killed_at.min(4));
             assert_eq!(seen.is_ok(), killed_at > 3, "{seen:?}");
@@ -172,7 +172,7 @@ mod simulation {
     }
 
     #[test]
-    fn tasks_can_be_killed_by_others_and_by_themselves() {
+    fn a_task_can_be_killed_by_another_and_by_itself() {
         let simulation = Simulation::new(1);
         simulation.run(async {
             let other = simulation.spawn(std::future::pending::<()>());
@@ -220,7 +220,7 @@ mod simulation {
         Ok(order_id)
     }
 
-    /// Ten deliveries of one message, each to its own worker, some of them killed: end and time of each.
+    /// End and time of ten deliveries of one message, each to its own worker; some workers are killed.
     fn deliveries(seed: u64) -> Vec<(Option<Outcome>, Duration)> {
         let simulation = Simulation::new(seed);
         let clock = simulation.clock();
@@ -248,13 +248,13 @@ mod simulation {
     }
 
     #[test]
-    fn the_engine_lives_on_simulated_time() {
+    fn the_engine_runs_on_simulated_time() {
         for seed in 0..50 {
             let ended = deliveries(seed);
             assert_eq!(ended, deliveries(seed), "seed {seed} repeats");
             let executed = ended.iter().flat_map(|(outcome, _)| outcome).filter(|it| it.executed()).count();
             assert!(executed == 1, "seed {seed}: {ended:?}");
-            // The lease of 30 s is renewed throughout, so no call takes over.
+            // The lease of 30 s is always renewed, so no call takes over.
             assert!(ended.iter().flat_map(|(outcome, _)| outcome).all(|it| !it.took_over()), "seed {seed}: {ended:?}");
         }
     }
@@ -270,7 +270,7 @@ mod explorer {
     use idem_runtime::{Disposition, Error, OnError, Store, current, idempotent, observe};
     use serde::{Deserialize, Serialize};
 
-    /// Application of a worker.
+    /// Application of one worker.
     struct App {
         store: SimulatedStore,
         worker: Worker,
@@ -307,7 +307,7 @@ mod explorer {
         matches!(problem, Problem::Missing { .. })
     }
 
-    /// Scenarios with a problem of this kind. Checks that each shows the same problem when it is played alone.
+    /// Scenarios with a problem of this kind. Checks that each scenario shows the same problem when it is played alone.
     fn scenarios(report: &Report, alone: impl Fn(Explorer) -> Report, is: fn(&Problem) -> bool) -> BTreeSet<String> {
         let all = report.findings();
         let found: BTreeSet<_> = all.iter().filter(|it| is(it.problem())).map(|it| it.scenario().to_owned()).collect();
@@ -350,7 +350,7 @@ mod explorer {
     }
 
     #[test]
-    fn it_passes_with_several_duplicates_and_other_orders() {
+    fn a_handler_with_a_child_key_passes_with_more_duplicates_and_orders() {
         for seed in 1..=3 {
             let explorer = Explorer::new().seed(seed * 100).orders(3).duplicates(3);
             explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await }).assert_once();
@@ -362,7 +362,7 @@ mod explorer {
         app.charge(child_key("charge")).await?;
         let limit = Duration::from_secs(10);
         tokio::time::timeout(limit, app.effect("ship", child_key("ship"))).await??;
-        // Longer than the lease, which is renewed.
+        // The sleep is longer than the lease, which is renewed.
         tokio::time::sleep(Duration::from_secs(12)).await;
         let (mail, note) = (app.effect("mail", child_key("mail")), app.effect("note", child_key("note")));
         let (mail, note) = futures::join!(mail, note);
@@ -372,7 +372,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_longer_handler_passes() {
+    fn a_handler_with_four_effects_and_a_long_sleep_passes() {
         let report = explore(|worker| async move { charge_ship_and_mail(&App::new(worker), 42).await });
         report.assert_once();
         let effects: BTreeSet<_> = report.effects().iter().map(String::as_str).collect();
@@ -417,7 +417,7 @@ mod explorer {
     }
 
     #[test]
-    fn at_most_once_passes_as_that_and_as_no_more() {
+    fn an_at_most_once_handler_passes_only_as_at_most_once() {
         let deliver = |worker| async move { charge_at_most_once(&App::new(worker), 42).await };
         Explorer::new().at_most_once().explore(deliver).assert_once();
         let report = explore(deliver);
@@ -449,7 +449,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_message_that_is_always_set_aside_passes() {
+    fn a_handler_whose_error_is_final_passes() {
         explore(|worker| async move { declined(&App::new(worker), 42).await }).assert_once();
     }
 
@@ -477,7 +477,7 @@ mod explorer {
     }
 
     #[test]
-    fn its_store_is_any_store() {
+    fn a_handler_with_a_dyn_store_passes() {
         explore(|worker| async move {
             let store: Arc<dyn Store> = Arc::new(worker.store());
             charge_dyn(&store, &worker, 42).await
@@ -497,20 +497,21 @@ mod explorer {
     #[test]
     fn a_charge_before_its_check_is_found() {
         let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
-        // 1 and 2: the reservation. 3: the charge is requested. From 4 on the charge has happened, until the answer of
-        // its record comes.
+        // At awaits 1 and 2 the key is reserved, and at await 3 the charge is requested. From await 4 until the answer
+        // to the
+        // record's write, the charge has happened.
         for cut in ["cancel@await:4", "crash@await:4", "crash@await:7", "answer-lost@effect:1", "pause@effect:1"] {
             assert!(found.contains(cut), "{cut} in {found:?}");
         }
         let before = ["crash@await:1", "crash@await:2", "crash@await:3", "cancel@await:3", "request-lost@effect:1"];
-        // A body whose lease has lapsed is not polled again.
+        // Before await 4 no charge has happened, and a body whose lease has lapsed is not polled again.
         for harmless in before.into_iter().chain(["stop@await:3", "pause@await:3", "overtake@await:3"]) {
             assert!(!found.contains(harmless), "{harmless} in {found:?}");
         }
     }
 
     #[test]
-    fn it_is_found_in_a_task_for_each_message_as_well() {
+    fn a_charge_before_its_check_is_found_in_a_spawned_task() {
         let found = found!(is_repeated, |worker| async move {
             let call = async move { observe(charge_before_check(&App::new(worker), 42)).await.1.disposition() };
             tokio::spawn(call).await.expect("it does not panic")
@@ -527,7 +528,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_check_before_the_charge_helps_against_crashes_only() {
+    fn a_check_before_the_charge_prevents_repeats_after_crashes_only() {
         let found = found!(is_repeated, |worker| async move { check_then_charge(&App::new(worker), 42).await });
         assert!(
             found
@@ -586,7 +587,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_key_that_is_invented_is_found() {
+    fn a_key_that_differs_for_each_delivery_is_found() {
         found!(is_repeated, |worker: Worker| async move {
             let id = worker.shared::<AtomicU64>().fetch_add(1, Ordering::SeqCst);
             charge_under(&App::new(worker), id).await
@@ -601,7 +602,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_key_that_is_another_one_for_each_attempt_is_found() {
+    fn an_effect_key_that_differs_for_each_attempt_is_found() {
         found!(is_repeated, |worker| async move { charge_with_a_key_for_each_attempt(&App::new(worker), 42).await });
     }
 
@@ -624,7 +625,7 @@ mod explorer {
         let found = found!(is_missing, |worker| async move {
             let (result, outcome) = observe(charge_keyed(&App::new(worker), 42)).await;
             let lost = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(Error::LeaseLost { .. }));
-            // The handler treats `LeaseLost` as success, because another worker has the message.
+            // The handler acknowledges a lost lease, because another worker has the message.
             if result.as_ref().is_err_and(lost) { Disposition::Ack } else { outcome.disposition() }
         });
         assert!(found.iter().all(|it| it.starts_with("overtake@")), "{found:?}");
@@ -762,7 +763,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_handler_that_takes_long_is_given_the_time_it_asks_for() {
+    fn a_long_handler_passes_with_enough_patience() {
         let deliver = |worker| async move { takes_two_hours(&App::new(worker), 42).await };
         let explorer = Explorer::new().max_scenarios(10);
         assert!(explorer.explore(deliver).findings().iter().any(|it| *it.problem() == Problem::Stuck));
@@ -791,7 +792,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_handler_without_effects_shows_nothing() {
+    fn a_handler_without_effects_is_reported_as_not_checked() {
         let report = explore(|worker| async move { nothing_left_to_do(&App::new(worker), 42).await });
         assert!(report.findings().iter().all(|it| *it.problem() == Problem::NothingCounted), "{report}");
         assert_eq!(report.findings().len(), 1);
@@ -815,7 +816,7 @@ mod explorer {
     }
 
     #[test]
-    fn every_await_is_a_point() {
+    fn every_await_is_a_point_of_interruption() {
         let reached: Arc<Mutex<Vec<u32>>> = Arc::default();
         let explored = |explorer: Explorer| {
             let reached = Arc::clone(&reached);
@@ -840,12 +841,12 @@ mod explorer {
         assert_eq!(report.awaits(), expected);
         assert_eq!(report.store_calls(), ["reserve", "finish"]);
         assert_eq!(report.effects(), ["charge"]);
-        // Steps that the first, cancelled run reached for each await; the second run reaches all of them.
+        // Number of steps that the first, cancelled run reaches for each await. The second run reaches all steps.
         for (at, steps) in [0, 0, 1, 2, 2, 3, 4, 5, 5].into_iter().enumerate() {
             reached.lock().unwrap().clear();
             explored(Explorer::new().only(format!("cancel@await:{}", at + 1))).assert_once();
             let mut seen = std::mem::take(&mut *reached.lock().unwrap());
-            // The plain run comes first.
+            // `explore` plays one scenario without a fault first.
             assert_eq!(seen.drain(..5).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
             let recorded = at >= 7;
             let first: Vec<u32> = (0..steps).collect();
@@ -855,7 +856,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_second_delivery_is_cut_as_well() {
+    fn with_twice_a_second_delivery_is_interrupted_too() {
         let explorer = Explorer::new().twice();
         let report = explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
         report.assert_once();
@@ -871,7 +872,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_limit_leaves_scenarios_out_and_says_so() {
+    fn the_report_counts_the_scenarios_beyond_the_limit() {
         let deliver = |worker| async move { charge_keyed(&App::new(worker), 42).await };
         let all = explore(deliver);
         let report = Explorer::new().max_scenarios(20).explore(deliver);
@@ -883,14 +884,14 @@ mod explorer {
     #[should_panic(
         expected = "there is no scenario `crash@await:99` for a handler with 7 awaits, 2 store calls and 1 effect"
     )]
-    fn a_scenario_that_is_none_is_refused() {
+    fn an_unknown_scenario_is_refused() {
         let explorer = Explorer::new().only("crash@await:99");
         let _ = explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
     }
 
     #[test]
     #[should_panic(expected = "EFFECT REPEATED: `charge` happened twice, not once")]
-    fn findings_fail_a_test_with_their_story() {
+    fn assert_once_panics_with_the_story_of_a_finding() {
         explore(|worker| async move { charge_before_check(&App::new(worker), 42).await }).assert_once();
     }
 }

@@ -1,4 +1,4 @@
-//! Wrappers: the effect of each on a store, and that none of them can make a body run again.
+//! Wrappers: their effects on a store, and that no wrapper makes a body run again.
 #![allow(clippy::unchecked_time_subtraction, reason = "the durations are constants")]
 
 use std::pin::Pin;
@@ -37,7 +37,7 @@ const TTL: Duration = Duration::from_secs(3600);
 const TICK: Duration = Duration::from_millis(1);
 const POLICY: Policy = Policy::new(TTL).max_result_bytes(64 * 1024 * 1024);
 
-/// Store in memory that fails on command, with a clock that the test drives.
+/// Store in memory that fails on command, with a clock that the test advances.
 struct World {
     clock: ManualClock,
     memory: MemoryStore,
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// Makes an attempt that finishes with these bytes.
+    /// Records an operation whose result has these bytes.
     async fn finished(&self, store: &dyn Store, name: &str, bytes: &[u8]) -> Record {
         let lease = self.reserved(store, name).await;
         let finish = completed(bytes);
@@ -72,7 +72,7 @@ impl World {
         Record::after(&lease, finish.state())
     }
 
-    /// Finished record that a reservation finds.
+    /// Returns the finished record that a reservation finds.
     async fn replay(&self, store: &dyn Store, name: &str) -> Record {
         match store.reserve(&self.request(name)).await.unwrap() {
             Reservation::Finished { record, .. } => record,
@@ -80,7 +80,7 @@ impl World {
         }
     }
 
-    /// Makes a call of a handler that counts its runs and returns `result`.
+    /// Makes one call of a handler that counts its runs and returns `result`.
     async fn call(&self, store: &dyn Store, policy: Policy, result: &str) -> (Result<String, Error>, Outcome) {
         let operation = Operation::new(store, Ok(key("call")), policy);
         let body = async {
@@ -94,7 +94,7 @@ impl World {
         self.runs.load(Ordering::SeqCst)
     }
 
-    /// Checks that the finished operation is reported as one without a result, under any policy, and that no body runs.
+    /// Checks that calls of any policy report the finished operation as one without a result, and run no body.
     async fn has_no_result(&self, store: &dyn Store, why: &str) {
         let runs = self.runs();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
@@ -129,7 +129,7 @@ fn payload(record: &Record) -> &StoredResult {
     }
 }
 
-/// Result as the innermost store holds it.
+/// Returns the result in the form that the innermost store holds.
 async fn kept(store: &dyn Store, name: &str) -> StoredResult {
     payload(&store.inspect(&key(name)).await.unwrap().expect("a record").record).clone()
 }
@@ -155,7 +155,7 @@ fn reason_of(payload: &StoredResult) -> &str {
     }
 }
 
-/// Bytes that neither repeat nor compress (xorshift64, Marsaglia 2003).
+/// Bytes without repetitions, which do not compress (xorshift64, Marsaglia 2003).
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     std::iter::repeat_with(|| {
@@ -177,7 +177,7 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
 }
 
-/// Polls a call, which must not end yet.
+/// Polls a store call `polls` times; the call must not end.
 async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, T> {
     for _ in 0..polls {
         assert!(poll_once(Pin::new(&mut call)).await.is_pending(), "the call should still be under way");
@@ -185,7 +185,7 @@ async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, 
     call
 }
 
-/// Each wrapper around each other one and around itself, with every result in another form.
+/// Every wrapper around every other one and around itself, set up so that each changes every result.
 fn compositions(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'static str, Arc<dyn Store>)> {
     let cached = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Cached::new(store)) };
     let compressed = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Compressed::options().above(0).wrap(store)) };
@@ -220,7 +220,7 @@ async fn wrappers_compose_in_every_order() {
                 assert_eq!(world.replay(&*store, &name).await, record, "{order}, result {i}");
                 assert_eq!(store.inspect(&key(&name)).await.unwrap().unwrap().record, record, "{order}, result {i}");
             }
-            // Another process, with the same wrappers and empty caches, also reads the result.
+            // Another process, with the same wrappers but empty caches, reads the result too.
             let failed = Finish::Failed(stored(bytes));
             let lease = world.reserved(&*store, &format!("{i} failed")).await;
             assert_eq!(store.finish(&lease, &failed).await.unwrap(), Verdict::Applied);
@@ -235,10 +235,10 @@ async fn wrappers_compose_in_every_order() {
     }
 }
 
-/// A wrapper's codec name is reserved for its own envelopes: a result that another codec wrote under that name comes
-/// back unchanged.
+/// A wrapper's codec name marks its own envelopes. A result that another codec wrote under this name comes back
+/// unchanged.
 #[tokio::test]
-async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
+async fn results_of_a_codec_with_the_name_of_a_wrapper_come_back() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();
@@ -259,9 +259,9 @@ async fn results_of_codecs_with_the_names_of_wrappers_come_back() {
     }
 }
 
-/// A consumer that was deployed without the wrapper gets an error about another codec.
+/// A consumer without the wrapper gets an error that names another codec.
 #[tokio::test]
-async fn without_the_wrapper_a_result_is_of_another_codec() {
+async fn without_the_wrapper_a_result_is_an_error_of_another_codec() {
     for name in ["idem:zstd", "idem:object"] {
         let world = World::new();
         let store: Arc<dyn Store> = match name {
@@ -283,9 +283,9 @@ async fn without_the_wrapper_a_result_is_of_another_codec() {
     }
 }
 
-/// A wrapper can be added to a store with records, and removed again as long as no result was large.
+/// A wrapper can be added to a store with records, and removed as long as it has changed no result.
 #[tokio::test]
-async fn small_results_are_written_as_they_are() {
+async fn small_results_are_written_unchanged() {
     let world = World::new();
     let objects = Arc::new(InMemory::new());
     let wrapped = Cached::new(Compressed::new(Offloaded::new(world.store.clone(), objects)));
@@ -296,7 +296,7 @@ async fn small_results_are_written_as_they_are() {
 }
 
 #[tokio::test]
-async fn other_endings_pass_unchanged() {
+async fn ends_without_a_result_and_mismatches_pass_unchanged() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();
@@ -326,7 +326,7 @@ async fn other_endings_pass_unchanged() {
     }
 }
 
-/// Store whose upkeep has its own line.
+/// Store whose upkeep has its own connection.
 #[derive(Clone, Debug)]
 struct Apart {
     calls: FaultyStore,
@@ -367,7 +367,7 @@ impl Store for Apart {
 }
 
 #[tokio::test]
-async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
+async fn upkeep_of_a_wrapper_uses_the_upkeep_of_its_store() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();
@@ -381,7 +381,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
             (upkeep.context().name(), upkeep.namespace(), upkeep.response_timeout()),
             ("memory", "apart", LEASE / 10)
         );
-        // A beat, a late result, and the clean-up of a dropped call.
+        // The upkeep renews leases, records a late result, and cleans up a dropped call.
         let leases = [world.reserved(&*store, "late").await, world.reserved(&*store, "dropped").await];
         assert_eq!(renew_all(&*upkeep, &leases).await.unwrap(), [Verdict::Applied; 2], "{order}");
         let result = completed(&[b'x'; 5000]);
@@ -392,7 +392,7 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
         for call in [StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
             assert_eq!((apart.calls.count(call), apart.upkeep.count(call)), (0, 1), "{order}: {call:?}");
         }
-        // The record belongs to the store, with its result in the form of the wrappers.
+        // The store's own upkeep wrote the record, with the result in the form of the wrappers.
         let as_it_was = kept(&world.memory, "late").await == *result.result();
         assert_eq!(as_it_was, order == "cached twice", "{order}");
         for _ in 0..3 {
@@ -401,9 +401,9 @@ async fn upkeep_goes_through_the_wrappers_to_the_stores_own() {
     }
 }
 
-/// The upkeep of a wrapper around a store that needs no separate upkeep is the wrapper itself.
+/// If a store is its own upkeep, so is a wrapper around it.
 #[tokio::test]
-async fn wrappers_of_stores_without_lines_are_their_own_upkeep() {
+async fn a_wrapper_of_a_store_without_upkeep_is_its_own_upkeep() {
     let memory = MemoryStore::new();
     let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     for (order, store) in compositions(&memory, &objects) {
@@ -414,9 +414,9 @@ async fn wrappers_of_stores_without_lines_are_their_own_upkeep() {
     }
 }
 
-/// A reservation that lands after its own release holds nothing, and no wrapper remembers it.
+/// A reservation that takes effect after its own release gets `Released`, and no wrapper caches this answer.
 #[tokio::test]
-async fn released_results_pass_unchanged() {
+async fn no_wrapper_remembers_a_late_reservation() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();
@@ -429,7 +429,7 @@ async fn released_results_pass_unchanged() {
         }
         let second = world.reserved(&*store, "k").await;
         assert_eq!(second.attempt, 2, "{order}");
-        // Late again: while another attempt holds the key, and once that attempt has finished.
+        // The same reservation arrives again, while another attempt holds the key and after that attempt has finished.
         assert!(
             matches!(store.reserve(&request).await.unwrap(), Reservation::InProgress { attempt: 2, .. }),
             "{order}"
@@ -440,7 +440,7 @@ async fn released_results_pass_unchanged() {
             assert_eq!(world.replay(&*store, "k").await, Record::after(&second, result.state()), "{order}");
             let Reservation::Finished { .. } = store.reserve(&request).await.unwrap() else { panic!("{order}") };
         }
-        // An operator frees the key: the late reservation is now the other owner's, and changes nothing.
+        // After an operator's reopening, a late reservation of the other attempt changes nothing.
         assert_eq!(store.reopen(&key("k"), 2).await.unwrap(), Verdict::Applied, "{order}");
         let late = world.request("k").owner(second.owner);
         assert_eq!(store.reserve(&late).await.unwrap(), Reservation::Released { attempt: 2 }, "{order}");
@@ -448,7 +448,7 @@ async fn released_results_pass_unchanged() {
     }
 }
 
-/// Processes that share records and objects, and are killed at any point, also between object and record.
+/// Processes that share records and objects are killed at any point, also between the writes of object and record.
 #[tokio::test]
 async fn processes_race_for_the_same_keys() {
     let server = RedisServer::start(Kind::Redis);

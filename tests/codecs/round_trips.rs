@@ -1,4 +1,4 @@
-//! Results that do not read back as they were written: a duplicate never gets such a result without a report.
+//! Results that read back as another value: the first call of a debug build reports them.
 
 #![allow(clippy::option_option, reason = "`Some(None)` is what JSON loses")]
 
@@ -53,7 +53,7 @@ where
     (said, duplicate)
 }
 
-/// Checks the rule: the first call of a debug build panics if and only if a duplicate gets another value.
+/// Checks that the first call of a debug build panics if and only if a duplicate would get another value.
 async fn rule<C: Codec, T>(value: T)
 where
     T: Serialize + DeserializeOwned + PartialEq + Clone + Debug,
@@ -79,7 +79,7 @@ where
 }
 
 #[tokio::test]
-async fn no_duplicate_gets_another_value_without_a_word() {
+async fn a_debug_build_panics_where_a_duplicate_gets_another_value() {
     for nested in [None, Some(None), Some(Some(7_u8))] {
         rule_of_every_codec(nested).await;
         rule_of_every_codec(Tagged::One(nested)).await;
@@ -109,7 +109,7 @@ async fn no_duplicate_gets_another_value_without_a_word() {
 }
 
 #[tokio::test]
-async fn tables_whose_order_is_random_are_the_same() {
+async fn tables_with_a_random_order_count_as_equal() {
     for _ in 0..20 {
         rule_of_every_codec((0..50).map(|n| format!("{n}")).collect::<HashSet<_>>()).await;
         rule_of_every_codec((0..50_u32).map(|n| (n, vec![n])).collect::<HashMap<_, _>>()).await;
@@ -117,7 +117,7 @@ async fn tables_whose_order_is_random_are_the_same() {
 }
 
 #[tokio::test]
-async fn a_difference_is_named_by_its_field_and_quotes_no_value() {
+async fn the_report_of_a_difference_names_its_field_and_no_value() {
     let receipt = Receipt { card: SECRET.to_owned(), lines: vec![Some(None)] };
     let (said, _) = first_and_duplicate::<Json, _>(POLICY, &receipt).await;
     let said = said.expect("a difference");
@@ -148,7 +148,7 @@ async fn recorded_errors_are_compared_as_well() {
     assert!(outcome.replayed() && replayed.unwrap_err().reason.is_none());
 }
 
-/// Codec that can't read its own bytes.
+/// Codec whose `decode` always fails.
 struct OneWay;
 
 impl Codec for OneWay {
@@ -181,8 +181,8 @@ async fn a_result_that_is_never_read_back_is_refused_unless_it_is_migrated() {
 }
 
 #[tokio::test]
-async fn incomparable_values_are_left_alone() {
-    /// Serializes as another text each time.
+async fn values_that_can_not_be_compared_are_not_reported() {
+    /// Value that serializes as a different text each time.
     #[derive(Clone, PartialEq, Debug, Deserialize)]
     struct Restless(String);
     impl Serialize for Restless {
@@ -193,7 +193,7 @@ async fn incomparable_values_are_left_alone() {
     }
     let (said, _) = first_and_duplicate::<Json, _>(POLICY, &Restless(String::new())).await;
     assert_eq!(said, None);
-    // Longer than the values that the check compares.
+    // The value is longer than values that the check compares.
     let long = vec![Some(None::<u64>); 64 * 1024];
     let (said, duplicate) = first_and_duplicate::<Json, _>(POLICY.max_result_bytes(1 << 20), &long).await;
     assert_eq!((said, duplicate.unwrap()), (None, false));

@@ -1,4 +1,4 @@
-//! The mark in the record that a body begins, and the effects of a reservation or a mark that lands late.
+//! Mark in the record that the body begins, and reservations and marks that take effect late.
 
 use idem_runtime::store::{Reservation, Verdict};
 
@@ -6,7 +6,7 @@ use super::super::*;
 
 const AT_MOST_ONCE: Policy = POLICY.on_crash(OnCrash::Fail);
 
-/// Lets `leases` leases pass.
+/// Advances the clock by `leases` leases.
 async fn outlast(world: &World, leases: u32) {
     for _ in 0..leases * 4 {
         settle().await;
@@ -16,7 +16,7 @@ async fn outlast(world: &World, leases: u32) {
 }
 
 #[tokio::test]
-async fn only_policies_that_ask_for_it_mark_the_beginning() {
+async fn only_some_policies_mark_that_the_body_begins() {
     let one = POLICY.max_attempts(1);
     let three = POLICY.max_attempts(3);
     for (policy, first, second) in [(POLICY, 0, 0), (AT_MOST_ONCE, 1, 2), (one, 1, 1), (three, 0, 1)] {
@@ -29,7 +29,7 @@ async fn only_policies_that_ask_for_it_mark_the_beginning() {
     }
 }
 
-/// A server that stands still for longer than a lease executes the reservation of a process that has died meanwhile.
+/// A server that stood still for longer than a lease executes the reservation of a process that has died meanwhile.
 #[tokio::test]
 async fn a_reservation_that_lands_late_interrupts_nothing_and_is_not_counted() {
     let one = POLICY.max_attempts(1);
@@ -70,7 +70,7 @@ async fn no_body_begins_before_its_mark_is_confirmed() {
 }
 
 #[tokio::test]
-async fn a_mark_that_lands_in_an_outage_is_taken_back_for_as_long_as_that_takes() {
+async fn a_mark_that_lands_in_an_outage_is_taken_back_after_the_outage() {
     let world = World::new();
     world.store.always(StoreCall::Begin, Fault::After);
     world.store.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
@@ -78,7 +78,7 @@ async fn a_mark_that_lands_in_an_outage_is_taken_back_for_as_long_as_that_takes(
     assert!(matches!(result, Err(Error::Store { started: false, .. })), "{result:?}");
     outlast(&world, 5).await;
     assert!(matches!(world.state().await, State::Pending { begun: true, .. }));
-    // `flush` does not wait for the rest of the outage.
+    // `flush` returns before the outage ends.
     assert!(poll_once(std::pin::pin!(world.store.context().flush())).await.is_ready());
     world.store.always(StoreCall::Begin, Fault::None);
     world.store.always(StoreCall::Release, Fault::None);
@@ -101,7 +101,8 @@ async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
     }
 }
 
-/// The store refuses the first mark: by its clock the lease has lapsed, which the process can't find out in advance.
+/// The store refuses the first mark, because the lease has lapsed by its clock, which the process can't know in
+/// advance.
 #[tokio::test]
 async fn a_mark_after_the_lapse_leads_to_another_attempt() {
     let world = World::new();
@@ -157,7 +158,7 @@ async fn under_fail_a_result_is_recorded_after_an_outage_of_many_leases() {
 }
 
 #[tokio::test]
-async fn a_late_end_of_a_dead_process_stays_away() {
+async fn a_late_release_of_a_reopened_attempt_does_not_end_its_successor() {
     let world = World::new();
     let dead = FaultyStore::new(&world.store);
     dead.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));

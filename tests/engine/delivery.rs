@@ -1,4 +1,4 @@
-//! Outcome of a delivery as a whole: no failure is acknowledged, and every doubt is reported.
+//! Outcome of a whole delivery: no failure is acknowledged, and every uncertain effect is reported.
 
 use std::sync::Mutex;
 
@@ -36,7 +36,7 @@ trait IntoError {
 }
 
 impl IntoError for std::io::Error {
-    /// Converts to an arbitrary error: its kind does not matter here.
+    /// Converts to some `Error`, whose kind does not matter here.
     fn into_error(self) -> Error {
         Error::NoAttempt
     }
@@ -56,7 +56,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
     retries(&outcome);
     drop(running);
 
-    // An earlier call counts as much as the last one.
+    // A failed call counts even if a later call succeeds.
     let running = world.hang(POLICY).await;
     let other = Operation::new(&world.store, Ok(World::key("other")), POLICY);
     let (_, outcome) = observe(async {
@@ -81,15 +81,15 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
 }
 
 #[tokio::test]
-async fn a_call_that_is_cut_off_says_how_far_it_came() {
-    // Cut off while its key is being reserved.
+async fn the_outcome_of_a_dropped_call_says_how_far_it_came() {
+    // The call is cut off while its key is being reserved.
     let world = World::new();
     world.store.next(StoreCall::Reserve, Fault::Hang);
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
     assert!(outcome.observed() && outcome.cancelled() && !outcome.executed() && !outcome.uncertain(), "{outcome:?}");
     retries(&outcome);
 
-    // Cut off while its body runs.
+    // The call is cut off while its body runs.
     let world = World::new();
     let hanging = world.operation(POLICY).run(std::future::pending::<Result<u32, Error>>());
     let (_, outcome) = observe(cut_off(Box::pin(hanging))).await;
@@ -98,7 +98,7 @@ async fn a_call_that_is_cut_off_says_how_far_it_came() {
     retries(&outcome);
     assert_eq!(world.state().await, State::Released);
 
-    // Cut off while its result is being recorded: the recording goes on without the call.
+    // The call is cut off while its result is being recorded; the recording continues.
     let world = World::new();
     world.store.next(StoreCall::Finish, Fault::Slow(3));
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
@@ -131,7 +131,7 @@ async fn a_panic_ends_the_delivery_and_not_the_consumer() {
         retries(&outcome);
         assert_eq!(world.state().await, left);
     }
-    // A panic outside of any call.
+    // A panic outside of any call is caught, too.
     let (result, outcome) = observe(async { panic!("on purpose") }).catch_panics().await;
     let _: Result<(), Error> = result.map_err(|error| {
         assert!(matches!(error, Error::Panicked { key: None, attempt: None, .. }) && !error.is_uncertain());
@@ -142,7 +142,7 @@ async fn a_panic_ends_the_delivery_and_not_the_consumer() {
 }
 
 #[tokio::test]
-async fn a_call_in_a_task_of_its_own_is_observed_there() {
+async fn a_call_in_its_own_task_is_observed_in_that_task() {
     let store = MemoryStore::new();
     let call = move || {
         let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
@@ -157,7 +157,7 @@ async fn a_call_in_a_task_of_its_own_is_observed_there() {
 }
 
 #[tokio::test]
-async fn an_observation_inside_of_another_hides_nothing() {
+async fn a_nested_observation_hides_no_call_from_the_outer_one() {
     let world = World::new();
     let (_, outcome) = observe(async {
         let (result, inner) = observe(world.call_result(POLICY)).await;
@@ -169,7 +169,7 @@ async fn an_observation_inside_of_another_hides_nothing() {
 }
 
 #[tokio::test]
-async fn retries_slow_down() {
+async fn the_pause_before_a_retry_grows_with_the_attempts() {
     let policy = POLICY.backoff(Backoff::new(Duration::from_secs(1), Duration::from_secs(8)));
     let world = World::new();
     for attempt in 1..=6 {
@@ -184,7 +184,7 @@ async fn retries_slow_down() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
+async fn deliveries_become_rarer_during_a_long_outage() {
     let world = World::new();
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let mut deliveries = 0;
@@ -202,7 +202,7 @@ async fn a_store_that_is_down_for_long_is_asked_more_and_more_seldom() {
 }
 
 #[tokio::test]
-async fn a_mistake_of_the_deployment_costs_no_message() {
+async fn a_message_is_retried_after_a_mistake_of_the_deployment() {
     let world = World::new();
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let (result, outcome) = world.call(POLICY).await;
@@ -210,7 +210,7 @@ async fn a_mistake_of_the_deployment_costs_no_message() {
     retries(&outcome);
     let error = Error::from(Key::new("a/b", 1).unwrap_err());
     assert!(error.is_misconfigured() && matches!(error.disposition(), Disposition::Retry { .. }));
-    // An invalid message is no misconfiguration.
+    // An invalid key in a message is no mistake of the deployment.
     let (result, outcome) = observe(Operation::new(&world.store, Key::new("test", ""), POLICY).run(world.body())).await;
     assert!(!result.unwrap_err().is_misconfigured() && !outcome.misconfigured());
     assert_eq!((outcome.disposition(), outcome.refusal()), (Disposition::DeadLetter, Some(Refusal::MissingKey)));
@@ -228,7 +228,7 @@ async fn an_unrecordable_result_is_never_retried_immediately() {
 }
 
 #[tokio::test]
-async fn a_mismatch_shows_both_payloads_and_how_old_the_record_is() {
+async fn a_mismatch_shows_both_fingerprints_and_the_age_of_the_record() {
     let world = World::new();
     let call = |payload: &'static str| world.operation(POLICY).fingerprint(payload).run(world.body());
     call("a").await.unwrap();
@@ -251,7 +251,7 @@ fn note(uncertain: Uncertain<'_>) {
     panic!("a hook that is wrong harms nobody");
 }
 
-/// Doubts about `key` that the hook received since the last call of this function.
+/// Uncertain effects of `key` that the hook received since the last call of this function.
 fn noted(key: &str) -> Vec<(u32, Doubt)> {
     let mut doubts = DOUBTS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let told = doubts.iter().filter(|(it, ..)| it == key).map(|(_, attempt, cause)| (*attempt, *cause)).collect();
@@ -260,7 +260,7 @@ fn noted(key: &str) -> Vec<(u32, Doubt)> {
 }
 
 #[tokio::test]
-async fn each_doubt_is_reported_once() {
+async fn each_uncertain_effect_is_reported_once() {
     let world = World::new();
     let policy = POLICY.on_uncertain(note);
     let operation = |policy| Operation::new(&world.store, Ok(World::key("doubted")), policy);
@@ -286,8 +286,9 @@ async fn each_doubt_is_reported_once() {
         Ok::<u32, Error>(4)
     }));
     assert!(poll_once(late.as_mut()).await.is_pending());
-    // A caller under `fail` does not take over from a body that may have had its effect. Its own process knows that
-    // this body is being ended.
+    // A caller under `fail` must not take over from a body that may have had its effect. The process of the body knows
+    // that
+    // its end is being written.
     let at_most_once = policy.on_crash(OnCrash::Fail);
     assert!(matches!(hanging(at_most_once).await, Err(Error::InProgress { attempt: 4, .. })));
     let elsewhere = world.memory.peer();
@@ -296,7 +297,7 @@ async fn each_doubt_is_reported_once() {
     assert_eq!(noted("doubted"), [(4, Doubt::Interrupted)]);
     assert!(late.await.is_ok(), "nobody has taken over");
 
-    // A call that is refused before its body, and a call that ends normally, leave no doubt.
+    // A call that is refused before its body, and a call that ends normally, have no uncertain effect.
     assert!(operation(policy).run(world.body()).await.is_ok(), "a replay");
     let mut replayed = Box::pin(hanging(policy));
     assert!(poll_once(replayed.as_mut()).await.is_ready());

@@ -1,5 +1,6 @@
-//! Disposition of a delivery: every sequence of up to four calls, with every ending of each, in every nesting, and with
-//! every result of the delivery.
+//! Disposition of a delivery, for every sequence of up to four calls with every ending, every nesting, and every result
+//! of
+//! the delivery.
 
 use std::future::ready;
 
@@ -13,13 +14,13 @@ use super::super::*;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ending {
     Completed,
-    /// The error is recorded.
+    /// The body's error is recorded.
     RecordedError,
-    /// The error frees the key.
+    /// The body's error frees the key.
     ReleasedError,
     /// Another attempt holds the key.
     InProgress,
-    /// The key belongs to another payload.
+    /// The key was used with another payload.
     Mismatch,
     /// An earlier attempt was interrupted.
     Interrupted,
@@ -37,14 +38,14 @@ const ENDINGS: [Ending; 7] = [
     Ending::CutOff,
 ];
 
-/// Place of the calls within a delivery.
+/// Nesting of the calls in a delivery.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Nesting {
-    /// In the delivery itself.
+    /// The delivery makes the calls directly.
     Flat,
-    /// Each call in its own `observe`.
+    /// Each call is in its own `observe`.
     Observed,
-    /// Each call in its own batch.
+    /// Each call is in its own batch.
     Batched,
 }
 
@@ -52,9 +53,9 @@ enum Nesting {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Returned {
     Ok,
-    /// An error, in the poll in which all calls ended.
+    /// The delivery returns an error, in the poll in which its calls ended.
     ErrWithTheCalls,
-    /// An error, in a later poll.
+    /// The delivery returns an error, in a later poll.
     ErrLater,
 }
 
@@ -65,7 +66,7 @@ enum Kind {
     DeadLetter,
 }
 
-/// Expected disposition: the table of `engine/disposition.rs`, written a second time.
+/// Returns the expected disposition, independently of the code in `engine/disposition.rs`.
 fn expected(calls: &[Ending], returned: Returned) -> Kind {
     let any = |of: &[Ending]| calls.iter().any(|call| of.contains(call));
     if calls.is_empty() || any(&[Ending::ReleasedError, Ending::InProgress, Ending::CutOff]) {
@@ -82,7 +83,7 @@ fn expected(calls: &[Ending], returned: Returned) -> Kind {
 }
 
 impl World {
-    /// Returns a world with the keys whose calls are refused.
+    /// Returns a world in which the keys of the refused calls are prepared.
     async fn with_refusals() -> Self {
         let world = Self::new();
         let of = |name| Operation::new(&world.store, Ok(Self::key(name)), POLICY.on_crash(OnCrash::Fail));
@@ -111,7 +112,7 @@ impl World {
         }
     }
 
-    /// Makes one call. A call that is cut off is dropped together with the observation around it.
+    /// Makes one call. A call that is cut off is dropped together with the observation that encloses it.
     async fn nested(&self, ending: Ending, nesting: Nesting) {
         let call = self.ending(ending);
         let mut call: std::pin::Pin<Box<dyn Future<Output = ()> + '_>> = match nesting {
@@ -126,7 +127,7 @@ impl World {
         self.delivery_of(calls, nesting, returned, None).await
     }
 
-    /// Like `delivery`, with the number of the delivery and its limit.
+    /// Like `delivery`, for a delivery with a number and a limit.
     async fn delivery_of(
         &self,
         calls: &[Ending],
@@ -154,7 +155,7 @@ impl World {
     }
 }
 
-/// Every sequence of `calls` endings.
+/// Every sequence of `calls` endings, as an iterator.
 fn sequences(calls: u32) -> impl Iterator<Item = Vec<Ending>> {
     (0..ENDINGS.len().pow(calls)).map(move |number| {
         (0..calls).map(|at| ENDINGS[number / ENDINGS.len().pow(at) % ENDINGS.len()]).collect::<Vec<_>>()
@@ -190,12 +191,12 @@ async fn a_disposition_depends_on_the_set_of_calls_and_not_on_their_order() {
 }
 
 #[tokio::test]
-async fn after_the_last_delivery_nothing_is_delivered_again() {
+async fn a_failure_of_the_last_delivery_is_dead_lettered() {
     let world = World::with_refusals().await;
     for calls in (0..=2).flat_map(sequences) {
         for returned in [Returned::Ok, Returned::ErrWithTheCalls, Returned::ErrLater] {
             for delivery in 3..=6 {
-                // A duplicate in progress waits on its last deliveries; another test covers this.
+                // A duplicate in progress waits on its last deliveries, which another test covers.
                 if calls.contains(&Ending::InProgress) {
                     continue;
                 }
@@ -223,7 +224,7 @@ async fn a_mistake_of_the_deployment_is_not_set_aside_before_the_last_delivery()
     let world = World::new();
     world.call(POLICY).await.0.unwrap();
     for delivery in 1..=5 {
-        // The handler's return type has changed.
+        // The return type of the handler has changed since the result was recorded.
         let changed = world.operation(POLICY).run(async { Ok::<_, Error>("text".to_owned()) });
         let (result, outcome) = observe(changed).delivery(delivery).delivery_limit(5).await;
         let error = result.unwrap_err();
@@ -245,7 +246,7 @@ async fn a_mistake_of_the_deployment_is_not_set_aside_before_the_last_delivery()
     }
 }
 
-/// The log says why a message is set aside with its last delivery, and only then.
+/// The log names the cause when a message is set aside with its last delivery, and not before.
 #[tokio::test]
 async fn the_last_delivery_of_a_message_has_an_event_that_names_the_cause() {
     let world = World::new();
@@ -286,7 +287,7 @@ async fn the_last_delivery_of_a_message_has_an_event_that_names_the_cause() {
 }
 
 #[tokio::test]
-async fn an_error_that_is_the_librarys_refusal_is_not_recorded() {
+async fn a_temporary_refusal_of_an_inner_call_is_not_recorded() {
     /// Error that can always be encoded.
     #[derive(Debug, Serialize, Deserialize)]
     struct Text(String);
@@ -298,7 +299,7 @@ async fn an_error_that_is_the_librarys_refusal_is_not_recorded() {
     for mode in [Mode::Enforce, Mode::Off] {
         for ending in ENDINGS {
             let world = World::with_refusals().await;
-            // A handler of any mode may stand between the two.
+            // A handler of any mode may run between the outer handler and the refused call.
             let between = Operation::new(&world.store, Ok(World::key("between")), POLICY.mode(mode));
             let body = between.run(async { world.ending(ending).await.map_err(|error| Text(format!("{error:?}"))) });
             let mut outer = Box::pin(world.operation(POLICY).record_errors().run(body));
@@ -311,7 +312,7 @@ async fn an_error_that_is_the_librarys_refusal_is_not_recorded() {
 }
 
 #[tokio::test]
-async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
+async fn pauses_grow_and_differ_without_a_delivery_number() {
     /// Pauses of eight deliveries, each of which comes when the pause before it ends.
     async fn pauses(world: &World, deliver: impl AsyncFn() -> Outcome) -> Vec<Duration> {
         let mut pauses = Vec::new();
@@ -322,7 +323,7 @@ async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
         }
         pauses
     }
-    // `Panics` encodes and panics on decoding.
+    // Value that encodes, and panics when it is decoded.
     struct Panics;
     impl Serialize for Panics {
         fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -336,13 +337,13 @@ async fn pauses_grow_and_differ_without_a_number_of_the_delivery() {
     }
     let failed = || Err::<(), _>(Failure::Declined(1));
     for kind in ["an error after a success", "no reservation", "a result that panics"] {
-        // The pauses must not be the same for all keys: collect the second pause of each.
+        // The pauses of different keys must differ, so the second pause of each key is collected.
         let mut first = Vec::new();
         let world = World::new();
         for key in ["a", "b", "c", "d", "e", "f"] {
             let operation = |policy| Operation::new(&world.store, Ok(World::key(key)), policy);
             let panicking = || operation(POLICY).run(async { Ok::<_, Error>(Panics) });
-            // The result is recorded, and then decoded by the round-trip check.
+            // The result is recorded, and then the round-trip check decodes it and panics.
             let _ = futures::FutureExt::catch_unwind(std::panic::AssertUnwindSafe(panicking())).await;
             let all = pauses(&world, async || match kind {
                 "an error after a success" => {

@@ -1,5 +1,6 @@
-//! Keeping a lease and losing it: beats on the library's own thread, bodies that block, bodies that hang, and stores
-//! that take no results.
+//! Leases that are kept and lost: beats on the library's own thread, bodies that block or hang, and stores that accept
+//! no
+//! results.
 
 use std::sync::Arc;
 use std::thread;
@@ -30,7 +31,7 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
     let body = async {
         for beats in 1..=30 {
-            // Wait until the task sleeps for the next beat; only then advance the time.
+            // The clock advances only after the renewal task sleeps until the next beat.
             block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
             block_until("a beat", || store.count(StoreCall::Renew) >= beats);
@@ -54,7 +55,7 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
     let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
     assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
-    // The first tries fail, so that the release needs a task and needs time to pass.
+    // The first tries fail, so the release needs a task that waits and repeats it.
     store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     drop(runtime);
@@ -117,9 +118,9 @@ async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
 }
 
 #[tokio::test]
-async fn a_body_that_can_not_be_cancelled_is_left_to_lapse() {
+async fn the_lease_of_a_body_that_can_not_be_cancelled_lapses() {
     let world = World::new();
-    // The call is not polled at all, as if its thread were stuck.
+    // Nothing polls the call, as if its thread were stuck.
     let call = world.hang(POLICY.timeout(LEASE)).await;
     for _ in 0..6 {
         settle().await;
@@ -142,7 +143,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
         call
     }))
     .await;
-    // Every other renewal never ends; another call renews its leases concurrently.
+    // Every fourth step starts a renewal that never ends, and other calls renew the remaining leases.
     for _ in 0..30 {
         world.store.next(StoreCall::Renew, Fault::Hang);
         for _ in 0..4 {
@@ -160,9 +161,9 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_full_for_a_moment_gets_the_result() {
+async fn a_result_is_recorded_after_its_store_was_full_for_a_moment() {
     for kind in [StoreErrorKind::Full, StoreErrorKind::Misconfigured, StoreErrorKind::Unavailable] {
-        // The result must not depend on whether the body was ever pending.
+        // A body that is ready immediately and one that was pending must behave alike.
         for pends in [false, true] {
             let world = World::new();
             world.store.always(StoreCall::Finish, Fault::Before(kind));
@@ -203,7 +204,7 @@ async fn a_result_that_the_store_never_takes_is_left_out_after_half_a_lease() {
 }
 
 #[tokio::test]
-async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
+async fn a_call_whose_result_is_refused_ends_after_one_lease() {
     let world = World::new();
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Full));
     let began = world.clock.now();
@@ -213,9 +214,9 @@ async fn a_store_that_renews_but_takes_no_results_does_not_keep_the_call() {
 }
 
 #[tokio::test]
-async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
+async fn a_beat_refused_after_the_own_completion_loses_nothing() {
     let world = World::new();
-    // The result is recorded, the answer is lost, and no other finish reaches the store until after the next beat.
+    // The result is recorded, but the answer is lost, and further completions fail until after the next beat.
     world.store.next(StoreCall::Finish, Fault::After);
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let mut call = Box::pin(observe(world.operation(POLICY).run(world.body())));
@@ -224,7 +225,7 @@ async fn a_beat_that_meets_the_completion_of_its_own_attempt_loses_nothing() {
         settle().await;
         world.clock.advance(Duration::from_secs(1));
     }
-    // The store refuses the beat, but the tries go on.
+    // The store refuses the beat, because the record has ended. The call still repeats its completion.
     for _ in 0..3 {
         settle().await;
         world.clock.advance(Duration::from_secs(1));
@@ -254,7 +255,7 @@ async fn an_attempt_that_has_ended_holds_no_lease() {
 }
 
 #[test]
-fn a_lease_that_a_store_can_not_keep_fails_at_the_start() {
+fn a_lease_too_short_for_its_store_is_refused_at_the_start() {
     #[derive(Clone, Debug)]
     struct Slow(Arc<MemoryStore>);
     let policy = POLICY.lease(Duration::from_secs(1));
@@ -276,7 +277,7 @@ async fn a_renewal_that_is_refused_for_good_ends_the_body_when_its_lease_lapses(
             let (result, outcome) = driving(&world.clock, call).await;
             let Err(error) = result else { panic!("{result:?}") };
             let took = world.clock.now().saturating_since(began);
-            // The clock of this test moves in steps of up to a beat.
+            // The clock of this test moves in steps, so the lapse is noticed up to half a lease late.
             assert!((LEASE..LEASE * 3 / 2).contains(&took), "{kind:?}: {took:?}");
             let Error::LeaseLost { source: Some(source), attempt: 1, .. } = &error else { panic!("{error:?}") };
             assert_eq!(source.kind(), kind);
@@ -316,7 +317,7 @@ async fn an_outage_pauses_a_body_for_a_stated_time() {
             let call = world.operation(policy).run(std::future::pending::<Result<u32, Error>>());
             let Err(error) = driving(&world.clock, call).await else { panic!("it hangs") };
             let took = world.clock.now().saturating_since(began);
-            // A renewal that lands without an answer is no confirmation either.
+            // A renewal that takes effect without an answer does not confirm the lease.
             assert!((LEASE + pause..LEASE * 3 / 2 + pause).contains(&took), "{fault:?}: {took:?}");
             let Error::LeaseLost { source: Some(source), .. } = &error else { panic!("{error:?}") };
             assert!(source.is_transient() && error.is_uncertain() && !error.is_misconfigured(), "{source:?}");
@@ -348,8 +349,9 @@ async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
         assert!(poll_once(call.as_mut()).await.is_pending());
         calls.push(call);
     }
-    // The error of a call for both leases does not name the damaged one, and the store is away when each lease is
-    // renewed alone.
+    // The error of a call that renews both leases does not name the damaged record. When each lease is renewed alone,
+    // the
+    // store is away.
     for _ in 0..60 {
         let both = world.clock.now().since_origin() < LEASE;
         let kind = if both { StoreErrorKind::Corrupt } else { StoreErrorKind::Unavailable };

@@ -9,11 +9,11 @@ use tokio::sync::Notify;
 
 use super::super::*;
 
-/// Value of a body. Its drop notes the record of the key, as another process finds it at that time.
+/// Value of a body. Its drop notes the key's record at that moment, as another process would find it.
 struct Guard {
     peer: MemoryStore,
     found: Rc<Cell<Option<State>>>,
-    /// Called by the drop.
+    /// Function that the drop calls.
     then: Option<Box<dyn FnOnce()>>,
 }
 
@@ -26,13 +26,13 @@ impl Drop for Guard {
     }
 }
 
-/// State of the key of [`World`], which a store in memory returns immediately.
+/// State of the key `k`, read without waiting.
 fn state_of(store: &MemoryStore) -> Option<State> {
     let found: Option<Inspection> = store.inspect(&World::key("k")).now_or_never().expect("no wait").expect("answers");
     found.map(|found| found.record.state)
 }
 
-/// Store handle, the clock that drives it, and the state that [`Guard`] found.
+/// Store, its clock, and the state of the key that the drop of a [`Guard`] found.
 struct Scene {
     clock: ManualClock,
     memory: MemoryStore,
@@ -54,7 +54,7 @@ impl Scene {
         Operation::new(&self.memory, Ok(World::key("k")), policy)
     }
 
-    /// Asserts that the value was dropped while its attempt held the key, and that the record's state is `left` now.
+    /// Asserts that the attempt held the key when the value was dropped, and that the record's state is `left` now.
     fn assert_held_then(&self, way: &str, left: &State) {
         let found = self.found.take();
         assert!(matches!(found, Some(State::Pending { .. })), "{way}: the value met {found:?}");
@@ -101,7 +101,7 @@ async fn a_dropped_call_drops_the_values_of_its_body_before_it_frees_the_key() {
 #[tokio::test]
 async fn a_panic_drops_the_values_of_its_body_before_it_frees_the_key() {
     for (policy, left) in POLICIES {
-        // Dropped before its first poll, while it is pending, and while its values are being dropped.
+        // The body panics at its first poll or at its second, or a value panics when the call is dropped.
         for polls in [0, 1, 2] {
             let scene = Scene::new();
             let mut guard = scene.guard();
@@ -152,7 +152,7 @@ async fn the_values_of_a_body_without_a_lease_are_dropped_before_its_caller_goes
     scene.assert_held_then("in shadow mode", &State::Released);
 }
 
-/// The lease is renewed while values are dropped, also for a body that has reached its `timeout`.
+/// The lease is renewed while values are dropped, even after the body's `timeout`.
 #[test]
 fn a_lease_is_kept_while_values_are_dropped() {
     for timed_out in [false, true] {
@@ -161,7 +161,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         let store = FaultyStore::new(&memory);
         let (policy, peer) = (POLICY.timeout(LEASE * 6), memory.peer());
         let found = Rc::new(Cell::new(None));
-        // A value whose drop takes five leases. At its end another attempt still finds the key held.
+        // The drop of this value takes five leases. At its end, another attempt still finds the key held.
         let guard = Guard {
             peer: memory.peer(),
             found: Rc::clone(&found),
@@ -169,7 +169,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
                 let (store, clock) = (store.clone(), clock.clone());
                 move || {
                     let before = store.count(StoreCall::Renew);
-                    // The beats go on for five leases while the drop blocks its thread.
+                    // Fifteen beats, in five leases, renew the lease while the drop blocks its thread.
                     for beats in 1..=15 {
                         super::keeping::block_until("the sleep", || clock.next_wake().is_some());
                         clock.advance(LEASE / 3);
@@ -188,7 +188,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         };
         let mut call = Box::pin(Operation::new(&store, Ok(World::key("k")), policy).run(body));
         assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
-        // Advance until just before the `timeout`, and in one case beyond it.
+        // The clock advances until just before the `timeout`, or beyond it.
         for beats in 1..=if timed_out { 17 } else { 16 } {
             super::keeping::block_until("the sleep", || clock.next_wake().is_some());
             clock.advance(LEASE / 3);
@@ -200,7 +200,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         } else {
             drop(call);
         }
-        // The drop is done: the value found its key held, and the key is free now.
+        // The drop has ended: it found the key held, and the key is free now.
         runtime.block_on(store.context().flush());
         assert!(matches!(found.take(), Some(State::Pending { .. })));
         assert_eq!(state_of(&memory), Some(State::Released));

@@ -1,4 +1,4 @@
-//! Duplicates that wait in one store handle: the store waits once for all of them.
+//! Duplicates that wait through one store handle: the store waits once for all of them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, Weak};
@@ -13,7 +13,7 @@ use super::super::*;
 
 const WAIT: Policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(20)));
 
-/// Store whose waits end when the test ends them. All of its handles are one `Arc`, as in the library.
+/// Store whose waits the test ends. All handles share one `Arc`, as in the library.
 #[derive(Debug)]
 struct ScriptedWaits {
     this: Weak<Self>,
@@ -51,7 +51,7 @@ impl Hall {
         Self { clock, store, runs: AtomicU32::new(0) }
     }
 
-    /// Reserves the key for an attempt of another process.
+    /// Reserves the key as an attempt of another process.
     async fn held(&self) -> Lease {
         let request = ReserveRequest::new(World::key("k"), self.store.context().new_owner(), LEASE, TTL);
         match self.store.inner.reserve(&request).await.unwrap() {
@@ -86,7 +86,7 @@ impl Hall {
         call
     }
 
-    /// Number of reservations so far, and number of waits under way.
+    /// Returns the number of reservations so far, and the number of waits under way.
     fn asked(&self) -> (usize, usize) {
         (self.store.inner.count(StoreCall::Reserve), self.store.waits.lock().unwrap().len())
     }
@@ -106,7 +106,7 @@ async fn result_of(call: Call_<'_>) -> u32 {
 
 /// A duplicate that waits alone costs two calls: a reservation and a wait.
 #[tokio::test]
-async fn a_waiting_duplicate_asks_once_and_is_answered() {
+async fn a_waiting_duplicate_reserves_once_and_gets_the_result() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let call = hall.waits().await;
@@ -117,9 +117,9 @@ async fn a_waiting_duplicate_asks_once_and_is_answered() {
     assert_eq!(hall.store.inner.count(StoreCall::Inspect), 1, "that of the test");
 }
 
-/// Duplicates that came during a wait share one more look at the record, after that wait.
+/// Duplicates that came during a wait share one more read of the record after that wait.
 #[tokio::test]
-async fn many_wait_as_one() {
+async fn many_duplicates_share_one_wait() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let mut calls = Vec::new();
@@ -140,16 +140,19 @@ async fn many_wait_as_one() {
     assert_eq!(hall.asked(), (51, 0));
 }
 
-/// A duplicate must not use a record that was read before its own reservation: it may be of an earlier life of the key.
+/// A duplicate must not use a record that was read before its own reservation, because the key may have been forgotten
+/// and
+/// reserved again since.
 #[tokio::test]
-async fn no_duplicate_gets_an_answer_older_than_its_request() {
+async fn no_duplicate_gets_a_record_read_before_its_request() {
     let hall = Hall::new();
     let key = World::key("k");
     let lease = hall.held().await;
     let mut first = hall.waits().await;
     hall.finish(&lease, "1").await;
     let early = hall.found().await;
-    // An answer is on its way. Meanwhile the record is removed and the key reserved again, as attempt 1 again.
+    // An answer is under way. Meanwhile an operator forgets the record, and another process reserves the key as attempt
+    // 1.
     let found = hall.store.inner.inspect(&key).await.unwrap().expect("a record");
     let forgotten = Decision::new(&key, &found, Action::Forget);
     assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), DecisionAnswer::Applied);
@@ -159,7 +162,7 @@ async fn no_duplicate_gets_an_answer_older_than_its_request() {
     hall.tell(early);
     assert!(poll_once(second.as_mut()).await.is_pending(), "it is not told the earlier result");
     assert!(poll_once(first.as_mut()).await.is_pending());
-    // The next look finds the attempt running, so the wait goes on.
+    // The next read finds the attempt running, so the wait goes on.
     hall.tell(hall.found().await);
     assert!(poll_once(second.as_mut()).await.is_pending());
     hall.clock.advance(Duration::from_millis(10));
@@ -169,9 +172,9 @@ async fn no_duplicate_gets_an_answer_older_than_its_request() {
     assert_eq!((result_of(second).await, result_of(first).await), (2, 2));
 }
 
-/// A duplicate that comes while the answer for the others is on its way needs an answer of its own.
+/// A duplicate that comes while an answer to earlier duplicates is under way makes its own reservation.
 #[tokio::test]
-async fn a_duplicate_too_late_for_an_answer_asks_again() {
+async fn a_duplicate_too_late_for_an_answer_reserves_again() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let mut calls = vec![hall.waits().await, hall.waits().await];
@@ -179,7 +182,7 @@ async fn a_duplicate_too_late_for_an_answer_asks_again() {
     let found = hall.found().await;
     hall.tell(found.clone());
     assert!(poll_once(calls[0].as_mut()).await.is_pending(), "there is one more look, for the second");
-    // Meanwhile another process reserves the key again, and its attempt runs.
+    // Another process reserves the key again, and its attempt runs.
     assert_eq!(hall.store.inner.reopen(&World::key("k"), 1).await.unwrap(), Verdict::Applied);
     let again = hall.held().await;
     calls.push(hall.waits().await);
@@ -197,14 +200,14 @@ async fn a_duplicate_too_late_for_an_answer_asks_again() {
 
 /// Each duplicate compares the fingerprint, as a reservation would.
 #[tokio::test]
-async fn each_compares_its_fingerprint() {
+async fn each_waiting_duplicate_compares_its_fingerprint() {
     let hall = Hall::new();
     let request = ReserveRequest::new(World::key("k"), hall.store.context().new_owner(), LEASE, TTL);
     let lease = match hall.store.inner.reserve(&request).await.unwrap() {
         Reservation::Granted { lease, .. } => lease,
         other => panic!("{other:?}"),
     };
-    // Payloads; the record has no fingerprint yet.
+    // The duplicates have payloads; the pending record has no fingerprint.
     let same = hall.waits_with(Some(1)).await;
     let other = hall.waits_with(Some(2)).await;
     hall.finish(&lease, "1").await;
@@ -220,9 +223,9 @@ async fn each_compares_its_fingerprint() {
     assert!(!outcome.replayed());
 }
 
-/// The first duplicate has no special role: it may be dropped or stand still.
+/// No duplicate depends on the first one, which may be dropped or stand still.
 #[tokio::test]
-async fn no_waiter_depends_on_the_first() {
+async fn no_duplicate_depends_on_the_first() {
     for dropped in [true, false] {
         let hall = Hall::new();
         let lease = hall.held().await;
@@ -244,7 +247,7 @@ async fn no_waiter_depends_on_the_first() {
     }
 }
 
-/// A wait that all duplicates have left is dropped.
+/// The store's wait is dropped when its last duplicate is dropped.
 #[tokio::test]
 async fn a_wait_ends_with_its_last_duplicate() {
     let hall = Hall::new();
@@ -258,7 +261,7 @@ async fn a_wait_ends_with_its_last_duplicate() {
     assert_eq!(hall.asked(), (4, 1));
 }
 
-/// One duplicate takes a released key, and the others wait for it without a reservation of their own.
+/// One duplicate takes a released key. The other duplicates wait for this attempt, and make no reservations.
 #[tokio::test]
 async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
     let hall = Hall::new();
@@ -285,10 +288,11 @@ async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
     assert_eq!((hall.asked(), hall.runs.load(Ordering::SeqCst)), ((22, 0), 1));
 }
 
-/// A duplicate that is dropped during its turn passes the turn on. A duplicate that stands still delays the others by
-/// 100 ms.
+/// One duplicate at a time may reserve. If it is dropped, the next one reserves; if it stands still, the next one
+/// reserves
+/// after 100 ms.
 #[tokio::test]
-async fn the_turn_is_nobodys_to_keep() {
+async fn a_stalled_duplicate_lets_the_next_one_reserve() {
     for dropped in [true, false] {
         let hall = Hall::new();
         let lease = hall.held().await;
@@ -311,9 +315,9 @@ async fn the_turn_is_nobodys_to_keep() {
     }
 }
 
-/// If a store can't wait, one duplicate reserves for all.
+/// If the store's wait returns nothing, one duplicate reserves for all.
 #[tokio::test]
-async fn a_store_that_tells_nothing_is_asked_by_one() {
+async fn if_a_wait_returns_nothing_one_duplicate_reserves() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let mut calls = Vec::new();
@@ -332,7 +336,7 @@ async fn a_store_that_tells_nothing_is_asked_by_one() {
     }
 }
 
-/// A failover of the store ends no wait: the running attempt may outlive it.
+/// A wait survives a failover of the store, because the running attempt may survive it too.
 #[tokio::test]
 async fn an_outage_ends_no_wait() {
     for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unconfirmed] {
@@ -361,9 +365,9 @@ async fn an_outage_ends_no_wait() {
     }
 }
 
-/// A store that comes back is not met by all of its waiting duplicates together.
+/// Duplicates whose store comes back after an outage do not all send their requests together.
 #[tokio::test]
-async fn duplicates_that_wait_through_an_outage_do_not_ask_together() {
+async fn duplicates_do_not_reserve_together_after_an_outage() {
     const WAITERS: usize = 40;
     let world = World::new();
     let running = world.hang(POLICY).await;
@@ -373,7 +377,7 @@ async fn duplicates_that_wait_through_an_outage_do_not_ask_together() {
     world.store.always(StoreCall::Wait, Fault::Before(StoreErrorKind::Unavailable));
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     drop(running);
-    // Their pauses have reached the longest one.
+    // In the last steps, the pauses between requests have reached their largest length.
     let step = Duration::from_millis(10);
     let mut together = Vec::new();
     for _ in 0..600 {
@@ -388,7 +392,7 @@ async fn duplicates_that_wait_through_an_outage_do_not_ask_together() {
     assert!(late.iter().all(|asked| *asked <= WAITERS / 3), "{late:?}");
 }
 
-/// It ends with the policy's wait, and what may never get better ends it immediately.
+/// In an outage the wait ends with the policy's time. After a permanent error it ends immediately.
 #[tokio::test]
 async fn a_wait_in_an_outage_is_as_long_as_the_policy_says() {
     for (kind, lasts) in [(StoreErrorKind::Unavailable, true), (StoreErrorKind::Misconfigured, false)] {

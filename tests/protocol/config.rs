@@ -1,4 +1,4 @@
-//! Configurations that are checked: the calls, their policies, and the number of faults.
+//! Configurations that the checker explores: calls, policies, and numbers of faults.
 
 use idem_runtime::OnCrash;
 use idem_runtime::store::ReserveRequest;
@@ -8,7 +8,7 @@ use super::properties::Scene;
 use super::state::{Budget, CALLS, CallId, Token, holder};
 use super::store;
 
-/// Call that will be made.
+/// Call in a configuration, with its policy and its possible results.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) key: u8,
@@ -16,26 +16,26 @@ pub(crate) struct Plan {
     pub(crate) mark: Option<u8>,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<u8>,
-    /// Time for which the call waits for a running attempt, in ticks; `None` is `in_progress = reject`.
+    /// Ticks for which the call waits for a running attempt; `None` for `in_progress = reject`.
     pub(crate) wait: Option<u8>,
-    /// `on_error = record`.
+    /// True for `on_error = record`.
     pub(crate) record_errors: bool,
-    /// `on_store_error = run`.
+    /// True for `on_store_error = run`.
     pub(crate) open: bool,
-    /// `mode = shadow`: the call reserves and records, but nothing is refused.
+    /// True for `mode = shadow`: the call reserves and records, but its body always runs.
     pub(crate) shadow: bool,
     /// True if the result is larger than the store can hold.
     pub(crate) too_large: bool,
-    /// Time for which the body may run, in ticks.
+    /// Ticks for which the body may run.
     pub(crate) timeout: Option<u8>,
-    /// Allowed returns of the body (`Ok` here, `Err` below). Without either, the body hangs.
+    /// True if the body may return `Ok`; `may_fail` for `Err`. A body that may do neither hangs.
     pub(crate) may_succeed: bool,
     pub(crate) may_fail: bool,
     /// Lead of the call's clock over true time, in steps of true time.
     pub(crate) ahead: u8,
 }
 
-/// Call with the default policy, whose body may end in any way.
+/// Call with the default policy, whose body may return either result.
 const CALL: Plan = Plan {
     key: 0,
     mark: None,
@@ -70,11 +70,11 @@ const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
-/// Configuration: the model itself.
+/// Configuration, which is a model of its own.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) name: &'static str,
-    /// Events that the configuration shows.
+    /// Description of the events that can happen.
     pub(crate) about: &'static str,
     /// Calls, in the order in which their messages are delivered.
     pub(crate) plans: Vec<Plan>,
@@ -86,17 +86,17 @@ pub(crate) struct Config {
     /// Number of tries of a reservation.
     pub(crate) tries: u8,
     pub(crate) budget: Budget,
-    /// True if the store may also answer that it can't execute a request, now or ever.
+    /// True if the store may answer that it can't execute a request, at present or ever.
     pub(crate) refusals: bool,
-    /// True if a reservation replaces a record in one step, whichever record it finds in that step.
+    /// True if the store decides a reservation in one step, by the record that it finds.
     pub(crate) one_step: bool,
-    /// True if the end of an attempt replaces the whole record, as in stores where a record is one value.
+    /// True if an end replaces the whole record, as in stores whose record is one value.
     pub(crate) whole: bool,
-    /// For a store without a clock: largest difference between the clocks of its clients, in ticks.
+    /// Largest difference between the clients' clocks in ticks, for a store without a clock.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
     pub(crate) mutant: Option<Mutant>,
-    /// Request of each call, ready for the runtime's own functions.
+    /// Reservation of each call, as the runtime's functions take it.
     pub(crate) requests: Vec<ReserveRequest>,
 }
 
@@ -124,8 +124,8 @@ impl Config {
         base.prepared()
     }
 
-    /// Returns a configuration for a trace, which brings its own faults. A reservation has as many tries as in the
-    /// engine.
+    /// Returns a configuration for a trace, which causes its own faults. A reservation has as many tries as the engine
+    /// makes.
     pub(crate) fn of(plans: &[Plan]) -> Self {
         let plenty = 100;
         let budget = Budget {
@@ -159,12 +159,12 @@ impl Config {
         Self { scenes, ..self }
     }
 
-    /// The same configuration with a mistake.
+    /// Returns this configuration with a mistake.
     pub(crate) fn with(&self, mutant: Mutant) -> Self {
         Self { mutant: Some(mutant), scenes: &[], ..self.clone() }
     }
 
-    /// The same configuration with a larger budget: one more of every fault.
+    /// Returns this configuration with one more of every fault.
     pub(crate) fn larger(mut self) -> Self {
         let budget = &mut self.budget;
         for more in [&mut budget.faults, &mut budget.ticks, &mut budget.beats] {
@@ -177,7 +177,7 @@ impl Config {
         CallId::try_from(self.plans.len()).expect("few calls")
     }
 
-    /// True if the number of bodies makes a difference; otherwise it is not part of the state.
+    /// True if a policy limits the attempts. Otherwise the number of bodies is not part of the state.
     pub(crate) fn counts_bodies(&self) -> bool {
         self.plans.iter().any(|plan| plan.max_attempts.is_some())
     }
@@ -191,7 +191,7 @@ pub(crate) fn all() -> Vec<Config> {
     };
     let nothing = Budget::default();
     let config = Config::new;
-    // For each configuration: name, events, calls, number of workers, and budget. Its scenes must occur.
+    // Each configuration has a name, a description, calls, a number of workers, a budget, and events that must occur.
     vec![
         config(
             "lost",
@@ -510,7 +510,7 @@ impl Config {
     }
 }
 
-/// Configuration with this name.
+/// Returns the configuration of this name.
 pub(crate) fn named(name: &str) -> Config {
     let found = all().into_iter().find(|config| config.name == name);
     found.unwrap_or_else(|| panic!("no configuration is called {name:?}"))

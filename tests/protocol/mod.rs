@@ -1,4 +1,4 @@
-//! The protocol as a state machine; `tests/protocol.rs` explains it and its output.
+//! State machine of the protocol; `tests/protocol.rs` explains the model and its output.
 
 pub(crate) mod config;
 pub(crate) mod mutants;

@@ -1,7 +1,8 @@
-//! Steps of the model: the steps of a call (as in `engine/` and `store/heartbeat/`), the steps of the store, and the
-//! events of network, processes and time that affect both.
+//! Steps of the model: the steps of a call (as in `engine/` and `store/heartbeat/`), the steps of the store, and events
+//! of
+//! network, processes and time.
 //!
-//! `traces.rs` runs the calls of this file and the real engine side by side.
+//! `traces.rs` compares the calls of this file with the engine's calls.
 
 use idem_runtime::OnCrash;
 use idem_runtime::store::Verdict;
@@ -16,22 +17,22 @@ use super::state::{
 };
 use super::store::{self, End, Reading};
 
-/// One step. A call is named by its place in the plan.
+/// Step of the model. A call is named by its index in the plan.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Action {
     /// A message is delivered: the call sends its reservation.
     Deliver(CallId),
-    /// The store receives the request of a waiting call, executes it and answers.
+    /// The store executes the request whose answer the call awaits, and answers.
     StoreDoes(CallId),
-    /// The answer reaches the call, which goes on.
+    /// The answer reaches the call, which takes its next step.
     Hears(CallId),
-    /// The call gets an error instead of an answer; its request may have taken effect, or may yet.
+    /// The call gets an error instead of an answer; the request may have taken effect, or may still take effect.
     GetsNoAnswer(CallId),
-    /// The store can't execute the request now, and has done nothing.
+    /// The store answers that it can't execute the request at present. The request had no effect.
     IsTurnedAway(CallId),
-    /// The store can't execute the request at all, and has done nothing.
+    /// The store answers that it will never execute the request. The request had no effect.
     IsRefusedForGood(CallId),
-    /// The connection of the call broke: an error without an answer, as in `GetsNoAnswer`.
+    /// The connection of the call broke: the call gets an error, as in `GetsNoAnswer`.
     IsCutOff(CallId),
     /// A second copy of the call's request is under way.
     Doubles(CallId),
@@ -43,15 +44,15 @@ pub(crate) enum Action {
     Beats(CallId),
     StoreDoesBeat(CallId),
     HearsBeat(CallId),
-    /// The heartbeat gets an error; the renewal may yet arrive.
+    /// The heartbeat gets an error; the renewal may still arrive.
     BeatFails(CallId),
-    /// The store refuses to renew the lease, now and ever.
+    /// The store permanently refuses to renew the lease.
     BeatIsRefusedForGood(CallId),
-    /// The lease of a body has lapsed, and will never be renewed: the body is cancelled.
+    /// A body is cancelled, because its lease has lapsed and will never be renewed.
     GivesUp(CallId),
-    /// The body returns.
+    /// The body returns: `Ok` if true, `Err` otherwise.
     Returns(CallId, bool),
-    /// A poll of the body ends, and the body is pending.
+    /// A poll of the body ends, and leaves it pending.
     Yields(CallId),
     /// The body is polled again.
     IsPolled(CallId),
@@ -61,21 +62,21 @@ pub(crate) enum Action {
     IsDropped(CallId),
     /// The last value of a body that has ended early is dropped.
     LosesValues(CallId),
-    /// The process of the call dies.
+    /// The process of the call ends abruptly.
     Dies(CallId),
-    /// The waiting call reserves again: it was woken, or its time is over.
+    /// The call stops waiting and reserves again, because it was woken or its time is over.
     StopsWaiting(CallId),
-    /// The wait of the call ends too, and returns the recorded end: the call need not reserve again.
+    /// The call's wait ends with the recorded result, so that the call need not reserve again.
     IsTold(CallId),
     /// Time passes.
     Tick,
     /// The retention of a record ends.
     Ends(u8),
-    /// An operator looks at a record.
+    /// An operator inspects a record.
     Looks(u8),
-    /// An operator reopens the record that this operator has looked at.
+    /// An operator reopens a record that the same operator has inspected.
     Reopens(u8),
-    /// The store restarts, and loses nothing but its connections.
+    /// The store restarts: it loses its connections and keeps its records.
     Restarts,
 }
 
@@ -85,11 +86,11 @@ const TOKENS: u8 = 3;
 /// Error that a call gets instead of an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Trouble {
-    /// The write may have landed.
+    /// The request may have taken effect.
     Unknown,
-    /// Nothing was written; a later try may succeed.
+    /// The request had no effect; a later try may succeed.
     Unavailable,
-    /// Nothing was written, and no try will succeed.
+    /// The request had no effect, and no later try will succeed.
     Fatal,
 }
 
@@ -125,7 +126,7 @@ impl Model for Config {
 impl Config {
     fn start(&self) -> World {
         World {
-            // Start late enough that 0 has passed by every clock.
+            // Time starts so late that time 0 has passed by every clock.
             now: self.start_at(),
             slots: [None; 2],
             calls: [Call::IDLE; CALLS],
@@ -175,7 +176,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     let left = &world.left;
     let everybody = 0..config.count();
     let active = everybody.clone().filter(|who| world.call(*who).is_active()).count();
-    // The next message, if a worker is free.
+    // The next message is delivered if a worker is free.
     let next = everybody.clone().find(|who| world.call(*who).phase == Phase::Idle);
     if let Some(who) = next.filter(|_| active < config.workers) {
         actions.push(Action::Deliver(who));
@@ -185,7 +186,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         if !call.is_active() {
             continue;
         }
-        // The request of each call, or the phase that it is in.
+        // Steps of each call, according to its phase.
         match call.phase {
             Phase::Reserving { line, .. }
             | Phase::Confirming { line, .. }
@@ -246,9 +247,9 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Dropping { .. } => actions.push(Action::LosesValues(who)),
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
         }
-        // The heartbeat of each call.
+        // Steps of each call's heartbeat.
         match call.beat {
-            // A body that waits for its lease gets as many beats as it needs.
+            // A body that waits for its lease gets heartbeats beyond the budget.
             Beat::None if beats(config, world, who) && (left.beats > 0 || waits_for_lease(config, world, who)) => {
                 actions.push(Action::Beats(who));
             }
@@ -265,7 +266,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Beat::Answered { .. } if may_hear(config, world) => actions.push(Action::HearsBeat(who)),
             Beat::Answered { .. } => {}
         }
-        // Drops and deaths, which may come at any time.
+        // A call may be dropped, or its process may die, in every phase.
         let told = matches!(call.phase, Phase::Ending { late: Some(_), .. } | Phase::Dropping { .. });
         if left.cancels > 0 && !told {
             actions.push(Action::IsDropped(who));
@@ -276,14 +277,14 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     }
     let mut last = None;
     for request in &world.net {
-        // Equal requests lead to equal steps.
+        // Equal requests lead to equal states, so one of them is enough.
         if last != Some(request) {
             actions.push(Action::ArrivesLate(*request));
             actions.push(Action::IsLost(*request));
         }
         last = Some(request);
     }
-    // Ends of retention, and looks and decisions of operators.
+    // Ends of retentions, and inspections and decisions by operators.
     for key in 0..config.keys {
         let slot = &world.slots[usize::from(key)];
         if left.ends > 0 && slot.is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= world.now) {
@@ -301,7 +302,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     if left.restarts > 0 && active > 0 {
         actions.push(Action::Restarts);
     }
-    // Time goes on beyond its budget if a call waits for it and no other step is possible.
+    // Time passes beyond its budget if a call waits for it and no other step is possible.
     let waits = || {
         world.calls.iter().any(|call| match call.phase {
             Phase::Waiting { until, .. } => until > world.now,
@@ -327,7 +328,7 @@ fn beats(config: &Config, world: &World, who: CallId) -> bool {
     kept && !call.lost && call.registered
 }
 
-/// True if the answer to a renewal can be processed.
+/// True if the process can take in the answer to a renewal.
 pub(crate) fn may_hear(config: &Config, world: &World) -> bool {
     let stuck = |call: &Call| matches!(call.beat, Beat::Sent { .. });
     !config.is(Mutant::RenewedTogether) || !world.calls.iter().any(stuck)
@@ -338,12 +339,12 @@ fn is_over(config: &Config, world: &World, call: &Call) -> bool {
     call.stop_at > 0 && call.stop_at <= world.now && !config.is(Mutant::TimeoutIgnored)
 }
 
-/// True if the process counts on the lease of the body, so that it may poll the body.
+/// True if the process still counts on the lease, so that it may poll the body.
 fn may_be_polled(config: &Config, world: &World, who: CallId) -> bool {
     world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
 }
 
-/// True if the body would wait for a lease that is never renewed.
+/// True if the body would wait forever for a lease that can't be renewed.
 fn gives_up(config: &Config, world: &World, who: CallId) -> bool {
     world.call(who).refused && waits_for_lease(config, world, who) && !config.is(Mutant::RefusedWaitsOn)
 }
@@ -352,7 +353,7 @@ fn waits_for_lease(config: &Config, world: &World, who: CallId) -> bool {
     world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
 }
 
-/// Record at the end of a wait, as the answer to a reservation; `None` if the call has to reserve.
+/// Record at the end of a wait, as the answer to a reservation; `None` if the call must reserve.
 fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
     let call = world.call(who);
     let mut slot = world.slots[usize::from(config.plan(who).key)];
@@ -362,7 +363,7 @@ fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
     let alone = call.unanswered.is_some() && !config.is(Mutant::ToldOfItsOwn);
     if met.is_pending() {
         let lapses_in = reading.until(met.lapses_at, config.mutant).max(u8::from(config.is(Mutant::ToldOfLapsed)));
-        // The wait goes on, for the attempt that runs now. But a call that may find its own reservation has to reserve.
+        // The wait goes on for the attempt that runs now. A call that may find its own reservation must reserve again.
         let goes_on = !alone && lapses_in > 0 && call.give_up_at > world.now;
         return goes_on.then_some(Answer::Pending { attempt: met.attempt, lapses_in });
     }
@@ -374,11 +375,11 @@ fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
     }
 }
 
-/// Takes the step, and notes the rules that it breaks.
+/// Executes the step, and notes the rules that it breaks.
 pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     match action {
         Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(config, world, who),
-        // The answer of a wait is checked like the answer to a reservation.
+        // The answer at the end of a wait must satisfy the same rules as the answer to a reservation.
         Action::IsTold(who) => {
             let answer = told(config, world, who).expect("there is something to tell");
             reserve_anew(config, world, who);
@@ -395,7 +396,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             let Line::Answered(answer) = *line(world.call_mut(who)) else { unreachable!("nothing to hear") };
             hears(config, world, who, answer);
         }
-        // The first of these three failures leaves a request that may still arrive; the other two had no effect.
+        // After `GetsNoAnswer` the request may still arrive; after the other two failures it has had no effect.
         Action::GetsNoAnswer(who) => {
             world.left.faults -= 1;
             orphan(config, world, who);
@@ -420,7 +421,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             store_does(config, world, request);
         }
         Action::IsLost(request) => take_out(world, request),
-        // Heartbeats.
+        // Steps of heartbeats.
         Action::Beats(who) => {
             world.left.beats = world.left.beats.saturating_sub(1);
             let at = world.now;
@@ -444,7 +445,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             let call = world.call_mut(who);
             (call.beat, call.refused) = (Beat::None, true);
         }
-        // A body whose lease can't be renewed ends like a body that exceeds its time-out.
+        // A body whose lease can't be renewed ends like a body after its time-out.
         Action::GivesUp(who) => {
             body_is_gone(world, who);
             drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::LeaseLost);
@@ -460,7 +461,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::TimedOut);
         }
         Action::LosesValues(who) => loses_values(config, world, who),
-        // A drop leaves a late write; a death leaves only the requests that are under way.
+        // A dropped call still writes its end; a dead process leaves only the requests that are under way.
         Action::IsDropped(who) => {
             world.left.cancels -= 1;
             is_dropped(config, world, who);
@@ -484,7 +485,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                 }
             }
         }
-        // The end of a retention removes the record: its attempts may be followed by others.
+        // The end of the retention removes the record, so another first attempt may follow.
         Action::Ends(key) => {
             world.left.ends -= 1;
             world.slots[usize::from(key)] = None;
@@ -494,7 +495,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::Looks(key) => looks(world, key),
         Action::Reopens(operator) => reopens(config, world, operator),
-        // A restart breaks connections; requests that have not reached the store yet go on.
+        // A restart breaks the connections. Requests that have not reached the store arrive later.
         Action::Restarts => {
             world.left.restarts -= 1;
             for who in 0..config.count() {
@@ -509,7 +510,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                     {
                         *line = Line::Cut;
                     }
-                    // An error instead of a wake-up: the call reserves again.
+                    // The wait ends with an error, and the call reserves again.
                     Phase::Waiting { woken, .. } => *woken = true,
                     _ => {}
                 }
@@ -523,7 +524,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
     tidy(config, world);
 }
 
-/// Forgets values that no longer make a difference, so that equal states are equal.
+/// Resets values that no longer make a difference, so that equivalent states are equal.
 fn tidy(config: &Config, world: &mut World) {
     let now = world.now;
     if config.skew.is_none() {
@@ -558,8 +559,9 @@ impl World {
         if self.call(who).lost { 0 } else { self.may_be_held(config, who) }
     }
 
-    /// Time for which the lease may be held, even if a heartbeat was refused: the store also refuses a beat after the
-    /// attempt's own end has landed.
+    /// Time for which the lease may be held although a heartbeat was refused: the store also refuses a heartbeat after
+    /// the end
+    /// of the same attempt has taken effect.
     pub(crate) fn may_be_held(&self, config: &Config, who: CallId) -> u8 {
         (self.call(who).asked_at + config.span()).saturating_sub(self.now)
     }
@@ -583,7 +585,7 @@ fn line(call: &mut Call) -> &mut Line {
     }
 }
 
-/// Request whose answer the call awaits, as it would be sent now.
+/// Request whose answer the call awaits.
 pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Option<Request> {
     let call = world.call(who);
     let ask = match call.phase {
@@ -598,7 +600,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Op
                 kept,
                 ok,
                 attempt: call.attempt,
-                // Zero unless the starts are written, so that equal requests are equal.
+                // Zero unless the store writes `starts`, so that equal requests are equal.
                 starts: if config.whole { call.starts } else { 0 },
             },
             Ending::Release(how) => RequestKind::Release(how),
@@ -635,7 +637,7 @@ fn take_out(world: &mut World, request: Request) {
     world.net.remove(at);
 }
 
-/// The call stops waiting for its request; if the store has not executed the request yet, it may do so later.
+/// Detaches the call from its request. A request that the store has not executed may still take effect.
 fn orphan(config: &Config, world: &mut World, who: CallId) {
     let sent = match world.call(who).phase {
         Phase::Reserving { line, .. }
@@ -659,12 +661,12 @@ fn orphan_beat(config: &Config, world: &mut World, who: CallId) {
     world.call_mut(who).beat = Beat::None;
 }
 
-/// The store executes a request, and the properties check the answer.
+/// Lets the store execute a request, and checks the answer against the properties.
 pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
     let Request { who, token, ask } = request;
     let key = if config.is(Mutant::KeysShareRecord) { 0 } else { config.plan(who).key };
     let before = world.slots;
-    // The answer, by the kind of request.
+    // The answer depends on the kind of request.
     let answer = {
         let reading = |world: &World, sent| config.reading(world, who, sent);
         match ask {
@@ -693,7 +695,7 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
     };
     properties::audit(config, world, &before, request, answer);
     let (old, new) = (before[usize::from(key)], world.slots[usize::from(key)]);
-    // A call that waits for a pending record is woken when another attempt, or none, is pending.
+    // A waiting call is woken when the attempt for which it waits is no longer pending.
     let attempt = |slot: Option<Slot>| slot.filter(Slot::is_pending).map(|slot| (slot.owner, slot.attempt));
     if attempt(old).is_some() && attempt(old) != attempt(new) {
         let asleep = match ask {
@@ -739,7 +741,7 @@ fn reopens(config: &Config, world: &mut World, operator: u8) {
     }
 }
 
-/// An operator, or the end of the retention, allows another attempt to follow.
+/// Closes the attempts of a key, because an operator or the end of the retention lets another attempt follow.
 fn forgive(config: &Config, world: &mut World, key: u8) {
     for (plan, call) in config.plans.iter().zip(&mut world.calls) {
         let granted = call.deed.body == Body::NotStarted && call.deed.granted;
@@ -749,13 +751,13 @@ fn forgive(config: &Config, world: &mut World, key: u8) {
     }
 }
 
-// From here on: the steps of a call.
+// Steps of a call.
 
-/// Reserves for a call that begins, that has waited, or that has lost its granted attempt.
+/// Reserves for a call that begins, that has waited, or that lost its granted attempt.
 fn reserve_anew(config: &Config, world: &mut World, who: CallId) {
     let now = world.now;
     let call = world.call_mut(who);
-    // The lease of a repeated reservation may count from its first request.
+    // A repeated reservation may have been granted at its first request, so its lease counts from there.
     let since = call.unanswered.filter(|_| !config.is(Mutant::LeaseCountsFromLastRequest));
     call.asked_at = since.unwrap_or(now);
     let landed = call.unanswered.is_some();
@@ -763,18 +765,18 @@ fn reserve_anew(config: &Config, world: &mut World, who: CallId) {
     world.call_mut(who).phase = Phase::Reserving { tries: 1, landed, what, line: Line::Sent };
 }
 
-/// Reservation that replaces `over`, sent now.
+/// Reservation that is sent now and replaces `over`.
 fn message(config: &Config, world: &World, over: Option<Met>) -> Reserving {
     Reserving { over, at: if config.skew.is_some() { world.now } else { 0 } }
 }
 
-/// The call receives the store's answer.
+/// Processes the store's answer.
 pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Answer) {
     let now = world.now;
     let plan = config.plan(who);
     match (world.call(who).phase, answer) {
-        // Steps before a body: a granted lease that is over is confirmed, and the record is marked if the body needs a
-        // mark to begin.
+        // A call renews a granted lease that is over, then marks the record if its body needs a mark, and then starts
+        // the body.
         (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, .. }) => {
             if config.is(Mutant::LeaseCountsFromAnswer) {
                 world.call_mut(who).asked_at = now;
@@ -813,12 +815,12 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) => {
             world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
         }
-        // The reservation is released, or the record is another attempt's.
+        // The reservation is released, or the record belongs to another attempt.
         (Phase::GivingBack { .. }, Answer::Write(_)) => {
             reserve_as_another(config, world, who, Trouble::Unavailable);
         }
         (Phase::Confirming { .. }, Answer::Write(Done::Refused)) => {
-            // Another attempt took over, and may have finished.
+            // Another attempt has taken over, and may have finished.
             reserve_anew(config, world, who);
         }
         (Phase::Reserving { .. }, Answer::Pending { attempt, lapses_in }) => {
@@ -829,7 +831,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
                 call.give_up_at = now + limit;
             }
             let left = call.give_up_at.saturating_sub(now);
-            // The time of the wait is over, or the policy has none: the duplicate is rejected.
+            // The wait is over, or the policy has no wait: the duplicate is rejected.
             if left == 0 {
                 if config.is(Mutant::RejectedDuplicateReleases) {
                     let holder = world.slots[usize::from(plan.key)].map_or(who, |slot| slot.owner);
@@ -842,45 +844,45 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
                 }
                 return refused(config, world, who, Class::InProgress);
             }
-            // The store checks the attempt before a call waits, so that no end is missed in between.
+            // The store compares the attempt before it lets a call wait, so that the call misses no end.
             let slot = world.slots[usize::from(plan.key)];
             let woken = !slot.is_some_and(|slot| slot.is_pending() && slot.attempt == attempt)
                 && !config.is(Mutant::WaitsWithoutLooking);
             let until = now + left.min(lapses_in * config.unit());
             world.call_mut(who).phase = Phase::Waiting { attempt, until, woken };
         }
-        // Final answers: the body does not run.
+        // The call ends with this answer, and its body does not run.
         (Phase::Reserving { .. }, Answer::Finished { .. }) => refused(config, world, who, Class::Replayed),
         (Phase::Reserving { .. }, Answer::Mismatch) => refused(config, world, who, Class::Mismatch),
         (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
         (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
         (Phase::Reserving { .. }, Answer::Released) => {
-            // Requests under way with the old token find its released record.
+            // Requests with the old token, which are still under way, find a released record and change nothing.
             reserve_as_another(config, world, who, Trouble::Fatal);
         }
-        // The key is free: the next request replaces the record that this one found.
+        // The next request replaces the record that this request found.
         (Phase::Reserving { tries, landed, .. }, Answer::Free(over)) => {
             let what = message(config, world, over);
             world.call_mut(who).phase = Phase::Reserving { tries, landed, what, line: Line::Sent };
         }
-        // A clean-up goes on until its reservation can't land any more.
+        // The clean-up repeats its reservation until that reservation can't take effect any more.
         (Phase::Ending { ending: Ending::CleanUp(_), late, .. }, answer) => {
             let ending = match answer {
                 Answer::Reserved { .. } => Ending::GiveBack,
                 Answer::Free(over) => Ending::CleanUp(message(config, world, over)),
-                // Released already, or another owner's: no request still under way can change that.
+                // The key is released or another owner holds it, and no request under way can change this.
                 _ => return over(config, world, who, late.unwrap_or(Class::Dropped)),
             };
             world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
         }
-        // Another attempt has taken over in between.
+        // Another attempt has taken over since the clean-up reserved the key.
         (
             Phase::Ending { ending: ending @ (Ending::GiveBack | Ending::TryRelease), late, .. },
             Answer::Write(Done::Refused),
         ) if !config.is(Mutant::CleanUpOnlyReleases) => {
             ending_fails(config, world, who, Trouble::Unavailable, (ending, late));
         }
-        // The result is too large for the store: the end is tried without it.
+        // The result is too large for the store, so the end is tried without the result.
         (Phase::Ending { ending, late: None, .. }, Answer::TooLarge) if plan.shadow => {
             ending_fails(config, world, who, Trouble::Fatal, (ending, None));
         }
@@ -889,13 +891,13 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
             call.fails_since.get_or_insert(now);
             call.phase = Phase::Ending { ending: Ending::LeftOut { ok }, late, line: Line::Sent };
         }
-        // The whole end may have landed.
+        // The complete end may have taken effect, which explains the refusal.
         (Phase::Ending { ending: Ending::Shortened { ok: false }, late, .. }, Answer::Write(Done::Refused))
             if !config.is(Mutant::ShortenedRefusalIsFinal) =>
         {
             ending_fails(config, world, who, Trouble::Unknown, (Ending::Shortened { ok: false }, late));
         }
-        // The end is written, or the lease is lost.
+        // The end has been written, or the lease is lost.
         (Phase::Ending { ending, late, .. }, Answer::Write(done)) => {
             let refused = done == Done::Refused && !config.is(Mutant::RefusalReadAsDone);
             if refused {
@@ -922,12 +924,12 @@ fn unrecorded(config: &Config, world: &mut World, who: CallId, late: Option<Clas
     over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
 }
 
-/// True if the body of the attempt with this end has succeeded.
+/// True if this is the end of a body that has succeeded.
 fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
 
-/// Reserves with another token for another attempt. A call that has used all tokens fails with `trouble`.
+/// Reserves for a new attempt with another owner token. A call without further tokens fails with `trouble`.
 fn reserve_as_another(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
     if world.call(who).generation + 1 == TOKENS {
         return over(config, world, who, unanswered(config.plan(who), trouble));
@@ -937,7 +939,7 @@ fn reserve_as_another(config: &Config, world: &mut World, who: CallId, trouble: 
     reserve_anew(config, world, who);
 }
 
-/// True if the body of this attempt may begin only once the record is marked.
+/// True if the body of this attempt may begin only after its record is marked.
 fn marks(config: &Config, plan: &Plan, attempt: u8) -> bool {
     let counts = plan.max_attempts.is_some_and(|max| attempt > 1 || max == 1);
     (is_fail(plan) || counts) && !config.is(Mutant::BeginsUnmarked)
@@ -961,13 +963,13 @@ fn starts_body(config: &Config, world: &mut World, who: CallId) {
         call.deed.body = Body::Running;
     }
     call.deed.values = true;
-    // Registered before the first poll, which may block.
+    // The body is registered for heartbeats before its first poll, which may block.
     call.registered = !config.is(Mutant::RegisteredWhenPending);
     call.stop_at = config.plan(who).timeout.map_or(0, |timeout| call.asked_at + timeout * config.unit());
     call.phase = Phase::Body { polled: true };
 }
 
-/// A poll of the body ends, and the body is pending.
+/// Ends a poll of the body, which stays pending.
 fn yields(config: &Config, world: &mut World, who: CallId) {
     let plan = config.plan(who);
     if !plan.hangs() {
@@ -981,7 +983,7 @@ fn yields(config: &Config, world: &mut World, who: CallId) {
     }
 }
 
-/// The heartbeat has found the lease lost: the body is dropped, and nothing is written, as the key has another owner.
+/// Drops the body because the heartbeat has found the lease lost. No write follows, because the key has another owner.
 fn loses(config: &Config, world: &mut World, who: CallId) {
     if !config.plan(who).shadow && !config.is(Mutant::LostLeaseRunsOn) {
         body_is_gone(world, who);
@@ -990,11 +992,11 @@ fn loses(config: &Config, world: &mut World, who: CallId) {
     }
 }
 
-/// The call gets an error instead of an answer.
+/// Processes an error that the call gets instead of an answer.
 pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
     match world.call(who).phase {
         Phase::Reserving { tries, landed, .. } => {
-            // An unanswered reservation may have landed: the lease may count from it, and the key may be held.
+            // An unanswered reservation may have taken effect: the lease may count from it, and the key may be held.
             let landed = landed || trouble == Trouble::Unknown;
             if trouble == Trouble::Unknown {
                 let call = world.call_mut(who);
@@ -1005,14 +1007,14 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
                 return starts_body(config, world, who);
             }
             if tries_again(config, world, who, tries, trouble) {
-                // The same owner token, so that the store recognises a reservation that landed.
+                // The owner token stays the same, so that the store recognises a reservation that has taken effect.
                 let what = message(config, world, None);
                 let tries = config.tries.min(tries + 1);
                 world.call_mut(who).phase = Phase::Reserving { tries, landed, what, line: Line::Sent };
                 return;
             }
-            // No more tries: the error ends the call, and the clean-up frees the key that an unanswered request may
-            // hold.
+            // The call makes no more tries and returns the error. The clean-up frees the key, which an unanswered
+            // request may hold.
             properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
             let told = unanswered(plan, trouble);
@@ -1026,7 +1028,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
             let (at, tries) = (world.now, config.tries.min(tries + 1));
             world.call_mut(who).phase = Phase::Marking { tries, at, line: Line::Sent };
         }
-        // The renewal before a body is tried once, except in a wait.
+        // Outside of a wait, the renewal before a body is tried once.
         Phase::Confirming { .. } if tries_again(config, world, who, config.tries, trouble) => {
             let at = world.now;
             world.call_mut(who).phase = Phase::Confirming { at, line: Line::Sent };
@@ -1034,7 +1036,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
         Phase::GivingBack { .. } if tries_again(config, world, who, config.tries, trouble) => {
             world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
         }
-        // The steps before the body have failed: the reservation is cleaned up.
+        // A step before the body has failed, so the reservation is cleaned up.
         Phase::Confirming { .. } | Phase::Marking { .. } | Phase::GivingBack { .. } => {
             properties::ends_wait(world, who, trouble);
             let plan = config.plan(who);
@@ -1042,7 +1044,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
             clean_up(config, world, who, told);
         }
         Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
-            // The caller gets the body's own error, and does not wait until its key is free.
+            // The caller gets the body's error without waiting until the key is free.
             late(config, world, who, Ending::Release(how), Class::Err);
         }
         Phase::Ending { ending, late, .. } => ending_fails(config, world, who, trouble, (ending, late)),
@@ -1050,13 +1052,13 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
     }
 }
 
-/// True if a request that failed `tries` times is sent again. In a wait it is, for as long as the call may wait.
+/// True if a request that failed `tries` times is repeated. A waiting call repeats its requests until its wait is over.
 fn tries_again(config: &Config, world: &World, who: CallId, tries: u8, trouble: Trouble) -> bool {
     let waits = world.call(who).give_up_at > world.now && !config.is(Mutant::FailureEndsWait);
     trouble.is_transient() && (tries < config.tries || waits)
 }
 
-/// Answer to the caller of a store that failed. An unreadable record counts as an answer of the store.
+/// Answer to the caller after a failure of the store. An unreadable record does not count as a failure.
 fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
     match (plan.open && trouble.is_transient()) || plan.shadow {
         true => Class::Unprotected,
@@ -1064,7 +1066,7 @@ fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
     }
 }
 
-/// The end of an attempt could not be written: it is tried again for one lease, while the lease may be held.
+/// Repeats the failed write of an attempt's end for one lease, while the lease may be held.
 fn ending_fails(
     config: &Config,
     world: &mut World,
@@ -1077,7 +1079,7 @@ fn ending_fails(
     if unanswered && config.is(Mutant::NoAnswerReadAsDone) {
         return over(config, world, who, Class::Ok);
     }
-    // A shadow delays no caller.
+    // A call in shadow mode never delays its caller.
     if late.is_none() && config.plan(who).shadow {
         world.call_mut(who).deed.abandoned = true;
         return unrecorded(config, world, who, late, Class::Unrecorded);
@@ -1086,28 +1088,28 @@ fn ending_fails(
     let next = |world: &mut World, ending| {
         world.call_mut(who).phase = Phase::Ending { ending, late, line: Line::Sent };
     };
-    // The whole end to go back to after this try.
+    // Complete end that the next try writes.
     let whole = match ending {
-        // The result is left out permanently. An error that can't be replayed does not justify ending the operation.
+        // The result is left out for good. A call whose error can't be recorded is released, and not finished.
         Ending::LeftOut { ok: true } => Ending::Finish { kept: ModelResult::TooLarge(who), ok: true },
         Ending::LeftOut { ok: false } => Ending::Instead,
-        // Back to the whole end, even if the shortened one has landed.
+        // The next try writes the complete end again, even if the shortened one has taken effect.
         Ending::Shortened { ok } => Ending::Finish { kept: ModelResult::Stored(who), ok },
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
-    // A store that takes no renewals either may take the result once it comes back.
+    // If renewals fail too, the store is unreachable, and may accept the result later.
     let call = world.call_mut(who);
     let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
     let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
     if let (Ending::Finish { kept: ModelResult::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
-    // The reservation may still have landed.
+    // The clean-up's reservation may have taken effect.
     if matches!(ending, Ending::CleanUp(_)) && trouble == Trouble::Unknown {
         return next(world, Ending::TryRelease);
     }
-    // Try again within one lease, while the lease may be held; some late writes go on for longer.
+    // The write is repeated for one lease while the lease may be held. Some late writes are repeated for longer.
     let held = match config.mutant {
         Some(Mutant::BeatRefusalEndsEnding) => world.believed(config, who),
         _ => world.may_be_held(config, who),
@@ -1125,7 +1127,7 @@ fn ending_fails(
         }
         return next(world, whole);
     }
-    // Give up: a release in place of an error goes on late; a success leaves its key held.
+    // No more tries. A release in place of an error is written late; a success leaves its key held.
     if whole == Ending::Instead && late.is_none() {
         return self::late(config, world, who, whole, Class::Err);
     }
@@ -1134,7 +1136,7 @@ fn ending_fails(
         if config.is(Mutant::UnrecordedIsReleased) {
             return self::late(config, world, who, Ending::Release(ReleaseKind::Returned), Class::Unrecorded);
         }
-        // No other attempt can supply the result meanwhile.
+        // This late write continues, because no other attempt may follow and supply a result.
         if may_pass && outlasts_lease(config, world, who, whole) {
             return self::late(config, world, who, whole, Class::Unrecorded);
         }
@@ -1144,8 +1146,9 @@ fn ending_fails(
     unrecorded(config, world, who, late, Class::Unrecorded);
 }
 
-/// True if a late write goes on after its lease: the end of a body that keeps all others out, and the clean-up of a
-/// mark.
+/// True if a late write is repeated beyond the lease: the end of a body after which no other body may run, and the
+/// clean-up
+/// of a mark.
 fn outlasts_lease(config: &Config, world: &World, who: CallId, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {
@@ -1173,7 +1176,7 @@ fn hears_beat(config: &Config, world: &mut World, who: CallId) {
     }
 }
 
-/// The body returns, and its output becomes the last write.
+/// Lets the body return, and starts the last write with its output.
 pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool) {
     let ending = match (ok, config.plan(who).record_errors) {
         (false, false) => Ending::Release(ReleaseKind::Returned),
@@ -1183,7 +1186,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool)
     if call.deed.body == Body::Running {
         call.deed.body = Body::Returned { ok };
     }
-    // Dropped in the same step, because all later steps wait for it.
+    // The values are dropped in the same step, because the body's end waits for this drop.
     call.deed.values = false;
     call.phase = Phase::Ending { ending, late: None, line: Line::Sent };
     if !ok && config.is(Mutant::ErrorKeepsKey) {
@@ -1194,7 +1197,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool)
     }
 }
 
-/// The future of the call is dropped, or its body panics: the rest is written late.
+/// Handles a dropped call or a panic of its body: a late write ends the attempt.
 pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
     let call = *world.call(who);
     orphan(config, world, who);
@@ -1203,7 +1206,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
         return over(config, world, who, Class::Dropped);
     }
     match call.phase {
-        // Cleaned up in any case, as the reservation may have landed.
+        // The clean-up follows in any case, because the reservation may have taken effect.
         Phase::Reserving { .. } | Phase::Confirming { .. } | Phase::Marking { .. } | Phase::GivingBack { .. }
             if !config.is(Mutant::UnansweredNotReleased) =>
         {
@@ -1231,8 +1234,9 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
     }
 }
 
-/// Drops the values of a body that has ended early, before its key is freed. The lease is renewed meanwhile, also
-/// beyond the time-out of the body.
+/// Drops the values of a body that has ended early, before its key is freed. Meanwhile the lease is renewed, also
+/// beyond
+/// the time-out of the body.
 fn drops_values(config: &Config, world: &mut World, who: CallId, how: ReleaseKind, told: Class) {
     let ending = Ending::Release(how);
     if config.is(Mutant::ReleasedBeforeValues) {
@@ -1251,27 +1255,27 @@ fn loses_values(config: &Config, world: &mut World, who: CallId) {
     late(config, world, who, ending, told);
 }
 
-/// Frees the key of a reservation that may have landed, or may yet; the caller got `told`.
+/// Frees the key of a reservation that may have taken effect, or may still. The caller got `told`.
 fn clean_up(config: &Config, world: &mut World, who: CallId, told: Class) {
     let ending = match config.mutant {
         Some(Mutant::CleanUpOnlyReleases) => Ending::Release(ReleaseKind::NotStarted),
         _ => Ending::CleanUp(message(config, world, None)),
     };
     late(config, world, who, ending, told);
-    // The clean-up is tried for one lease from now on.
+    // The clean-up is repeated for one lease from now on.
     let now = world.now;
     let call = world.call_mut(who);
     (call.asked_at, call.fails_since) = (now, Some(now));
 }
 
-/// Goes on with `ending` although no caller waits for it; the caller got `told`.
+/// Continues with `ending` although no caller waits for it. The caller got `told`.
 fn late(config: &Config, world: &mut World, who: CallId, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
     (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
     call.registered = false;
     call.stop_at = 0;
-    // A late write keeps only the time at which its lease was last confirmed.
+    // Of the attempt, a late write needs only the time at which its lease was last confirmed.
     (call.lost, call.refused) = (false, false);
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
     properties::caller_hears(config, world, who, told);
@@ -1285,7 +1289,7 @@ fn over(config: &Config, world: &mut World, who: CallId, told: Class) {
     rest(world, who, Phase::Over(told));
 }
 
-/// The call takes no more steps: its knowledge no longer makes a difference.
+/// Ends the steps of the call, and clears values that no longer make a difference.
 fn rest(world: &mut World, who: CallId, phase: Phase) {
     let call = world.call_mut(who);
     *call = Call { phase, deed: call.deed, ..Call::IDLE };
@@ -1298,7 +1302,7 @@ fn body_is_gone(world: &mut World, who: CallId) {
     }
 }
 
-/// True if this call must not take over.
+/// True if this call must not take over from a body that has begun.
 pub(crate) fn is_fail(plan: &Plan) -> bool {
     plan.on_crash == OnCrash::Fail
 }

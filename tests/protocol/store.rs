@@ -1,6 +1,6 @@
-//! Answers of the store to requests, made of the runtime's own functions in the same way as in `stores/memory`.
+//! Answers of the store, computed by the runtime's own functions in the same way as in `stores/memory`.
 //!
-//! `traces.rs` compares these answers with the answers of the real memory store.
+//! `traces.rs` compares these answers with the memory store's answers.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -19,15 +19,15 @@ use super::state::{
     Answer, CallId, Done, Met, ModelResult, ModelState, OPERATORS, ReleaseKind, SeenRecord, Slot, Token, token,
 };
 
-/// One tick of model time.
+/// Real duration of one tick of model time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
-/// Longer than any configuration lasts: the end of a retention is an event of its own.
+/// Retention that outlasts every configuration, because the end of a retention is an event of its own.
 pub(crate) const TTL: Duration = Duration::from_secs(3600);
 /// Names of the operators.
 const NAMES: [&str; OPERATORS] = ["", "bob"];
 const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
 
-/// Request of a call, as the engine would make it.
+/// Reservation of a call, as the engine sends it.
 pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> ReserveRequest {
     ReserveRequest::new(
         Key::new("model", u32::from(plan.key)).expect("a key"),
@@ -106,7 +106,7 @@ impl From<&State> for ModelState {
 }
 
 impl Slot {
-    /// Record in the runtime's form.
+    /// Converts this record to the runtime's type.
     pub(crate) fn record(&self, lease: u8) -> Record {
         let owner = decided(owner(self.owner), self.decisions.into());
         let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
@@ -116,9 +116,9 @@ impl Slot {
         record
     }
 
-    /// `record` in the model's form.
+    /// Converts `record` to small numbers.
     pub(crate) fn of(record: &Record, lapses_at: u8) -> Self {
-        // All bytes of a model's token are equal, unless decisions have moved the token.
+        // All bytes of a model's token are equal. Each decision of an operator changes the token.
         let origin = |decisions: &u8| {
             let tokens = 0..=Token::MAX;
             tokens.into_iter().find(|token| decided(owner(*token), (*decisions).into()) == record.owner)
@@ -126,7 +126,7 @@ impl Slot {
         let first = record.owner.as_bytes()[0];
         let (owner, decisions) = match owner(first) == record.owner {
             true => (first, 0),
-            // No trace has more than 60 steps.
+            // A trace has fewer than 60 steps, and so fewer than 60 decisions.
             false => (1..60).find_map(|n| Some((origin(&n)?, n))).expect("a token of the model"),
         };
         Self {
@@ -155,7 +155,7 @@ impl Met {
     }
 }
 
-/// Answer of the store in the model's form.
+/// Converts an answer of the runtime's store to the model's type.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
         Reservation::Granted { lease, takeover, .. } => {
@@ -177,21 +177,21 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
     }
 }
 
-/// Reading of the clock that the store, or its client, uses.
+/// Reading of the store's clock, or of a client's clock if the store has none.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
     /// Time of the clock.
     pub(crate) now: u8,
-    /// Extra time that must pass before a time counts as over; `None` for the store's own clock.
+    /// Time that must pass in addition before a time counts as over; `None` for the store's own clock.
     pub(crate) skew: Option<u8>,
 }
 
 impl Reading {
-    /// Time left until `time` has passed by every clock; zero only if it has.
+    /// Time until `time` has passed by every clock; zero only if it has passed.
     pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
         match (self.skew, mutant) {
             (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
-            // One tick too few: the writer's reading leaves out the part of a tick that had passed.
+            // This is one tick too few, because the writer's clock reading dropped a fraction of a tick.
             (Some(skew), Some(Mutant::SkewNotRoundedUp)) => time.saturating_sub(self.now.saturating_sub(skew)),
             (Some(skew), _) => time.saturating_sub(self.now.saturating_sub(skew).saturating_sub(1)),
         }
@@ -202,10 +202,11 @@ fn in_one_step(config: &Config) -> bool {
     config.one_step || config.mutant == Some(Mutant::ReplacesUnseen)
 }
 
-/// Reserves the key of `slot` for `token`, whose request replaces `over`, or inserts a record if there is none.
+/// Reserves the key of `slot` for `token`: replaces the record `over`, or inserts a record if `over` is `None`.
 ///
-/// A store either decides in one step, or compares the record with the one that the sender saw. In the second case a
-/// request that arrives late changes nothing that its sender has not seen.
+/// A store either decides in one step, or compares the record with `over`, which the sender has seen. With a
+/// comparison, a
+/// late request changes no record that its sender has not seen.
 pub(crate) fn reserves(
     config: &Config,
     slot: &mut Option<Slot>,
@@ -245,23 +246,23 @@ pub(crate) fn reserves(
     }
 }
 
-/// The answer to a reservation of another call with the policy of `who`, which meets `slot` when its lease has lapsed
-/// by every clock.
+/// Returns the answer to another call with the policy of `who`, which finds `slot` after the lease has lapsed by every
+/// clock.
 pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answer {
-    /// A generation that no call reaches, and a time that no trace reaches.
+    /// Generation that no call reaches, and time that no trace reaches.
     const ANOTHER: u8 = 10;
     const LATE: u8 = 200;
     let reading = Reading { now: LATE, skew: config.skew };
     reserves(config, &mut Some(slot), token(who, ANOTHER), Some(Met::of(&slot)), reading)
 }
 
-/// The write at the end of an attempt.
+/// Write that ends an attempt.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct End {
     pub(crate) stand: ModelState,
-    /// Number of attempts that the write takes back.
+    /// Number of attempts that the write no longer counts.
     pub(crate) refund: u8,
-    /// Number of the attempt and of its starts, if the write names them.
+    /// Numbers of the attempt and of its starts; `None` for a release, which names none.
     pub(crate) numbers: Option<(u8, u8)>,
     pub(crate) now: u8,
 }
@@ -278,18 +279,18 @@ impl End {
     }
 }
 
-/// Ends the attempt of `token`: changes its own pending record, or recognises an earlier end of it.
+/// Ends the attempt of `token`: changes the pending record, or recognises that the same end was written before.
 pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: End) -> Done {
     let End { stand, refund, numbers, now } = end;
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let with_result = matches!(stand, ModelState::Completed(_) | ModelState::Failed(_));
-    // Only the owner's attempt may end, before any decision.
+    // Only the attempt that owns the record may end it, and only if no operator has decided.
     let own = met.owner == token && met.decisions == 0;
     if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && !own {
         return Done::Refused;
     }
-    // An ended record: the runtime decides whether this write is a repetition.
+    // The record has ended. The runtime decides whether this write repeats that end.
     if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_an_ended_attempt(met, with_result)) {
         if mutant == Some(Mutant::RefundRepeated) {
             met.starts = met.starts.saturating_sub(refund);
@@ -312,7 +313,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     if mutant == Some(Mutant::LapsedOwnerRefused) && met.lapses_at <= now {
         return Done::Refused;
     }
-    // A completion must name the attempt of the record.
+    // A completion names its attempt, which must be that of the record.
     let anyones = mutant.is_some_and(|mutant| mutant.ends_any_attempt(met, with_result));
     if !anyones && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
         return Done::Refused;
@@ -321,12 +322,12 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
         *slot = None;
         return Done::Done;
     }
-    // Apply the end.
+    // The end is applied.
     met.starts = met.starts.saturating_sub(refund);
     met.stand = stand;
     (met.lapses_at, met.revived) = (0, 0);
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
-        // If a record is one value, its end is written only from the lease of the attempt.
+        // A store whose record is one value writes the end from the attempt's own values.
         let request = &config.request(token);
         let lease = {
             let mut lease = Record::first(request).lease(request);
@@ -340,7 +341,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     Done::Done
 }
 
-/// Marks that the body of attempt `attempt` of `token` begins, and renews its lease; refuses if the lease has lapsed.
+/// Marks attempt `attempt` of `token` as begun, and renews its lease. Refuses if the lease has lapsed.
 pub(crate) fn begins(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut().filter(|met| met.owner == token && met.attempt == attempt) else {
         return Done::Refused;
@@ -353,7 +354,7 @@ pub(crate) fn begins(config: &Config, slot: &mut Option<Slot>, token: Token, att
     renews(config, slot, token, attempt, reading)
 }
 
-/// Renews the lease of attempt `attempt` of `token`.
+/// Renews the lease of attempt `attempt` of `token`, if the record still belongs to it.
 pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let held = match config.mutant {
@@ -380,7 +381,7 @@ pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> SeenR
     SeenRecord { key, operator, slot, live, decided: 0 }
 }
 
-/// Reopens the key, if the record is the one that the operator saw. Discards a recorded result.
+/// Reopens or discards the record, if it is the record that the operator saw.
 pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &SeenRecord, reading: Reading) -> Verdict {
     let Some(met) = slot.as_mut() else { return Verdict::Refused };
     let lapses_in = |left: u8| TICK * u32::from(left);

@@ -986,7 +986,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
         let requests: Vec<_> = config.requests.iter().map(of).collect();
         let mut leases: Vec<_> = requests.iter().map(|request| Record::first(request).lease(request)).collect();
         runtime.block_on(async {
-            // A tick is a millisecond here, the unit of these clocks.
+            // One tick of the model is a millisecond, the unit of these clocks.
             let (mut slots, mut now) = ([None; 2], 20);
             for step in steps {
                 let read = |who: CallId| now + if ahead[usize::from(who)] { SKEW } else { 0 };
@@ -995,7 +995,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                 }
                 let slot = |who: CallId| usize::from(config.plans[usize::from(who)].key);
                 let reading = |who: CallId| Reading { now: read(who), skew: Some(SKEW) };
-                // The same step for both stores; both must give the same answer.
+                // Both stores execute the step, and must give the same answer.
                 match step {
                     Step::Reserve(who) | Step::Again(who) => {
                         let at = usize::from(who);
