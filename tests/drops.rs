@@ -1,17 +1,19 @@
 //! Thousands of dropped calls, at each of their awaits and at any other moment, on every real store.
 //!
 //! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
-//! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. In whatever
-//! order its writes land: once late writes are through, every key is free, recorded, or interrupted by a body that did
-//! not return, and stays so. After that, calls are dropped while their store does not answer for two leases.
+//! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. After the
+//! late
+//! writes, every key must be free, recorded, or interrupted by a body that did not return, and must stay so. Then calls
+//! are
+//! dropped while their store does not answer for two leases.
 //!
-//! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which servers work.
+//! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which the servers work.
 #![allow(
     clippy::option_option,
     clippy::unused_async,
     reason = "looked at or not, and found or not; a store in memory opens at once"
 )]
-// Deep futures: a store, its lanes and its connection, within a test.
+// The futures of these tests are deep: they contain a store, its lanes and its connection.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
@@ -35,21 +37,21 @@ use idem_tests::proxy::Line;
 use rigs::Rig;
 use scene::{Load, Scene};
 
-/// The lease of scenes without an outage: longer than they drop calls, and than a store may take to answer.
+/// Lease of scenes without an outage: longer than a scene drops calls, and than a store takes to answer.
 const LEASE: Duration = Duration::from_secs(6);
-/// Time in which a store must answer.
+/// Time within which a store must answer.
 const ANSWER: Duration = Duration::from_secs(3);
 const EVEN: Line = Line::Pass;
-/// Line on which a request over one connection may arrive this much later than a simultaneous one over another.
+/// Line on which requests over different connections may overtake each other by this time.
 const UNEVEN: Line = Line::Uneven(Duration::from_millis(4));
 
-/// One test for each store: its lines, and the number of calls in each scene under load.
+/// Defines a test for each store, with its lines and the number of calls in each scene under load.
 macro_rules! stores {
     ($($store:ident: $lines:expr, $calls:literal;)*) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $store() {
             play(stringify!($store), rigs::$store(ANSWER).await, &$lines, $calls).await;
-            // In the same test, so that no more of them run side by side.
+            // The scenes of outages belong to the same test, so that fewer tests run concurrently.
             outage::play(stringify!($store), rigs::$store(outage::ANSWER).await).await;
         }
     )*};
@@ -65,7 +67,7 @@ stores! {
     cached: [EVEN, UNEVEN], 700;
     postgres: [EVEN, UNEVEN], 700;
     pgbouncer: [EVEN, UNEVEN], 700;
-    // One store on two emulators, and both are slow.
+    // DynamoDB has two emulators, and both are slow.
     dynoxide: [EVEN], 256;
     ministack: [UNEVEN], 256;
 }
@@ -92,7 +94,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
             }
         }
     }
-    // No late write lands after this pause.
+    // Every late write has taken effect after this pause.
     tokio::time::sleep(LEASE).await;
     let (mut figures, mut problems) = (String::new(), String::new());
     for scene in &mut scenes {
@@ -104,7 +106,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
     assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
 }
 
-/// The name of a line.
+/// Description of a line's behaviour.
 fn how(line: Line) -> &'static str {
     if line == EVEN { "even" } else { "uneven" }
 }

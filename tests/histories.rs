@@ -1,7 +1,8 @@
-//! Random histories: every answer of a store is compared with the answer of a simple reference.
+//! Random histories, in which every answer of a store is compared with the answer of a simple reference.
 //!
-//! `IDEM_HISTORIES_SEED` (64 hexadecimal digits, printed by a failure) replays a run, `IDEM_HISTORIES_TIMES=10` makes
-//! it ten times as long.
+//! `IDEM_HISTORIES_SEED` (64 hexadecimal digits, which a failure prints) repeats a run. `IDEM_HISTORIES_TIMES=10` makes
+//! the
+//! run ten times as long.
 
 use std::fmt::Write as _;
 use std::num::NonZeroU32;
@@ -33,12 +34,13 @@ const SHORT: u64 = 40;
 /// Length of a lease or retention that doesn't end during a history on real time, in milliseconds.
 const LONG: u64 = 600_000;
 
-/// Passage of time for the store.
+/// Clock of the store, and the way in which its time passes.
 enum Time {
-    /// The test advances time, to the nanosecond: every answer is predicted exactly.
+    /// The test advances the clock, so every answer is predicted to the nanosecond.
     ByHand(ManualClock),
-    /// Real time. A step that begins a short lease or retention is followed by a pause that ends it, so that no answer
-    /// depends on the speed of the machine. The rest of a long one is only checked to be plausible.
+    /// Time is real. A step that begins a short lease or retention is followed by a pause that ends it, so that no
+    /// answer
+    /// depends on the speed of the machine. The remaining time of a long lease is checked only roughly.
     Real,
 }
 
@@ -51,7 +53,7 @@ impl Time {
     }
 }
 
-/// One step of a history. `back` names an attempt by the number of attempts that were requested after it.
+/// Step of a history. `back` is the number of attempts that were requested after the one meant.
 #[derive(Clone, Debug)]
 enum Step {
     Reserve {
@@ -79,11 +81,11 @@ enum Step {
         back: usize,
         release: Release,
     },
-    /// An operator looks at a key.
+    /// An operator inspects a key.
     Look {
         key: usize,
     },
-    /// An operator decides about the record of one of the last looks.
+    /// An operator decides about a record that was inspected before.
     Decide {
         back: usize,
         action: Action,
@@ -99,13 +101,13 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     } else {
         prop_oneof![Just(SHORT), Just(LONG)].boxed()
     };
-    // Pauses on real time are long: see `Time::Real`.
+    // In real time, pauses are long.
     let pause =
         if by_hand { prop_oneof![1..5 * SHORT, Just(LONG), Just(2 * LONG)].boxed() } else { Just(4 * SHORT).boxed() };
     let on_crash = prop_oneof![3 => Just(OnCrash::Retry), 1 => Just(OnCrash::Fail)];
     let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
     let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
-    // Mostly the latest attempts, as the writes of all others are refused.
+    // Most steps are about the latest attempts, because writes of all earlier ones are refused.
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
         4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| StoredResult::Encoded {
@@ -115,7 +117,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         1 => any::<u64>().prop_map(|size| StoredResult::TooLarge { size }),
         1 => Just(StoredResult::Unencodable),
     ];
-    // An operator decides in every way; an attempt ends in every way.
+    // Operators decide in every way, and attempts end in every way.
     let finish = (payload, any::<bool>())
         .prop_map(|(payload, ok)| if ok { Finish::Completed(payload) } else { Finish::Failed(payload) })
         .boxed();
@@ -150,14 +152,14 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// One history: the store, the reference, and the attempts so far.
+/// Running history: the store, the reference, and the attempts so far.
 struct History<'a> {
     store: &'a dyn Store,
     time: &'a Time,
     reference: Reference,
     keys: [Key; 2],
     asks: Vec<(Ask, ReserveRequest, Lease)>,
-    /// Looks of operators: key, revision in the store, and the same look in the reference.
+    /// Records that operators have inspected: key, revision in the store, and revision in the reference.
     seen: Vec<(usize, Revision, Sight)>,
 }
 
@@ -180,7 +182,7 @@ impl<'a> History<'a> {
         self.asks[index].1.owner
     }
 
-    /// Reports whether `found` is a valid remaining time if the reference expects `expected`.
+    /// Reports whether `found` is an acceptable remaining time if the reference computes `expected`.
     fn is_left(&self, found: Duration, expected: u64) -> bool {
         let expected = Duration::from_millis(expected);
         match self.time {
@@ -267,7 +269,7 @@ impl<'a> History<'a> {
                     max_attempts: *max_attempts,
                 };
                 let granted = self.reserve(&ask, &request).await?;
-                // A refused caller may still try to write.
+                // A refused caller may still send writes, with this lease.
                 let lease = granted.unwrap_or_else(|| Record::first(&request).lease(&request));
                 self.asks.push((ask, request, lease));
             }
@@ -275,12 +277,12 @@ impl<'a> History<'a> {
                 if let Some(index) = self.nth(*back) {
                     let (ask, request, _) = self.asks[index].clone();
                     if let Some(lease) = self.reserve(&ask, &request).await? {
-                        // The owner may have two attempts now, and can present the lease of either.
+                        // A repeated request may have given the owner a second attempt, so both leases are kept.
                         self.asks.push((ask, request, lease));
                     }
                 }
             }
-            // All leases in one call, as in a beat.
+            // One call renews all these leases, as a heartbeat does.
             Step::Renew { backs } => {
                 let indices: Vec<_> = backs.iter().filter_map(|back| self.nth(*back)).collect();
                 let leases: Vec<_> = indices.iter().map(|index| self.asks[*index].2.clone()).collect();
@@ -290,7 +292,7 @@ impl<'a> History<'a> {
                     asks.map(|(ask, attempt)| reference.renew(ask.key, ask.owner, attempt)).collect();
                 prop_assert_eq!(renew_all(self.store, &leases).await.unwrap(), expected);
             }
-            // Writes of an owner, whether or not it still holds the key.
+            // The owner writes, whether or not it still holds the key.
             Step::Begin { back } => {
                 if let Some(index) = self.nth(*back) {
                     let (ask, _, lease) = &self.asks[index];
@@ -312,7 +314,7 @@ impl<'a> History<'a> {
                     prop_assert_eq!(self.store.release(lease, *release).await.unwrap(), expected);
                 }
             }
-            // An operator looks, and later decides about what the look showed.
+            // An operator inspects a record, and may decide about it later.
             Step::Look { key } => {
                 let found = self.store.inspect(&self.keys[*key]).await.unwrap();
                 self.seen.extend(found.map(|found| {
@@ -340,7 +342,7 @@ impl<'a> History<'a> {
         self.reference.now += millis;
     }
 
-    /// On real time, waits until short leases and retentions have ended.
+    /// In real time, waits until short leases and retentions have ended.
     async fn settle(&mut self) {
         let now = self.reference.now;
         let soon = |at: u64| now < at && at - now < LONG / 2;
@@ -352,7 +354,7 @@ impl<'a> History<'a> {
         }
     }
 
-    /// Compares every visible record with the reference.
+    /// Compares every record with the reference.
     async fn compare(&self) -> Result<(), TestCaseError> {
         for (key, name) in self.keys.iter().enumerate() {
             let found = self.store.inspect(name).await.unwrap();
@@ -385,7 +387,7 @@ fn fingerprint(mark: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-/// Compares `cases` random histories. `open` returns a store and its time for each of them.
+/// Plays `cases` random histories. `open` returns a store and its clock for each history.
 fn agrees_with_the_reference(cases: u32, by_hand: bool, open: impl AsyncFn() -> (Arc<dyn Store>, Time)) {
     let seed = std::env::var("IDEM_HISTORIES_SEED").map_or_else(|_| new_seed(), |text| parse_seed(&text));
     let times: u32 = std::env::var("IDEM_HISTORIES_TIMES").map_or(1, |text| text.parse().expect("a whole number"));
@@ -431,16 +433,16 @@ fn parse_seed(text: &str) -> [u8; 32] {
 }
 
 #[test]
-fn memory_on_time_driven_by_hand() {
+fn memory_agrees_with_the_reference_in_simulated_time() {
     agrees_with_the_reference(2_000, true, async || {
         let clock = ManualClock::seeded(1);
         (Arc::new(MemoryStore::options().clock(clock.clone()).build()) as Arc<dyn Store>, Time::ByHand(clock))
     });
 }
 
-/// A store with room for so few records that each reservation runs the clean-up.
+/// The store can hold so few records that each reservation runs the clean-up.
 #[test]
-fn memory_that_is_always_full() {
+fn a_full_memory_store_agrees_with_the_reference() {
     agrees_with_the_reference(2_000, true, async || {
         let clock = ManualClock::seeded(1);
         (
@@ -451,13 +453,13 @@ fn memory_that_is_always_full() {
 }
 
 #[test]
-fn memory_on_real_time() {
+fn memory_agrees_with_the_reference_in_real_time() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     agrees_with_the_reference(8, false, async || (Arc::clone(&store), Time::Real));
 }
 
 #[test]
-fn redis_on_real_time() {
+fn redis_agrees_with_the_reference_in_real_time() {
     agrees_with_the_reference(8, false, async || {
         let store = RedisStore::connect(&Kind::Redis.shared()).await.expect("connects");
         (Arc::new(store) as Arc<dyn Store>, Time::Real)
@@ -466,7 +468,7 @@ fn redis_on_real_time() {
 
 #[cfg(feature = "dynamodb")]
 #[test]
-fn dynamo_on_real_time() {
+fn dynamo_agrees_with_the_reference_in_real_time() {
     agrees_with_the_reference(8, false, async || {
         let store = idem_tests::dynamo::open(&idem_tests::dynamo::Kind::Dynoxide.shared(), idem_tests::dynamo::TABLE);
         (Arc::new(store) as Arc<dyn Store>, Time::Real)
@@ -475,7 +477,7 @@ fn dynamo_on_real_time() {
 
 #[cfg(feature = "postgres")]
 #[test]
-fn postgres_on_real_time() {
+fn postgres_agrees_with_the_reference_in_real_time() {
     let (url, schema) = idem_tests::postgres::shared_schema();
     agrees_with_the_reference(8, false, async || {
         let options = idem_runtime::PostgresStore::options().schema(&schema).ensure_schema();
@@ -486,7 +488,7 @@ fn postgres_on_real_time() {
 
 #[cfg(feature = "sqlite")]
 #[test]
-fn sqlite_on_real_time() {
+fn sqlite_agrees_with_the_reference_in_real_time() {
     let folder = idem_tests::sqlite::Folder::new();
     agrees_with_the_reference(8, false, async || {
         let store = idem_runtime::SqliteStore::open(folder.file()).await.expect("opens");
@@ -494,10 +496,10 @@ fn sqlite_on_real_time() {
     });
 }
 
-/// All wrappers, each applied to every result, with a cache so small that it evicts most of them.
+/// All wrappers treat every result, and the cache is so small that it drops most entries.
 #[cfg(feature = "wrappers")]
 #[test]
-fn wrappers_on_time_driven_by_hand() {
+fn wrappers_agree_with_the_reference_in_simulated_time() {
     use idem_runtime::{Cached, Compressed, Offloaded};
     use object_store::memory::InMemory;
 
@@ -513,10 +515,10 @@ fn wrappers_on_time_driven_by_hand() {
     }
 }
 
-/// The comparison itself can fail: for this store no time passes.
+/// The comparison can fail: the clock of this store stands still.
 #[test]
 #[should_panic(expected = "run again with IDEM_HISTORIES_SEED=")]
-fn a_store_that_forgets_nothing_disagrees() {
+fn a_store_that_forgets_no_record_disagrees_with_the_reference() {
     agrees_with_the_reference(2_000, true, async || {
         let store = MemoryStore::options().clock(ManualClock::seeded(1)).build();
         (Arc::new(store) as Arc<dyn Store>, Time::ByHand(ManualClock::new()))

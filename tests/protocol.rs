@@ -1,40 +1,41 @@
-//! The protocol as a model, checked in every state that it can reach: for any loss, delay, duplication and reordering
-//! between calls and store, any death, and any lapse of a lease.
+//! Model of the protocol, checked in every state that it can reach. Messages between calls and store may be lost,
+//! delayed,
+//! doubled and reordered; processes may die, and leases may lapse, at any time.
 //!
 //! # Scope of the model
 //!
-//! - *The store* (`protocol/store.rs`): reservations, renewals, completions, releases and reopenings, made of the
+//! - *The store* (`protocol/store.rs`): reservations, renewals, completions, releases and reopenings, computed by the
 //!   runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`, `Finish::state`
-//!   and `Release::state`, each step atomic.
-//! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A reservation is repeated with
-//!   the same owner token, and given up and released; a body runs, returns, is dropped, dies, or is stopped by its
-//!   heartbeat; a completion is repeated while the lease can be held; the rest of a dropped call is written late. A
-//!   call has its own view of its lease, which counts from the time of the request.
-//! - *The network*: a request arrives once, late, twice or never, in any order, and so do answers. A call that gets no
-//!   answer goes on without one, and its request may arrive long after the call has ended.
-//! - *Time*: a small clock. It may tick between any two steps, so a lease may lapse at any time. If the store has no
-//!   clock, each call has a clock that is ahead of true time, read in whole ticks.
-//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, operators look at records and
-//!   reopen them later.
+//!   and `Release::state`. Each step is atomic.
+//! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A call repeats a reservation with
+//!   the same owner token, or gives it up and releases it. A body runs, returns, is dropped, dies, or is stopped by its
+//!   heartbeat. A completion is repeated while the lease can be held. The end of a dropped call is written late. A call
+//!   counts its lease from the time of its request.
+//! - *The network*: requests and answers arrive once, late, twice or never, in any order. A call without an answer
+//!   continues, and its request may arrive long after the call has ended.
+//! - *Time*: a small clock, which may tick between any two steps, so that a lease may lapse at any time. If the store
+//!   has no clock, each call has a clock that is ahead of true time and is read in whole ticks.
+//! - *The world*: processes die, calls are dropped, the store restarts, retentions end, and operators inspect records
+//!   and reopen them later.
 //!
-//! The parts that don't share the runtime's code are compared with it on random traces (`protocol/traces.rs`): the
-//! store with the memory store, and with DynamoDB where clocks differ; the calls with the real engine, request by
-//! request and result by result.
+//! Random traces compare the parts that do not share the runtime's code with it (`protocol/traces.rs`): the model's
+//! store with the memory store, and with DynamoDB if clocks differ; the model's calls with the engine's calls, request
+//! by request and result by result.
 //!
 //! # Omissions
 //!
-//! The bytes, statements and scripts of the stores (the conformance suite covers them); the batching of heartbeats;
-//! pauses (a retry follows immediately, or any time later); the order in which tasks are polled. A dropped store call
-//! counts as a call that gets no answer. A body is one step long, or has no bound. Owner tokens are distinct by
-//! construction. A reservation is tried two or three times. No call uses its own key from inside its body. Mode `off`
-//! and a missing key make no store call, so they are left out.
+//! The model leaves out the bytes, statements and scripts of the stores, which the conformance suite covers; the
+//! batching of heartbeats; pauses (a retry follows immediately, or any time later); and the order in which tasks are
+//! polled. A dropped store call counts as one without an answer. A body takes one step, or never ends. Owner tokens are
+//! distinct by construction. A reservation has two or three tries. No body calls with its own key. Mode `off` and a
+//! missing key are left out, because they make no store call.
 //!
 //! # Failures and reruns
 //!
-//! Each configuration is a test, and prints what it shows, its bound and its number of states:
+//! Each configuration is a test, and prints its description, its bound and its number of states:
 //!
 //! ```sh
-//! # One configuration, one mistake with its shortest history, and one more of everything that goes wrong:
+//! # One configuration; one mistake with its shortest history; all configurations with one more of every fault:
 //! cargo test -p idem-tests --no-default-features --test protocol crashes -- --nocapture
 //! IDEM_PROTOCOL_MUTANT=LiveTakenOver cargo test -p idem-tests --no-default-features --test protocol mistake -- --nocapture
 //! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-tests --no-default-features --test protocol -- --nocapture
@@ -42,13 +43,14 @@
 //!
 //! With the feature `dynamodb`, the traces also need the emulator that `scripts/test` provides.
 //!
-//! For a broken rule, the test prints the shortest history that breaks it, one step a line, with the record and the
-//! state of each call: `Deliver(1)` delivers the second message of the plan; at `StoreDoes(1)` the store executes that
-//! call's request; at `Hears(1)` the answer arrives. A request whose call no longer waits is `ArrivesLate` or `IsLost`.
+//! For a broken rule, the test prints the shortest history that breaks the rule, one step a line, with the record and
+//! the state of each call. `Deliver(1)` delivers the second message of the plan; at `StoreDoes(1)` the store executes
+//! that call's request; at `Hears(1)` the answer arrives. If the call no longer waits for its request, the step is
+//! `ArrivesLate` or `IsLost`.
 //!
-//! Rules are checked in every step (`protocol/properties.rs`), independently of the code that keeps them. "Every call
-//! ends" is sound because the model has no cycles: each step uses up time or the budget of faults
-//! (`no_configuration_goes_round_in_circles`), so every path ends.
+//! Every step checks the rules (`protocol/properties.rs`), which are independent of the code that keeps them. "Every
+//! call ends" is sound because the model has no cycles: each step uses up time or the budget of faults
+//! (`no_configuration_has_a_cycle`), so every path ends.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::match_same_arms,
@@ -133,14 +135,14 @@ fn is_large() -> bool {
     std::env::var("IDEM_PROTOCOL_BOUND").is_ok_and(|bound| bound == "large")
 }
 
-/// Returns a history that shows `property`: a history that breaks a rule, or leads to a scene. It is short, as states
-/// are checked in the order of their depth, but not the shortest: the checker looks at more states before it stops, and
-/// keeps the last history.
+/// Returns a history that shows `property`: it breaks a rule, or leads to a scene. The history is short, because states
+/// are checked in the order of their depth, but not the shortest, because the checker keeps the last history that it
+/// finds before it stops.
 fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);
     let checker = match at_most {
-        // The first state is at depth 1, and the checker leaves out the deepest states.
+        // The first state has depth 1, and the checker leaves out the deepest states.
         Some(steps) => checker.target_max_depth(steps + 2),
         None => checker,
     };
@@ -151,7 +153,7 @@ fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Opt
 /// Returns the shortest history that shows `property`.
 fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     let mut shortest = found(config, property, None)?;
-    // For "every call ends", a search that stops early finds no history.
+    // A search for "every call ends" finds no history if it stops early.
     while property != ENDS
         && let Some(shorter) = found(config, property, Some(shortest.len() - 1))
     {
@@ -160,7 +162,7 @@ fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     Some(shortest)
 }
 
-/// Formats the history, one step a line.
+/// Text of a history, one step a line.
 fn tell(config: &Config, story: &[Action]) -> String {
     let mut told = String::new();
     let mut world = config.init_states().remove(0);
@@ -187,8 +189,8 @@ fn tell(config: &Config, story: &[Action]) -> String {
     told
 }
 
-/// The property made for a mistake notices it. Without the mistake the same configuration breaks no rule, as its own
-/// test shows.
+/// Every mistake is noticed by the property that the mistake names. Without the mistake, the same configuration breaks
+/// no rule, as its own test shows.
 #[test]
 fn every_mistake_is_noticed_by_its_property() {
     let only = std::env::var("IDEM_PROTOCOL_MUTANT").ok();
@@ -212,7 +214,7 @@ fn every_mistake_is_noticed_by_its_property() {
     assert!(missed.is_empty(), "not noticed: {missed:#?}");
 }
 
-/// The page lists every configuration and every mistake. `IDEM_UPDATE=1` writes the lists anew.
+/// The page lists every configuration and every mistake. `IDEM_UPDATE=1` rewrites the lists.
 #[test]
 fn the_page_lists_every_check() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/protocol/README.md");
@@ -220,7 +222,7 @@ fn the_page_lists_every_check() {
     let mut written = String::new();
     let mut rows = 0;
     for line in page.lines() {
-        // The rows of a list follow its head and the line below the head, and are replaced.
+        // The rows of a list follow its head and the ruler below it, and are replaced.
         rows = if line.starts_with('|') { rows + 1 } else { 0 };
         if rows <= 2 {
             writeln!(written, "{line}").unwrap();
@@ -257,7 +259,7 @@ fn the_pages_name_the_invariants_that_are_checked() {
     };
     let checked: BTreeSet<_> = Rule::ALL.iter().filter_map(|rule| number(rule.name())).collect();
     let mut ranges: Vec<(String, u8, u8)> = Vec::new();
-    // Sorts the invariants S before L, as both pages list them.
+    // The invariants are sorted as on both pages: S before L, then by number.
     for (letter, number) in checked.iter().filter(|it| it.0 == "S").chain(checked.iter().filter(|it| it.0 == "L")) {
         match ranges.last_mut().filter(|last| last.0 == *letter && last.2 + 1 == *number) {
             Some(last) => last.2 = *number,
@@ -279,7 +281,7 @@ fn the_pages_name_the_invariants_that_are_checked() {
     }
 }
 
-/// Every rule is broken by some mistake: none is idle.
+/// Every rule is broken by some mistake, so that no rule is checked in vain.
 #[test]
 fn every_property_notices_a_mistake() {
     let noticed: BTreeSet<_> = Mutant::ALL.iter().map(|mutant| mutant.noticed_by()).collect();
@@ -287,12 +289,12 @@ fn every_property_notices_a_mistake() {
     assert_eq!(noticed, rules);
 }
 
-/// "Every call ends" would not be checked on a path without an end.
+/// On a path without an end, the checker would not check "every call ends".
 #[test]
-fn no_configuration_goes_round_in_circles() {
+fn no_configuration_has_a_cycle() {
     for name in ["waiting", "waits_and_fails", "two_keys", "restarts", "fingerprints"] {
         let config = config::named(name);
-        // For each state: `true` while it is on the path, `false` once all of its steps were followed.
+        // A state is `true` while it is on the path, and `false` after all of its steps were followed.
         let mut seen: HashMap<World, bool> = HashMap::new();
         let start = config.init_states().remove(0);
         let mut path = vec![(start.clone(), config.next_states(&start))];

@@ -1,7 +1,8 @@
-//! Second, minimal store that makes one mistake on request.
+//! Minimal second store, which makes one mistake on request.
 //!
-//! The store shares no decision with the library (not even `Record::admit`): it checks the suite as much as the suite
-//! checks it. Most mistakes were found in the field.
+//! The store shares no decision with the library, not even `Record::admit`, so the suite is checked by a second
+//! opinion.
+//! Most of the mistakes occurred in real stores.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::poll_fn;
@@ -35,32 +36,32 @@ macro_rules! mistakes {
 }
 
 mistakes! {
-    // Reservations.
+    // Mistakes with reservations.
     LeaseCutShort, RepeatIsADuplicate, RepeatIsATakeover, ReadThenWrite, NobodyWaits, TakeoverKeepsNumber,
     TakeoverUnannounced, ReleaseDeletes, ReleaseRefunds, LapseDoesNotCount, NotStartedCounts, NotStartedTakesNumberBack,
     LimitBeforeResult, LimitBeforeLease, LiveLeaseHasNoTimeLeft, OneTimeForLeaseAndRetention, LateReservationPasses,
-    // Crashes.
+    // Mistakes with crashes.
     HolderFailIgnored, NewcomerFailIgnored, InterruptedIsReleased, FailIsInterruptedAtOnce, NoLateFinish,
-    // Fingerprints.
+    // Mistakes with fingerprints.
     FingerprintOnlyOnceFinished, FingerprintNotAtTakeover, FingerprintNotOnReplay, FingerprintNotOnceReleased,
     AbsentFingerprintDiffers, FingerprintLostAtFinish, FingerprintLostAtTakeover, FingerprintLostAtRelease,
-    // Writes of an owner.
+    // Mistakes with an owner's writes.
     ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
     BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
     FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, FinishIgnoresNumber, RenewIgnoresNumber, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
     ReleaseDeletesResult, ReleaseUpserts, ReleaseChecksNumber,
-    // Results.
+    // Mistakes with results.
     ResultRunsAgain, FailedIsCompleted, FalsyIsNothing, TextOnly, SizeIsForgotten, LargeIsCut, CodecIsForgotten,
-    // Keys.
+    // Mistakes with keys.
     LetterCaseIgnored, SpaceTrimmed, ScopeIgnored, KeysCutShort,
-    // Retention.
+    // Mistakes with retention.
     NeverForgets, PendingNeverExpires, TtlFromReservation, PendingExpiresAtTtl, TtlSurvivesTakeover, LongTimesAreCut,
-    // Waiting.
+    // Mistakes with waiting.
     NeverWakes, OnlyFinishWakes, WakesOne, WaitsForAnyAttempt, WaitsForFinished, WaitsUnbounded, WaiterReleases,
     WaitTellsThePast, WaitTellsNoFingerprint, WaitTellsTheGone,
-    // Operators.
+    // Mistakes with operators.
     LapseHidden, CrashPolicyForgotten, ReopensLiveLease, ReopensAnyAttempt, ReopenDeletes, ReopenGivesUpResults,
     DiscardSparesResults, DiscardsNothing, ReplaceSparesResults, ReplaceReleases, ReplacesNothing, DecidesUnseen, DecidesWhateverMovedOn, DecisionKeepsOwner,
     ReopenKeepsStarts, ReopenRenewsRetention, ReopenUpserts, PurgesTheFinished, PurgesTheLapsed,
@@ -69,16 +70,16 @@ mistakes! {
     BreakIgnoresFail, BreakRefunds, BreakCountsUnbegun, BreakEndsResults, BreakRenewsRetention, ForgetsLiveLease,
     ForgetsAnyAttempt,
     ForgetOnlyReleases, DecisionsWakeNobody,
-    // Information about attempts and decisions.
+    // Mistakes with information about attempts and decisions.
     HolderForgotten, HolderLostAtFinish, HolderLostAtRelease, HolderCutShort, HolderStays, TraceparentForgotten, TraceparentStays,
     TakeoverIsFirstSeen, BeganIsFirstSeen, RenewalRestartsBegan, FinishRestartsFirstSeen, AgeUntold, AgeOfTheKey, AgeStandsStill, DecisionUnnamed,
     DecisionNamesPileUp, DecisionForgottenByTheNext,
-    // Listing.
+    // Mistakes with lists.
     ListRepeatsTheLast, ListSkipsAfterAPage, ListTakesScopesThatBeginSo, ListIgnoresLimit, ListIgnoresStanding, ListIgnoresLapse,
     ListIgnoresAge, ListShowsExpired, ListShowsResults, ListTellsNoHolder, PingKnowsNothing,
-    // Robustness.
+    // Mistakes with handles, drops and errors.
     HandleIsACopy, OwnersRepeat, DroppedReservationLands, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
-    // Damaged values.
+    // Mistakes with damaged values.
     DamageFailsTheLook, DamageFailsTheList, DamageIsUnlisted, DamageIsCertain, DamageIsNeverForgotten, DamageIsForgottenUnseen,
     DamageLooksTheSame, DamageIsForgottenByAll, DamageWasNoChange,
 }
@@ -92,7 +93,7 @@ struct Slot {
     expires_at: Instant,
     first_seen: Instant,
     began: Instant,
-    /// Owner of the latest attempt before any decision, and the last decision about that attempt.
+    /// Owner token of the latest attempt before any decision, and the last decision about that attempt.
     decided: Option<(OwnerToken, Decision)>,
 }
 
@@ -109,7 +110,7 @@ type Values = BTreeMap<String, Value>;
 struct Shared {
     values: Mutex<Values>,
     written: Notify,
-    /// Record that the first wait for each key returned.
+    /// First record that a wait for each key returned.
     told: Mutex<HashMap<Key, Inspection>>,
     /// Keys that another session has locked.
     locked: Mutex<HashSet<String>>,
@@ -140,13 +141,13 @@ impl Plain {
         Self { mistake, reachable: true, shared: Arc::default(), context: context(mistake) }
     }
 
-    /// Returns a store that measures time by `clock`.
+    /// Returns a store that uses `clock`.
     #[allow(dead_code, reason = "the suite runs on real time")]
     pub(crate) fn with_clock(mistake: Mistake, clock: Arc<dyn Clock>) -> Self {
         Self { mistake, reachable: true, shared: Arc::default(), context: Arc::new(StoreContext::new("plain", clock)) }
     }
 
-    /// Returns a subject with every optional part.
+    /// Returns a subject for the conformance suite, with every optional part.
     pub(crate) fn subject(mistake: Mistake) -> Subject {
         let store = Self::new(mistake);
         let peer = Self { context: context(mistake), ..store.clone() };
@@ -169,7 +170,7 @@ impl Plain {
         Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil).block(block)
     }
 
-    /// Waits while another session has locked the record, at most 200 ms unless a mistake waits forever.
+    /// Waits until no other session locks the record, for at most 200 ms unless a mistake waits forever.
     async fn unlocked(&self, name: &str) -> Result<(), StoreError> {
         let for_ever = self.is(M::RenewWaitsForEach) || self.is(M::RenewAnswersTogether);
         let unlocked = async {
@@ -214,7 +215,7 @@ impl Plain {
         }
     }
 
-    /// Applies `step` to the record of `key`: atomically, unless the mistake is to be torn.
+    /// Applies `step` to the record of `key`: atomically, unless the mistake is a torn read or write.
     fn one<'a, T: Send + 'a>(
         &'a self,
         key: &'a Key,
@@ -222,7 +223,7 @@ impl Plain {
         mut step: impl FnMut(&mut Option<Slot>) -> T + Send + 'a,
     ) -> StoreFuture<'a, T> {
         StoreFuture::new(async move {
-            // An unreachable store is an error; the mistake reads it as "no record".
+            // An unreachable store returns an error; by mistake it finds no record.
             if !self.reachable {
                 if !self.is(M::ErrorsAreAbsent) {
                     return Err(StoreError::new(StoreErrorKind::Unavailable, "no server"));
@@ -231,7 +232,7 @@ impl Plain {
             }
             let name = self.key(key);
             self.unlocked(&name).await?;
-            // An expired record counts as absent. A value that is not a record stays and is an error.
+            // An expired record counts as absent. A value that is not a record stays, and is an error.
             let take = |values: &mut Values| match values.remove(&name) {
                 Some(Value::Slot(slot)) => {
                     Ok(Some(slot).filter(|slot| self.is(M::NeverForgets) || slot.expires_at > self.now()))
@@ -247,7 +248,7 @@ impl Plain {
                     values.insert(name.clone(), Value::Slot(slot));
                 }
             };
-            // Mistakes that are not atomic: other tasks run between the read and the write.
+            // By mistake the step is not atomic: other tasks run between the read and the write.
             let torn = self.is(if writes { M::TornWrites } else { M::TornReads });
             if torn || self.is(M::ReadThenWrite) {
                 let mut slot = {
@@ -292,7 +293,7 @@ impl Plain {
             begun: self.is(M::ReservationBegins),
         };
         let fingerprint = request.fingerprint.or(recorded);
-        // Retention counts from the end of the lease; the mistakes count from elsewhere.
+        // Retention counts from the end of the lease; by mistake it counts from another time.
         let retention = match self.mistake {
             M::PendingExpiresAtTtl => request.ttl,
             M::PendingNeverExpires => Duration::from_secs(100_000),
@@ -300,7 +301,7 @@ impl Plain {
             M::LongTimesAreCut => (request.lease + request.ttl).min(Duration::from_millis(i32::MAX as u64)),
             _ => request.lease + request.ttl,
         };
-        // A takeover starts a new retention, but keeps `first_seen`.
+        // A takeover begins a new retention, and keeps `first_seen`.
         let expires_at = match record {
             Some(slot) if self.is(M::TtlSurvivesTakeover) => slot.expires_at,
             _ => now.saturating_add(retention),
@@ -309,7 +310,7 @@ impl Plain {
             Some(slot) if !self.is(M::TakeoverIsFirstSeen) => slot.first_seen,
             _ => now,
         };
-        // The attempt begins now, and no decision is about it yet.
+        // The attempt begins now, and no decision about it has been made.
         Slot {
             first_seen,
             began: if self.is(M::BeganIsFirstSeen) { first_seen } else { now },
@@ -379,22 +380,22 @@ impl Plain {
             lease.on_crash = request.on_crash;
             Reservation::granted(lease, takeover && !self.is(M::TakeoverUnannounced))
         };
-        // No record: this is the first attempt.
+        // Without a record, this is the first attempt.
         let Some(found) = slot.as_ref() else {
             let first = slot.insert(self.pending(request, 1, 1, None));
             return reserved(first.record.lease(request), false);
         };
         let record = &found.record;
-        // Decisions move the record's owner token: compare the token before them.
+        // A decision changes the record's owner token, so the token from before all decisions is compared.
         let owner = found.decided.as_ref().map_or(record.owner, |(owner, _)| *owner);
         let lapses_in = found.lapses_at.saturating_since(now);
         let lapsed = lapses_in.is_zero();
         let attempt = record.attempt;
-        // The fingerprint comes first, in any state of the record.
+        // The fingerprint is compared first, in every state of the record.
         if self.mismatches(record, lapsed, request) {
             return Reservation::FingerprintMismatch { attempt };
         }
-        // The mistakes refuse by `max_attempts` before they look at the result or the lease.
+        // By mistake `max_attempts` is compared before the result or the lease.
         let used_up = request.max_attempts.is_some_and(|max| record.attempts_used >= max.get());
         let mut unmarked = false;
         if used_up && (self.is(M::LimitBeforeResult) && record.is_finished() || self.is(M::LimitBeforeLease) && !lapsed)
@@ -402,7 +403,7 @@ impl Plain {
             return Reservation::AttemptsExhausted { attempts: record.attempts_used };
         }
         let mut takeover = false;
-        // The state decides: return an answer, or go on to the next attempt below.
+        // The state of the record leads to an answer, or to the next attempt below.
         match &record.state {
             State::Completed(_) | State::Failed(_) if self.is(M::ResultRunsAgain) => {}
             State::Completed(_) | State::Failed(_) => {
@@ -444,12 +445,12 @@ impl Plain {
             }
             other => unreachable!("{other:?}"),
         }
-        // A takeover of an attempt whose body did not begin does not count that attempt.
+        // An attempt without a mark is not counted when it is taken over.
         let counted = record.attempts_used - u32::from(unmarked && record.attempts_used > 0);
         if request.max_attempts.is_some_and(|max| counted >= max.get()) {
             return Reservation::AttemptsExhausted { attempts: counted };
         }
-        // The next attempt has a larger number; waiters of the last attempt must wake.
+        // The next attempt has the next number, and waits for the previous attempt end.
         let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
         let starts = counted + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
         let next = self.pending(request, attempt, starts, Some(found));
@@ -508,7 +509,7 @@ impl Plain {
     fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Verdict {
         let now = self.now();
         let upserts = if release.is_some() { M::ReleaseUpserts } else { M::FinishUpserts };
-        // Without a record no write succeeds; the mistakes insert one.
+        // Without a record no write succeeds; by mistake it inserts a record.
         let Some(found) = slot else {
             if self.is(upserts) {
                 let expires_at = now.saturating_add(lease.ttl);
@@ -518,7 +519,7 @@ impl Plain {
             }
             return Verdict::Refused;
         };
-        // Only the owner may write, and a finish must also name its attempt.
+        // Only the owner may write, and a finish must name its attempt.
         let by_key = if release.is_some() { M::ReleaseByKey } else { M::FinishByKey };
         if found.record.owner != lease.owner && !self.is(by_key) {
             return Verdict::Refused;
@@ -531,14 +532,15 @@ impl Plain {
         if named && found.record.attempt != lease.attempt {
             return Verdict::Refused;
         }
-        // A body that never began gives its attempt back.
+        // An attempt whose body never began is no longer counted.
         let refund = u32::from(match release {
             Some(Release::NotStarted) => !self.is(M::NotStartedCounts),
             Some(Release::Returned) => self.is(M::ReleaseRefunds),
             _ => false,
         });
         let ended = found.record.is_finished();
-        // A pending record takes any end, even after its lease lapsed. An ended record takes only repetitions.
+        // A pending record accepts every end, even after the lapse of its lease. An ended record accepts only a
+        // repetition.
         match found.record.state {
             State::Pending { .. } if self.is(M::NoLateFinish) && release.is_none() && found.lapses_at <= now => {
                 return Verdict::Refused;
@@ -577,7 +579,7 @@ impl Plain {
             self.wake(false);
             return Verdict::Applied;
         }
-        // Apply the end. The record keeps its fingerprint and provenance, except for the mistakes that lose them.
+        // The end is applied. The record keeps its fingerprint and provenance, unless a mistake loses them.
         let record = &mut found.record;
         record.attempts_used = record.attempts_used.saturating_sub(refund);
         if release == Some(Release::NotStarted) && self.is(M::NotStartedTakesNumberBack) {
@@ -626,7 +628,7 @@ impl Plain {
         }
     }
 
-    /// Applies an operator's result. Returns false if the record refuses it.
+    /// Applies an operator's result. Returns false if the record does not accept a result.
     fn resolve(&self, found: &mut Slot, finish: &Finish) -> bool {
         let same = found.record.state == finish.state();
         let has = |result: &StoredResult| matches!(result, StoredResult::Encoded { .. });
@@ -650,20 +652,20 @@ impl Plain {
         true
     }
 
-    /// Inspection of the record, as an operator's look returns it.
+    /// Returns the inspection of the record, as an operator gets it.
     fn inspection(&self, slot: &Slot) -> Inspection {
         let is_pending = matches!(slot.record.state, State::Pending { .. });
         let lapses_in = is_pending.then(|| slot.lapses_at.saturating_since(self.now()));
         Inspection::new(slot.record.clone(), Duration::ZERO, lapses_in)
     }
 
-    /// Reports whether the operator's decision is about the present record.
+    /// Reports whether the operator saw the present record.
     fn is_seen(&self, slot: &Slot, decision: &Decision) -> bool {
         let (is, seen) = (self.inspection(slot).revision(), decision.seen.with_attempt(slot.record.attempt));
         let broken = decision.action == Action::BreakLease
             && (seen.standing(), is.standing()) == (Standing::Running, Standing::Lapsed);
         let same_standing = seen.standing() == is.standing() || broken || self.is(M::DecidesWhateverMovedOn);
-        // Two revisions with the same attempt and standing differ in their owners alone.
+        // Revisions with the same attempt and standing can differ only in their owner token.
         let mark = |revision: &Revision| revision.to_string().rsplit('-').next().map(str::to_owned);
         self.is(M::DecidesUnseen) || (same_standing && mark(&is) == mark(&seen))
     }
@@ -671,7 +673,7 @@ impl Plain {
     #[expect(clippy::too_many_lines, reason = "one decision, to be read together")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> DecisionAnswer {
         let now = self.now();
-        // Mistakes that decide about any attempt, or at any time.
+        // By mistake a decision applies to any attempt, or at any time.
         let any = match decision.action {
             Action::Reopen | Action::Discard => M::ReopensAnyAttempt,
             Action::Resolve(_) => M::ResolvesAnyAttempt,
@@ -685,7 +687,7 @@ impl Plain {
             _ => M::None,
         };
         let no_reason = self.is(M::RefusesWithoutReason);
-        // No record: the decision has no object; the mistake inserts one.
+        // Without a record a decision is refused; by mistake it inserts a record.
         let Some(found) = slot else {
             if self.is(M::ReopenUpserts) {
                 let nobody = OwnerToken::from_bytes([0; OwnerToken::BYTES]);
@@ -696,8 +698,7 @@ impl Plain {
             }
             return DecisionAnswer::NoRecord;
         };
-        // Refuse a decision about another record than the one that the operator saw: a damaged value, or another
-        // attempt.
+        // A decision is refused if the operator saw another record: a damaged value, or another attempt.
         if decision.seen.standing() == Standing::Damaged && !self.is(M::DamageWasNoChange) {
             return DecisionAnswer::changed(self.inspection(found).standing());
         }
@@ -708,21 +709,21 @@ impl Plain {
                 DecisionAnswer::other_attempt(found.record.attempt)
             };
         }
-        // The same person repeats the decision: it has been applied already.
+        // The same operator repeats a decision, which has already been applied.
         if let Some((_, last)) = &found.decided
             && (&last.seen, &last.action, &last.by) == (&decision.seen, &decision.action, &decision.by)
             && !(matches!(decision.action, Action::Resolve(_)) && self.is(M::ResolveNotRepeatable))
         {
             return DecisionAnswer::Applied;
         }
-        // A live lease refuses each decision except `BreakLease`.
+        // A live lease refuses every decision except `BreakLease`.
         let pending = matches!(found.record.state, State::Pending { .. });
         let live = pending && found.lapses_at > now && decision.action != Action::BreakLease;
         if live && !(at_any_time != M::None && self.is(at_any_time)) {
             let lapses_in = found.lapses_at.saturating_since(now);
             return if no_reason { DecisionAnswer::NoRecord } else { DecisionAnswer::live_lease(lapses_in) };
         }
-        // Refuse a record that has changed since the operator saw it, and name the operator who changed it.
+        // A record that has changed since the operator saw it is refused, with the name of the operator who changed it.
         let excused = (any != M::None && self.is(any)) || (at_any_time != M::None && self.is(at_any_time));
         if !excused && !self.is_seen(found, decision) {
             let mut changed = DecisionAnswer::changed(self.inspection(found).standing());
@@ -733,7 +734,7 @@ impl Plain {
         }
         let finished = found.record.is_finished();
         let owner = found.decided.as_ref().map_or(found.record.owner, |(owner, _)| *owner);
-        // Apply the decision to the record, or refuse it.
+        // The decision is applied to the record, or refused.
         match &decision.action {
             Action::Discard if !finished && !self.is(M::DiscardsNothing) => return DecisionAnswer::Unfinished,
             Action::Discard if self.is(M::DiscardSparesResults) => return DecisionAnswer::Finished,
@@ -783,8 +784,8 @@ impl Plain {
             Action::Forget => *slot = None,
             _ => unreachable!("the suite knows no other action"),
         }
-        // Each decision moves the owner token, so that no write of the attempt and no other decision matches the
-        // record.
+        // Each decision changes the owner token, so that no later write of the attempt and no other decision matches
+        // the record.
         if let Some(found) = slot.as_mut() {
             found.lapses_at = now;
             found.decided = Some((owner, decision.clone()));
@@ -794,14 +795,14 @@ impl Plain {
                 found.record.owner = idem_tests::decided(found.record.owner, 1);
             }
         }
-        // Name the operator in the record.
+        // The record names the operator.
         if let Some(found) = slot.as_mut().filter(|_| !self.is(M::DecisionUnnamed)) {
             let says_something = !decision.by.is_empty() || !decision.reason.is_empty();
             if says_something || !self.is(M::DecisionNamesPileUp) {
                 found.record.provenance = found.record.provenance.with_decision(&decision.by, &decision.reason);
             }
         }
-        // Waiters of the attempt have to look again.
+        // Waits for the attempt end after a decision.
         if !self.is(M::DecisionsWakeNobody) {
             self.wake(false);
         }
@@ -810,7 +811,7 @@ impl Plain {
 }
 
 fn context(mistake: Mistake) -> Arc<StoreContext> {
-    // Two handles compare the times in their records, so they need one clock.
+    // Two handles compare the times in their records, so they share one clock.
     static CLOCK: std::sync::LazyLock<SystemClock> = std::sync::LazyLock::new(SystemClock::default);
     let clock = OddClock::new(*CLOCK);
     Arc::new(StoreContext::new(
@@ -819,7 +820,7 @@ fn context(mistake: Mistake) -> Arc<StoreContext> {
     ))
 }
 
-/// Lets other tasks run, `times` times.
+/// Lets other tasks run `times` times.
 async fn pause(mut times: u32) {
     poll_fn(|cx| {
         if times == 0 {
@@ -832,7 +833,7 @@ async fn pause(mut times: u32) {
     .await;
 }
 
-/// Reservation in flight: it lands even if its caller is dropped.
+/// Reservation under way, which takes effect even if its caller is dropped.
 struct Flight<'a>(&'a Plain, Option<ReserveRequest>);
 
 impl Flight<'_> {
@@ -874,7 +875,7 @@ impl Plain {
         })
     }
 
-    /// Value of `key` that is not a record, if one exists and the store is reachable.
+    /// Value of `key` that is not a record, if there is one and the store is reachable.
     fn foreign(&self, key: &Key) -> Option<String> {
         match self.shared.values.lock().unwrap().get(&self.key(key)) {
             Some(Value::Foreign(text)) if self.reachable => Some(text.clone()),
@@ -1028,13 +1029,13 @@ impl Store for Plain {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
-            // Mistakes about the size of a batch.
+            // Mistakes with the size of a batch.
             if leases.is_empty() && self.is(M::EmptyBatchFails) {
                 return Err(StoreError::new(StoreErrorKind::Unconfirmed, "syntax error near IN ()"));
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
             let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
-            // Answer each lease as soon as it is renewed, unless the mistake is to answer them together.
+            // Each lease is answered when it is renewed; by mistake all leases are answered together.
             let one = |at: usize, lease: &'a Lease| async move {
                 let renewed = match at {
                     at if at >= limit => Ok(Verdict::Refused),
@@ -1053,7 +1054,8 @@ impl Store for Plain {
                 renewed
             };
             let renewals = leases.iter().enumerate().map(|(at, lease)| one(at, lease));
-            // Renew all leases concurrently, so that a locked record delays no other; the mistake waits for each.
+            // All leases are renewed concurrently, so that a locked record delays no other; by mistake they are renewed
+            // one by one.
             let renewed = if self.is(M::RenewWaitsForEach) {
                 let mut renewed = Vec::new();
                 for (at, renewal) in renewals.enumerate() {
@@ -1065,7 +1067,7 @@ impl Store for Plain {
             } else {
                 join_all(renewals).await
             };
-            // Mistakes that answer at the end: in another order, or one answer for all leases.
+            // Mistakes with the order of answers, or one answer for all leases.
             let mut answers = renewed.into_iter().collect::<Result<Vec<_>, _>>()?;
             if self.is(M::RenewGroupsAnswers) {
                 answers.sort_by_key(|answer| *answer == Verdict::Refused);

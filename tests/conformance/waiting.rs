@@ -1,4 +1,4 @@
-//! Cost of waiting duplicates on every store, counted by the handle in which they wait.
+//! Costs of waiting duplicates in every store, as the numbers of answered operations.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use idem_runtime::{Error, InProgress, Key, Operation, Outcome, Policy, Store, St
 use idem_tests::calls::stored;
 use idem_tests::server::until;
 
-/// Longer than the duration of any test.
+/// Lease that outlasts any test.
 const LEASE: Duration = Duration::from_secs(600);
 const POLICY: Policy = Policy::new(LEASE).lease(LEASE).in_progress(InProgress::Wait(LEASE));
 
-/// Number of answered operations of this handle: reservations, waits, and all operations.
+/// Numbers of answered operations of this handle: reservations, waits, and all operations.
 fn answered(store: &dyn Store) -> [u64; 3] {
     let metrics = store.metrics();
     let of = |name| metrics.count(&STORE_SECONDS, &[("op", name)]);
@@ -27,7 +27,7 @@ fn since(store: &dyn Store, before: [u64; 3]) -> [u64; 3] {
     [0, 1, 2].map(|at| now[at] - before[at])
 }
 
-/// Held key, whose waiting duplicates the test counts.
+/// Key that another handle holds, and the handle in which duplicates wait.
 struct Held {
     store: Arc<dyn Store>,
     peer: Arc<dyn Store>,
@@ -62,7 +62,7 @@ fn is_replayed((result, outcome): (Result<u32, Error>, Outcome)) {
     assert!(outcome.replayed() && outcome.waited());
 }
 
-/// A duplicate that waits in another handle reserves once, waits once, and gets the result.
+/// A duplicate in another handle reserves once, waits once, and gets the result.
 pub(crate) async fn one_waits(subject: Subject) {
     let held = Held::by(&subject).await;
     let before = answered(&*held.peer);
@@ -73,19 +73,20 @@ pub(crate) async fn one_waits(subject: Subject) {
     assert_eq!(since(&*held.peer, before), [1, 1, 2], "reservations, waits, operations");
 }
 
-/// Each of `many` duplicates reserves once; when the attempt ends, one wait serves them all.
+/// Each of `many` duplicates reserves once, and one wait of the store serves them all.
 pub(crate) async fn many_wait(subject: Subject, many: u64) {
     let held = Held::by(&subject).await;
     let before = answered(&*held.peer);
     let mut duplicates = Vec::new();
     for n in 1..=many {
         duplicates.push(tokio::spawn(held.duplicate()));
-        // In groups: with all of them together, a slow machine would repeat some reservations after a time-out.
+        // The duplicates start in groups. If they all started together, a slow machine would repeat reservations after
+        // a time-out.
         if n % 100 == 0 {
             until("all have asked", async || since(&*held.peer, before)[0] >= n).await;
         }
     }
-    // On a slow server a few of them repeat their reservation after a time-out.
+    // On a slow server, some duplicates repeat their reservation after a time-out.
     let once = many..=many + many / 100;
     let [reserves, waits, _] = since(&*held.peer, before);
     assert!(once.contains(&reserves) && waits == 0, "each asks, {reserves}; the wait is under way, {waits}");
@@ -98,7 +99,7 @@ pub(crate) async fn many_wait(subject: Subject, many: u64) {
     assert_eq!(waits, 2, "the wait that was under way, and one call for all who came after it had begun");
 }
 
-/// Tests of one store, on one thread: when all reservations are answered, all duplicates wait.
+/// Defines the tests of one store, on one thread: when all reservations are answered, all duplicates wait.
 macro_rules! waiting {
     ($name:ident, $subject:expr, $many:expr) => {
         mod $name {
@@ -110,12 +111,12 @@ macro_rules! waiting {
             }
 
             #[test]
-            fn a_duplicate_asks_once_and_is_answered() {
+            fn a_waiting_duplicate_costs_one_reservation_and_one_wait() {
                 run(async { super::one_waits($subject).await });
             }
 
             #[test]
-            fn one_call_answers_thousands_of_duplicates() {
+            fn one_wait_answers_thousands_of_duplicates() {
                 run(async { super::many_wait($subject, $many).await });
             }
         }
@@ -134,7 +135,7 @@ waiting!(pgbouncer, idem_tests::postgres::subject_behind_pgbouncer().await, 10_0
 waiting!(cluster, idem_tests::cluster::cluster_subject(RedisStore::options).await, 10_000);
 waiting!(sentinel, idem_tests::cluster::sentinel_subject(RedisStore::options).await, 10_000);
 waiting!(sentinel_replicated, idem_tests::cluster::sentinel_subject(replicated).await, 10_000);
-// The emulator takes a millisecond for each duplicate.
+// The emulator needs a millisecond for each duplicate.
 #[cfg(feature = "dynamodb")]
 waiting!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await, 1_000);
 #[cfg(feature = "wrappers")]

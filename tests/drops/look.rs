@@ -1,4 +1,4 @@
-//! State that every key must have once all late writes have landed.
+//! State that every key must have after all late writes.
 
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ const AT_ONCE: usize = 32;
 
 /// Key in a wrong state.
 enum Wrong {
-    /// The key is held, although no call is under way.
+    /// The key is held although no call is under way.
     Held(String),
-    /// The key is recorded as interrupted, although no body was.
+    /// The key is interrupted although every body returned.
     Interrupted(String),
     Otherwise(String),
 }
 
 impl Scene {
-    /// Checks all keys concurrently, and calls every other one.
+    /// Checks all keys concurrently, and then calls every second key.
     pub async fn look(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;
@@ -38,7 +38,8 @@ impl Scene {
         .await;
     }
 
-    /// Checks all keys again: no write may have landed since `look`. Then calls the keys that were not called before.
+    /// Checks all keys again, because no write may have taken effect since [`look`](Self::look). Then calls the other
+    /// keys.
     pub async fn look_again(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;
@@ -81,7 +82,7 @@ impl Scene {
     }
 }
 
-/// Makes a fresh call, which must run or return the state of the key immediately.
+/// Makes a fresh call, which must immediately run or return the state of the key.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
     let (result, outcome) = calls.fresh(store, key).await;
     let last = book.runs.last().map_or(0, |run| run.attempt);
@@ -108,7 +109,7 @@ async fn inspect(store: &Arc<dyn Store>, calls: &Calls, key: usize) -> Option<Re
     found.map(|inspection| inspection.record)
 }
 
-/// Checks that `record` follows from `book`.
+/// Checks that `record` follows from the bodies in `book`.
 fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), Wrong> {
     let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {record:?}")));
     let numbers: Vec<u32> = book.runs.iter().map(|run| run.attempt).collect();

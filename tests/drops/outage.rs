@@ -1,8 +1,9 @@
-//! Calls that are dropped while their store does not answer for longer than a lease.
+//! Calls that are dropped while their store does not answer for more than a lease.
 //!
-//! Clean-ups and releases are given up after a lease, and requests land when nothing follows them. Once all of that is
-//! over, every key is free, recorded, or interrupted by a body that began and did not return; under `on_crash = retry`
-//! a key may be held until its lease has lapsed. The attempts that count are those whose body began.
+//! After the outage and all late writes, every key is free, recorded, or interrupted by a body that began and did not
+//! return. Under `on_crash = retry` a key may be held until its lease has lapsed, because clean-ups and releases are
+//! given
+//! up after a lease. The counted attempts are those whose body began.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -18,22 +19,22 @@ use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Load, Scene};
 
 const LEASE: Duration = Duration::from_secs(1);
-/// Longest answer of a store: a little less than a beat.
+/// Longest time of an answer: a little shorter than the interval of heartbeats.
 pub const ANSWER: Duration = Duration::from_millis(300);
-/// The number of calls in a scene.
+/// Number of calls in a scene.
 const CALLS: usize = 240;
 /// Number of keys that are checked concurrently.
 const AT_ONCE: usize = 32;
-/// Longest time of late writes after an outage. Their pauses double.
+/// Longest time of late writes after an outage. The pauses between their tries double.
 const PATIENCE: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Kinds of outages of a store.
+/// Kind of outage that a store can have.
 #[derive(Clone, Copy, Debug)]
 pub enum Outage {
-    /// Requests land after the outage.
+    /// Requests take effect after the outage.
     Held,
-    /// Requests land, and their answers are lost.
+    /// Requests take effect, and their answers get lost.
     Muted,
     /// Another process locks the file.
     Locked,
@@ -68,14 +69,14 @@ pub async fn play(store: &'static str, rig: Rig) {
 
 /// Problem of a key.
 enum Wrong {
-    /// It may be right later: a lease, or a late write, is under way.
+    /// The key may become right later, because a lease or a late write is under way.
     Yet(String),
     Interrupted(String),
     Otherwise(String),
 }
 
 impl Scene {
-    /// Waits until every key is as promised, and calls each one.
+    /// Waits until every key is in its promised state, and calls each key.
     async fn settle(&mut self, rig: &Rig) {
         let calls = Arc::clone(self.calls());
         let mut open: BTreeSet<usize> = (0..calls.books().len()).collect();
@@ -119,7 +120,7 @@ impl Scene {
     }
 }
 
-/// Checks the record of a key, and then a fresh call.
+/// Checks the record of a key, and then makes a fresh call.
 async fn look(calls: &Arc<Calls>, rig: &Rig, key: usize) -> Result<(), Wrong> {
     let found = match rig.peer.inspect(&calls.key(key)).await {
         Ok(found) => found,
@@ -130,7 +131,7 @@ async fn look(calls: &Arc<Calls>, rig: &Rig, key: usize) -> Result<(), Wrong> {
     try_again(calls, store, key).await
 }
 
-/// Whether `found` is the record that must follow from `book`.
+/// Checks that `found` follows from the bodies in `book`.
 fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(), Wrong> {
     let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {found:?}")));
     if !book.runs.is_sorted_by(|one, next| one.attempt < next.attempt) {
@@ -153,7 +154,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
         State::Pending { .. } if found.lapses_in.is_none_or(|left| !left.is_zero()) => {
             return Err(Wrong::Yet(format!("held: {found:?}")));
         }
-        // The end of a body that began is written for as long as its process lives, and so is the clean-up of a mark.
+        // The process of a body that began writes its end, and the clean-up of a mark, for as long as it lives.
         State::Pending { begun: true, .. } if fail && !interrupted => {
             return Err(Wrong::Yet(format!("interrupted without such a body: {found:?}")));
         }
@@ -170,7 +171,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
         }
         _ => return otherwise("not what its bodies did"),
     }
-    // Under `retry` an attempt that lapsed is not marked, and not counted.
+    // Under `retry` a lapsed attempt has no mark, and is not counted.
     let began = book.runs.len();
     if counted > began || (fail && counted < began) {
         return otherwise("attempts count that never began, or don't although they did");
@@ -178,7 +179,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
     Ok(())
 }
 
-/// A fresh call runs, or is told the state of the key.
+/// Makes a fresh call, which must run or return the state of the key.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize) -> Result<(), Wrong> {
     let book = calls.books().of(key);
     let interrupted = calls.on_crash() == OnCrash::Fail && book.unreturned();
@@ -187,7 +188,7 @@ async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize) -> Re
         Ok(attempt) if outcome.replayed() && book.succeeded(attempt) => Ok(()),
         Ok(_) if outcome.executed() && !interrupted => Ok(()),
         Err(Failure::Of(Error::Interrupted { .. })) if interrupted => Ok(()),
-        // The machine may be too busy for a store to answer in time.
+        // On a busy machine, a store may not answer in time.
         Err(Failure::Of(
             error @ (Error::Store { .. }
             | Error::InProgress { .. }

@@ -16,17 +16,17 @@ use idem_tests::sqlite::{self, Folder};
 
 use crate::outage::Outage;
 
-/// Time-out of nodes in milliseconds: so long that no server is replaced.
+/// Node time-out in milliseconds, so long that no server is replaced.
 const NEVER: u32 = 600_000;
 
 /// Store, its lines and its servers.
 pub struct Rig {
     /// Handle whose calls are dropped.
     pub store: Arc<dyn Store>,
-    /// Handle of another process.
+    /// Handle of another process, with which records are checked.
     pub peer: Arc<dyn Store>,
     pub lines: Vec<Proxy>,
-    /// The file of a store without lines, and the transaction that locks it.
+    /// Database file of a store without lines, and the transaction that locks it.
     file: Option<PathBuf>,
     lock: Mutex<Option<rusqlite::Connection>>,
     _servers: Box<dyn Any + Send + Sync>,
@@ -43,7 +43,7 @@ fn rig<S: Store>(
 }
 
 impl Rig {
-    /// The outages that the store can have.
+    /// Outages that the store can have.
     pub fn outages(&self) -> &'static [Outage] {
         match (&self.file, &self.lines[..]) {
             (Some(_), _) => &[Outage::Locked],
@@ -52,7 +52,7 @@ impl Rig {
         }
     }
 
-    /// Begins an outage of both handles, which lasts for `time`.
+    /// Begins an outage of both handles that lasts for `time`.
     pub fn cut_off(&self, outage: Outage, time: Duration) {
         let line = match outage {
             Outage::Held => Line::Delay(time),
@@ -67,7 +67,7 @@ impl Rig {
         self.lines.iter().for_each(|proxy| proxy.set(line));
     }
 
-    /// Ends the outage. Requests that were held land within its length.
+    /// Ends the outage. Delayed requests take effect soon after.
     pub fn go_on(&self) {
         *self.lock.lock().unwrap() = None;
         self.lines.iter().for_each(|proxy| proxy.set(Line::Pass));
@@ -136,7 +136,7 @@ pub async fn sentinel(answer: Duration) -> Rig {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
     let server = RedisServer::start_with(Kind::Redis, &args);
     let line = Proxy::to(server.port()).await;
-    // The sentinels name the line as the primary.
+    // The sentinels name the port of the proxy.
     let watched = Watched::start_at(server, line.port(), NEVER);
     rig(handles(&watched.url(), answer).await, [line], watched)
 }

@@ -1,4 +1,4 @@
-//! Calls, their bodies, the ways to drop them, and the books: a log of each body that ran.
+//! Calls, their bodies, the ways to drop them, and the books, which list each body that ran.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -21,9 +21,9 @@ use crate::rigs::Rig;
 const TTL: Duration = Duration::from_secs(3600);
 /// Number of tasks that make calls under load.
 const TASKS: usize = 64;
-/// The same while the store does not answer.
+/// Number of tasks that make calls in an outage.
 const TASKS_IN_AN_OUTAGE: usize = 24;
-/// The last await at which calls are dropped: a call that nothing holds up has fewer.
+/// Last await at which a call is dropped. A call without a delay has fewer awaits.
 const AWAITS: usize = 6;
 /// Number of keys that are finished before any call is dropped.
 const FINISHED: usize = 40;
@@ -31,13 +31,13 @@ const FINISHED: usize = 40;
 /// Load during a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Load {
-    /// No other calls.
+    /// The call is the only one.
     Lone,
     /// 64 tasks make calls, most of them for new keys.
     Busy,
     /// 64 tasks make calls, most of them for keys that have a result.
     Replays,
-    /// Some tasks make calls for two leases, in which the store does not answer. Half of the bodies take up to a lease.
+    /// Some tasks make calls while the store does not answer for two leases. Half of the bodies take up to a lease.
     Outage,
 }
 
@@ -46,17 +46,17 @@ pub enum Load {
 enum Way {
     /// The call is not dropped.
     Whole,
-    /// Dropped when the call is pending for the n-th time.
+    /// The call is dropped when it is pending for the n-th time.
     AtAwait(usize),
-    /// Dropped when the call is pending for the n-th time, on a thread that has no runtime.
+    /// The call is dropped when it is pending for the n-th time, on a thread without a runtime.
     Elsewhere(usize),
-    /// Dropped by a time-out.
+    /// A time-out drops the call.
     TimedOut(Duration),
-    /// Dropped by a `select!`, after this number of turns of other tasks.
+    /// A `select!` drops the call after other tasks have run this many times.
     Selected(u32),
     /// The task of the call is aborted.
     Aborted(Duration),
-    /// The runtime of the call ends, after this number of turns.
+    /// The runtime of the call ends after other tasks have run this many times.
     WithItsRuntime(u32),
 }
 
@@ -65,7 +65,7 @@ enum Way {
 struct Work {
     turns: u32,
     sleep: Option<Duration>,
-    /// Duration of the drop of the body's guard.
+    /// Time that the drop of the body's guard takes.
     undo: Option<Duration>,
     succeeds: bool,
 }
@@ -83,36 +83,36 @@ impl From<Error> for Failure {
     }
 }
 
-/// Body that began.
+/// Run of a body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Run {
     pub attempt: u32,
-    /// `Some(true)` if the body returned `Ok`; `None` if it has not returned.
+    /// True if the body returned `Ok`, false if it returned `Err`, and `None` if it did not return.
     pub returned: Option<bool>,
 }
 
-/// Book of one key.
+/// Runs of the bodies of one key.
 #[derive(Clone, Default, Debug)]
 pub struct Book {
     pub runs: Vec<Run>,
-    /// Record at the first look; `None` if the key has been called since.
+    /// Record at the first check; `None` if the key has been called since.
     pub first_look: Option<Option<Record>>,
-    /// Attempt whose body has a [`Guard`] now.
+    /// Number of the attempt whose body has a [`Guard`] now.
     guarded: Option<u32>,
 }
 
 impl Book {
-    /// Attempt whose result is recorded.
+    /// Number of the attempt whose result is recorded.
     pub fn result(&self) -> Option<u32> {
         self.runs.iter().find(|run| run.returned == Some(true)).map(|run| run.attempt)
     }
 
-    /// Whether the body of this attempt returned `Ok`.
+    /// True if the body of this attempt returned `Ok`.
     pub fn succeeded(&self, attempt: u32) -> bool {
         self.runs.contains(&Run { attempt, returned: Some(true) })
     }
 
-    /// Whether a body began and did not return.
+    /// True if a body began and did not return.
     pub fn unreturned(&self) -> bool {
         self.runs.iter().any(|run| run.returned.is_none())
     }
@@ -146,7 +146,7 @@ impl Books {
         runs.len() - 1
     }
 
-    /// Enters the guard of a body. Returns the attempt whose guard still exists.
+    /// Enters the guard of a body. Returns the number of another attempt whose guard still exists.
     fn guard(&self, key: usize, attempt: u32) -> Option<u32> {
         self.0.lock().unwrap()[key].guarded.replace(attempt)
     }
@@ -161,13 +161,14 @@ impl Books {
     }
 }
 
-/// Value of a body that must not coexist with another body of its key. Its drop takes time, as with a transaction or a
-/// temporary directory.
+/// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes
+/// some
+/// time, like that of a transaction or a temporary directory.
 struct Guard {
     calls: Arc<Calls>,
     key: usize,
     undo: Option<Duration>,
-    /// Attempt whose body began with this guard.
+    /// Number of the attempt whose body has this guard.
     attempt: Cell<Option<u32>>,
 }
 
@@ -175,7 +176,7 @@ impl Guard {
     fn begins(&self, attempt: u32) {
         let Self { calls, key, .. } = self;
         self.attempt.set(Some(attempt));
-        // A body that is paused in an outage has its values, and a successor under `retry` does not know.
+        // A body that is paused in an outage keeps its values; under `retry` another body may begin meanwhile.
         if let Some(other) = calls.books.guard(*key, attempt)
             && calls.keeps_others_out()
         {
@@ -206,25 +207,25 @@ pub struct Calls {
     made: AtomicUsize,
     dropped: AtomicUsize,
     refused: AtomicUsize,
-    /// Moving average of the duration of a call that was not dropped, in microseconds.
+    /// Moving average of the duration of completed calls, in microseconds.
     usual: AtomicU64,
     books: Arc<Books>,
-    /// Problems: answers that callers must not get, and panics in drops.
+    /// Problems so far: wrong answers to callers, and panics in drops.
     told: Mutex<Vec<String>>,
 }
 
-/// Calls of one scene, and the findings afterwards.
+/// Calls of one scene, and the problems that the checks have found.
 pub struct Scene {
     store: &'static str,
-    /// Behaviour of its lines.
+    /// Behaviour of the lines, in words.
     how: &'static str,
     calls: Arc<Calls>,
     took: Duration,
     /// Keys that are held although no call is under way.
     pub held: BTreeSet<usize>,
-    /// Keys recorded as interrupted, although no body was.
+    /// Keys that are interrupted although every body returned.
     pub interrupted: BTreeSet<usize>,
-    /// Number of keys that are wrong in other ways.
+    /// Number of keys with other problems.
     pub others: usize,
     /// Descriptions of all problems.
     pub problems: Vec<String>,
@@ -280,7 +281,7 @@ impl Scene {
         &self.calls
     }
 
-    /// Drops calls, and waits until the calls that were not dropped have ended.
+    /// Drops calls, and waits until all other calls have ended.
     pub async fn drop_calls(&mut self, rig: &Rig, seed: u64, how_many: usize) {
         let started = Instant::now();
         let chance = Chance::seeded(seed).of(self.calls.number);
@@ -307,7 +308,7 @@ impl Scene {
         self.note_told();
     }
 
-    /// Takes over the problems that calls had.
+    /// Adds the problems of the calls to those of the scene.
     fn note_told(&mut self) {
         let told = std::mem::take(&mut *self.calls.told.lock().unwrap());
         self.others += told.len();
@@ -316,7 +317,7 @@ impl Scene {
 }
 
 impl Scene {
-    /// Drops calls while `cut_off` begins an outage of two leases and `go_on` ends it, and waits until all others have
+    /// Drops calls while `cut_off` begins an outage of two leases and `go_on` ends it. Waits until all other calls have
     /// ended.
     pub async fn drop_calls_in_an_outage(
         &mut self,
@@ -329,7 +330,7 @@ impl Scene {
         let chance = Chance::seeded(seed).of(self.calls.number);
         for _ in 0..FINISHED {
             let key = self.calls.books.open();
-            // The machine may be too busy for a store to answer in time.
+            // On a busy machine, a store may not answer in time.
             for _ in 0..100 {
                 if self.calls.fresh(&rig.store, key).await.0.is_ok() {
                     break;
@@ -350,7 +351,7 @@ impl Scene {
                 })
             })
             .collect();
-        // Some bodies have begun by then.
+        // After this pause some bodies have begun.
         tokio::time::sleep(pause).await;
         cut_off();
         tokio::time::sleep(lasts).await;
@@ -364,7 +365,7 @@ impl Scene {
 }
 
 impl Calls {
-    /// Whether no body of a key follows one whose end is not recorded.
+    /// True if no body may begin while an earlier body of its key may still run.
     fn keeps_others_out(&self) -> bool {
         self.load != Load::Outage || self.on_crash == OnCrash::Fail
     }
@@ -385,12 +386,12 @@ impl Calls {
         let n = self.made.fetch_add(1, Ordering::Relaxed);
         let again = if self.load == Load::Replays { 85 } else { 15 };
         let key = match chance.percent(again) {
-            // A key that is finished, free, interrupted, or used by another call.
+            // The key is finished, free, interrupted, or in use by another call.
             true if self.load == Load::Replays => chance.below(FINISHED),
             true => chance.below(self.books.len()),
             false => self.books.open(),
         };
-        // Most bodies are short; some sleep, clean up slowly or fail.
+        // Most bodies are short; some sleep, drop their guard slowly, or fail.
         let work = Work {
             turns: if chance.percent(50) { 0 } else { 1 + u32::try_from(chance.below(3)).expect("small") },
             sleep: match self.load {
@@ -400,7 +401,7 @@ impl Calls {
             undo: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
             succeeds: chance.percent(85),
         };
-        // Drop within twice the usual duration, so that some drops come in the last steps of a call.
+        // The longest time is twice the usual duration, so that some drops come in the last steps of a call.
         let longest = Duration::from_micros(2 * self.usual.load(Ordering::Relaxed));
         let turns = u32::try_from(chance.below(60)).expect("small");
         let way = match chance.below(100) {
@@ -418,7 +419,7 @@ impl Calls {
         };
         let asked = Instant::now();
         let call = Box::pin(self.call(store, key, work, in_progress));
-        // The books and the look at the end judge dropped calls; an answered call is judged here.
+        // A dropped call is judged later, by its record and its book. A call with an answer is judged here.
         match way.lead(call).await {
             Ok(None) => {
                 self.dropped.fetch_add(1, Ordering::Relaxed);
@@ -452,7 +453,7 @@ impl Calls {
         }
     }
 
-    /// One call of a handler that enters its run in the books and returns the number of its attempt.
+    /// Makes one call of a handler that enters its run in the books and returns the number of its attempt.
     fn call(
         self: &Arc<Self>,
         store: &Arc<dyn Store>,
@@ -478,7 +479,7 @@ impl Calls {
         observe(operation.run(body))
     }
 
-    /// Call with an empty body, made only for its outcome.
+    /// Makes a call with an empty body, to find out its outcome.
     pub async fn fresh(self: &Arc<Self>, store: &Arc<dyn Store>, key: usize) -> (Result<u32, Failure>, Outcome) {
         self.call(store, key, Work { turns: 0, sleep: None, undo: None, succeeds: true }, InProgress::Reject).await
     }
@@ -505,7 +506,7 @@ impl<T> Future for UpTo<T> {
 }
 
 impl Way {
-    /// Runs a call to its end and returns its output; `None` if the call was dropped.
+    /// Runs a call to its end in this way. Returns its output; `None` if the call was dropped.
     async fn lead<T: Send + 'static>(self, mut call: Call<T>) -> Result<Option<T>, Panicked> {
         Ok(match self {
             Self::Whole => Some(call.await),
@@ -545,7 +546,7 @@ impl Way {
     }
 }
 
-/// Panic in the drop of a call.
+/// The drop of a call panicked.
 struct Panicked;
 
 fn ended<T>(task: Result<T, JoinError>) -> Result<Option<T>, Panicked> {

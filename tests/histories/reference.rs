@@ -1,6 +1,7 @@
-//! Correct answers of a store, written as simply as possible and without the library's own decisions.
+//! Reference that computes the correct answers of a store, written as simply as possible and without the library's
+//! code.
 //!
-//! Time is a number of milliseconds. Owners are small numbers, one for each requested reservation.
+//! A time is a number of milliseconds. Owners are small numbers, and each requested reservation has its own.
 
 use std::collections::HashMap;
 
@@ -8,7 +9,7 @@ use idem_runtime::OnCrash;
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Action, Finish, Release, Standing, Verdict};
 
-/// Request for an attempt.
+/// Reservation that a history requests.
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub(crate) key: usize,
@@ -31,7 +32,7 @@ pub(crate) enum Phase {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Entry {
     pub(crate) owner: usize,
-    /// Number of decisions that were applied since the latest attempt began; `by` made the last of them.
+    /// Number of decisions since the latest attempt began; `by` is the operator who decided last.
     pub(crate) decisions: u32,
     pub(crate) by: String,
     pub(crate) attempt: u32,
@@ -52,7 +53,7 @@ pub(crate) enum Answer {
     Released { attempt: u32 },
 }
 
-/// An entry as an operator saw it.
+/// Record as an operator saw it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Sight {
     pub(crate) owner: usize,
@@ -61,7 +62,7 @@ pub(crate) struct Sight {
     pub(crate) standing: Standing,
 }
 
-/// Owner that never made a request.
+/// Owner that has made no request.
 #[allow(dead_code, reason = "the simulation alone meets owners whose requests it has not heard of")]
 pub(crate) const NOBODY: usize = usize::MAX;
 
@@ -96,17 +97,17 @@ impl Reference {
             return self.grant(ask, 1, 1, ask.fingerprint, false);
         };
         let Entry { owner, attempt, starts, fingerprint, .. } = entry;
-        // The fingerprint comes first, in every phase.
+        // The fingerprint is compared first, in every phase of the record.
         if fingerprint.is_some() && ask.fingerprint.is_some() && fingerprint != ask.fingerprint {
             return Answer::Mismatch { attempt };
         }
         let mut takeover = false;
         let mut counted = starts;
-        // The phase decides: an answer, or another attempt.
+        // The phase of the record leads to an answer, or to another attempt.
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
             Phase::Interrupted => return Answer::Interrupted { attempt },
-            // The owner has released the key, and this request is late.
+            // This request comes late: its owner has already released the key.
             Phase::Released if owner == ask.owner => return Answer::Released { attempt },
             Phase::Released => {}
             Phase::Pending { .. } if owner == ask.owner => {
@@ -116,7 +117,8 @@ impl Reference {
                 return Answer::Pending { attempt, lapses_in: lapses_at - self.now };
             }
             Phase::Pending { on_crash, begun, .. } => {
-                // Under `fail` a body begins with its mark; under `retry` it may have begun without a mark.
+                // Under `fail` a body has begun only if the record is marked; under `retry` it may have begun without a
+                // mark.
                 let interrupted = match on_crash {
                     OnCrash::Fail => begun,
                     _ => ask.on_crash == OnCrash::Fail,
@@ -128,7 +130,7 @@ impl Reference {
                 counted -= u32::from(!begun && counted > 0);
             }
         }
-        // Another attempt: the limit applies to the attempts that count.
+        // Another attempt is possible if the counted attempts are below the limit.
         if ask.max_attempts.is_some_and(|max| counted >= max) {
             return Answer::Exhausted { attempts: counted };
         }
@@ -206,7 +208,7 @@ impl Reference {
             return Verdict::Refused;
         }
         let free = Phase::Released;
-        // The next phase and count, if the record were as the operator saw it.
+        // Next phase and number of attempts, if the decision applies to the record that the operator saw.
         let next = match (action, &entry.phase) {
             (Action::Reopen | Action::BreakLease, Phase::Finished(_)) => return Verdict::Refused,
             (Action::Reopen, _) | (Action::Discard, Phase::Finished(_)) => Some((free, 0)),
@@ -222,7 +224,7 @@ impl Reference {
             }
             _ => None,
         };
-        // The first answer was lost, and the same person repeats the decision.
+        // The operator repeats the decision because its first answer was lost.
         if entry.decisions == sight.decisions + 1 && entry.by == by {
             let is_its_end = match action {
                 Action::Reopen | Action::Discard => entry.phase == Phase::Released && entry.starts == 0,
@@ -232,8 +234,8 @@ impl Reference {
             };
             return if is_its_end { Verdict::Applied } else { Verdict::Refused };
         }
-        // A decision applies only to the record that the operator saw. The lapse of a lease does not matter to a broken
-        // lease.
+        // A decision applies only to the record that the operator saw. A lease may be broken whether or not it has
+        // lapsed.
         let standing = match &entry.phase {
             Phase::Pending { lapses_at, .. } if now < *lapses_at => Standing::Running,
             Phase::Pending { .. } => Standing::Lapsed,
@@ -254,12 +256,12 @@ impl Reference {
                 (recorded, finish),
                 (Finish::Completed(_), Finish::Completed(_)) | (Finish::Failed(_), Finish::Failed(_))
             );
-            // The operator supplies a missing result: no caller can have received another one.
+            // An operator may supply a missing result, because no caller can have received another one.
             if recorded != finish && (!alike || !missing(recorded.result()) || missing(finish.result())) {
                 return Verdict::Refused;
             }
         }
-        // Apply the decision; it counts, and names the operator.
+        // The decision is applied, counted, and noted with the operator's name.
         match next {
             Some((phase, starts)) => {
                 let (decisions, by) = (entry.decisions + 1, by.to_owned());

@@ -1,6 +1,8 @@
-//! Drops a call at each of its awaits, however many there are: a first run counts the polls, and then each poll is the
-//! last one of its own run. A call that its caller drops leaves its key free, interrupted or recorded immediately; a
-//! call that dies with its process does so within a lease.
+//! Drops a call at each of its awaits: a first run counts the polls, and then each poll is the last one of a run. A
+//! call
+//! that its caller drops leaves its key free, interrupted or recorded immediately; a call that dies with its process
+//! does so
+//! within a lease.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -34,7 +36,7 @@ enum Failure {
     Idempotency(CallerAnswer),
 }
 
-/// Answers to a caller that matter here.
+/// Answers to the caller that the tests distinguish.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CallerAnswer {
     Interrupted,
@@ -52,7 +54,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Path that a call takes.
+/// Course of the call under test.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scenario {
     First,
@@ -73,21 +75,21 @@ enum Scenario {
     LeaseLost,
     Nested,
     Unprotected,
-    /// Two marks fail, and the third one is made.
+    /// Two tries of the mark fail, and the third one succeeds.
     MarkFails,
     MarkAnswerLost,
-    /// The mark is made, and no try of it is answered.
+    /// The record is marked, but no try of the mark gets an answer.
     MarkUnanswered,
     /// The lease lapses before the mark reaches the store.
     MarkTooLate,
-    /// `max_attempts = 1`.
+    /// The policy has `max_attempts = 1`.
     OnlyAttempt,
-    /// `max_attempts = 2`, after an attempt that has failed.
+    /// The policy has `max_attempts = 2`, and an earlier attempt has failed.
     LastAttempt,
 }
 
 impl Scenario {
-    /// Whether the attempt under test is the last one that `max_attempts` allows: a crash of its body is counted.
+    /// True if `max_attempts` allows no further attempt, so that a crash of the body counts.
     fn is_last(self) -> bool {
         matches!(
             self,
@@ -125,12 +127,12 @@ const ALL: [Scenario; 24] = [
     S::LastAttempt,
 ];
 
-/// Early end of a call.
+/// Early end of the call under test.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     /// The caller drops the call.
     Cancelled,
-    /// The process dies: no late write follows.
+    /// The process dies, so that no late write follows.
     Crashed,
 }
 
@@ -147,7 +149,7 @@ struct Stage {
     simulation: Simulation,
     scenario: Scenario,
     policy: Policy,
-    /// Store of the call under test: its own process, with the faults of the scenario.
+    /// Store of the process under test, with the faults of the scenario.
     line: Line,
     store: FaultyStore,
     /// Store of another process.
@@ -241,7 +243,7 @@ impl Stage {
         result
     }
 
-    /// Makes one call, by the process under test or by another one.
+    /// Makes one call in the process of `store`.
     async fn call(self: Rc<Self>, store: &dyn Store) -> (Result<u32, Failure>, Outcome) {
         let operation = Operation::new(store, Ok(key()), self.policy);
         let body = Rc::clone(&self).body(store.handle());
@@ -251,7 +253,7 @@ impl Stage {
         }
     }
 
-    /// Makes one call by another process, whose body takes `time`.
+    /// Makes one call in another process, with a body that takes `time`.
     async fn other(self: Rc<Self>, time: Duration, result: Result<u32, Failure>) -> Outcome {
         let operation = Operation::new(&self.other, Ok(key()), POLICY.lease(LEASE));
         let body = async {
@@ -278,7 +280,7 @@ impl Stage {
                 return Some(other);
             }
             S::Takeover => {
-                // A process that died in its body: the record stays pending, and its lease is not renewed.
+                // A process died in its body and left this pending record, whose lease nothing renews.
                 let dead = ReserveRequest::new(key(), self.other.context().new_owner(), LEASE, LEASE * 100);
                 assert!(matches!(self.other.reserve(&dead).await, Ok(Reservation::Granted { .. })));
                 clock.advance(LEASE);
@@ -288,8 +290,8 @@ impl Stage {
             }
             S::AnsweredTooLate | S::MarkTooLate => {
                 self.simulation.spawn(async move {
-                    // Wait until the reservation has landed. The number of looks is limited, because time stands still
-                    // meanwhile.
+                    // Wait until the reservation has taken effect. The number of tries is limited, because the clock
+                    // stands still.
                     for _ in 0..200 {
                         if stage.state().is_some() {
                             stage.simulation.clock().advance(LEASE);
@@ -303,7 +305,7 @@ impl Stage {
                 return Some(self.simulation.spawn(async move {
                     clock.sleep(LEASE + Duration::from_secs(1)).await;
                     let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
-                    // The line works again, and lets the refusal through.
+                    // The line works again, and transmits the refusal.
                     stage.store.always(StoreCall::Renew, Fault::None);
                     outcome
                 }));
@@ -319,13 +321,13 @@ impl Stage {
         found.map(|found| found.record.state)
     }
 
-    /// Checks that the key is as promised, at each place where a call can be dropped.
+    /// Checks that the key is in the promised state after the call ended at poll `at`.
     async fn check(self: &Rc<Self>, at: u64, end: End, beside: Option<idem_runtime::testing::Task<Outcome>>) {
         let Facts { started, returned, effects, inner_effects } = &self.facts;
         let (started, returned, before) = (started.get(), returned.borrow().clone(), effects.get());
         let context = format!("{:?}, {end:?} at poll {at}, {:?}, {:?}", self.scenario, self.policy, self.state());
         let clock = self.simulation.clock();
-        // Wait until all is over: late writes after a drop, a lease after a crash.
+        // Wait for the late writes after a drop, or for the lapse of the lease after a crash.
         if let Some(beside) = beside {
             beside.await.unwrap();
         }
@@ -335,26 +337,26 @@ impl Stage {
             self.store.context().flush().await;
             assert_eq!(self.store.context().live(), 0, "{context}");
         }
-        // Look at the record, and make another call.
+        // Inspect the record, and make another call.
         let record = self.other.inspect(&key()).await.unwrap().map(|found| found.record);
         let began = clock.now();
         let (again, outcome) = Rc::clone(self).call(&self.other.peer()).await;
         let took = clock.now().saturating_since(began);
         let context = format!("{context}, then {record:?}, then {again:?}, {outcome:?} after {took:?}");
         let ran = outcome.executed();
-        // Immediate, except for the time of the body itself.
+        // The second call takes no time, except for its body.
         let own = if ran { 4 * LEASE } else { Duration::ZERO };
         assert!(took <= own, "{context}");
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
         let interrupted = again == Err(Failure::Idempotency(CallerAnswer::Interrupted));
         let exhausted = again == Err(Failure::Idempotency(CallerAnswer::Exhausted));
-        // A crash of the attempt is final.
+        // No attempt may follow a crash of this attempt's body.
         let final_crash = fail || self.scenario.is_last();
         let refused = if fail { interrupted } else { exhausted };
         let state = record.as_ref().map(|record| &record.state);
         let is_marked = matches!(state, Some(State::Pending { begun: true, .. }));
         let protected = self.scenario != S::Unprotected;
-        // In these scenarios another attempt determines the answer to the second call.
+        // In these scenarios another attempt decides the result of the second call.
         match self.scenario {
             S::Replay | S::WaitsForResult => {
                 assert!(!started && !ran && again == Ok(1), "{context}");
@@ -364,7 +366,7 @@ impl Stage {
                 assert!(!ran && again == Ok(2) && before <= 1, "{context}");
                 return;
             }
-            // The other call came first.
+            // The other process had called before the body of the call under test began.
             S::LeaseLost if !started => {
                 assert!(
                     !ran && if is_marked { end == End::Crashed && interrupted } else { again == Ok(2) },
@@ -372,23 +374,23 @@ impl Stage {
                 );
                 return;
             }
-            // No attempt may follow the one that died before.
+            // No attempt may follow the attempt that died before this call.
             S::Takeover if fail => {
                 assert!(!started && interrupted, "{context}");
                 return;
             }
             _ => {}
         }
-        // All other scenarios, by the progress of the dropped body.
+        // In the remaining scenarios the result depends on how far the dropped body came.
         match (returned, started) {
             (Some(_), _) if !protected => assert!(ran, "{context}"),
             (Some(result), _) if end == End::Cancelled && (result.is_ok() || self.scenario == S::ErrorRecorded) => {
-                // The store refuses the result once, so a late write may be the second one to record it.
+                // The store refuses the result at first; a late write may record it at a second try.
                 let kept = self.scenario != S::ResultTooLarge || again == result;
                 let expected = if kept { result } else { Err(Failure::Idempotency(CallerAnswer::Other)) };
                 assert!(!ran && again == expected && outcome.replayed() == kept && effects.get() == 1, "{context}");
             }
-            // The result may have been recorded, or released, or neither, before the process died.
+            // Before the process died, the result may have been recorded, or the key released, or neither.
             (Some(result), _) if end == End::Crashed => {
                 let kept = again == result || self.scenario == S::ResultTooLarge;
                 let may_run = !final_crash || result.is_err();
@@ -398,7 +400,7 @@ impl Stage {
             (None, true) if final_crash && protected => {
                 assert!(refused && !ran && effects.get() == before, "{context}");
             }
-            // The process died between the mark and the first poll: the record says that the body began.
+            // The process died between the mark and the first poll of the body, so the record says that the body began.
             (None, false) if is_marked => assert!(end == End::Crashed && final_crash && refused && !ran, "{context}"),
             (None, _) => assert!(ran, "{context}"),
         }
@@ -410,7 +412,7 @@ impl Stage {
                 assert_eq!(before.attempts_used, earlier, "an attempt that never started is refunded: {context}");
             }
         }
-        // The inner operation has its own key, and keeps its result even if the outer one is dropped.
+        // The inner operation has its own key, and keeps its result even if the outer call is dropped.
         if self.scenario == S::Nested && end == End::Cancelled {
             assert!(
                 inner_effects.get() <= 2 && (returned_once(self) || inner_effects.get() >= u32::from(ran)),
@@ -424,7 +426,7 @@ fn returned_once(stage: &Stage) -> bool {
     stage.facts.returned.borrow().is_some()
 }
 
-/// Plays `scenario`, ends the call at its poll `at`, and returns the number of its polls.
+/// Plays `scenario`, ends the call at its poll `at`, and returns the number of polls that the call had.
 fn play(scenario: Scenario, on_crash: OnCrash, slow: u32, at: u64, end: End) -> u64 {
     let stage = Stage::new(scenario, on_crash, slow);
     let polls = Cell::new(0);

@@ -1,11 +1,11 @@
-//! One seed decides all random choices of a simulation.
+//! Random choices of a simulation, all from one seed.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::testing::Random;
 
-/// Dice that all parts of a world share; the seed also decides the order of the throws.
+/// Dice that all parts of a world share. The seed also decides the order in which they are thrown.
 #[derive(Clone, Debug)]
 pub(crate) struct Dice(Arc<Mutex<Random>>);
 
@@ -14,7 +14,7 @@ impl Dice {
         Self(Arc::new(Mutex::new(Random::seeded(seed))))
     }
 
-    /// Number from `from` to `to`, both included.
+    /// Returns a number from `from` to `to`, both included.
     pub(crate) fn between(&self, from: u64, to: u64) -> u64 {
         from + self.0.lock().unwrap().below(to - from + 1)
     }
@@ -23,12 +23,12 @@ impl Dice {
         from[usize::try_from(self.between(0, from.len() as u64 - 1)).expect("less than `len`")]
     }
 
-    /// Returns true with this probability, in thousandths.
+    /// Returns true with a probability of `permille` thousandths.
     pub(crate) fn chance(&self, permille: u64) -> bool {
         self.between(1, 1000) <= permille
     }
 
-    /// Random duration of whole milliseconds, at most `longest`.
+    /// Returns a random duration in whole milliseconds, at most `longest`.
     pub(crate) fn up_to(&self, longest: Duration) -> Duration {
         Duration::from_millis(self.between(0, u64::try_from(longest.as_millis()).unwrap_or(u64::MAX)))
     }

@@ -1,4 +1,4 @@
-//! Requests of a world's processes to the store, and the answers that they received.
+//! History of a world: the requests of processes to the store, and the answers.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -16,14 +16,14 @@ use idem_tests::decided;
 
 use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight};
 
-/// Operation on one key. A renewal of several leases is one operation for each.
+/// Operation on one key. A renewal of several leases is several operations.
 #[derive(Clone, Debug)]
 pub(crate) enum OperationArgs {
     Reserve(Ask),
-    /// Has the number of the attempt.
+    /// The second field is the number of the attempt.
     Begin(Ask, u32),
     Renew(Ask, u32),
-    /// Has the number of the attempt.
+    /// The second field is the number of the attempt.
     Finish(Ask, u32, Finish),
     Release(Ask, Release),
     Decide {
@@ -42,14 +42,14 @@ pub(crate) enum OperationAnswer {
     Inspection(Option<Entry>),
 }
 
-/// End of an operation for its caller.
+/// End of an operation, as its caller sees it.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum End {
     /// The caller got no answer: the operation may take effect at any time after its invocation, or never.
     Unanswered,
-    /// The store answered that nothing was written.
+    /// The caller got the answer that the operation had no effect.
     NothingDone,
-    /// The answer, and the reading of the store's clock at its time.
+    /// The caller got this answer; `at` is the reading of the store's clock when the store executed the operation.
     Answered { said: OperationAnswer, at: u64 },
 }
 
@@ -58,21 +58,22 @@ pub(crate) struct Op {
     pub(crate) process: usize,
     pub(crate) key: usize,
     pub(crate) asked: OperationArgs,
-    /// Invocation, and arrival of the answer, as places in the order of all events.
+    /// Event of the invocation; `responded` is the event of the answer's arrival.
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
-    /// Execution by the store, if any: its place in the order of events, and its time by the store's clock.
+    /// Event at which the store executed the operation, and the reading of the store's clock; `None` if it never did.
     pub(crate) landed: Option<(u64, u64)>,
-    /// Whether the store says that an operator's decision, or a mark, was applied, heard or not.
+    /// True if the store applied an operator's decision or a mark, whether or not the answer arrived.
     pub(crate) applied: bool,
-    /// Number of the attempt that a reservation was granted, even if the answer got lost.
+    /// Number of the attempt that a reservation was granted, whether or not the answer arrived.
     pub(crate) granted: Option<u32>,
     pub(crate) end: End,
 }
 
-/// All operations at the store. Keys, owners and fingerprints are numbered in the order of their first appearance, so
-/// that two runs of a seed read the same. Times are nanoseconds of the clock that all processes and the store share.
+/// All operations of the store. Keys, owners and fingerprints are numbered in the order in which they appear, so that
+/// two
+/// runs of a seed have the same text. Times are nanoseconds of the clock that all processes and the store share.
 #[derive(Debug)]
 pub(crate) struct History {
     clock: SimulatedClock,
@@ -81,9 +82,9 @@ pub(crate) struct History {
     fingerprints: Vec<Fingerprint>,
     pub(crate) ops: Vec<Op>,
     events: u64,
-    /// Times at which the store executed an operation.
+    /// Times at which the store executed operations.
     pub(crate) ticks: BTreeSet<u64>,
-    /// Other events worth reading, each with the operation before it.
+    /// Other events for the transcript, each with the index of the operation before it.
     notes: Vec<(usize, u64, String)>,
 }
 
@@ -116,7 +117,7 @@ impl History {
         nanos(self.clock.now().since_origin())
     }
 
-    /// Takes the next place in the order of all events.
+    /// Returns the next number in the order of all events.
     pub(crate) fn event(&mut self) -> u64 {
         self.events += 1;
         self.events
@@ -163,7 +164,7 @@ impl History {
         }
     }
 
-    /// Notes that `process` requests an operation, and returns the operation's number.
+    /// Notes that `process` requests an operation. Returns the index of the operation.
     pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: OperationArgs) -> usize {
         let key = self.key(key);
         let (invoked, invoked_at) = (self.event(), self.now());
@@ -189,14 +190,14 @@ impl History {
         op.end = end;
     }
 
-    /// Notes that an operation takes effect at the store now.
+    /// Notes that an operation takes effect at this time.
     pub(crate) fn tick(&mut self) -> u64 {
         let now = self.now();
         self.ticks.insert(now);
         now
     }
 
-    /// Notes that the store executes these operations now.
+    /// Notes that the store executes these operations at this time.
     pub(crate) fn land(&mut self, ops: &[usize]) -> u64 {
         let (event, at) = (self.event(), self.tick());
         for op in ops {
@@ -205,14 +206,14 @@ impl History {
         at
     }
 
-    /// Reports whether a decision that lets `key` run again landed at one of `events`.
+    /// Reports whether a decision that reopens `key` took effect at one of `events`.
     pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
         let reopens = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action, .. } if action.finish().is_none());
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
-    /// Reports whether an operator had `key` forgotten, so that its attempts count from 1 again.
+    /// Reports whether an operator had the record of `key` forgotten, so that its attempts count from 1 again.
     pub(crate) fn was_forgotten(&self, key: usize) -> bool {
         self.ops.iter().any(|op| {
             op.key == key
@@ -221,7 +222,7 @@ impl History {
         })
     }
 
-    /// Results that operators have given to attempts of `key`: the landing, the attempt and the result of each.
+    /// Results that operators gave to attempts of `key`: event, number of the attempt, and result.
     pub(crate) fn resolved(&self, key: usize) -> Vec<(u64, u32, Finish)> {
         let resolved = self.ops.iter().filter(|op| op.key == key && op.applied);
         let given = resolved.filter_map(|op| match (&op.asked, op.landed) {
@@ -298,7 +299,7 @@ impl History {
         }
     }
 
-    /// An operator's look at a record.
+    /// Converts an operator's revision of a record to the reference's form.
     pub(crate) fn sight(&self, seen: &Revision) -> Sight {
         let text = seen.to_string();
         let (_, tag) = text.rsplit_once('-').expect("a mark");
@@ -306,7 +307,7 @@ impl History {
         Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
     }
 
-    /// Owner from whose token some number of decisions leads to a matching token, and that number.
+    /// Returns the owner whose token leads to a matching token, and the number of decisions in between.
     fn descent(&self, is_meant: impl Fn(&OwnerToken) -> bool) -> (usize, u32) {
         let owners = self.owners.iter().enumerate();
         let mut all =
@@ -314,8 +315,9 @@ impl History {
         all.find(|(.., token)| is_meant(token)).map_or((NOBODY, 0), |(owner, decisions, _)| (owner, decisions))
     }
 
-    /// Reports whether, between these events, a request of attempt `attempt` of `key` was sent and answered with the
-    /// loss of its lease.
+    /// Reports whether, during these events, attempt `attempt` of `key` sent a renewal and got the answer that its
+    /// lease is
+    /// lost.
     pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key).any(|op| {
@@ -325,7 +327,7 @@ impl History {
         })
     }
 
-    /// Reports whether the end of attempt `attempt` of `key` was requested between these events.
+    /// Reports whether a finish or a release of attempt `attempt` of `key` was requested during these events.
     pub(crate) fn was_ended(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key && during.contains(&op.invoked)).any(|op| match &op.asked {
@@ -334,7 +336,7 @@ impl History {
         })
     }
 
-    /// Process that was granted attempt `attempt` of `key`, even if the answer got lost, and its policy for a crash.
+    /// Process that was granted attempt `attempt` of `key`, and its `on_crash`.
     pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
         self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
             OperationArgs::Reserve(ask) => Some((op.process, ask.on_crash)),
@@ -342,7 +344,7 @@ impl History {
         })
     }
 
-    /// The marks of attempt `attempt` of `key` that the store made before the event `when`.
+    /// Requests that marked attempt `attempt` of `key` as begun before the event `when`.
     fn marks(&self, key: usize, attempt: u32, when: u64) -> impl Iterator<Item = &Op> {
         self.ops.iter().filter(move |op| {
             let has_landed = op.applied && op.landed.is_some_and(|(event, _)| event < when);
@@ -350,19 +352,21 @@ impl History {
         })
     }
 
-    /// Whether the store made the mark of attempt `attempt` of `key` before the event `when`.
+    /// Reports whether the store marked attempt `attempt` of `key` as begun before the event `when`.
     pub(crate) fn is_marked(&self, key: usize, attempt: u32, when: u64) -> bool {
         self.marks(key, attempt, when).next().is_some()
     }
 
-    /// When the attempt after `attempt` of `key` was granted: as an event, and by the store's clock.
+    /// Event and time at which the attempt after `attempt` of `key` was granted.
     pub(crate) fn taken_over_at(&self, key: usize, attempt: u32) -> Option<(u64, u64)> {
         self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt + 1)).filter_map(|op| op.landed).min()
     }
 
-    /// When the store gave the latest refusal that `process` heard for `key` before the event `when`, to a reservation
-    /// that landed at the time `since` or later: that the key is interrupted, or its attempts are exhausted. As an
-    /// event, and by the store's clock. A waiting duplicate may have heard of the end without a reservation.
+    /// Event and time of the latest answer `Interrupted` or `Exhausted` that `process` got for `key` before the event
+    /// `when`, to
+    /// a reservation that took effect at the time `since` or later. `None` if there is no such answer, for example
+    /// because a
+    /// waiting duplicate learned of the end without a reservation.
     pub(crate) fn refused_at(&self, process: usize, key: usize, since: u64, when: u64) -> Option<(u64, u64)> {
         let is_refusal = |op: &&Op| {
             let said = matches!(
@@ -379,9 +383,11 @@ impl History {
         self.ops.iter().filter(is_refusal).max_by_key(|op| op.responded)?.landed
     }
 
-    /// The process of attempt `attempt` of `key`, and when it sent the mark and its last request about the attempt; if
-    /// the mark was made before the event `when`, and the last request had no answer by then. That is the mark itself,
-    /// one more after an answer that came too late, or a request that takes the mark back.
+    /// Returns the process of attempt `attempt` of `key`, and the times of its mark and of its last request, if the
+    /// process was
+    /// in doubt about its mark at the event `when`: the mark had taken effect, and the last request, which is a mark or
+    /// a
+    /// clean-up, had no answer.
     pub(crate) fn doubts_its_mark(&self, key: usize, attempt: u32, when: u64) -> Option<(usize, [u64; 2])> {
         let first = self.marks(key, attempt, when).next()?;
         let OperationArgs::Begin(mark, _) = &first.asked else { return None };
@@ -398,7 +404,7 @@ impl History {
         (!has_answer).then_some((last.process, [first.invoked_at, last.invoked_at]))
     }
 
-    /// When the latest request of attempt `attempt` of `key` was sent that was confirmed and renews its lease.
+    /// Time of the latest request that was confirmed and renewed the lease of attempt `attempt` of `key`.
     pub(crate) fn confirmed_at(&self, key: usize, attempt: u32) -> Option<u64> {
         let confirms = |op: &&Op| match (&op.asked, &op.end) {
             (OperationArgs::Begin(_, it) | OperationArgs::Renew(_, it), End::Answered { said, .. }) => {
@@ -410,7 +416,7 @@ impl History {
         self.ops.iter().filter(|op| op.key == key).filter(confirms).map(|op| op.invoked_at).max()
     }
 
-    /// Event at which the first release of attempt `attempt` of `key` landed.
+    /// Time at which the first release of attempt `attempt` of `key` took effect.
     pub(crate) fn released_at(&self, key: usize, attempt: u32) -> Option<u64> {
         let owner =
             self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
@@ -421,17 +427,17 @@ impl History {
         self.ops.iter().filter(|op| op.key == key).filter(ends).filter_map(|op| op.landed).map(|(_, at)| at).min()
     }
 
-    /// Latest attempt of `key` that was granted.
+    /// Number of the latest attempt of `key` that was granted.
     pub(crate) fn latest(&self, key: usize) -> u32 {
         self.ops.iter().filter(|op| op.key == key).filter_map(|op| op.granted).max().unwrap_or_default()
     }
 
-    /// Key of number `key`.
+    /// Key with the number `key`.
     pub(crate) fn key_of(&self, key: usize) -> Key {
         self.keys[key].clone()
     }
 
-    /// Owner that received attempt `attempt` of `key` as an answer.
+    /// Owner that got attempt `attempt` of `key` in an answer.
     fn owner_of(&self, key: usize, attempt: u32) -> Option<usize> {
         self.ops.iter().filter(|op| op.key == key).find_map(|op| match (&op.asked, &op.end) {
             (
@@ -442,7 +448,7 @@ impl History {
         })
     }
 
-    /// Text of the operations on `key` and of the notes between them; without a key, of all operations.
+    /// Text of the operations on `key` and of the notes between them; without `key`, text of all operations.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();
         let mut notes = self.notes.iter().peekable();

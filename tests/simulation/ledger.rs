@@ -1,4 +1,4 @@
-//! The books of a world: every call, every run of a body and every effect; and the rules that they must follow.
+//! The books of a world: every call, every run of a body and every effect; and the rules that the books must satisfy.
 
 use std::fmt::{self, Write as _};
 
@@ -13,54 +13,56 @@ use crate::outage::{Loss, Right};
 use crate::store::{Cause, Met, Net};
 use crate::world::Failure;
 
-/// The rule that a finding breaks.
+/// Rule that a finding breaks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Check {
-    /// A store that executes one operation after the other could have given the same answers.
+    /// Some order of the operations explains all answers of the store.
     Linearizable,
-    /// The search for such an order ends.
+    /// The search for such an order comes to an end.
     Undecided,
-    /// A body starts under a lease, and every body that believes to hold a lease does hold it, for at least as long: no
+    /// A body starts under a lease, and a body that counts on a lease holds it for at least the time that it counts on.
+    /// Thus no
     /// two bodies run under live leases.
     Belief,
-    /// Fencing tokens grow and never repeat; the body is told the latest one.
+    /// Fencing tokens grow and never repeat, and each body gets the latest token.
     Fencing,
-    /// A body runs again only if the guarantees allow it.
+    /// A body runs again only if a guarantee allows it.
     DoubleEffect,
     /// A lease is lost only after a fault or a crash.
     Lapse,
     /// A heartbeat that finds the lease lost cancels the body.
     Cancelled,
-    /// Under `on_crash = fail`, a body that started and did not return is not followed by another.
+    /// Under `on_crash = fail`, no body follows a body that started and did not return.
     AtMostOnce,
-    /// A replay is the result of the attempt that it names, and always the same.
+    /// A replay returns the result of the attempt that it names, and every replay returns the same result.
     Replay,
     /// `Ok` is returned only once the result is recorded.
     Recorded,
-    /// Every message ends, and for a reason.
+    /// Every message ends, and a call that fails has a reason.
     MissingEffect,
     /// At the end of the world, no key is held.
     Leak,
-    /// The values of a body are dropped before the end of its attempt is asked for.
+    /// The values of a body are dropped before the end of its attempt is requested.
     Values,
-    /// A waiting duplicate is woken when the attempt that it waits for ends, and waits on while the store fails.
+    /// A waiting duplicate is woken when the attempt for which it waits ends. A failing store ends no wait.
     Woken,
-    /// Decisions of an operator hold: nothing is decided while an attempt is running but that its lease ends, and after
-    /// a resolution no body runs until a person lets it.
+    /// An operator's decisions hold: while an attempt runs, only its lease can be broken; and after a resolution no
+    /// body runs
+    /// until a person allows it.
     Decided,
-    /// A body that must be marked begins once the store has marked it.
+    /// A body that needs a mark begins only after the store has marked its record.
     Marked,
-    /// A key is interrupted for a body that began only.
+    /// A key is interrupted only if its body began.
     Interrupted,
-    /// An attempt counts against `max_attempts` if its body began only.
+    /// An attempt counts against `max_attempts` only if its body began.
     Counted,
-    /// The return of a body under `on_crash = fail` ends its attempt, even after a long outage.
+    /// Under `on_crash = fail`, a body that returns frees its key, even after a long outage.
     Freed,
-    /// A refusal for good holds up no body and no call beyond its lease.
+    /// A permanent refusal keeps no body and no call beyond its lease.
     Frozen,
-    /// A lease is lost to another attempt, or with the reason why it was not renewed.
+    /// `LeaseLost` has a reason: another attempt took over, or the error says why the lease was not renewed.
     Reason,
-    /// Every call gets an answer.
+    /// Every call returns.
     Stuck,
 }
 
@@ -86,7 +88,7 @@ pub(crate) enum BodyEnd {
         lasting: bool,
     },
     Panicked,
-    /// Dropped with its call, or because the lease was lost.
+    /// The body was dropped with its call, or because its lease was lost.
     Dropped,
 }
 
@@ -94,33 +96,33 @@ pub(crate) enum BodyEnd {
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
     pub(crate) call: usize,
-    /// The fencing token; 0 without a reservation.
+    /// Fencing token of the attempt; 0 without a reservation.
     pub(crate) attempt: u32,
-    /// The start, in the order of all events.
+    /// Start of the body, as a number in the order of all events.
     pub(crate) started: u64,
     pub(crate) started_at: u64,
     pub(crate) effect: Option<u64>,
-    /// Whether it renewed its lease itself.
+    /// True if the body renews its lease itself.
     pub(crate) confirms: bool,
     pub(crate) ended: Option<(u64, BodyEnd)>,
     pub(crate) ended_at: u64,
-    /// Whether it blocked its thread, or a body that it called did.
+    /// True if the body, or a body that it called, blocked the thread.
     pub(crate) blocks: bool,
-    /// When the last value of the body was dropped.
+    /// Event at which the last value of the body was dropped.
     pub(crate) values_dropped: Option<u64>,
 }
 
-/// End of a call for its caller.
+/// End of a call, as its caller sees it.
 #[derive(Debug)]
 pub(crate) enum CallEnd {
     Returned(Result<String, Failure>, Outcome),
     Panicked,
     Cancelled,
-    /// Ended with its process.
+    /// The call ended with its process.
     Killed,
 }
 
-/// The policy of a handler.
+/// Policy of a handler.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
     /// Retention of results.
@@ -133,15 +135,16 @@ pub(crate) struct Terms {
     pub(crate) max_result_bytes: usize,
 }
 
-/// The longest pause between two requests of a clean-up.
+/// Longest pause between two requests of a clean-up.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// Longer than any world lasts.
+/// Duration that outlasts every world.
 pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
 impl Terms {
-    /// Whether no record is forgotten. Otherwise bodies run again and fencing tokens start over, and the only check
-    /// left is that the store forgets in time.
+    /// True if the store forgets no record while the world lasts. Otherwise bodies run again and fencing tokens start
+    /// over, and
+    /// the only remaining check is that the store forgets in time.
     fn remembers(&self) -> bool {
         self.ttl == FOR_EVER
     }
@@ -157,14 +160,14 @@ impl Terms {
     }
 }
 
-/// One call of a handler.
+/// Call of a handler.
 #[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) key: usize,
     pub(crate) process: usize,
     pub(crate) terms: Terms,
     pub(crate) made_at: u64,
-    /// The run whose body made it.
+    /// Run whose body made the call.
     pub(crate) caller: Option<usize>,
     pub(crate) end: Option<(u64, CallEnd)>,
     pub(crate) ended_at: u64,
@@ -174,9 +177,9 @@ pub(crate) struct Call {
 pub(crate) struct Ledger {
     pub(crate) calls: Vec<Call>,
     pub(crate) runs: Vec<Run>,
-    /// The killed processes, and when they were killed.
+    /// Killed processes, and the times at which they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
-    /// The rights that processes lose for the rest of their lives.
+    /// Rights that processes lose for the rest of their lives.
     pub(crate) losses: Vec<(usize, Loss)>,
     pub(crate) findings: Vec<Finding>,
 }
@@ -186,13 +189,13 @@ impl Ledger {
         self.findings.push(Finding { check, key, text });
     }
 
-    /// Enters a call, which the body of the run `caller` makes, if any does.
+    /// Enters a call. `caller`: run whose body makes the call.
     pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64, caller: Option<usize>) -> usize {
         self.calls.push(Call { key, process, terms, made_at: now, caller, end: None, ended_at: u64::MAX });
         self.calls.len() - 1
     }
 
-    /// Notes that the body of `run` blocks its thread, and with it the bodies whose polls it is within.
+    /// Notes that the body of `run` blocks its thread, and with it the enclosing bodies.
     pub(crate) fn blocks(&mut self, run: usize) {
         let mut next = Some(run);
         while let Some(run) = next {
@@ -243,7 +246,7 @@ impl Ledger {
         self.runs.len() - 1
     }
 
-    /// Checks the lease that a body believes to have.
+    /// Checks that a body holds the lease that it counts on.
     pub(crate) fn believe(&mut self, net: &Net, call: usize, attempt: &Attempt) {
         let believed = attempt.lease_remaining();
         if believed.is_zero() {
@@ -260,7 +263,7 @@ impl Ledger {
             ),
             None => (false, "nothing".to_owned()),
         };
-        // An operator who has broken it has said that its process is gone.
+        // An operator who broke the lease has declared that the body's process is gone.
         if !held && !net.history().was_broken(self.calls[call].key, number, u64::MAX) {
             let text = format!("attempt {number} believes to hold its lease for {believed:?}; the store holds {state}");
             self.find(Check::Belief, self.calls[call].key, text);
@@ -273,10 +276,10 @@ impl Ledger {
         if self.runs[run].ended.is_none() {
             let Run { call, attempt, started, confirms, .. } = self.runs[run];
             let key = self.calls[call].key;
-            // If records are forgotten, a number stands for several attempts.
+            // If records are forgotten, several attempts have the same number.
             let remembers = self.calls[call].terms.remembers() && !net.history().was_forgotten(key);
             let known = remembers && !confirms;
-            // A poll that has begun can't be ended.
+            // A poll that has begun can't be interrupted.
             if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, &(started..polled))
             {
                 let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
@@ -286,13 +289,13 @@ impl Ledger {
         }
     }
 
-    /// Enters that the last value of the body of `call` was dropped, if that began.
+    /// Enters that the last value of the body of `call` was dropped, if the body began.
     pub(crate) fn drop_values(&mut self, net: &Net, call: usize) {
         let event = net.history().event();
         self.runs.iter_mut().filter(|run| run.call == call).for_each(|run| run.values_dropped = Some(event));
     }
 
-    /// Enters the end of a call; its answer must be true by now.
+    /// Enters the end of a call, and checks its answer against the present records.
     pub(crate) fn end_call(&mut self, net: &Net, call: usize, key: &Key, end: CallEnd) {
         let event = net.history().event();
         if self.calls[call].end.is_some() {
@@ -327,12 +330,12 @@ impl Ledger {
         (self.calls[call].end, self.calls[call].ended_at) = (Some((event, end)), net.now());
     }
 
-    /// The runs of `key`.
+    /// Runs of bodies for `key`.
     fn runs_of(&self, key: usize) -> Vec<&Run> {
         self.runs.iter().filter(|run| self.calls[run.call].key == key).collect()
     }
 
-    /// Runs the checks that need the whole history.
+    /// Checks the rules that concern the whole history.
     pub(crate) fn close(&mut self, net: &Net) {
         let met = net.met();
         let mut findings = Vec::new();
@@ -368,7 +371,8 @@ impl Ledger {
         for (n, run) in runs.iter().enumerate().filter(|(_, run)| run.attempt > 0) {
             for later in runs[n + 1..].iter().filter(|later| later.attempt > 0) {
                 let (first, then) = (run.attempt, later.attempt);
-                // An attempt whose lease an operator broke learns it from its first renewal.
+                // An attempt whose lease an operator broke may start its body, and learns of the loss at its first
+                // renewal.
                 if first >= then && !net.history().was_broken(key, then, later.started) {
                     find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
                 }
@@ -400,7 +404,7 @@ impl Ledger {
         }
     }
 
-    /// Whether a fault disturbed `process` in this time.
+    /// Reports whether a fault disturbed `process` between two times.
     fn disturbed(&self, net: &Net, met: &[Met], process: usize, from: u64, to: u64) -> bool {
         net.jumped(from, to)
             || met.iter().any(|it| it.is_of(process) && it.from <= to && it.to >= from)
@@ -421,18 +425,20 @@ impl Ledger {
                 if net.history().was_reopened(key, run.started..later.started) {
                     continue;
                 }
-                // An operator who breaks a lease answers for its body, even if that has not begun by then: the answer
-                // to the reservation may be on its way.
+                // An operator who breaks a lease is responsible for its body, even for a body that begins later, when
+                // the answer to its
+                // reservation arrives.
                 if net.history().was_broken(key, run.attempt, later.started) {
                     continue;
                 }
                 let pair =
                     || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
-                // In the order of time: a body that starts late under an old token is not followed by the newer one.
+                // Only a body that starts later in time follows: a body under an old token may start after one under a
+                // newer token.
                 let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
                 let disturbed = || self.disturbed(net, met, call.process, call.made_at, later.started_at);
                 let promised = call.terms.on_crash == OnCrash::Fail && !matches!(ended, Some(BodyEnd::Error { .. }));
-                // A caller that has promised it, too, does not take over.
+                // A caller under `fail` must not take over from an attempt whose body may have begun.
                 let follows = &self.calls[later.call];
                 let took_over = later.attempt == run.attempt + 1
                     && matches!(&follows.end, Some((_, CallEnd::Returned(_, outcome))) if outcome.took_over());
@@ -471,7 +477,7 @@ impl Ledger {
                 let run = by_number(number);
                 let is_the_bodys = run.and_then(|run| run.ended.as_ref()).map(|(_, end)| end) == told.as_ref();
                 let is_given = given(number).any(|(.., finish)| told.is_some() && said_by(finish) == told);
-                // Without another decision, a result that was given is the only one.
+                // If no operator reopened the key, the result that an operator gave is the only one.
                 let only_given = given(number).next().is_some() && !net.history().was_reopened(key, 0..);
                 if !is_given && (only_given || !is_the_bodys) {
                     find(
@@ -502,7 +508,7 @@ impl Ledger {
             let decided = !resolved.is_empty() || net.history().was_reopened(key, 0..);
             let unjustified = match result {
                 Err(Failure::Idempotency(refused)) => match &**refused {
-                    // Another attempt was at work and did not return, or could not record that it had.
+                    // Another attempt's body did not return, or its process could not record the end.
                     Error::Interrupted { .. } => {
                         !disturbed
                             && !decided
@@ -516,19 +522,19 @@ impl Ledger {
                             || (!disturbed && !net.history().was_reopened(key, 0..) && runs.len() < *attempts as usize)
                     }
                     Error::ResultUnavailable { .. } => {
-                        // An operator may not have known the result, or have given an error to whom reads none.
+                        // An operator may have recorded no result, or an error that this handler does not read.
                         !disturbed
                             && resolved.is_empty()
                             && !runs.iter().any(|run| {
                                 match &run.ended {
                                     Some((_, BodyEnd::Value(value))) => value.len() + 2 > call.terms.max_result_bytes,
-                                    // The answer to a handler that does not read recorded errors.
+                                    // A handler that does not read recorded errors gets `ResultUnavailable`.
                                     Some((_, BodyEnd::Error { lasting, .. })) => *lasting,
                                     _ => false,
                                 }
                             })
                     }
-                    // An operator may have ended the lease.
+                    // An operator may have broken the lease.
                     Error::LeaseLost { .. } | Error::Unrecorded { .. } => !disturbed && !decided,
                     Error::Store { .. } => !disturbed,
                     _ => false,
@@ -545,9 +551,11 @@ impl Ledger {
         self.kills.iter().any(|(killed, _)| *killed == process)
     }
 
-    /// Whether attempt `attempt` of `key` may be taken for one whose body began, by the answer to `call`: its mark was
-    /// made, and its process had died by then, or was cut off and did not know of the mark; or an operator had broken
-    /// its lease. After a takeover nothing takes the mark back, so the moment of the takeover decides.
+    /// Reports whether `call` may have been told that the body of attempt `attempt` began although it did not. One
+    /// reason is a
+    /// mark whose process had died by then, or was cut off and did not know of its mark; another is a lease that an
+    /// operator
+    /// broke. No request removes the mark after a takeover, so the time of the takeover decides.
     fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
         let history = net.history();
         let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);
@@ -557,7 +565,7 @@ impl Ledger {
         let died = history.is_marked(key, attempt, when)
             && history.holder(key, attempt).is_some_and(|(process, _)| is_dead(process));
         let doubts = history.doubts_its_mark(key, attempt, when);
-        // Between two requests is a pause, and a request may be under way for some leases.
+        // There is a pause between two requests, and a request may be under way for some leases.
         let reach = nanos(LONGEST_PAUSE) + 4 * nanos(net.longest_lease());
         let is_cut_off = doubts.is_some_and(|(process, [marked_at, asked_at])| {
             at <= asked_at + reach && self.disturbed(net, met, process, marked_at, at)
@@ -565,7 +573,7 @@ impl Ledger {
         died || is_cut_off || history.was_broken(key, attempt, when)
     }
 
-    /// No key is interrupted and no attempt is counted for a body that did not begin.
+    /// No key is interrupted, and no attempt is counted, if its body did not begin.
     fn unbegun(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         let began = |number: u32, before: u64| runs.iter().any(|run| run.attempt == number && run.started < before);
         for call in self.calls.iter().filter(|call| call.key == key) {
@@ -573,9 +581,10 @@ impl Ledger {
             match **error {
                 Error::Interrupted { attempt, .. } => {
                     let lapsed_under = net.history().holder(key, attempt).map(|(_, on_crash)| on_crash);
-                    // An attempt under `retry` is not marked, and a caller under `fail` takes over nothing.
+                    // An attempt under `retry` has no mark, so a caller under `fail` can't know whether its body began.
                     let is_unmarked = lapsed_under == Some(OnCrash::Retry) && call.terms.on_crash == OnCrash::Fail;
-                    // An attempt under `fail` whose body runs or has returned is ended by its process, however late.
+                    // Under `fail`, the process of a body that runs or has returned ends the attempt itself, however
+                    // late.
                     let is_at_work = runs.iter().any(|run| {
                         let its = &self.calls[run.call];
                         let is_cut_off = matches!(
@@ -624,7 +633,7 @@ impl Ledger {
         }
     }
 
-    /// The return of a body ends its attempt as long as its process lives, however long an outage lasts.
+    /// A body that returns ends its attempt if its process lives, however long an outage lasts.
     fn returned(&self, net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
         for run in runs.iter().filter(|run| matches!(run.ended, Some((_, BodyEnd::Error { .. })))) {
             let after_a_lease = run.ended_at + nanos(self.calls[run.call].terms.lease);
@@ -651,7 +660,7 @@ impl Ledger {
         }
     }
 
-    /// A refusal for good ends bodies and calls in time, and `LeaseLost` names the reason.
+    /// A permanent refusal ends bodies and calls in time, and `LeaseLost` names its reason.
     fn refused(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         for run in runs.iter().filter(|run| run.attempt > 0) {
             let call = &self.calls[run.call];
@@ -698,7 +707,7 @@ impl Ledger {
         }
     }
 
-    /// The books as text, one line for each call and run.
+    /// Text of the books, with one line for each call and run.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let mut text = String::new();
         for (n, call) in self.calls.iter().enumerate().filter(|(_, call)| key.is_none_or(|key| call.key == key)) {
@@ -711,7 +720,7 @@ impl Ledger {
     }
 }
 
-/// Replayed form of a result that an operator gave.
+/// Converts a result that an operator gave to the end of a body.
 fn said_by(finish: &Finish) -> Option<BodyEnd> {
     match finish {
         Finish::Completed(StoredResult::Encoded { bytes, .. }) => {

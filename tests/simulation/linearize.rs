@@ -1,20 +1,25 @@
-//! Judges whether a store that executes one operation after the other could have had a given history.
+//! Judges whether a store that executes one operation at a time could have given all answers of a history.
 //!
-//! The search is the search of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
-//! configurations that Lowe added ("Testing for linearizability", 2017). It picks an operation before which no other
-//! one had to end, executes it on the sequential specification (`histories/reference.rs`), compares the answer, and
-//! goes on. If no order of the rest fits, it takes the operation back. Keys are independent of each other, and
-//! linearizability is local, so each key is searched alone.
+//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
+//! configurations
+//! by Lowe ("Testing for linearizability", 2017). It picks an operation that may be the next one, executes it on the
+//! sequential specification (`histories/reference.rs`), compares the answer, and continues. If no order of the
+//! remaining
+//! operations fits, the search takes the operation back. Linearizability is local to a key, so each key is searched
+//! alone.
 //!
-//! Time is part of the specification. An answer carries the reading of the store's clock at its time, so an answered
-//! operation can have happened at one time only. That is stricter than any time between invocation and answer, and
-//! holds because the clock of a simulation stands still while the store works. An operation without an answer can have
-//! happened at any time after its invocation, or never. For it, the search tries only the times at which the store
-//! executed some operation: no state changed at any other time, so a linearizable history is also linearizable with
-//! these times. An operation is left out if the store answered that nothing was done.
+//! Time is part of the specification. An answer contains the reading of the store's clock, so an answered operation can
+//! have happened only at that time. This is stricter than any time between invocation and answer, and correct, because
+//! the
+//! clock of a simulation stands still while the store works. An operation without an answer can have happened at any
+//! time
+//! after its invocation, or never. For such an operation the search tries only the times at which the store executed
+//! some
+//! operation: no state changed at any other time. An operation is left out if the store answered that it had no effect.
 //!
-//! Operations are tried in the order in which the store executed them, as far as that is known. For a correct history
-//! this is the first order that is tried, and the search never goes back; for any other history it is only a start.
+//! Operations are tried in the order in which the store executed them, as far as this order is known. For a correct
+//! history
+//! it explains all answers, and the search never takes an operation back.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -27,15 +32,16 @@ use crate::history::{End, History, Op, OperationAnswer, OperationArgs};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
 /// Largest number of configurations in a search. A correct history with known times needs as many as it has operations;
-/// without the times, some three million worlds needed 47 578 at most. Histories of outages have many operations
-/// without an answer: a wrong one may remain undecided, which is a finding as well.
+/// without the times, some three million worlds needed 47 578 at most. In a history with outages many operations have
+/// no
+/// answer, and a wrong history may remain undecided, which is a finding as well.
 const LIMIT: usize = 1_000_000;
 const LIMIT_WITH_TIMES: usize = 5_000;
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Judgement {
     Linearizable,
-    /// Number of operations that the longest order explained, and the operation that it could not explain.
+    /// Number of operations in the longest order that fits, and the operation that it could not explain.
     NotLinearizable {
         explained: usize,
         stuck_at: String,
@@ -49,7 +55,7 @@ pub(crate) fn check(history: &History, key: usize) -> Judgement {
     search(history, key, true)
 }
 
-/// Like `check`, without the times at which the store executed each operation.
+/// Like [`check`], without the times at which the store executed the operations.
 pub(crate) fn check_from_outside(history: &History, key: usize) -> Judgement {
     search(history, key, false)
 }
@@ -70,7 +76,7 @@ struct Search<'a> {
     /// Operations in the order of their invocation.
     ops: Vec<&'a Op>,
     ticks: Vec<u64>,
-    /// True if the search starts with the order in which the store executed the operations.
+    /// True if the search tries the order in which the store executed the operations first.
     hints: bool,
     seen: HashSet<u64>,
     best: usize,
@@ -79,13 +85,14 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Returns whether the operations that are not `done` can follow on the state of `reference`; `None` if the search
-    /// exceeds its limit. `reached`: event at which the store executed the operation before.
+    /// exceeds
+    /// its limit. `reached`: event at which the store executed the previous operation.
     fn explain(&mut self, done: &mut [bool], depth: usize, reached: u64, reference: &Reference) -> Option<bool> {
         let open = |done: &[bool], n: usize| !done[n];
-        // An operation can't happen before another operation that had ended when it began.
+        // An operation must come after every operation that ended before it began.
         let first_end = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| self.ops[n].responded).min();
         let Some(first_end) = first_end else { return Some(true) };
-        // A configuration that was searched before failed then.
+        // This configuration was searched before, and failed.
         if !self.seen.insert(digest(done, reference, self.ops[0].key)) {
             return Some(false);
         }
@@ -96,13 +103,13 @@ impl Search<'_> {
             End::Answered { at, .. } => Some(*at),
             _ => None,
         };
-        // Time goes on, so the next answered operation is one with the earliest time.
+        // Time never goes back, so the answered operation with the earliest time is the next one with an answer.
         let next_at = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| answer(self.ops[n])).min();
         let next_at = next_at.expect("what has ended was answered");
         if next_at < reference.now {
             return Some(false);
         }
-        // Try each candidate as the next operation.
+        // Each candidate is tried as the next operation.
         for (n, at) in self.candidates(done, first_end, reached, reference.now, next_at) {
             let op = self.ops[n];
             let mut after = reference.clone();
@@ -119,7 +126,7 @@ impl Search<'_> {
                 _ => {
                     let mut unchanged = reference.clone();
                     unchanged.now = at;
-                    // An operation that changed nothing is equivalent to an operation that never happened.
+                    // An operation that changes nothing may as well never have happened.
                     if after.look(op.key) == unchanged.look(op.key) {
                         continue;
                     }
@@ -136,10 +143,12 @@ impl Search<'_> {
         Some(false)
     }
 
-    /// Operations that may happen next with their times, the likeliest first: first in the order in which the store
-    /// executed them, then those answered at `next_at`, and last those without an answer, which mostly never happened
-    /// or can wait. If the store executed an unanswered operation before `reached`, it changed nothing at that time, so
-    /// it belongs to the last ones.
+    /// Operations that may happen next with their times, the likeliest first: in the order in which the store executed
+    /// them;
+    /// then operations answered at `next_at`; and last those without an answer, which mostly never happened or can
+    /// wait. An
+    /// unanswered operation that the store executed before `reached` belongs to the last, because it changed nothing
+    /// then.
     fn candidates(&self, done: &[bool], first_end: u64, reached: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();
@@ -160,18 +169,18 @@ impl Search<'_> {
                 found.push(((if is_hint { unlikely } else { u64::MAX }, true), n, *at));
             }
         }
-        // The sort is stable: without known times, the order of invocation and of time stays.
+        // The sort is stable, so operations without a known time stay in the order of invocation and time.
         found.sort_by_key(|(order, ..)| *order);
         found.into_iter().map(|(_, n, at)| (n, at)).collect()
     }
 }
 
-/// Executes `asked` at time `at`, and returns the expected answer.
+/// Executes `asked` at the time `at` on the reference, and returns the expected answer.
 fn apply(reference: &mut Reference, asked: &OperationArgs, key: usize, at: u64) -> OperationAnswer {
     reference.now = at;
     match asked {
         OperationArgs::Reserve(ask) => OperationAnswer::Reservation(match reference.reserve(ask) {
-            // A replay does not hold the retention.
+            // A replay does not contain the end of the retention.
             Answer::Finished(entry) => Answer::Finished(Entry { forgotten_at: 0, ..entry }),
             answer => answer,
         }),
@@ -182,7 +191,7 @@ fn apply(reference: &mut Reference, asked: &OperationArgs, key: usize, at: u64) 
         OperationArgs::Decide { sight, action, by } => OperationAnswer::Write(reference.decide(key, sight, action, by)),
         OperationArgs::Inspect => OperationAnswer::Inspection(reference.look(key).cloned().map(|mut entry| {
             if let Phase::Pending { lapses_at, .. } = &mut entry.phase {
-                // No answer holds the time at which a lapsed lease lapsed.
+                // An answer does not contain the time at which a lease lapsed in the past.
                 *lapses_at = at.max(*lapses_at);
             }
             entry
@@ -241,7 +250,7 @@ mod by_hand {
         seconds * 1_000_000_000
     }
 
-    /// One key, whose operations are entered one after the other or overlapping.
+    /// Operations on one key, which a test enters one after the other or overlapping.
     struct Script {
         clock: SimulatedClock,
         history: History,
@@ -327,7 +336,7 @@ mod by_hand {
             it.answer(first, pending(1, 30));
             it.answer(second, reserved(1, false));
         })));
-        // Operations one after the other have only one order.
+        // Operations that do not overlap have only one order.
         assert!(!holds(&script(|it| {
             it.done(reserve(1), pending(1, 30));
             it.done(reserve(2), reserved(1, false));
@@ -344,12 +353,12 @@ mod by_hand {
                 it.done(reserve(2), if landed { pending(1, 20) } else { reserved(1, false) });
             })));
         }
-        // Not before its invocation.
+        // The operation must not happen before its invocation.
         assert!(!holds(&script(|it| {
             it.done(reserve(2), pending(1, 30));
             it.ask(reserve(1));
         })));
-        // Not twice.
+        // The operation must not happen twice.
         assert!(!holds(&script(|it| {
             it.ask(reserve(1));
             it.done(reserve(2), pending(1, 30));
@@ -358,7 +367,7 @@ mod by_hand {
             it.pass(30);
             it.done(reserve(4), pending(3, 30));
         })));
-        // Not if the store answered that nothing was done.
+        // The operation must not happen if the store answered that it had no effect.
         assert!(!holds(&script(|it| {
             let op = it.ask(reserve(1));
             it.history.respond(op, End::NothingDone);
@@ -367,7 +376,7 @@ mod by_hand {
     }
 
     #[test]
-    fn a_late_finish_counts_until_a_takeover() {
+    fn a_late_finish_is_accepted_until_a_takeover() {
         let finish = || OperationArgs::Finish(by(1), 1, result(7));
         assert!(holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
@@ -390,7 +399,7 @@ mod by_hand {
     }
 
     #[test]
-    fn leases_are_as_long_as_is_said() {
+    fn a_lease_lapses_at_the_time_that_the_answer_says() {
         for (seconds, right) in [(29, true), (30, false), (1, false)] {
             let verdict = script(|it| {
                 it.done(reserve(1), reserved(1, false));

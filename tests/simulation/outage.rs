@@ -1,5 +1,6 @@
-//! Faults that last: outages, whose requests land afterwards or never, and rights that a process loses for the rest of
-//! its life.
+//! Faults that last: outages, after which the delayed requests take effect or are lost, and rights that a process loses
+//! for
+//! the rest of its life.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,25 +14,25 @@ use tokio::sync::{Notify, oneshot};
 use crate::dice::Dice;
 use crate::store::{LandedRequest, Line, Net, Request};
 
-/// Time in which no request of a process reaches the store, and no answer reaches the process.
+/// Time in which no request of the cut-off process reaches the store, and no answer reaches the process.
 pub(crate) struct Outage {
-    /// Process that is cut off; `None`: all processes.
+    /// Process that is cut off; `None` for all processes.
     process: Option<usize>,
     length: Duration,
     /// Time that a caller waits for its answer.
     patience: Duration,
-    /// True if held requests never land, as on a line that refuses connections.
+    /// True if delayed requests are lost, as on a line that refuses connections.
     swallows: bool,
-    /// True if held requests land in another order than they were sent in.
+    /// True if delayed requests take effect in another order than they were sent.
     shuffles: bool,
-    /// Longest pause between two held requests that land.
+    /// Longest pause between two delayed requests that take effect.
     pause: Duration,
     held: Mutex<Vec<HeldRequest>>,
     is_over: AtomicBool,
     over: Notify,
 }
 
-/// Request that waits for the end of an outage.
+/// Request that is delayed until the end of an outage.
 struct HeldRequest {
     line: Line,
     request: Request,
@@ -40,7 +41,7 @@ struct HeldRequest {
 }
 
 impl Outage {
-    /// Draws an outage of several leases.
+    /// Draws an outage that lasts for several leases.
     pub(crate) fn draw(dice: &Dice, process: Option<usize>, lease: Duration) -> Self {
         Self {
             process,
@@ -67,12 +68,12 @@ impl Outage {
         self.process.is_none_or(|it| it == process)
     }
 
-    /// Holds a request whose caller is gone.
+    /// Delays a request whose caller is gone.
     pub(crate) fn keep(&self, line: Line, request: Request, ops: Vec<usize>) {
         self.held.lock().unwrap().push(HeldRequest { line, request, ops, answer: None });
     }
 
-    /// Holds a request. Returns its answer if it lands before its caller's time is over.
+    /// Delays a request. Returns its answer if the request takes effect within its caller's time limit.
     pub(crate) async fn hold(&self, net: &Net, line: Line, request: Request, ops: Vec<usize>) -> Option<LandedRequest> {
         let (answer, hears) = oneshot::channel();
         self.held.lock().unwrap().push(HeldRequest { line, request, ops, answer: Some(answer) });
@@ -83,7 +84,7 @@ impl Outage {
         }
     }
 
-    /// Waits until the outage is over. Returns false if the caller's time is over before.
+    /// Waits until the outage ends. Returns false if the caller's time limit ends first.
     pub(crate) async fn lets_through(&self, net: &Net) -> bool {
         let over = self.over.notified();
         if self.is_over.load(Ordering::SeqCst) {
@@ -96,7 +97,7 @@ impl Outage {
         }
     }
 
-    /// Ends the outage: the held requests land or are lost, even if their callers are gone.
+    /// Ends the outage: the delayed requests take effect or are lost, whether or not their callers wait.
     pub(crate) async fn end(&self, net: &Net, dice: &Dice) {
         self.is_over.store(true, Ordering::SeqCst);
         self.over.notify_waiters();
@@ -127,7 +128,7 @@ impl Outage {
     }
 }
 
-/// Operation to which a process may lose the right.
+/// Operation that a process may lose the right to make.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Right {
     Begin,
@@ -135,7 +136,7 @@ pub(crate) enum Right {
     Finish,
 }
 
-/// Loss of a right, for the rest of the life of a process.
+/// Right that a process loses for the rest of its life.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Loss {
     pub(crate) right: Right,
@@ -151,7 +152,7 @@ impl Loss {
         Self { right, kind: dice.pick(&[StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt]), from }
     }
 
-    /// Refusal of `request` at `now`, if it needs the lost right.
+    /// Error for `request` at the time `now`, if the request needs the lost right.
     pub(crate) fn refuses(&self, request: &Request, now: u64) -> Option<StoreError> {
         let needed = match request {
             Request::Begin(_) => Right::Begin,
@@ -163,7 +164,7 @@ impl Loss {
     }
 }
 
-/// True for a release that reports a body that did not begin, or that has returned.
+/// True for a release that says that the body did not begin, or has returned.
 pub(crate) fn frees(request: &Request) -> bool {
     matches!(request, Request::Release(_, Release::NotStarted | Release::Returned))
 }

@@ -1,7 +1,8 @@
-//! Store that keeps the contract and is otherwise as bad as possible. Each simulated process has its own handle. A
-//! simulated line connects the handle to the store. On this line calls are slow, fail before or after their effect,
-//! hang, and overtake each other. A call may take effect after its caller has given up. Requests and answers are
-//! entered in the [`History`].
+//! Store of a simulated process: a line with faults in front of a real store, which never breaks the contract. Calls on
+//! the
+//! line are slow, fail before or after their effect, hang, and overtake each other. A call may take effect after its
+//! caller
+//! has given up. Requests and answers are entered in the [`History`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -25,64 +26,65 @@ use crate::dice::Dice;
 use crate::history::{End, History, OperationAnswer, OperationArgs, nanos};
 use crate::outage::{Loss, Outage, frees};
 
-/// Quality of the lines of a world.
+/// Rates of faults on the lines of a world.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FaultRates {
-    /// Number of calls in a thousand with a fault.
+    /// Number of calls in a thousand that have a fault.
     pub(crate) faults: u64,
-    /// True if abandoned calls may still land.
+    /// True if a dropped call may still take effect.
     pub(crate) late: bool,
-    /// Longest delay in each direction of a call without a fault.
+    /// Longest delay, in each direction, of a call without a fault.
     pub(crate) calm: Duration,
-    /// Longest lease of the world: a hanging call hangs for about as long.
+    /// Longest lease of the world. A hanging call hangs for about as long.
     pub(crate) lease: Duration,
 }
 
-/// Deliberate break between the engine and the store, which must be noticed.
+/// Deliberate break between engine and store, which a check must notice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum DeliberateBreak {
     None,
-    /// A finish is confirmed but not done: a lost update, or an engine that returns before it has recorded.
+    /// A finish is confirmed but not executed, as if the engine returned before the result is recorded.
     FinishesNothing,
-    /// A release is confirmed but not done: an engine that forgets to free its key.
+    /// A release is confirmed but not executed, as if the engine forgot to free its key.
     ReleasesNothing,
-    /// A renewal is confirmed but not done: an engine without heartbeats.
+    /// A renewal is confirmed but not executed, as if the engine had no heartbeats.
     RenewsNothing,
-    /// Some reservations get an answer that was true some time ago.
+    /// Some reservations get an answer that was correct earlier.
     StaleReads,
-    /// A write is done although its answer denies it.
+    /// A write is executed although its answer denies it.
     FailsAfterAll,
     /// An operator's result is confirmed but not recorded.
     ResolvesNothing,
-    /// Processes count on lapsed leases: the engine's clock is slow.
+    /// Processes count on lapsed leases, as if their clocks were slow.
     SlowClock,
     /// Two processes draw the same owner tokens.
     OwnersRepeat,
-    /// A mark is confirmed but not made: an engine that starts bodies without a mark.
+    /// A mark is confirmed but not made, as if the engine started bodies without a mark.
     MarksNothing,
-    /// A release is confirmed but not done after its process was cut off: an engine that gives up the requests that an
-    /// outage held.
+    /// A release of a process that was once cut off is confirmed but not executed, as if the engine gave up requests in
+    /// an
+    /// outage.
     ReleasesNothingAfterOutages,
-    /// The refusal of a right is reported as an outage.
+    /// The refusal of a lost right is reported as an outage.
     RefusalsAreOutages,
 }
 
 /// Kind of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Cause {
-    /// A fault of one call, or an outage.
+    /// Fault of one call, or outage.
     Line,
-    /// A right that a process has lost.
+    /// Loss of a right by a process.
     Right,
 }
 
-/// A fault that occurred: its process and keys, its beginning and end.
+/// Fault that occurred: its process, its keys, its beginning and its end.
 #[derive(Clone, Debug)]
 pub(crate) struct Met {
     pub(crate) cause: Cause,
-    /// `None`: all processes.
+    /// Process with the fault; `None` for all processes.
     pub(crate) process: Option<usize>,
-    /// `None`: all keys.
+    /// Keys with the fault; `None` for all keys.
     pub(crate) keys: Option<Vec<usize>>,
     pub(crate) from: u64,
     pub(crate) to: u64,
@@ -100,11 +102,11 @@ impl Met {
     }
 }
 
-/// Everything between the processes of a world and their store.
+/// Network between the processes of a world and their store.
 pub(crate) struct Net {
     pub(crate) clock: SimulatedClock,
     pub(crate) dice: Dice,
-    /// Handle outside of all processes, for a look at the real records.
+    /// Handle that belongs to no process, for reading the real records.
     truth: Arc<dyn Store>,
     weather: FaultRates,
     stormy: AtomicBool,
@@ -113,15 +115,15 @@ pub(crate) struct Net {
     met: Mutex<Vec<Met>>,
     outage: Mutex<Option<Arc<Outage>>>,
     counts: Mutex<BTreeMap<&'static str, u64>>,
-    /// Earlier answers, for [`DeliberateBreak::StaleReads`].
+    /// Earlier answers, which [`DeliberateBreak::StaleReads`] gives again.
     stale: Mutex<HashMap<Key, Reservation>>,
-    /// Time at which each attempt ended, or lost its record.
+    /// Time at which each attempt ended or its record was removed.
     ended: Mutex<HashMap<(Key, u32), u64>>,
-    /// Jumps of time: start and length of each.
+    /// Start and length of each jump of the clock.
     jumps: Mutex<Vec<(u64, u64)>>,
-    /// Waits that went on after the end of their attempt.
+    /// Waits that continued after the end of their attempt.
     overslept: Mutex<Vec<(Key, String)>>,
-    /// Decisions that were applied while an attempt was running.
+    /// Decisions that the store applied while an attempt was running.
     trespasses: Mutex<Vec<(Key, String)>>,
 }
 
@@ -152,7 +154,7 @@ impl Net {
         }
     }
 
-    /// Lets the store's clock go on for `duration` while all else stands still, so that all timers are late.
+    /// Advances the clock by `duration` while all tasks stand still, so that all timers are late.
     pub(crate) fn jump(&self, duration: Duration) {
         let from = self.now();
         self.clock.advance(duration);
@@ -161,7 +163,7 @@ impl Net {
         self.jumps.lock().unwrap().push((from, to));
     }
 
-    /// Reports whether time jumped between `from` and `to`.
+    /// Reports whether the clock jumped between `from` and `to`.
     pub(crate) fn jumped(&self, from: u64, to: u64) -> bool {
         self.jumps.lock().unwrap().iter().any(|(start, end)| *start <= to && *end >= from)
     }
@@ -179,7 +181,7 @@ impl Net {
         self.outage.lock().unwrap().clone().filter(|outage| outage.cuts_off(process))
     }
 
-    /// Reports whether an outage has cut off `process` before.
+    /// Reports whether `process` has been cut off at any time.
     fn was_cut_off(&self, process: usize) -> bool {
         self.met.lock().unwrap().iter().any(|it| it.cause == Cause::Line && it.keys.is_none() && it.is_of(process))
     }
@@ -194,7 +196,7 @@ impl Net {
         *self.outage.lock().unwrap() = Some(outage);
     }
 
-    /// Ends the outage: the held requests land.
+    /// Ends the outage: the delayed requests take effect or are lost.
     pub(crate) async fn end_outage(&self, dice: &Dice) {
         let Some(outage) = self.outage.lock().unwrap().take() else { return };
         self.history().note("the outage is over".to_owned());
@@ -212,12 +214,12 @@ impl Net {
         self.trespasses.lock().unwrap().clone()
     }
 
-    /// Pending attempt of `key`.
+    /// Number of the pending attempt of `key`.
     fn pending(&self, key: &Key) -> Option<u32> {
         self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
     }
 
-    /// Longest lease of the world. A call under way takes at most two of them.
+    /// Longest lease of the world. A call is under way for at most two of these.
     pub(crate) fn longest_lease(&self) -> Duration {
         self.weather.lease
     }
@@ -230,7 +232,7 @@ impl Net {
         nanos(self.clock.now().since_origin())
     }
 
-    /// Ends the faults: no further call has one.
+    /// Ends all faults: no later call has one.
     pub(crate) fn clear_up(&self) {
         self.stormy.store(false, Ordering::SeqCst);
     }
@@ -239,22 +241,22 @@ impl Net {
         self.stormy.load(Ordering::SeqCst)
     }
 
-    /// Faults so far.
+    /// Faults that have occurred so far.
     pub(crate) fn met(&self) -> Vec<Met> {
         self.met.lock().unwrap().clone()
     }
 
-    /// Real record of `key`, without the line.
+    /// Real record of `key`, read without a fault.
     pub(crate) fn truth(&self, key: &Key) -> Option<Inspection> {
         let mut asked = self.truth.inspect(key);
         match std::pin::Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(found) => found.expect("nothing is between"),
-            // The store is torn on purpose, so its record is unknown.
+            // The store tears its reads on purpose, so the record is unknown.
             Poll::Pending => None,
         }
     }
 
-    /// Lets other tasks run, for a moment or for up to `longest`.
+    /// Lets other tasks run, either once or for up to `longest`.
     pub(crate) async fn delay(&self, longest: Duration) {
         for _ in 0..self.dice.between(0, 3) {
             yield_now().await;
@@ -265,8 +267,7 @@ impl Net {
     }
 }
 
-/// Lets other tasks run, as `tokio::task::yield_now` does, but also while one of them blocks and the runtime stands
-/// still.
+/// Lets other tasks run. Unlike `tokio::task::yield_now`, this works while a task blocks the runtime.
 pub(crate) async fn yield_now() {
     let mut yielded = false;
     poll_fn(|cx| match std::mem::replace(&mut yielded, true) {
@@ -290,7 +291,7 @@ pub(crate) enum Request {
     Inspect(Key),
 }
 
-/// Answer to a request, the time of its effect, and the answer's entry in the history.
+/// Answer to a request, the time at which the request took effect, and the answer's form in the history.
 pub(crate) type LandedRequest = (Result<Reply, StoreError>, (u64, Option<OperationAnswer>));
 
 #[derive(Clone, Debug)]
@@ -346,25 +347,25 @@ impl Request {
     }
 }
 
-/// Fate of one call.
+/// Fate of a store call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Fate {
     Fine,
-    /// The call is executed, and takes about a lease.
+    /// The call is executed after about a lease.
     Slow,
-    /// The call fails with an error; nothing is done.
+    /// The call returns an error, and is not executed.
     Refused(StoreErrorKind),
-    /// The call fails without an answer; nothing is done.
+    /// The call gets no answer, and is not executed.
     Lost,
-    /// The call is done; the answer gets lost.
+    /// The call is executed, and its answer gets lost.
     AnswerLost,
-    /// The call fails without an answer, and is done some time later.
+    /// The call gets no answer, and is executed some time later.
     Late,
-    /// The call gets no answer for about a lease; it is done or not.
+    /// The call gets no answer for about a lease, and may be executed.
     Hangs,
 }
 
-/// Store of one process.
+/// Store of one simulated process.
 #[derive(Clone)]
 pub(crate) struct Line(Arc<Process>);
 
@@ -374,7 +375,7 @@ struct Process {
     context: StoreContext,
     net: Arc<Net>,
     dead: AtomicBool,
-    /// Right that the process loses.
+    /// Right that the process loses; `None` if it loses none.
     loss: Option<Loss>,
 }
 
@@ -385,7 +386,7 @@ impl fmt::Debug for Line {
 }
 
 impl Line {
-    /// Line of process `number` to `inner`, its own handle.
+    /// Returns the line of process `number` to `inner`, which is the process's own handle.
     pub(crate) fn new(number: usize, inner: Arc<dyn Store>, net: Arc<Net>, loss: Option<Loss>) -> Self {
         let clock: Arc<dyn Clock> = match net.prank {
             DeliberateBreak::SlowClock => Arc::new(OddClock::new(net.clock.clone()).half_speed()),
@@ -409,8 +410,9 @@ impl Line {
         self.0.number
     }
 
-    /// Kills the process: it sends no more requests, even if parts of it are still to be dropped. Requests that have
-    /// left may land.
+    /// Kills the process: it sends no more requests, even while its parts are being dropped. Requests that are under
+    /// way may
+    /// still take effect.
     pub(crate) fn die(&self) {
         self.0.dead.store(true, Ordering::SeqCst);
     }
@@ -443,7 +445,7 @@ impl Line {
             (Fate::Late | Fate::Hangs, None) => None,
         };
         net.delay(longest).await;
-        // A lost request lands late or not at all.
+        // A lost request takes effect late, or never.
         drop(flight);
         let arrives = match net.outage_of(self.number()) {
             Some(outage) => outage.lets_through(net).await,
@@ -455,7 +457,7 @@ impl Line {
         self.hear(&ops, fate, done.filter(|_| arrives))
     }
 
-    /// Enters the operations of `request`. Draws its fate, and the longest delay in each direction.
+    /// Enters the operations of `request`, and draws its fate and its longest delay in each direction.
     fn send(&self, request: &Request) -> (Vec<usize>, Fate, Duration) {
         let net = &self.0.net;
         let mut history = net.history();
@@ -474,7 +476,7 @@ impl Line {
         (ops, fate, longest)
     }
 
-    /// Enters the answer to the caller.
+    /// Enters the end of the operations, and returns the answer for the caller.
     fn hear(&self, ops: &[usize], fate: Fate, done: Option<LandedRequest>) -> Result<Reply, StoreError> {
         let mut history = self.0.net.history();
         let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);
@@ -494,7 +496,7 @@ impl Line {
         Err(error)
     }
 
-    /// Lets `request` take effect at the store now.
+    /// Lets the store execute `request` now.
     pub(crate) async fn land(&self, request: &Request, ops: &[usize]) -> LandedRequest {
         let Process { inner, net, loss, number, .. } = &*self.0;
         let Some(refusal) = loss.and_then(|loss| loss.refuses(request, net.now())) else {
@@ -552,7 +554,7 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
     }
 }
 
-/// Request under way. If it is dropped before it has landed, it may land later.
+/// Request under way. A request that is dropped before the store has executed it may take effect later.
 struct Flight<'a> {
     line: &'a Line,
     request: Option<Request>,
@@ -560,7 +562,7 @@ struct Flight<'a> {
 }
 
 impl Flight<'_> {
-    /// Takes effect at the store now. Returns the answer, and the time of the effect.
+    /// Lets the store execute the request now. Returns the answer, and the time of the effect.
     async fn land(&mut self) -> LandedRequest {
         let request = self.request.take().expect("lands once");
         self.line.land(&request, self.ops).await
@@ -588,7 +590,8 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         }
         _ => None,
     };
-    // A live lease refuses each decision except `BreakLease`: note the state before the request for the check below.
+    // A live lease refuses every decision except `BreakLease`, so the state before the request is noted for the check
+    // below.
     let running = request.key().and_then(|key| Some((key, net.pending(key)?)));
     let is_live = |key: &Key| {
         let lapses_in = net.truth(key).and_then(|found| found.lapses_in);
@@ -614,17 +617,17 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
             net.trespasses.lock().unwrap().push((decision.key.clone(), text));
         }
     }
-    // The request has ended an attempt: its waiters must wake from now on.
+    // The request has ended an attempt, so waits for this attempt must end.
     if let Some((key, attempt)) = running
         && net.pending(key) != Some(attempt)
     {
         net.ended.lock().unwrap().insert((key.clone(), attempt), at);
     }
-    // A forgotten record counts its attempts from 1 again.
+    // A new attempt has the number of an earlier one if the record was forgotten in between.
     if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
         net.ended.lock().unwrap().remove(&(key.clone(), attempt));
     }
-    // The answer as the history holds it.
+    // The answer is converted to the form of the history.
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
             match reservation {
@@ -659,7 +662,7 @@ impl Drop for Flight<'_> {
         let clock = net.clock.clone();
         clock.spawn(Box::pin(async move {
             net.delay(longest).await;
-            // The caller gets no answer.
+            // The caller is gone, so the answer is dropped.
             let _ = line.land(&request, &ops).await;
         }));
     }
@@ -717,7 +720,7 @@ impl Store for Line {
             net.delay(Duration::ZERO).await;
             if net.is_stormy() && net.dice.chance(net.weather.faults) {
                 net.delay(net.weather.lease * 2).await;
-                // Returns early, or fails.
+                // The wait returns early, or fails.
                 return match net.dice.chance(500) {
                     true => Ok(None),
                     false => Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait")),
@@ -729,7 +732,7 @@ impl Store for Line {
                 return Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait"));
             }
             let began = net.now();
-            // A body whose lease has lapsed is not polled, nor is a wait inside it.
+            // A wait inside of a body is not polled after the body's lease has lapsed, so its end says nothing.
             let nested = current().is_ok();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();

@@ -1,7 +1,8 @@
-//! A world: processes whose workers handle the messages of one broker, all decided by one seed.
+//! World: processes whose workers handle the messages of one broker. One seed decides all events.
 //!
 //! In the first phase, the *storm*, store calls fail, processes die, callers give up, bodies panic and operators
-//! decide. Then the faults stop, and everything has to end.
+//! decide.
+//! Then the faults stop, and all calls must end.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -35,10 +36,10 @@ use crate::outage::{Loss, Outage};
 use crate::plain::{Mistake, Plain};
 use crate::store::{DeliberateBreak, FaultRates, Line, Net, yield_now};
 
-/// The errors of handlers.
+/// Error of a handler.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Failure {
-    /// Recorded by handlers that record errors.
+    /// Error that handlers with `on_error = record` record.
     Lasting(String),
     Passing(String),
     #[serde(skip)]
@@ -60,7 +61,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// A deliberate break.
+/// Deliberate break of a world.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Broken {
     Nothing,
@@ -68,7 +69,7 @@ pub(crate) enum Broken {
     Between(DeliberateBreak),
 }
 
-/// The run of a world.
+/// Result of a world's run.
 #[derive(Debug)]
 pub(crate) struct Report {
     pub(crate) seed: u64,
@@ -79,13 +80,13 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// The transcript of everything, or of one key.
+    /// Text of all events, or of the events of one key.
     pub(crate) fn transcript(&self, key: Option<usize>) -> String {
         let history = self.world.net.history().transcript(key);
         format!("{history}{}", self.world.ledger.borrow().transcript(key))
     }
 
-    /// Whether each key's history is linearizable: for the checker, and for one without the store's own times.
+    /// Judgement of each key's history, with and without the times at which the store executed the operations.
     pub(crate) fn verdicts(&self) -> Vec<[Judgement; 2]> {
         let history = self.world.net.history();
         let both = |key| [linearize::check(&history, key), linearize::check_from_outside(&history, key)];
@@ -93,32 +94,33 @@ impl Report {
     }
 }
 
-/// Tells the dice of operators from the other dice of a world. Those of the seeds that once found something decide as
-/// before.
+/// Changes the seed for the dice of operators, so that operators' choices change no other choices of a world. The
+/// worlds of
+/// seeds that once found a problem stay the same.
 const DECIDERS: u64 = 0x6f70_6572;
 
-/// Sets the dice of outages and of lost rights apart.
+/// Changes the seed for the dice of outages and of lost rights.
 const OUTAGES: u64 = 0x6865_6c64;
 const LOSSES: u64 = 0x6c6f_7373;
-/// Sets the dice of keys with one attempt apart.
+/// Changes the seed for the dice that choose keys with one attempt.
 const SINGLES: u64 = 0x6f6e_6365;
 
-/// The longest pause of the writes that outlast their lease, and the exchanges after it.
+/// Longest pause of late writes that outlast their lease, and of the exchange after that pause.
 const LATE_WRITES: Duration = Duration::from_secs(15);
 
-/// The payload of a message without a fingerprint.
+/// Payload number of a message without a fingerprint.
 const UNMARKED: u8 = 2;
 
-/// The operation of one key.
+/// Operation of one key, with its policy.
 #[derive(Debug)]
 struct Operation {
     key: Key,
-    /// The key of calls made by bodies; no message has it.
+    /// Index of the operation that bodies call; no message has this operation.
     inner: Option<usize>,
     terms: Terms,
-    /// Whether deliveries differ in `on_crash`, as in the middle of a deployment.
+    /// True if deliveries differ in `on_crash`, as during a deployment.
     mixed: bool,
-    /// Whether the handler records lasting errors.
+    /// True if the handler records lasting errors.
     records: bool,
 }
 
@@ -130,17 +132,17 @@ struct Message {
     settled: bool,
 }
 
-/// Rates of faults other than those of store calls, in thousandths.
+/// Rates of faults outside of the store's calls, in thousandths.
 #[derive(Clone, Copy, Debug)]
 struct Mishaps {
-    /// Deliveries whose caller gives up.
+    /// Rate of deliveries whose caller gives up.
     cancelled: u64,
-    /// Steps of a body that panic, or return an error.
+    /// Rates of steps in a body that panic, and of steps that return an error.
     panics: u64,
     errors: u64,
-    /// Bodies that take longer than their lease.
+    /// Rate of bodies that take longer than their lease.
     slow: u64,
-    /// Waits of bodies that block the thread.
+    /// Rate of pauses in a body that block the thread.
     blocked: u64,
     kills: u64,
     operators: u64,
@@ -168,9 +170,9 @@ struct Shared {
     simulation: Simulation,
     net: Arc<Net>,
     dice: Dice,
-    /// The dice of operators who do more than to reopen keys and to break leases.
+    /// Dice of operators whose decisions include results and forgetting.
     decider: Option<Dice>,
-    /// The dice of outages, and of rights that are lost.
+    /// Dice of outages.
     outages: Option<Dice>,
     losses: Option<Dice>,
     ledger: RefCell<Ledger>,
@@ -189,7 +191,7 @@ struct Process {
     workers: Vec<Task<()>>,
 }
 
-/// One delivery of a message, or a call that a body makes.
+/// Delivery of a message, or a call that a body makes.
 struct Delivery {
     world: World,
     line: Line,
@@ -200,7 +202,7 @@ struct Delivery {
 }
 
 impl Delivery {
-    /// `caller` is the run whose body makes the call.
+    /// Returns a delivery of a message, or a call that the body of the run `caller` makes.
     fn new(world: &World, line: &Line, operation: usize, payload: u8, caller: Option<usize>) -> Self {
         let Operation { mut terms, mixed, .. } = world.operations[operation];
         if mixed {
@@ -224,7 +226,7 @@ impl Delivery {
     }
 }
 
-/// A delivery that is dropped before it has ended was killed with its process.
+/// A delivery that is dropped before its end was killed with its process.
 impl Drop for Delivery {
     fn drop(&mut self) {
         self.ended(CallEnd::Killed);
@@ -247,7 +249,7 @@ async fn releasing(delivery: &Delivery, _values: Values) -> Result<String, Failu
     body(delivery).await
 }
 
-/// The handler as it was before it got a fingerprint.
+/// Earlier release of the handler, which passes no fingerprint.
 #[idempotent(key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy)]
 async fn unmarked(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
     body(delivery).await
@@ -260,7 +262,7 @@ fn decide(failure: &Failure) -> OnError {
     }
 }
 
-/// An argument that no body mentions, and the last value of each that is dropped.
+/// Argument that the body does not mention, and that is therefore dropped as the last value of the body.
 struct Values {
     world: World,
     call: usize,
@@ -273,7 +275,7 @@ impl Drop for Values {
     }
 }
 
-/// A running body, as the books see it.
+/// Running body, whose events are entered in the books.
 struct Running<'a> {
     delivery: &'a Delivery,
     run: usize,
@@ -309,7 +311,7 @@ async fn body(delivery: &Delivery) -> Result<String, Failure> {
     .await
 }
 
-/// The steps of a body; `polled` holds the start of its latest poll.
+/// Steps of a body. `polled` holds the start of its latest poll.
 async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failure> {
     let Delivery { world, line, payload, call, .. } = delivery;
     let World(shared) = world;
@@ -359,7 +361,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
         running.believe();
         if stormy && dice.chance(mishaps.panics) {
             running.end(BodyEnd::Panicked);
-            // Not by `panic!`, which would print a message.
+            // `panic!` would print a message.
             std::panic::resume_unwind(Box::new("a body panics"));
         }
         if step == effect_at {
@@ -371,7 +373,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             return fail(dice.chance(500));
         }
     }
-    // Sometimes more than the store keeps.
+    // The value is sometimes larger than the policy allows.
     let value = match dice.chance(60) {
         true => format!("{name:-<99}"),
         false => name.clone(),
@@ -380,7 +382,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     Ok(value)
 }
 
-/// Calls the handler of `delivery`, and enters how the call ended.
+/// Calls the handler of `delivery`, and enters the end of the call.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
     let values = Values { world: delivery.world.clone(), call: delivery.call };
     let (result, outcome) = match (delivery.payload, delivery.operation().records) {
@@ -425,7 +427,7 @@ impl World {
         }
     }
 
-    /// A message that can be delivered now, or the time of the next look.
+    /// Takes a message that can be delivered now. Otherwise returns the time of the next delivery.
     fn take(&self) -> Result<(usize, usize, u8), Option<u64>> {
         let mut messages = self.messages.borrow_mut();
         let now = self.net.now();
@@ -436,7 +438,7 @@ impl World {
         }
         let n = self.dice.pick(&visible);
         let lease = self.operations[messages[n].operation].terms.lease;
-        // A worker that has not acknowledged by then counts as dead, often wrongly.
+        // The broker delivers the message again at this time, often while its worker still runs.
         messages[n].visible_at = now + nanos(lease / 4 + self.dice.up_to(lease * 2));
         Ok((n, messages[n].operation, messages[n].payload))
     }
@@ -491,7 +493,7 @@ impl World {
                 Either::Left((ended, _)) => Some(ended),
                 Either::Right(_) => None,
             }
-            // The call is dropped here.
+            // The end of this block drops the call.
         };
         match ended {
             None => {
@@ -512,7 +514,7 @@ impl World {
                 match disposition {
                     Disposition::Ack | Disposition::DeadLetter => self.settle(message),
                     Disposition::Retry { after } => {
-                        // A broker may deliver earlier than it was asked to.
+                        // A broker may deliver earlier than requested.
                         self.retry(message, after.min(self.dice.up_to(lease)));
                     }
                 }
@@ -538,7 +540,7 @@ impl World {
         self.processes.borrow_mut().push(Process { line, workers });
     }
 
-    /// Kills processes and starts others, until the storm ends.
+    /// Kills processes and starts new ones, until the storm ends.
     async fn kill_now_and_then(self, storm: Duration) {
         while self.net.is_stormy() {
             self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 6)).await;
@@ -565,13 +567,13 @@ impl World {
         workers.iter().for_each(Task::kill);
     }
 
-    /// The processes that live.
+    /// Indices of the living processes.
     fn alive(&self) -> Vec<usize> {
         let processes = self.processes.borrow();
         (0..processes.len()).filter(|n| !processes[*n].line.is_dead()).collect()
     }
 
-    /// Cuts off a process, or all of them, for several leases. Some die meanwhile.
+    /// Cuts off a process, or all processes, for several leases. Some of them die meanwhile.
     async fn cut_off_now_and_then(self, dice: Dice, storm: Duration) {
         let lease = self.net.longest_lease();
         while self.net.is_stormy() {
@@ -597,7 +599,7 @@ impl World {
         }
     }
 
-    /// Replaces the processes that have lost a right, as a deployment does, after a while without other faults.
+    /// Replaces processes that have lost a right, as a deployment does, some leases after the other faults have ended.
     async fn replace_who_lost_rights(&self) {
         let lost: Vec<usize> = {
             let processes = self.processes.borrow();
@@ -615,7 +617,7 @@ impl World {
         }
     }
 
-    /// An operator who looks at a key, and lets it run again, or ends its lease.
+    /// Acts as an operator who inspects a key, and then reopens it, breaks its lease, or decides otherwise.
     async fn decide_now_and_then(self, storm: Duration) {
         let line = Line::new(99, (self.open)(), Arc::clone(&self.net), None);
         let (often, pause) = match self.decider {
@@ -643,17 +645,17 @@ impl World {
                 None => decision,
             };
             if let Some(dice) = self.decider.as_ref().filter(|dice| dice.chance(300)) {
-                // A person takes their time, and may find what has moved on.
+                // A person takes some time to decide, and the record may change meanwhile.
                 self.net.clock.sleep(dice.up_to(storm / 8)).await;
             }
             self.decide(&line, &decision).await;
             let Some(dice) = &self.decider else { continue };
             if dice.chance(300) {
-                // They have not heard the answer.
+                // The operator repeats the decision, because its answer got lost.
                 self.decide(&line, &decision).await;
             }
             if dice.chance(300) {
-                // Another person has looked at the same time, and decides for themselves.
+                // A second operator, who has inspected the same record, decides too.
                 self.net.clock.sleep(dice.up_to(storm / 8)).await;
                 let other = self.decision(dice, key, &found).unwrap_or_else(|| Decision::reopen(key, &found));
                 self.decide(&line, &other.by("bob")).await;
@@ -673,7 +675,7 @@ impl World {
         });
     }
 
-    /// Decision of an operator who knows more than to let a key run again; `None` for one who does that.
+    /// Returns a decision with a result, or one to forget the record; `None` if the operator only reopens keys.
     fn decision(&self, dice: &Dice, key: &Key, found: &Inspection) -> Option<Decision> {
         let (number, attempt) = (self.bodies.get(), found.attempt());
         let text = format!("{}/{attempt}/resolved after {number}", key.text());
@@ -692,7 +694,7 @@ impl World {
         Some(Decision::resolve(key, found, finish))
     }
 
-    /// Time jumps, as for processes that are stopped and continued.
+    /// Advances the clock while all tasks stand still, as if processes were stopped and continued.
     async fn jump_now_and_then(self, storm: Duration) {
         while self.net.is_stormy() {
             self.net.clock.sleep(Duration::from_millis(1) + self.dice.up_to(storm / 3)).await;
@@ -721,12 +723,12 @@ impl World {
         }
         self.replace_who_lost_rights().await;
         loop {
-            // Killed processes are replaced meanwhile.
+            // Killed processes are replaced while this loop waits for workers.
             let worker = self.processes.borrow_mut().iter_mut().find_map(|process| process.workers.pop());
             let Some(worker) = worker else { break };
             let _ = worker.await;
         }
-        // A process may have been started after the last look.
+        // A process may have started after the loop.
         while !self.is_over() {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
@@ -736,7 +738,7 @@ impl World {
         for line in lines.iter().filter(|line| !line.is_dead()) {
             line.context().flush().await;
         }
-        // By now, every lease still held is lost, and every request under way has landed.
+        // After this time every lease has lapsed, and every request has taken effect or is lost.
         self.net.clock.sleep(self.net.longest_lease() * 4 + LATE_WRITES).await;
         for line in lines.iter().filter(|line| !line.is_dead()) {
             if line.context().live() > 0 {
@@ -745,14 +747,14 @@ impl World {
             }
             line.context().flush().await;
         }
-        // One last look at every key.
+        // Inspect every key once more, for the history.
         let witness = Line::new(100, (self.open)(), Arc::clone(&self.net), None);
         for operation in &self.operations {
             let _ = witness.inspect(&operation.key).await;
         }
     }
 
-    /// Checks the records that are left at the end.
+    /// Checks that no record is still held at the end.
     fn check_leftovers(&self) {
         let met = self.net.met();
         for (n, operation) in self.operations.iter().enumerate() {
@@ -789,7 +791,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     let weather = FaultRates {
         faults: dice.pick(&[0, 50, 150, 300]),
         late: dice.chance(500),
-        // Three such delays are less than a third of the shortest lease: a beat is not late without a reason.
+        // Three such delays are less than a third of the shortest lease, so that a beat is late only after a fault.
         calm: lease / 20,
         lease,
     };
@@ -799,11 +801,11 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     let mishaps = Mishaps {
         cancelled: often * dice.pick(&[0, 100]),
         panics: often * dice.pick(&[0, 20]),
-        // The end of a body has to be written after an outage, too.
+        // After an outage the end of a body must still be written, so enough bodies must return errors.
         errors: (often * dice.pick(&[0, 30])).max(if outages.is_some() { 60 } else { 0 }),
-        // Only bodies that outlive their lease need a renewal.
+        // Lost rights matter only for bodies that need renewals.
         slow: dice.pick(&[0, 200, 500]).max(if losses.is_some() { 500 } else { 0 }),
-        // From dice of their own, so that worlds without blocked bodies stay as they were before these existed.
+        // These dice are separate, so that worlds without blocked bodies are the same as before blocked bodies existed.
         blocked: Dice::new(!seed).pick(&[0, 0, 0, 300]),
         kills: often * dice.pick(&[0, 150, 300]),
         operators: often * dice.pick(&[0, 0, 150]),
@@ -836,7 +838,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         simulation,
         net,
         dice,
-        // Of their own, so that the worlds without such operators stay as they were.
+        // These dice are separate, so that worlds without such operators stay the same.
         decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
         outages,
         losses,
@@ -879,7 +881,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
 }
 
 fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
-    // A world that does not end may have an endless history.
+    // A world that does not end may have an endless history, which is not searched.
     let ends = stuck.is_none();
     if let Some(stuck) = stuck {
         world.ledger.borrow_mut().find(Check::Stuck, 0, stuck);
