@@ -1,7 +1,10 @@
-//! Allocations of a call and memory of a record: counted, not timed, so the same on every machine.
+//! Allocations of a call, and memory of a record. The tests count instead of measuring time, so every machine has the
+//! same
+//! results.
 //!
-//! Bytes are the bytes that the code requests, without the allocator's own overhead (`benches/footprint.rs` measures
-//! that too). Only the test's own thread counts.
+//! Bytes are those that the code requests, without the allocator's overhead, which `benches/footprint.rs` measures.
+//! Only
+//! allocations of the test's own thread count.
 
 use std::hint::black_box;
 use std::pin::pin;
@@ -19,7 +22,7 @@ use idem_tests::server::{Kind, RedisServer};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
-/// Result that makes one allocation for each of its texts.
+/// Result in which each text takes an allocation.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Receipt {
     order_id: u64,
@@ -45,15 +48,14 @@ async fn hang(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
     Ok(receipt(order_id))
 }
 
-/// Allocations of the round-trip check: a first run reads its result back and compares it, as in every build of these
-/// tests.
+/// Number of allocations of the round-trip check, by which every build of these tests reads a first run's result back.
 fn of_the_check() -> u64 {
     let receipt = receipt(1);
     check_round_trip::<Json, _>(&receipt).unwrap();
     measure(|| check_round_trip::<Json, _>(&receipt).unwrap()).count_total
 }
 
-/// Polls a future that never waits, and returns its output.
+/// Polls a future that is ready immediately, and returns its output.
 fn now<F: Future>(future: F) -> F::Output {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(output) => output,
@@ -61,7 +63,7 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Allocations of one call, once all that is made only once per process or thread exists.
+/// Counts the allocations of one call, after a call that makes what a process or thread makes only once.
 fn counted(mut call: impl FnMut(u64)) -> AllocationInfo {
     for id in 0..10 {
         call(id);
@@ -86,7 +88,7 @@ async fn ship_by_redis(store: &RedisStore, order_id: u64) -> Result<Receipt, Err
     Ok(receipt(order_id))
 }
 
-/// Allocations and allocated bytes of each call, in `rounds` rounds of 64 concurrent calls, connection and lanes
+/// Allocations and allocated bytes for each call, in `rounds` rounds of 64 concurrent calls. Connection and lanes are
 /// included.
 fn of_64_at_once(runtime: &Runtime, rounds: u64, call: impl AsyncFn(u64)) -> [u64; 2] {
     let count = measure(|| {
@@ -106,21 +108,23 @@ fn over_redis_each_call_is_encoded_once_and_decoded_in_place() {
     let store = runtime.block_on(RedisStore::connect(&server.url())).unwrap();
     let ships = async |order_id| assert_eq!(ship_by_redis(&store, order_id).await.unwrap(), receipt(order_id));
     let [first, first_bytes] = of_64_at_once(&runtime, 40, ships);
-    // After so many replays the store expects one, and looks the key up before it reserves.
+    // After these replays the store expects further replays, and reads a record before it reserves.
     of_64_at_once(&runtime, 20, ships);
     let [replay, replay_bytes] = of_64_at_once(&runtime, 40, ships);
     println!("first run: {first} ({first_bytes} bytes), replay: {replay} ({replay_bytes} bytes)");
-    // A replay: the key, the store's future, the value that the store returned and its provenance, the texts of the
-    // result, here and in the value to compare with; the task of `join_all`, and a share of the batch.
+    // A replay allocates the key, the store's future, the returned value, its provenance, and the texts of two copies
+    // of the
+    // result; the task of `join_all`; and a share of the batch.
     assert!(replay < 4 + 2 * TEXTS + 1 + 2, "{replay}");
-    // A first run: the key, two futures of the store, the encoded result, the texts of the body and of the value to
-    // compare with, two commands with their arguments; the task and a share of two batches.
+    // A first run allocates the key, two futures of the store, the encoded result, the texts of two copies of the
+    // result, and
+    // two commands with their arguments; the task of `join_all`; and a share of two batches.
     assert!(first < 4 + 2 * TEXTS + 4 + 1 + 3 + of_the_check(), "{first}");
 }
 
 #[test]
-fn a_delivery_that_is_ready_immediately_pays_nothing_for_its_beats() {
-    // A record that makes its table grow allocates more: the minimum of several calls is the cost of a call.
+fn a_delivery_that_is_ready_immediately_allocates_nothing_for_beats() {
+    // A call whose record makes a table grow allocates more, so the minimum of several calls counts.
     let least = |call: &dyn Fn(u64)| (0..50).map(|id| measure(|| call(id)).count_total).min();
     let (store, acker) = (MemoryStore::new(), std::sync::Arc::new(7));
     let plain = least(&|id| drop(now(observe(ship(&store, id)))));
@@ -151,8 +155,7 @@ fn a_duplicate_of_a_running_attempt_allocates_its_key_alone() {
 #[test]
 fn a_first_run_allocates_key_and_result_and_the_record() {
     let store = MemoryStore::new();
-    // The chunks, tables and orders of the shards grow from time to time: fill the store first, so that most calls find
-    // spare room.
+    // The shards' chunks, tables and lists grow from time to time. With a filled store, most calls find spare capacity.
     for id in 1_000..11_000 {
         now(ship(&store, id)).unwrap();
     }
@@ -163,9 +166,9 @@ fn a_first_run_allocates_key_and_result_and_the_record() {
         most = most.max(first.count_total);
         least = least.min(first.count_total);
     }
-    // The key, the texts of the result, its encoding, the record, and the value that replays share.
+    // Allocations: the key, the texts of the result, its encoding, the record, and the value that replays share.
     assert_eq!(least, 1 + TEXTS + 1 + 1 + 1 + of_the_check());
-    // Plus a shard that grows: its chunk of slots, and sometimes its table or its order.
+    // A shard that grows adds allocations for its chunk of slots, and sometimes for its table or its list.
     assert!(most <= least + 4, "{most}");
 }
 
@@ -192,15 +195,15 @@ fn reserve(store: &MemoryStore, id: usize, fingerprint: Option<Fingerprint>) -> 
 }
 
 fn finish(store: &MemoryStore, lease: &idem_runtime::store::Lease) {
-    // A capacity above the length, as encoders leave it.
+    // The vector has spare capacity, as an encoder's has.
     let mut bytes = Vec::with_capacity(4 * PAYLOAD);
     bytes.resize(PAYLOAD, b'x');
     let finish = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() });
     assert_eq!(now(store.finish(lease, &finish)).unwrap(), Verdict::Applied);
 }
 
-/// Bytes beyond key and payload for each record, while a store is filled record by record. Returns the largest figure
-/// and the last.
+/// Fills a store record by record, and measures the bytes for each record in addition to key and payload. Returns the
+/// largest and the last figure.
 fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f64, f64) {
     let key_bytes = key(0).as_str().len();
     let own = key_bytes + if finished { PAYLOAD } else { 0 };
@@ -216,7 +219,7 @@ fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f
         })
         .bytes_current;
         let count = id + 1;
-        // In a small store the chunks of the shards take more than the records in them.
+        // In a small store, the chunks of the shards take more memory than the records.
         if count >= 10_000 {
             #[allow(clippy::cast_precision_loss)]
             let each = held as f64 / count as f64 - own as f64;
@@ -245,9 +248,9 @@ fn a_finished_record_takes_its_key_its_result_and_at_most_150_bytes() {
     assert!(worst <= 150.0 + 32.0, "{worst}");
 }
 
-/// A store frees the memory of expired records, except for the little that it keeps in order to grow again.
+/// A store frees the memory of expired records, except for a small reserve for new records.
 #[test]
-fn expired_records_are_given_back() {
+fn the_memory_of_expired_records_is_freed() {
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).build();
     let held = measure(|| {
@@ -265,9 +268,9 @@ fn expired_records_are_given_back() {
     assert!(each <= 150, "{each}");
 }
 
-/// A codec's allocations are its own choice: `Json` makes one to encode.
+/// A codec chooses its own allocations: `Json` encodes with one.
 #[test]
-fn json_makes_one_allocation_of_exactly_its_size() {
+fn json_encodes_with_one_allocation_of_the_exact_size() {
     let value = receipt(1);
     let _ = Json::encode(&value).unwrap();
     let mut bytes = Vec::new();
@@ -275,7 +278,7 @@ fn json_makes_one_allocation_of_exactly_its_size() {
     assert_eq!((encoded.count_total, encoded.bytes_total), (1, bytes.len() as u64));
 }
 
-/// Answers a body of about 1 MB that is compared as JSON. Returns the most memory that the answer held, in bytes.
+/// Processes a request body of about 1 MB, which is compared as JSON. Returns the largest memory in use, in bytes.
 #[cfg(feature = "http")]
 fn memory_of_json(body: String) -> u64 {
     use idem_runtime::Policy;

@@ -1,4 +1,4 @@
-//! Tools for consumers of brokers: beats, deliveries left, batches, offsets, retention.
+//! Tools for consumers of message brokers: beats, delivery limits, batches, offsets, retention.
 #![allow(
     clippy::disallowed_methods,
     clippy::unchecked_time_subtraction,
@@ -30,7 +30,7 @@ use idem_tests::{FaultyStore, settle};
 const LEASE: Duration = Duration::from_secs(30);
 const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);
 
-/// Store whose time stands still until a test advances it.
+/// Store, and a clock that stands still until a test advances it.
 struct World {
     clock: ManualClock,
     store: FaultyStore,
@@ -48,7 +48,7 @@ impl World {
         Operation::new(&self.store, Key::new("brokers", key), policy)
     }
 
-    /// Returns a call whose body takes `duration`.
+    /// Returns a call for the key `name` whose body takes `duration`.
     fn lasting(
         &self,
         key: &str,
@@ -81,7 +81,7 @@ impl World {
         self.store.inspect(&Key::new("brokers", key).unwrap()).await.unwrap().expect("a record").record
     }
 
-    /// Polls `future` to its end. Advances time while nothing else can happen.
+    /// Polls `future` to its end, and advances the clock whenever `future` waits.
     async fn drive<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         let woken = Arc::new(Woken::default());
@@ -103,7 +103,7 @@ impl World {
     }
 }
 
-/// Flag: the future has to be polled again.
+/// Waker that notes that its future must be polled again.
 #[derive(Default)]
 struct Woken(AtomicBool);
 

@@ -1,6 +1,6 @@
-//! Runs every target of `fuzz/` over the inputs that the fuzzer has found to matter.
+//! Runs every target of `fuzz/` with the inputs that the fuzzer has found to reach different code.
 
-// Bodies of the targets, which the fuzzer's programs use as well.
+// The fuzzer's programs include the same targets.
 #[path = "../fuzz/src/lib.rs"]
 #[allow(unreachable_pub)] // The programs are another crate.
 mod targets;
@@ -8,8 +8,9 @@ mod targets;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
-/// Memory that an input may take beyond the peak of all inputs before it: 512 bytes hold no more, even if they are
-/// compressed.
+/// Largest memory that one input may take beyond the peak of the inputs before it. An input has at most 512 bytes,
+/// which
+/// hold no more data, even if they are compressed.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {
@@ -19,7 +20,7 @@ fn main() {
         assert_eq!(files, names, "each target has a corpus and a program");
     }
     for (name, target) in targets::TARGETS {
-        // A first run on an empty input, so that memory allocated once does not count.
+        // The first run has an empty input, so that memory that is allocated once does not count.
         target(&[]);
         let files = files(&format!("corpus/{name}"));
         assert!(!files.is_empty(), "{name} has no corpus");
@@ -42,7 +43,7 @@ fn files(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Largest address space that this process has had, on systems that report it.
+/// Largest address space that this process has had; `None` on systems that do not report it.
 fn peak_kib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status.lines().find_map(|line| line.strip_prefix("VmPeak:")?.trim().strip_suffix(" kB")?.trim().parse().ok())

@@ -1,10 +1,12 @@
-//! Processes that can start no thread (`RLIMIT_NPROC`, `pids.max`), or open no descriptor (`RLIMIT_NOFILE`).
+//! Processes that can start no thread (`RLIMIT_NPROC`, `pids.max`) or open no descriptor (`RLIMIT_NOFILE`).
 //!
-//! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` show workers in such processes, for every
-//! store. The tests here check the errors of opening a store, and the store in memory.
+//! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` check workers in such processes, for every
+//! store.
+//! The tests here check the errors when a store is opened, and the store in memory.
 //!
-//! Each test runs in its own process with low limits. If this process is root, the other one runs as another user,
-//! because no limit of threads binds root.
+//! Each test runs itself in another process with low limits. No limit of threads binds root, so root runs this process
+//! as
+//! another user.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::fs::{File, Permissions};
@@ -18,14 +20,14 @@ use std::time::Duration;
 use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, RedisStore, Store, StoreError, StoreErrorKind};
 use idem_tests::server::{Kind, RedisServer};
 
-/// Variable of the limited process: the address of the server, or an empty text without one.
+/// Environment variable of the limited process: the address of the server, or an empty text.
 const ALONE: &str = "IDEM_TEST_EXHAUSTED";
 const LEASE: Duration = Duration::from_millis(600);
 
-/// Runs the test `name` in its own limited process, to which it passes `server`. In that process, returns the passed
-/// text.
+/// Runs the test `name` in a limited process of its own, to which it passes `server`. Returns the passed text in that
+/// process, and `None` in any other.
 fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)) -> Option<String> {
-    /// Number of users so far. Each test needs its own user, as a limit of threads applies to a user.
+    /// Number of users so far. A limit of threads applies to all processes of a user, so each test is another user.
     static TESTS: AtomicU32 = AtomicU32::new(0);
     if let Ok(told) = std::env::var(ALONE) {
         return Some(told);
@@ -45,7 +47,7 @@ fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)
     }
     command.args([format!("--nproc={}", others + 24), "--nofile=200".to_owned()]);
     command.arg(std::env::current_exe().unwrap()).args(["--exact", name, "--nocapture", "--test-threads=1"]);
-    // The other user may write nowhere else.
+    // The other user may write only into this folder.
     let folder = std::env::temp_dir().join(format!("idem-test-exhausted-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::set_permissions(&folder, Permissions::from_mode(0o777)).unwrap();
@@ -57,7 +59,7 @@ fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)
     None
 }
 
-/// No server.
+/// Stands for no server.
 fn nothing() -> (String, Box<dyn std::any::Any>) {
     (String::new(), Box::new(()))
 }
@@ -67,7 +69,7 @@ fn redis() -> (String, Box<dyn std::any::Any>) {
     (server.url(), Box::new(server))
 }
 
-/// Threads up to the limit of this process, until the guard is dropped.
+/// Threads that use up the limit of this process, until the guard is dropped.
 struct Threads(Arc<AtomicBool>, Vec<thread::JoinHandle<()>>);
 
 impl Threads {
@@ -97,7 +99,7 @@ impl Drop for Threads {
     }
 }
 
-/// Opens all descriptors that this process may have; they are free again when the files are dropped.
+/// Opens files until no descriptor is left. A drop of the files frees the descriptors.
 fn descriptors() -> Vec<File> {
     let files: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).take(1000).collect();
     assert!(files.len() < 1000, "there is no limit");
@@ -114,7 +116,7 @@ async fn call(store: &impl Store, key: &str, sleeps: Duration) -> Result<u32, Er
         tokio::time::sleep(sleeps).await;
         Ok::<_, Error>(1)
     };
-    // Renewals may be late on a busy machine.
+    // A busy machine renews late, which must not end the body.
     let policy = Policy::new(Duration::from_secs(3600)).lease(LEASE).max_pause(Duration::from_secs(3600));
     Operation::new(store, Key::new("exhausted", key), policy).run(body).await
 }
@@ -162,7 +164,7 @@ fn without_threads_a_redis_that_has_to_be_looked_up_is_unavailable() {
 fn without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable() {
     use idem_runtime::PostgresStore;
     let name = "without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable";
-    // No server listens there: without threads the store never tries to connect.
+    // No server listens at this port: the store fails for lack of a thread before it connects.
     let Some(_) = limited(name, nothing) else { return };
     block_on(async {
         let threads = Threads::all();
@@ -182,7 +184,7 @@ fn without_threads_sqlite_is_unavailable() {
         let open = SqliteStore::open(folder.file()).await.unwrap();
         let threads = Threads::all();
         is_transient(&SqliteStore::open(folder.file()).await.expect_err("it needs a thread"));
-        // The writer thread of the open store exists already.
+        // The open store has its writer thread already.
         assert_eq!(call(&open, "k", Duration::ZERO).await.unwrap(), 1);
         drop(threads);
         SqliteStore::open(folder.file()).await.unwrap();
@@ -223,10 +225,10 @@ fn without_descriptors_sqlite_is_unavailable() {
     let Some(_) = limited("without_descriptors_sqlite_is_unavailable", nothing) else { return };
     let folder = idem_tests::sqlite::Folder::new();
     block_on(async {
-        // This store stays open, so that its descriptors are not free.
+        // This store stays open, so that its descriptors remain in use.
         let _open = SqliteStore::open(folder.file()).await.unwrap();
         let mut files = descriptors();
-        // With room for the file, but not for everything else that SQLite opens.
+        // Descriptors are left for the database file, but not for all files that SQLite opens.
         for left in 0..3 {
             is_transient(
                 &SqliteStore::open(folder.path().join(format!("{left}.db"))).await.expect_err("no descriptor"),

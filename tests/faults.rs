@@ -1,8 +1,7 @@
-//! Every store under every fault: processes at work, the answers that they get during the fault, and the records at the
-//! end.
+//! Every store under every fault: working processes, their answers during the fault, and the records at the end.
 //!
-//! The table in docs/faults.md is generated from the table here; each of its cells is a test of that name.
-// Deep futures: a store, its lanes and its connection, within a test.
+//! The table in docs/faults.md is generated from the table in this file. Each of its cells is a test of that name.
+// The futures of these tests are deep: they contain a store, its lanes and its connection.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
@@ -18,7 +17,7 @@ mod rigs;
 #[path = "faults/tools.rs"]
 mod tools;
 
-/// Fault. Each variant has the name of its tests.
+/// Fault. A test has the name of a variant.
 #[allow(non_camel_case_types)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
@@ -101,7 +100,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (descriptors_exhausted, "a worker can open no descriptor (`RLIMIT_NOFILE`) for two leases"),
 ];
 
-/// Effect of a fault on the user.
+/// Effect of a fault that a user can see.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum VisibleEffect {
     TakenOver,
@@ -404,7 +403,7 @@ stores! {
 const BEGIN: &str = "<!-- the table of faults -->\n";
 const END: &str = "<!-- the end of the table of faults -->\n";
 
-/// The table and the meaning of its words, as text of docs/faults.md.
+/// Text of docs/faults.md: the table and the meanings of its words.
 fn written() -> String {
     use std::fmt::Write as _;
     let mut text = String::from("\n| fault |");
@@ -436,9 +435,9 @@ fn written() -> String {
     text + "\n"
 }
 
-/// With `IDEM_FAULTS=write` this test writes the table instead of comparing it.
+/// `IDEM_FAULTS=write` makes this test write the table.
 #[test]
-fn the_table_in_the_documentation_is_this_one() {
+fn the_table_of_faults_in_the_documentation_is_up_to_date() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/faults.md");
     let text = std::fs::read_to_string(path).expect("docs/faults.md");
     let (before, rest) = text.split_once(BEGIN).expect("the table begins");

@@ -1,4 +1,4 @@
-//! Promises that only the store in memory makes: its bound, and renewals in the paused time of a test.
+//! Properties of the store in memory only: its limit of records, and renewals in a test's paused time.
 
 #![allow(clippy::disallowed_methods, reason = "some of these tests pause the time of tokio")]
 
@@ -67,7 +67,7 @@ async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
     }
     assert_eq!(world.store.len(), 4, "a refused key takes no room");
 
-    // Every state and every operation of existing records.
+    // A full store still serves every operation on records in every state.
     assert!(matches!(world.reserve(&world.request(0)).await.unwrap(), Reservation::InProgress { attempt: 1, .. }));
     assert_eq!(renew_all(&world.store, &leases).await.unwrap(), [Verdict::Applied; 4]);
     assert_eq!(world.store.finish(&leases[0], &done()).await.unwrap(), Verdict::Applied);
@@ -82,7 +82,7 @@ async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
 }
 
 #[tokio::test]
-async fn expired_records_make_room_wherever_they_are() {
+async fn every_expired_record_makes_room_in_a_full_store() {
     let world = World::new(64);
     for n in 0..64 {
         let lease = world.reserved(&world.request(n)).await;
@@ -93,7 +93,7 @@ async fn expired_records_make_room_wherever_they_are() {
     world.clock.advance(TTL.saturating_sub(Duration::from_nanos(1)));
     world.refuses(&world.request(64)).await;
     world.clock.advance(Duration::from_nanos(1));
-    // The 32 finished records have expired; the unfinished ones are kept for a lease longer.
+    // The 32 finished records have expired. The unfinished records are kept for a lease longer.
     for n in 100..132 {
         world.reserved(&world.request(n)).await;
     }
@@ -109,13 +109,14 @@ async fn expired_records_make_room_wherever_they_are() {
     assert_eq!(world.store.len(), 64);
 }
 
-/// A record may be rewritten with a shorter retention: by another version of the handler, or after a lease that was
-/// longer than the `ttl`.
+/// A later write may shorten a record's retention: another version of the handler has a shorter `ttl`, or an attempt
+/// ends
+/// after a lease that was longer than the `ttl`.
 #[tokio::test]
 async fn a_record_makes_room_when_its_own_retention_ends() {
     let short = Duration::from_secs(1);
 
-    // The second attempt has a shorter `ttl`.
+    // The second attempt of the key has a shorter `ttl` than the first.
     let world = World::new(1);
     let lease = world.reserved(&world.request(0)).await;
     assert_eq!(world.store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
@@ -126,7 +127,7 @@ async fn a_record_makes_room_when_its_own_retention_ends() {
     world.reserved(&world.request(1)).await;
     assert_eq!(world.store.len(), 1);
 
-    // The attempt takes longer than its `ttl`. Meanwhile another reservation needs room.
+    // The attempt runs for longer than its `ttl`, and another reservation needs space meanwhile.
     let world = World::new(1);
     let lease = world.reserved(&world.request(0).ttl(short)).await;
     world.clock.advance(short * 2);
@@ -145,7 +146,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
     let (mut refused, mut reserved, mut longest) = (0, 0, 0);
     for n in 0..200_000 {
         world.clock.advance(Duration::from_millis(100));
-        // Half of the attempts finish immediately, some are released, and some never write again.
+        // Half of the attempts finish immediately; of the others, some are released and some never end.
         let ttl = Duration::from_secs(1 + n as u64 % 60);
         match world.reserve(&world.request(n % 50_000).ttl(ttl)).await {
             Ok(Reservation::Granted { lease, .. }) => {
@@ -163,14 +164,15 @@ async fn the_number_of_records_is_bounded_under_churn() {
         }
         longest = longest.max(world.store.len());
     }
-    // 10 new records a second, each kept for at most 90 seconds: at most 900 live ones, for which the store has room.
+    // At most 900 records are live: 10 new ones a second, each kept for at most 90 seconds. The store has space for
+    // these.
     assert_eq!(refused, 0);
     assert_eq!(reserved, 200_000);
     assert!(longest <= CAPACITY, "{longest}");
 }
 
 #[tokio::test]
-async fn expired_records_do_not_pile_up_without_a_bound() {
+async fn expired_records_do_not_pile_up_without_a_limit() {
     let world = World::new(usize::MAX);
     let mut longest = 0;
     for n in 0..100_000 {
@@ -179,7 +181,7 @@ async fn expired_records_do_not_pile_up_without_a_bound() {
         assert_eq!(world.store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
         longest = longest.max(world.store.len());
     }
-    // Ten records are live at any time; expired ones stay until the next visit of their shard.
+    // Ten records are live at any time. Expired records stay until the next operation in their shard.
     assert!(longest < 1_000, "{longest} records are held, ten are live");
 }
 
@@ -192,20 +194,20 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
     }
     world.clock.advance(TTL);
     assert_eq!(world.store.len(), 2_000);
-    // The latest first, because the clean-up starts at the other end.
+    // The keys are reserved in reverse order, because the clean-up starts with the oldest record.
     for n in (0..2_000).rev() {
         assert_eq!(world.reserved(&world.request(n)).await.attempt, 1);
     }
     assert_eq!(world.store.len(), 2_000);
 }
 
-/// The queue of the clean-up must not grow beyond the records themselves.
+/// The list of records to clean up must not grow beyond the number of records.
 #[tokio::test]
-async fn the_order_of_the_clean_up_is_bounded() {
+async fn the_list_of_the_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("ListEntry(").count();
     for _ in 0..100 {
-        // Each write makes the record expire sooner than the write before.
+        // Each of these writes shortens the remaining retention of the record.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
             let lease = world.reserved(&world.request(0).ttl(ttl)).await;
             assert_eq!(lease.attempt, attempt);
@@ -221,21 +223,23 @@ async fn the_order_of_the_clean_up_is_bounded() {
 }
 
 #[test]
-fn an_empty_store_is_empty() {
+fn a_new_store_is_empty() {
     assert!(MemoryStore::default().is_empty());
     assert_eq!(MemoryStore::new().len(), 0);
 }
 
 #[tokio::test]
-async fn a_store_without_room_refuses_everything() {
+async fn a_store_without_room_refuses_every_key() {
     let world = World::new(0);
     world.refuses(&world.request(0)).await;
     assert!(world.store.is_empty());
 }
 
-/// A waiter's entry must go with the waiter, however the wait ends: an expired record is never written again.
+/// The entry of a waiter must be removed with the waiter, however the wait ends, because the record may never be
+/// written
+/// again.
 #[tokio::test]
-async fn waiters_leave_nothing_behind() {
+async fn an_ended_wait_leaves_no_entry() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("Waiters {").count();
     let lease = world.reserved(&world.request(0)).await;
@@ -273,9 +277,9 @@ fn every_handle_has_the_namespace() {
     assert_eq!(MemoryStore::new().namespace(), "");
 }
 
-// Tests that pause tokio's time.
+// Tests that pause tokio's clock.
 
-/// Calls a handler whose body is `sleep`.
+/// Makes a call of a handler whose body is `sleep`.
 async fn outlives_its_lease(
     store: &MemoryStore,
     name: &str,
@@ -290,7 +294,7 @@ async fn outlives_its_lease(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_outlives_its_lease_in_paused_time_is_renewed() {
+async fn a_lease_is_renewed_in_paused_time() {
     let store = MemoryStore::new();
     let late = async {
         tokio::time::sleep(LEASE * 2).await;
@@ -304,7 +308,7 @@ async fn a_body_that_outlives_its_lease_in_paused_time_is_renewed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_outlives_its_lease_in_time_that_a_test_advances_goes_on() {
+async fn a_body_goes_on_when_a_test_advances_time_beyond_its_lease() {
     let store = MemoryStore::new();
     let call = outlives_its_lease(&store, "k", tokio::time::sleep(LEASE * 3));
     let steps = async {
@@ -316,14 +320,14 @@ async fn a_body_that_outlives_its_lease_in_time_that_a_test_advances_goes_on() {
     let ((result, outcome), ()) = tokio::join!(call, steps);
     assert_eq!(result.unwrap(), 7);
     assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
-    // All leases end in one jump of the time.
+    // The clock jumps beyond all leases at once.
     let ((result, outcome), ()) =
         tokio::join!(outlives_its_lease(&store, "l", tokio::time::sleep(LEASE * 3)), tokio::time::advance(LEASE * 3));
     assert_eq!(result.unwrap(), 7);
     assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
 }
 
-/// The renewal task of the store starts in real time, before the test pauses time.
+/// The renewal task of the store starts in real time, before the test pauses the clock.
 #[tokio::test]
 async fn a_test_may_pause_time_after_the_first_call() {
     let store = MemoryStore::new();

@@ -19,7 +19,7 @@ async fn pay(store: &dyn Store, order: u64, hangs: bool) -> Result<String, Error
     Ok("paid".to_owned())
 }
 
-/// Store in which the payment for order 42 was interrupted.
+/// Store in which the payment for order 42 is interrupted.
 async fn interrupted() -> (ManualClock, MemoryStore, Key) {
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).namespace("shop:").build();
@@ -61,7 +61,7 @@ async fn the_later_of_two_operators_gets_a_reasoned_refusal() {
     let looked = bob.inspect(&key).await.unwrap().unwrap();
     let receipt = Resolution::completed(&"receipt".to_owned()).unwrap();
     alice.resolve(&key, &looked, receipt.clone()).await.unwrap();
-    // Bob has looked before Alice decided; his decision would let the handler charge the customer again.
+    // Bob has inspected the record before Alice decided. His decision would let the handler charge the customer again.
     for _ in 0..2 {
         let refused = bob.reopen(&key, &looked).await.unwrap_err();
         assert!(matches!(refused, OperatorError::Changed { standing: Standing::Completed, .. }), "{refused:?}");
@@ -69,9 +69,9 @@ async fn the_later_of_two_operators_gets_a_reasoned_refusal() {
         assert!(said.contains("alice has decided about it, and it is completed; nothing was changed"), "{said}");
     }
     assert_eq!(pay(&store, 42, false).await.unwrap(), "receipt");
-    // Alice repeats the decision, as if its answer had been lost.
+    // Alice repeats the decision, as if its answer had got lost.
     alice.resolve(&key, &looked, receipt).await.unwrap();
-    // Only `discard` gives up a recorded result.
+    // Only `discard` removes a recorded result.
     let now = bob.inspect(&key).await.unwrap().unwrap();
     let refused = bob.reopen(&key, &now).await.unwrap_err().to_string();
     assert!(refused.contains("what it recorded stands; discard the result"), "{refused}");
@@ -124,7 +124,7 @@ async fn a_refusal_names_its_reason_and_a_remedy() {
 }
 
 #[tokio::test]
-async fn a_store_that_fails_says_whether_to_repeat() {
+async fn an_error_of_a_decision_says_whether_to_repeat_it() {
     let (_clock, store, key) = interrupted().await;
     let faulty = FaultyStore::new(&store);
     let found = store.operator().inspect(&key).await.unwrap().unwrap();
@@ -140,7 +140,7 @@ async fn a_store_that_fails_says_whether_to_repeat() {
 }
 
 #[tokio::test]
-async fn a_key_is_understood_wherever_it_was_copied_from() {
+async fn a_key_is_parsed_in_every_form_that_is_shown() {
     let (_clock, store, key) = interrupted().await;
     let operator = store.operator();
     for shown in
@@ -185,7 +185,7 @@ async fn a_record_shows_holder_time_and_decision() {
 }
 
 #[tokio::test]
-async fn stuck_keys_are_found_and_all_are_counted() {
+async fn stuck_keys_are_listed_and_counted() {
     const EACH: u64 = 1500;
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).build();
@@ -225,7 +225,7 @@ async fn refund(store: &dyn Store, order: u64) -> Result<u64, Error> {
 }
 
 #[tokio::test]
-async fn a_store_that_can_not_list_says_so() {
+async fn a_store_that_can_not_list_returns_an_error() {
     let store = FaultyStore::new(&MemoryStore::new());
     store.always(StoreCall::List, Fault::Before(StoreErrorKind::Unsupported));
     for refused in [

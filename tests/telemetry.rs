@@ -1,4 +1,5 @@
-//! Calls as seen from outside: spans, events, numbers, readiness; and the documents made from the table of metrics.
+//! Telemetry of calls: spans, events, metrics and health; and the documents that are generated from the table of
+//! metrics.
 #![allow(
     clippy::unused_async,
     clippy::unchecked_time_subtraction,
@@ -28,14 +29,14 @@ use tracing::Level;
 use self::telemetry::capture::Capture;
 use self::telemetry::scenarios::{LATE, LEASE, POLICY, SCENARIOS, SCOPE, Scenario, World, count};
 
-/// Runs a scenario, and asserts that its span, events and numbers are those of the scenario.
+/// Runs a scenario, and asserts that its last call has the expected span, events and counters.
 async fn check(scenario: &Scenario) {
     let Scenario { name, run, outcome, disposition, is_error, fields, events, counts } = scenario;
     let world = World::new();
     let capture = Capture::start();
     run(&world).await;
     let spans = capture.spans("idempotent");
-    // If two calls overlap, take the one that ended with the outcome.
+    // If two calls overlap, the span of the call with this outcome counts.
     let span = spans.iter().rev().find(|span| span.field("idem.outcome") == Some(*outcome));
     let span = span.unwrap_or_else(|| panic!("{name}: no span with the outcome {outcome}: {spans:#?}"));
     assert_eq!(span.level, Level::INFO, "{name}");
@@ -62,7 +63,7 @@ async fn check(scenario: &Scenario) {
     for (metric, label, value) in *counts {
         assert_eq!(count(&snapshot, metric, &[(label, value)]), 1, "{name}: {metric}");
     }
-    // No call is uncertain unless the scenario counts it.
+    // A scenario has no uncertain effect unless it counts one.
     if !counts.iter().any(|(metric, ..)| *metric == "idem_uncertain_total") {
         assert_eq!(count(&snapshot, "idem_uncertain_total", &[]), 0, "{name}");
     }
@@ -83,7 +84,7 @@ fn every_outcome_has_a_scenario() {
 }
 
 #[tokio::test]
-async fn keys_are_shown_as_the_policy_says_in_spans_events_and_errors() {
+async fn spans_events_and_errors_show_keys_as_the_policy_says() {
     let key = World::key();
     for (display, shown) in [
         (KeyDisplay::Whole, key.to_string()),
@@ -98,13 +99,13 @@ async fn keys_are_shown_as_the_policy_says_in_spans_events_and_errors() {
         assert!(error.to_string().contains(&format!("`{shown}`")), "{error}");
         assert_eq!(capture.spans("idempotent")[0].field("idem.key"), Some(&*shown));
         assert_eq!(capture.events(Level::ERROR)[0].field("key"), Some(&*shown));
-        // The error has the whole key, for a person who looks for the record.
+        // The error contains the whole key, for a person who searches for the record.
         assert_eq!(error.key(), Some(&key));
     }
 }
 
 #[tokio::test]
-async fn results_and_payloads_are_in_no_span_and_no_event() {
+async fn no_span_and_no_event_holds_a_result_or_a_payload() {
     let (world, capture) = (World::new(), Capture::start());
     for max in [1024, 0] {
         let policy = POLICY.max_result_bytes(max);
@@ -116,7 +117,7 @@ async fn results_and_payloads_are_in_no_span_and_no_event() {
 }
 
 #[tokio::test]
-async fn a_call_is_in_the_span_of_its_caller_and_operations_are_in_the_call() {
+async fn the_span_of_a_call_is_inside_its_callers_and_encloses_operations() {
     let (world, capture) = (World::new(), Capture::start());
     world.store.always(StoreCall::Reserve, Fault::Slow(1));
     let span = tracing::info_span!("process orders");
@@ -135,7 +136,7 @@ async fn a_call_is_in_the_span_of_its_caller_and_operations_are_in_the_call() {
         assert_eq!(call.field(field), Some(value), "{call:?}");
     }
     let operations = capture.spans("idem.store");
-    // The completion was answered immediately, so no operation waited for it.
+    // The store answered the completion immediately, so the completion has no span.
     assert_eq!(operations.len(), 1, "{operations:#?}");
     assert_eq!(operations[0].inside, ["idempotent", "process orders"]);
     assert_eq!((operations[0].level, operations[0].field("db.operation.name")), (Level::DEBUG, Some("reserve")));
@@ -155,7 +156,7 @@ async fn a_replay_names_the_trace_of_the_run_that_made_the_result() {
 }
 
 #[tokio::test]
-async fn replays_near_the_end_of_ttl_are_counted_apart() {
+async fn replays_near_the_end_of_ttl_have_a_counter() {
     let world = World::new();
     let within = |share: &str| {
         let text = world.metrics().prometheus_text();
@@ -171,7 +172,7 @@ async fn replays_near_the_end_of_ttl_are_counted_apart() {
         world.call(POLICY).await.unwrap();
         assert_eq!(["0.01", "0.5", "0.8", "+Inf"].map(within), [hundredth, half, most, all], "after {step:?}");
     }
-    // A forgotten record is not replayed: the duplicate runs.
+    // The body of a duplicate runs again after the record was forgotten.
     world.clock.advance(Duration::from_secs(3600));
     world.call(POLICY).await.unwrap();
     assert_eq!(within("+Inf"), 3);
@@ -206,12 +207,12 @@ async fn a_replay_over_http_names_the_trace_of_the_run_that_made_the_response() 
     };
     assert!(!pay("\"k\"", Some(TRACES[0])).await);
     assert_eq!(original(0), None);
-    // A client retries in another trace, or in none.
+    // A client repeats its request in another trace, or without a trace.
     for (at, trace) in [(1, Some(TRACES[1])), (2, None)] {
         assert!(pay("\"k\"", trace).await, "{trace:?}");
         assert_eq!(original(at).as_deref(), Some(TRACES[0]), "{trace:?}");
     }
-    // A run without a trace, or with an invalid one, has no trace to name.
+    // A run without a trace, or with an invalid one, leaves no trace for the replay to name.
     for (at, key, nonsense) in [(3, "\"m\"", None), (5, "\"n\"", Some("nonsense"))] {
         assert!(!pay(key, nonsense).await);
         assert!(pay(key, Some(TRACES[1])).await);
@@ -220,7 +221,7 @@ async fn a_replay_over_http_names_the_trace_of_the_run_that_made_the_response() 
 }
 
 #[tokio::test]
-async fn an_operation_that_fails_says_so_in_its_span() {
+async fn the_span_of_a_failed_operation_has_the_error() {
     let (world, capture) = (World::new(), Capture::start());
     world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     world.call(POLICY).await.unwrap_err();
@@ -233,12 +234,12 @@ async fn an_operation_that_fails_says_so_in_its_span() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
+async fn an_outage_of_ten_minutes_is_a_few_lines_in_the_log() {
     let (world, capture) = (World::new(), Capture::start());
     for call in [StoreCall::Reserve, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
         world.store.always(call, Fault::Before(StoreErrorKind::Unavailable));
     }
-    // Handlers that have held leases since before, duplicates that come meanwhile, and handlers that are cancelled.
+    // The store is away for handlers that hold leases, for duplicates, and for handlers that are cancelled.
     world.store.always(StoreCall::Reserve, Fault::None);
     let mut running: Vec<_> = (0..20)
         .map(|order| {
@@ -252,7 +253,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     }
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let minutes = async {
-        // Each call tries three times, for two seconds of this world.
+        // Each call tries three times, for two seconds of simulated time.
         for call in 0..300 {
             world.call(POLICY).await.unwrap_err();
             if call % 20 == 10 {
@@ -260,7 +261,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
             }
         }
     };
-    // Ten minutes of outage, after which the store answers again.
+    // The outage lasts ten minutes, and then the store answers again.
     world.driving(minutes).await;
     for call in [StoreCall::Reserve, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
         world.store.always(call, Fault::None);
@@ -268,7 +269,7 @@ async fn a_store_that_is_down_for_ten_minutes_is_a_handful_of_lines() {
     world.clock.advance(LEASE / 3);
     settle().await;
     world.call(POLICY).await.unwrap();
-    // The outage is a few lines, and the last one has the counts.
+    // The log has a few lines about the outage, and the last line has the counts.
     let lines = capture.events(Level::WARN);
     let texts: Vec<_> = lines.iter().map(|line| line.name.split(';').next().unwrap_or_default()).collect();
     assert!((4..=9).contains(&lines.len()), "{texts:#?}");
@@ -308,7 +309,7 @@ async fn beats_and_leases_are_counted() {
         world.clock.advance(LEASE / 3);
     }
     settle().await;
-    // A process that stood still for a while: its beat is late.
+    // The process stood still for a while, so its beat is late.
     world.clock.advance(LEASE / 2);
     settle().await;
     let snapshot = world.metrics();
@@ -349,7 +350,7 @@ async fn an_unreachable_broker_is_counted() {
 }
 
 #[tokio::test]
-async fn health_names_the_problem() {
+async fn the_health_of_a_store_names_its_problem() {
     let axes =
         |health: &idem_runtime::store::Health| -> Vec<_> { health.problems.iter().map(HealthProblem::axis).collect() };
     let world = World::new();
@@ -365,7 +366,7 @@ async fn health_names_the_problem() {
         assert_eq!(axes(&world.store.health().await), [axis]);
     }
 
-    // The store takes no renewals: one beat is due, then another.
+    // The store refuses renewals, first for one beat and then for another.
     world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     settle().await;
     world.clock.advance(LEASE / 3 + Duration::from_secs(1));
@@ -381,7 +382,7 @@ async fn health_names_the_problem() {
 }
 
 #[test]
-fn a_heartbeat_whose_runtime_is_gone_is_no_health() {
+fn a_store_whose_heartbeat_has_no_runtime_is_unhealthy() {
     let world = World::new();
     let runtime = || tokio::runtime::Builder::new_current_thread().build().unwrap();
     let first = runtime();
@@ -394,7 +395,7 @@ fn a_heartbeat_whose_runtime_is_gone_is_no_health() {
 }
 
 #[tokio::test]
-async fn a_store_whose_calls_are_faulty_still_counts_each_of_them() {
+async fn a_wrapper_around_a_store_counts_each_operation_once() {
     let store = FaultyStore::new(&MemoryStore::new());
     Operation::new(&store, Ok(World::key()), POLICY).run(async { Ok::<_, Error>(7) }).await.unwrap();
     for op in ["reserve", "finish"] {

@@ -1,4 +1,4 @@
-//! The layer for typed services, in stacks of tower.
+//! The layer for typed services, combined with other layers of tower.
 #![allow(clippy::unused_async, reason = "bodies need not wait")]
 
 use std::future::{Future, Ready, ready};
@@ -30,7 +30,7 @@ struct Receipt {
     cents: u32,
 }
 
-/// Service that insists on the idiom: `call` only after its own `poll_ready`, which no clone inherits.
+/// Service that panics if it is called without its own `poll_ready`. A clone is not ready.
 #[derive(Debug, Default)]
 struct Strict {
     runs: Arc<AtomicU32>,
@@ -84,16 +84,16 @@ async fn a_request_runs_once_and_its_duplicates_replay() {
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
     assert_eq!(inner.runs.load(Ordering::SeqCst), 1);
-    // Another service of the same layer, as each connection and each worker has one.
+    // The layer wraps another service, as in another connection or worker.
     let receipt = layer(&store).layer(inner.clone()).oneshot(ORDER).await.unwrap();
     assert_eq!((receipt.run, inner.runs.load(Ordering::SeqCst)), (1, 1));
 }
 
 #[tokio::test]
-async fn the_service_that_was_ready_is_the_one_that_is_called() {
+async fn the_layer_calls_the_service_that_was_ready() {
     let store = MemoryStore::new();
     let mut service = layer(&store).layer(Strict::default());
-    // Two concurrent calls, of one service and of its clone.
+    // Two calls run concurrently: one of a service, and one of its clone.
     let mut clone = service.clone();
     let first = service.ready().await.unwrap().call(ORDER);
     let second = clone.ready().await.unwrap().call(Order { id: 43, ..ORDER });
@@ -104,7 +104,7 @@ async fn the_service_that_was_ready_is_the_one_that_is_called() {
     assert_eq!(runs, [1, 2, 3]);
 }
 
-/// Service whose readiness never comes, or fails.
+/// Service that is never ready, or whose `poll_ready` fails.
 #[derive(Clone)]
 struct NotReady(Option<&'static str>);
 
@@ -123,7 +123,7 @@ impl Service<Order> for NotReady {
 }
 
 #[tokio::test]
-async fn readiness_is_that_of_the_inner_service() {
+async fn the_layer_is_ready_if_its_inner_service_is() {
     let store = MemoryStore::new();
     let mut cx = Context::from_waker(Waker::noop());
     let mut service = layer(&store).layer(NotReady(None));
@@ -134,7 +134,7 @@ async fn readiness_is_that_of_the_inner_service() {
 }
 
 #[tokio::test]
-async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
+async fn a_replay_gives_its_permit_back() {
     let store = MemoryStore::new();
     let inner = Strict::default();
     let mut limited = ServiceBuilder::new().layer(layer(&store)).concurrency_limit(1).service(inner.clone());
@@ -145,7 +145,7 @@ async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
     for _ in 0..10 {
         buffered.ready().await.unwrap().call(ORDER).await.unwrap();
     }
-    // Readiness that was requested and not used is no loss either.
+    // A call that is dropped before it runs gives its permit back, too.
     drop(limited.ready().await.unwrap().call(ORDER));
     limited.ready().await.unwrap().call(Order { id: 43, ..ORDER }).await.unwrap();
     assert_eq!(inner.runs.load(Ordering::SeqCst), 2);
@@ -153,7 +153,7 @@ async fn a_replay_gives_back_the_readiness_that_it_did_not_need() {
 
 const WAITING: Policy = POLICY.in_progress(idem_runtime::InProgress::Wait(Duration::from_secs(60)));
 
-/// Service whose body goes on when the test allows it.
+/// Service whose body waits until the test allows it to continue.
 #[derive(Clone)]
 struct Gated(Arc<tokio::sync::Semaphore>, Strict);
 
@@ -176,20 +176,20 @@ impl Service<Order> for Gated {
 }
 
 #[tokio::test]
-async fn a_duplicate_that_waits_holds_no_permit_of_a_limit_that_counts_bodies() {
+async fn a_waiting_duplicate_holds_no_permit_of_an_inner_limit() {
     let store = MemoryStore::new();
     let layer = OperationLayer::new(&store, WAITING, |order: &Order| Key::new("tower", order.id));
     let gate = Arc::new(tokio::sync::Semaphore::new(0));
     let inner = Gated(Arc::clone(&gate), Strict { fails_at: 1, ..Strict::default() });
     let mut service = ServiceBuilder::new().layer(layer).concurrency_limit(3).service(inner.clone());
     let mut calls = Vec::new();
-    // A running call, and more duplicates of it than there are permits.
+    // One call runs, and it has more duplicates than there are permits.
     for _ in 0..6 {
         let mut call = service.ready().await.unwrap().call(ORDER);
         assert!(futures::poll!(&mut call).is_pending());
         calls.push(call);
     }
-    // Three bodies at a time: each duplicate has returned its permit, so two more bodies may run, and no third one.
+    // At most three bodies run at a time. The waiting duplicates hold no permit, so two more bodies may run.
     for id in [43, 44] {
         let mut ready = Box::pin(service.ready());
         let std::task::Poll::Ready(ready) = futures::poll!(&mut ready) else { panic!("a duplicate holds a permit") };
@@ -201,7 +201,7 @@ async fn a_duplicate_that_waits_holds_no_permit_of_a_limit_that_counts_bodies() 
         let mut ready = Box::pin(service.ready());
         assert!(futures::poll!(&mut ready).is_pending(), "a fourth body would run");
     }
-    // The first call fails, so one of its duplicates runs the body, with its own permit.
+    // The first call fails, so one of the duplicates runs the body with a permit of its own.
     gate.add_permits(16);
     let ended = futures::future::join_all(calls).await;
     assert_eq!(inner.1.runs.load(Ordering::SeqCst), 4);
@@ -223,7 +223,7 @@ async fn concurrent_duplicates_through_a_buffer_run_once() {
 }
 
 #[tokio::test]
-async fn an_error_frees_the_key_and_says_when_to_come_again() {
+async fn an_error_frees_the_key_and_has_a_pause() {
     let store = MemoryStore::new();
     let inner = Strict { fails_at: 1, ..Strict::default() };
     let mut service = layer(&store).layer(inner.clone());
@@ -245,7 +245,7 @@ async fn a_call_that_is_dropped_frees_its_key() {
 }
 
 #[tokio::test]
-async fn an_operation_of_ones_own_has_a_fingerprint_and_a_codec() {
+async fn a_layer_can_set_a_fingerprint_and_a_codec() {
     let store = MemoryStore::new();
     let records = store.clone();
     let layer = OperationLayer::of(move |order: &Order| {

@@ -45,14 +45,14 @@ fn key(name: &str) -> Key {
 // ---- PostgreSQL
 // ------------------------------------------------------------------------------------------------------
 
-/// Schema for one test, with a table of payments next to the records.
+/// Schema for one test, with a table of payments and the table of records.
 struct Bank {
     url: String,
     schema: String,
     store: PostgresStore,
-    /// True if errors are recorded instead of released.
+    /// True if the handler records its errors.
     records_errors: bool,
-    /// True if a body has paid and now hangs.
+    /// True if a body has paid and will never return.
     hangs: Cell<bool>,
 }
 
@@ -75,7 +75,7 @@ impl Bank {
         bank
     }
 
-    /// Connection that looks for tables in the schema first.
+    /// Opens a connection whose search path begins with the schema.
     async fn client(&self) -> Client {
         let client = raw(&self.url).await;
         let schema = self.schema.replace('"', "\"\"");
@@ -91,7 +91,7 @@ impl Bank {
         self.store.inspect(&key(name)).await.unwrap().map(|inspection| inspection.record.state)
     }
 
-    /// Pays once for `name`, inside `tx`.
+    /// Pays once for `name` in the transaction `tx`.
     async fn pay(&self, tx: &PgTx<'_>, name: &str, policy: Policy) -> (Result<u32, Error>, Outcome) {
         self.run(tx, name, policy, async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
@@ -111,7 +111,7 @@ impl Bank {
         observe(operation.run(body)).await
     }
 
-    /// Pays in a separate transaction, and commits.
+    /// Pays in a transaction of its own, and commits it.
     async fn pay_and_commit(&self, name: &str) -> (Result<u32, Error>, Outcome) {
         let mut client = self.client().await;
         let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -130,7 +130,7 @@ async fn payment_and_record_commit_together() {
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded() && outcome.committed().recorded());
         assert_eq!((bank.payments().await, bank.state("a").await), (0, None), "nobody sees it yet");
-        // A second call in the same transaction already replays the payment.
+        // A second call in the same transaction replays the payment.
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.replayed());
@@ -145,7 +145,7 @@ async fn payment_and_record_commit_together() {
 }
 
 #[tokio::test]
-async fn a_roll_back_undoes_both_and_frees_the_key() {
+async fn a_rollback_undoes_payment_and_record_and_frees_the_key() {
     for bank in Bank::of_each_kind().await {
         let mut client = bank.client().await;
         let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -160,7 +160,7 @@ async fn a_roll_back_undoes_both_and_frees_the_key() {
 }
 
 #[tokio::test]
-async fn a_connection_that_dies_takes_the_record_with_it() {
+async fn a_broken_connection_undoes_payment_and_record() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -168,7 +168,7 @@ async fn a_connection_that_dies_takes_the_record_with_it() {
     let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
     bank.client().await.execute("SELECT pg_terminate_backend($1)", &[&pid]).await.unwrap();
     tx.into_inner().commit().await.unwrap_err();
-    // The server may still be ending the transaction.
+    // The server may still be ending the old transaction.
     let (payment, outcome) = bank.pay_waiting("a", Duration::from_secs(60)).await;
     assert_eq!(payment.unwrap(), 1);
     assert!(outcome.executed());
@@ -190,7 +190,7 @@ impl Bank {
 enum End {
     Succeed,
     Fail,
-    /// Fails by a failed SQL statement, which aborts a transaction of PostgreSQL.
+    /// The body fails because of an SQL statement, which aborts a transaction of PostgreSQL.
     FailInSql,
     Panic,
     Hang,
@@ -206,7 +206,7 @@ impl From<Error> for Declined {
 }
 
 impl Bank {
-    /// Pays, and ends in the way of `end`.
+    /// Makes a call whose body pays and then ends as `end` says.
     async fn end(&self, tx: &PgTx<'_>, name: &str, policy: Policy, end: End) -> Result<u32, Declined> {
         let body = async {
             tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await.unwrap();
@@ -230,7 +230,7 @@ impl Bank {
         }
     }
 
-    /// Makes a call that is dropped in its body.
+    /// Makes a call that is dropped while its body runs.
     async fn drop_in_body(&self, tx: &PgTx<'_>, name: &str, policy: Policy) {
         let mut call = Box::pin(self.end(tx, name, policy, End::Hang));
         self.hangs.set(false);
@@ -242,7 +242,7 @@ impl Bank {
 }
 
 #[tokio::test]
-async fn an_error_that_is_swallowed_leaves_nothing_of_its_body() {
+async fn a_failed_call_whose_error_is_ignored_leaves_no_payment() {
     for end in [End::Fail, End::FailInSql] {
         for on_crash in [OnCrash::Retry, OnCrash::Fail] {
             let bank = Bank::open().await;
@@ -272,7 +272,7 @@ impl Bank {
 }
 
 #[tokio::test]
-async fn an_error_that_is_recorded_keeps_its_record_and_nothing_else() {
+async fn a_recorded_error_keeps_its_record_and_undoes_the_payment() {
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let bank = Bank { records_errors: true, ..Bank::open().await };
         let policy = POLICY.on_crash(on_crash);
@@ -336,19 +336,19 @@ async fn a_call_can_be_dropped_at_every_await() {
         let bank = Bank { records_errors, ..Bank::open().await };
         let mut client = bank.client().await;
         let mut polls = 0;
-        // Drop the call at each of its awaits, in a transaction of its own.
+        // Each round drops the call at another await, in a transaction of its own.
         for round in 0.. {
             let name = format!("{name} {round}");
             let tx = OpenTransaction::new(client.transaction().await.unwrap());
             let is_over = dropped_after(polls, bank.end(&tx, &name, policy, end), async || {
-                // Wait until the server has answered every request of the last poll.
+                // This statement returns after the server has executed every request of the last poll.
                 tx.batch_execute("SELECT 1").await.unwrap_or_default();
                 tokio::time::sleep(Duration::from_millis(2)).await;
             })
             .await;
             tx.execute("INSERT INTO payments VALUES ($1)", &[&format!("after {name}")]).await.unwrap();
             tx.into_inner().commit().await.unwrap();
-            // The transaction goes on, and holds the payment only together with its record.
+            // The transaction can go on. It contains the payment only together with its record.
             let (state, names) = (bank.state(&name).await, bank.names().await);
             assert!(names.contains(&format!("after {name}")), "{name}: the transaction goes on");
             match (&state, names.contains(&name)) {
@@ -359,7 +359,7 @@ async fn a_call_can_be_dropped_at_every_await() {
             }
             if is_over {
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                // On a busy machine the answers may come before the end of the first poll: then nothing was dropped.
+                // On a busy machine all answers may come within the first poll, so that no call was dropped.
                 if polls > 1 {
                     break;
                 }
@@ -373,7 +373,7 @@ async fn a_call_can_be_dropped_at_every_await() {
 }
 
 #[tokio::test]
-async fn nested_calls_are_undone_with_the_call_they_are_made_in() {
+async fn nested_calls_are_undone_with_their_outer_call() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     for outer_fails in [false, true] {
@@ -418,10 +418,10 @@ async fn calls_in_one_transaction_take_turns() {
             bank.run(tx, name, POLICY, body).await.0.is_ok()
         }
     };
-    // Without turns, the end of a failed call would undo the confirmed work of other calls since its start.
+    // If these calls overlapped, the rollback of a failed call would undo the work of other calls since its start.
     let calls = [slow("a", End::Fail), slow("b", End::Succeed), slow("c", End::Fail), slow("d", End::Succeed)];
     assert_eq!(join_all(calls).await, [false, true, false, true]);
-    // A call that is dropped while it waits takes no turn.
+    // A call that is dropped while it waits for its turn delays no other call.
     {
         let mut first = Box::pin(slow("e", End::Succeed));
         let mut second = Box::pin(slow("f", End::Succeed));
@@ -438,7 +438,7 @@ async fn calls_in_one_transaction_take_turns() {
 }
 
 #[tokio::test]
-async fn a_shadow_undoes_nothing() {
+async fn a_failed_call_in_shadow_mode_undoes_nothing() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -461,7 +461,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
         assert_eq!(paid.unwrap(), 2);
         assert!(outcome.took_over());
         tx.into_inner().commit().await.unwrap();
-        // The retention counts from the completion, not from the start of the transaction.
+        // The retention counts from the completion, and not from the start of the transaction.
         let client = bank.client().await;
         let expires: SystemTime = client.query_one("SELECT expires_at FROM records", &[]).await.unwrap().get(0);
         assert!(expires >= begun + Duration::from_secs(3600) + lease, "{:?}", expires.duration_since(begun));
@@ -469,7 +469,7 @@ async fn a_lease_that_lapsed_since_the_transaction_began_is_taken_over() {
 }
 
 #[tokio::test]
-async fn a_duplicate_gets_a_short_pause() {
+async fn a_duplicate_of_an_open_transaction_gets_a_short_pause() {
     let bank = Bank::open().await;
     let (mut first, mut second) = (bank.client().await, bank.client().await);
     let (tx, other) = (
@@ -510,7 +510,7 @@ async fn the_pauses_of_duplicates_of_an_open_transaction_grow() {
 }
 
 #[tokio::test]
-async fn a_call_waits_for_no_locked_record() {
+async fn a_call_in_a_transaction_waits_for_no_locked_record() {
     for bank in Bank::of_each_kind().await {
         bank.pay_and_commit("a").await.0.unwrap();
         assert_eq!(bank.store.reopen(&key("a"), 1).await.unwrap(), idem_runtime::store::Verdict::Applied);
@@ -530,10 +530,10 @@ async fn a_call_waits_for_no_locked_record() {
 }
 
 #[tokio::test]
-async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() {
+async fn an_operation_whose_result_the_server_refuses_ends_without_it() {
     let bank = Bank::open().await;
     let client = bank.client().await;
-    // The server's error for a value that exceeds its limit.
+    // This domain makes the server refuse the value like one beyond its limit.
     client
         .batch_execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
@@ -556,7 +556,7 @@ async fn a_result_that_the_server_does_not_take_ends_the_operation_without_it() 
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     assert_eq!(bank.payments().await, 1);
     assert!(matches!(bank.state("a").await, Some(State::Completed(StoredResult::TooLarge { .. }))));
-    // The store outside of a transaction does the same.
+    // Outside of a transaction, the store ends the operation in the same way.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
     let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
     let (result, outcome) = observe(operation.run(body)).await;
@@ -583,7 +583,7 @@ async fn a_record_made_in_a_transaction_names_its_holder() {
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// Checks the provenance of a record that was made in this process, by a handle of this name, under a trace.
+/// Checks the provenance of a record that a handle of this name made in this process, under a trace.
 async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
     let found = store.inspect(&key(name)).await.unwrap().unwrap();
     let told = found.holder().unwrap();
@@ -629,7 +629,7 @@ async fn a_concurrent_duplicate_is_rejected_immediately() {
         let (refused, outcome) = bank.pay(&other, "a", POLICY).await;
         assert!(matches!(refused, Err(Error::InProgress { attempt: 1, .. })), "{refused:?}");
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
-        // The other transaction is still usable, also for another key.
+        // The other transaction remains usable, for this key and for others.
         assert!(bank.pay(&other, "b", POLICY).await.1.executed());
         other.into_inner().commit().await.unwrap();
         tx.into_inner().rollback().await.unwrap();
@@ -652,7 +652,7 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)));
         let waiter: i32 = other.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
         let mut waiting = Box::pin(bank.pay(&other, name, policy));
-        // Poll until the server reports the wait.
+        // Poll the call until the server reports that it waits.
         let observer = bank.client().await;
         let waits = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND pid = $1";
         while observer.query_one(waits, &[&waiter]).await.unwrap().get::<_, i64>(0) == 0 {
@@ -676,7 +676,7 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
 }
 
 #[tokio::test]
-async fn a_wait_is_bounded_and_leaves_the_transaction_as_it_was() {
+async fn a_bounded_wait_leaves_the_transaction_usable() {
     let bank = Bank::open().await;
     let (mut first, mut second) = (bank.client().await, bank.client().await);
     let tx = OpenTransaction::new(first.transaction().await.unwrap());
@@ -727,7 +727,7 @@ async fn results_of_the_store_and_of_transactions_replay_each_other() {
     }
 }
 
-/// Runs `work`, and asserts that no session of the server waits for the transaction of `pid` meanwhile.
+/// Awaits `work`, and panics if a session of the server waits for the transaction of `pid` meanwhile.
 async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output = T>) -> T {
     let watcher = bank.client().await;
     let watch = async {
@@ -744,8 +744,9 @@ async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output 
     }
 }
 
-/// L6 for a key whose record is inserted and not committed: keys in the same batches are reserved, finished and
-/// replayed without a wait, and the key itself is in progress.
+/// Rule L6 for a key whose record is inserted and not committed: other keys of the same batches are reserved, finished
+/// and
+/// replayed without waiting, and calls for the key itself get `InProgress`.
 #[tokio::test]
 async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
     for bank in Bank::of_each_kind().await {
@@ -753,7 +754,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
         let tx = OpenTransaction::new(client.transaction().await.unwrap());
         bank.pay(&tx, "0", POLICY).await.0.unwrap();
         let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
-        // The key of the open transaction and 63 others, in the same batches.
+        // Calls for the key of the open transaction and for 63 other keys share batches.
         let all = async || {
             let mut calls = tokio::task::JoinSet::new();
             for n in 0..64 {
@@ -775,7 +776,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
                     }
                 }
             }
-            // The key alone too, and with a duplicate that waits.
+            // Calls for the key alone, and duplicates that wait, get `InProgress`, too.
             let waits = POLICY.in_progress(InProgress::Wait(Duration::from_millis(300)));
             for policy in [POLICY, waits] {
                 let alone = idem_runtime::Operation::new(&bank.store, Ok(key("0")), policy);
@@ -784,7 +785,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
             }
         })
         .await;
-        // After the commit the key is replayed.
+        // After the commit, a call replays the payment.
         tx.into_inner().commit().await.unwrap();
         assert!(matches!(bank.state("0").await, Some(State::Completed(_))));
         for (n, result) in all().await {
@@ -811,14 +812,14 @@ async fn fingerprints_are_compared_in_a_transaction() {
 }
 
 #[tokio::test]
-async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_else() {
+async fn an_ignored_failure_of_a_statement_undoes_only_its_body() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
     let body = async {
         tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
         tx.execute("INSERT INTO nowhere VALUES (1)", &[]).await.unwrap_err();
-        // The body ignores the failure.
+        // The body ignores the failed statement.
         Ok(7)
     };
     let (result, outcome) = bank.run(&tx, "a", POLICY, body).await;
@@ -833,7 +834,7 @@ async fn a_statement_whose_failure_is_not_noticed_undoes_the_body_and_nothing_el
 }
 
 #[tokio::test]
-async fn in_a_transaction_that_can_not_go_on_nothing_is_done() {
+async fn in_an_aborted_transaction_no_body_runs() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -856,7 +857,7 @@ async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() 
     let tx = OpenTransaction::new(
         client.build_transaction().isolation_level(IsolationLevel::Serializable).start().await.unwrap(),
     );
-    // From here on the transaction sees the present state, and no later one.
+    // This query fixes the snapshot of the transaction, which sees no later changes.
     tx.query("SELECT count(*) FROM payments", &[]).await.unwrap();
     bank.pay_and_commit("a").await.0.unwrap();
     let (result, _) = bank.pay(&tx, "a", POLICY).await;
@@ -869,7 +870,7 @@ async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() 
 }
 
 #[tokio::test]
-async fn a_table_that_is_not_there_is_said_to_be_so() {
+async fn a_missing_table_is_an_error_that_names_it() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -908,7 +909,7 @@ async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() 
     assert_eq!(bank.payments().await, 1);
 }
 
-/// Handler with the attribute, whose future can be spawned.
+/// Handler with the attribute, whose future may be spawned.
 #[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = shared("pay"), fingerprint = (name, 7))]
 async fn pay(tx: &PgTx<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
     tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await?;
@@ -917,7 +918,7 @@ async fn pay(tx: &PgTx<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std
 }
 
 #[tokio::test]
-async fn the_attribute_takes_a_transaction_for_a_store() {
+async fn the_attribute_accepts_a_transaction_as_its_store() {
     let bank = Bank::open().await;
     for replayed in [false, true] {
         let (mut client, schema) = (bank.client().await, bank.schema.clone());
@@ -958,7 +959,7 @@ async fn an_outcome_is_pending_until_its_transaction_is_committed() {
 }
 
 impl Bank {
-    /// Makes the table check at the commit that no name was paid twice.
+    /// Adds a constraint that is checked at the commit: no name is paid twice.
     async fn checks_at_commit(&self) {
         let unique = "ALTER TABLE payments ADD UNIQUE (name) DEFERRABLE INITIALLY DEFERRED";
         self.client().await.batch_execute(unique).await.unwrap();
@@ -971,7 +972,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
     bank.checks_at_commit().await;
     bank.client().await.batch_execute("INSERT INTO payments VALUES ('a')").await.unwrap();
     for kills in [false, true] {
-        // By hand: the delivery fails because its commit does.
+        // Case 1: a transaction by hand. The delivery fails because its commit fails.
         let mut client = bank.client().await;
         let (result, outcome) = observe(async {
             let tx = OpenTransaction::new(client.transaction().await?);
@@ -984,13 +985,13 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
-        // Until the commit, the outcome of the call is a retry.
+        // Case 2: the outcome of the call alone. Before the commit it is a retry.
         let mut client = bank.client().await;
         let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let (paid, outcome) = bank.pay_waiting_in(&tx, "a").await;
         assert!(paid.is_ok() && is_retry(&outcome), "{paid:?}, {outcome:?}");
         drop(tx);
-        // By `transact`.
+        // Case 3: `transact`.
         let mut client = bank.client().await;
         let (result, outcome) = PostgresStore::transact(&mut client, async |tx| {
             let paid = bank.pay_waiting_in(tx, "a").await.0?;
@@ -1001,13 +1002,13 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome) && !outcome.recorded(), "{result:?}, {outcome:?}");
-        // The attempt counts, because the library has a connection left to record it.
+        // The attempt counts, because the library records it over another connection.
         assert_eq!(bank.state("a").await, Some(State::Released));
     }
     assert_eq!(bank.payments().await, 1);
 }
 
-/// Ends the connection of a transaction.
+/// Ends the server session of a transaction.
 async fn kill(bank: &Bank, tx: &PgTx<'_>) {
     let pid: i32 = tx.query_one("SELECT pg_backend_pid()", &[]).await.unwrap().get(0);
     let other = bank.client().await;
@@ -1015,7 +1016,7 @@ async fn kill(bank: &Bank, tx: &PgTx<'_>) {
 }
 
 impl Bank {
-    /// Pays in `tx`, once the server has ended the transaction that holds the key.
+    /// Pays in `tx`, after the server has ended the transaction that holds the key.
     async fn pay_waiting_in(&self, tx: &PgTx<'_>, name: &str) -> (Result<u32, Error>, Outcome) {
         self.pay(tx, name, POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)))).await
     }
@@ -1052,7 +1053,7 @@ async fn a_statement_that_failed_without_notice_is_never_committed() {
         Ok::<_, AnyError>(paid)
     })
     .await;
-    // The server answers `COMMIT` with "ROLLBACK", which the driver accepts as an ordinary answer.
+    // The server answers `COMMIT` with `ROLLBACK`, which the driver takes for success.
     assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
     assert_eq!((bank.payments().await, bank.state("a").await), (0, Some(State::Released)));
 }
@@ -1062,7 +1063,7 @@ async fn a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
     let bank = Bank::open().await;
     for replayed in [false, true] {
         let (url, schema) = (bank.url.clone(), bank.schema.clone());
-        // In a separate task.
+        // The delivery runs in a spawned task.
         let delivery = tokio::spawn(async move {
             let mut client = raw(&url).await;
             let path = format!("SET search_path = \"{}\"", schema.replace('"', "\"\""));
@@ -1076,7 +1077,7 @@ async fn a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
         assert!(outcome.recorded() && !outcome.is_pending_commit());
     }
     assert_eq!(bank.payments().await, 1);
-    // On a pooled connection: first a working one, then one whose server session has ended.
+    // The deliveries use pooled connections: a working one, and one whose server session has ended.
     let config: tokio_postgres::Config = bank.url.parse().unwrap();
     let manager = deadpool_postgres::Manager::new(config, tokio_postgres::NoTls);
     let pool = deadpool_postgres::Pool::builder(manager).build().unwrap();
@@ -1114,7 +1115,7 @@ async fn a_transaction_that_conflicts_with_another_is_retried() {
     let mut client = bank.client().await;
     client.batch_execute("SET default_transaction_isolation = 'repeatable read'").await.unwrap();
     let tries = Cell::new(0);
-    // A statement of the library finds that the record has changed since.
+    // A statement of the library finds that the record has changed since the snapshot.
     let (paid, outcome) = PostgresStore::transact(&mut client, async |tx| {
         tries.set(tries.get() + 1);
         tx.query("SELECT count(*) FROM payments", &[]).await?;
@@ -1126,7 +1127,7 @@ async fn a_transaction_that_conflicts_with_another_is_retried() {
     .await;
     assert_eq!((paid.unwrap(), tries.get()), (1, 2));
     assert!(outcome.replayed() && outcome.disposition() == Disposition::Ack, "{outcome:?}");
-    // The commit finds it too, under SERIALIZABLE; but the repetitions must end.
+    // Under SERIALIZABLE the commit finds the conflict, and the repetitions must end.
     client.batch_execute("SET default_transaction_isolation = 'serializable'").await.unwrap();
     for always in [false, true] {
         tries.set(0);
@@ -1196,7 +1197,7 @@ async fn pay_by_sqlx(tx: &SqlxTransaction<'_>, schema: &str, name: &str) -> Resu
 }
 
 impl Bank {
-    /// `sqlx` connections that look for tables in the schema first.
+    /// Pool of `sqlx` connections whose search path begins with the schema.
     async fn pool(&self) -> sqlx::PgPool {
         let path = format!("SET search_path = \"{}\"", self.schema.replace('"', "\"\""));
         sqlx::postgres::PgPoolOptions::new()
@@ -1209,7 +1210,7 @@ impl Bank {
             .unwrap()
     }
 
-    /// Like [`Bank::end`], with `sqlx`.
+    /// Makes a call like [`Bank::end`], through `sqlx`.
     async fn end_by_sqlx(
         &self,
         tx: &SqlxTransaction<'_>,
@@ -1301,7 +1302,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
             let tx = SqlxTransaction::new(pool.begin().await.unwrap());
             let pause = async || tokio::time::sleep(Duration::from_millis(3)).await;
             let is_over = dropped_after(polls, bank.end_by_sqlx(&tx, &name, policy, end), pause).await;
-            // Either everything is committed, or nothing is and the commit fails.
+            // Either all is committed, or nothing is committed and the commit fails.
             let committed = tx.into_inner().commit().await.is_ok();
             let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
             match (&state, paid) {
@@ -1313,7 +1314,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
             if is_over {
                 assert!(committed);
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                // On a busy machine the answers may come before the end of the first poll: then nothing was dropped.
+                // On a busy machine all answers may come within the first poll, so that no call was dropped.
                 if polls > 1 {
                     break;
                 }
@@ -1331,7 +1332,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
     let bank = Bank::open().await;
     bank.checks_at_commit().await;
     let pool = bank.pool().await;
-    // A delivery in its own task, and its replay.
+    // A delivery in a spawned task, and its replay.
     for replayed in [false, true] {
         let (pool, schema) = (pool.clone(), bank.schema.clone());
         let delivery = tokio::spawn(async move {
@@ -1341,7 +1342,8 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!(paid.unwrap(), [0, 1, 255]);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // A refused commit, an error after the call, and a failed statement whose error the work ignores.
+    // Three deliveries fail: by a refused commit, by an error after the call, and by a failed statement whose error is
+    // ignored.
     for case in 0..3 {
         let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
             let paid = bank.end_by_sqlx(tx, "b", POLICY, End::Succeed).await.map_err(|it| it.0)?;
@@ -1360,7 +1362,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!(bank.names().await, ["a"], "{case}");
     }
     let bank = Bank { records_errors: true, ..bank };
-    // A recorded error is committed, and the rest of the transaction is rolled back.
+    // The recorded error is committed, and everything else in the transaction is rolled back.
     for replayed in [false, true] {
         let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
             insert(tx, "before").await;
@@ -1372,7 +1374,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!((outcome.disposition(), outcome.replayed()), (Disposition::DeadLetter, replayed));
     }
     assert_eq!(bank.names().await, ["a"]);
-    // A transaction that conflicts with another one is tried again.
+    // A transaction that conflicts with another one is repeated.
     let tries = Cell::new(0);
     let (paid, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
         tries.set(tries.get() + 1);
@@ -1391,7 +1393,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
 }
 
 #[tokio::test]
-async fn a_transaction_of_sqlx_does_the_same() {
+async fn a_transaction_of_sqlx_commits_payment_and_record_together() {
     let bank = Bank::open().await;
     let pool = bank.pool().await;
     let begin = async || SqlxTransaction::new(pool.begin().await.unwrap());
@@ -1414,7 +1416,7 @@ async fn a_transaction_of_sqlx_does_the_same() {
     other.into_inner().commit().await.unwrap();
     assert_eq!(bank.payments().await, 1);
 
-    // The other driver reads the record too.
+    // A transaction of the other driver replays the record.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("a")), POLICY);
     let result = operation.run(async { Ok::<Vec<u8>, Error>(vec![]) }).await;
     assert_eq!(result.unwrap(), [0, 1, 255]);
@@ -1429,7 +1431,7 @@ async fn a_transaction_of_sqlx_does_the_same() {
 // ---- SQLite
 // ----------------------------------------------------------------------------------------------------------
 
-/// File with a table of payments.
+/// Database file with a table of payments.
 struct Till {
     folder: Folder,
 }
@@ -1494,13 +1496,13 @@ async fn in_sqlite_payment_and_record_commit_together_or_not_at_all() {
 #[tokio::test]
 async fn in_sqlite_a_duplicate_in_another_transaction_never_pays_again() {
     let till = Till::new();
-    // Creates the table before the test.
+    // The store creates its table before the test begins.
     SqliteStore::open(till.folder.file()).await.unwrap();
     let (mut first, mut second) = (till.connection(), till.connection());
     second.busy_timeout(Duration::from_millis(20)).unwrap();
     let tx = begin(&mut first);
     sell(&tx, "a", POLICY).await.0.unwrap();
-    // This transaction did not begin as a writing one, so its first write is refused.
+    // This transaction has begun as a reader, so its first write is refused.
     let other = OpenTransaction::new(second.transaction().unwrap());
     let (refused, outcome) = sell(&other, "a", POLICY).await;
     match refused {
@@ -1578,13 +1580,13 @@ async fn in_sqlite_a_foreign_table_is_left_alone() {
 }
 
 #[tokio::test]
-async fn in_sqlite_a_transaction_that_is_over_is_noticed() {
+async fn in_sqlite_a_transaction_that_has_ended_is_an_error() {
     let till = Till::new();
     let mut connection = till.connection();
     let tx = begin(&mut connection);
     let operation = SqliteStore::within(&tx).operation(Ok(key("a")), POLICY);
     let body = async {
-        // SQLite itself does this when the disk is full.
+        // SQLite rolls a transaction back by itself, for example when the disk is full.
         tx.execute_batch("ROLLBACK").unwrap();
         Ok::<u32, Error>(7)
     };
@@ -1618,7 +1620,7 @@ async fn in_sqlite_a_result_too_large_for_a_row_ends_the_operation_without_it() 
 
 const HUGE: u64 = 1_000_000_000;
 
-/// Codec whose results need much memory.
+/// Codec that encodes every value as a result too large for a row.
 struct Huge;
 
 impl Codec for Huge {
@@ -1706,7 +1708,7 @@ async fn in_sqlite_a_call_that_does_not_complete_is_undone() {
     }
 }
 
-/// A later transaction of the connection stands at the same address.
+/// The next transaction of the connection has the same address as the transaction of the leaked call.
 #[tokio::test]
 async fn in_sqlite_a_call_that_is_leaked_delays_no_later_transaction() {
     let till = Till::new();
@@ -1724,7 +1726,7 @@ async fn in_sqlite_a_call_that_is_leaked_delays_no_later_transaction() {
 }
 
 #[tokio::test]
-async fn a_transaction_by_hand_inside_of_another_leaves_no_note_in_its_journal() {
+async fn a_transaction_by_hand_does_not_use_the_journal_of_an_outer_one() {
     let (outer, inner) = (Till::new(), Till::new());
     let mut connection = outer.connection();
     let (paid, _) = SqliteStore::transact(&mut connection, async |_| {
@@ -1739,7 +1741,7 @@ async fn a_transaction_by_hand_inside_of_another_leaves_no_note_in_its_journal()
 }
 
 #[tokio::test]
-async fn in_sqlite_a_transaction_goes_by_the_clock_of_its_guard() {
+async fn in_sqlite_a_transaction_uses_the_clock_of_its_guard() {
     let till = Till::new();
     let mut connection = till.connection();
     let clock = ManualClock::new();
@@ -1772,7 +1774,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert_eq!(paid.unwrap(), 7);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // A refused commit, and an error after the call.
+    // Two deliveries fail: by a refused commit, and by an error after the call.
     for refused in [true, false] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
             let paid = sell_by_attribute(tx, "b").await?;
@@ -1786,7 +1788,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert!(result.is_err() && is_retry(&outcome) && !outcome.replayed(), "{result:?}, {outcome:?}");
         assert_eq!((till.names(), till.state("b").await), (vec!["a".to_owned()], Some(State::Released)));
     }
-    // A recorded error is committed, and the rest of the transaction is rolled back.
+    // The recorded error is committed, and everything else in the transaction is rolled back.
     for replayed in [false, true] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
             tx.execute("INSERT INTO payments VALUES ('before')", [])?;
@@ -1799,7 +1801,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert!(matches!(till.state("c").await, Some(State::Failed(_))));
     }
     assert_eq!(till.names(), ["a"]);
-    // Another connection writes meanwhile.
+    // Another connection holds the write lock.
     let mut other = till.connection();
     other.busy_timeout(Duration::from_millis(20)).unwrap();
     let holding = begin(&mut connection);
@@ -1813,18 +1815,18 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
     let till = Till::new();
     let mut connection = till.connection();
     let name = "a";
-    // Committed: the record takes effect, and the message is acknowledged.
+    // After a commit, the record takes effect and the message is acknowledged.
     let (_, outcome) =
         observe(async { SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, name).await).await.0 })
             .await;
     assert_eq!((outcome.disposition(), outcome.is_pending_commit()), (Disposition::Ack, false), "{outcome:?}");
-    // In each of the other cases, a call that succeeds before or after the transaction must not hide its failure.
+    // In each further case the transaction fails, and a successful call before or after it must not hide the failure.
     let other = MemoryStore::new();
     let done = async |name| {
         Operation::new(&other, Key::new("other", name), POLICY).run(async { Ok::<_, Error>(1) }).await.unwrap()
     };
     for order in ["before", "after"] {
-        // Rolled back, and the delivery ignores the error.
+        // The transaction is rolled back, and the delivery ignores the error.
         let (_, outcome) = observe(async {
             if order == "before" {
                 done("rolled back before").await;
@@ -1842,7 +1844,7 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
         })
         .await;
         assert!(is_retry(&outcome), "{order}: {outcome:?}");
-        // Cut off in the middle: in a call, and before the first call.
+        // The delivery is cut off in a call, or before its first call.
         for calls in [true, false] {
             let (_, outcome) = observe(async {
                 if order == "before" {
@@ -1864,7 +1866,7 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
             .await;
             assert!(is_retry(&outcome), "{order}: {outcome:?}");
         }
-        // The transaction never begins.
+        // The transaction can't begin.
         let holding = begin(&mut connection);
         let mut busy = till.connection();
         busy.busy_timeout(Duration::from_millis(1)).unwrap();
@@ -1884,7 +1886,7 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
         drop(holding);
     }
     assert_eq!(till.names(), ["a"]);
-    // An error of the body is still recorded.
+    // A recorded error of the body is committed.
     let (_, outcome) = observe(async {
         let failing = async |tx: &SqliteTx<'_>| {
             sell_and_end(tx, "c", POLICY, End::Fail, true).await.map_err(|declined| AnyError::from(declined.0))
@@ -1908,7 +1910,7 @@ fn ledger(spec: &str, begin: usize) -> Child {
     command.spawn().expect("a process starts")
 }
 
-/// Runs eight processes, one of which is killed repeatedly.
+/// Runs eight processes of `ledger`, and kills one of them repeatedly.
 async fn race(spec: &str) {
     let mut racers: Vec<Child> = (0..RACERS).map(|n| ledger(spec, n * KEYS / RACERS)).collect();
     for kill in 0..KILLS {
@@ -1952,7 +1954,7 @@ async fn in_sqlite_processes_that_die_leave_every_effect_exactly_once() {
 // ---- Dispositions of messages whose handlers have a transaction
 // --------------------------------------------------------
 
-/// Driver, with a table of payments and a table of records.
+/// Driver of a database with a table of payments and a table of records.
 enum Driver {
     TokioPostgres(Bank),
     Sqlx(Bank, sqlx::PgPool),
@@ -1974,7 +1976,8 @@ impl Driver {
         }
     }
 
-    /// The name that is paid. Counts of failures are shared by all transactions of one table's name.
+    /// Name for the payments. It differs for each driver, because all transactions for a table name share the counts of
+    /// failures.
     fn payee(&self) -> String {
         match self {
             Self::TokioPostgres(bank) | Self::Sqlx(bank, _) => bank.schema.clone(),
@@ -1989,7 +1992,7 @@ impl Driver {
         }
     }
 
-    /// Makes one delivery by `transact`. If `fails_after`, the delivery fails after the call.
+    /// Makes one delivery by `transact`. If `fails_after` is true, the delivery fails after its call.
     async fn transact(
         &self,
         delivery: u32,
@@ -2020,7 +2023,7 @@ impl Driver {
         }
     }
 
-    /// One delivery that begins and commits by hand, as the page about transactions did it.
+    /// Makes one delivery whose handler begins and commits the transaction itself.
     async fn by_hand(&self, policy: Policy, end: End) -> (Result<u32, AnyError>, Outcome) {
         match self {
             Self::TokioPostgres(bank) => {
@@ -2039,7 +2042,8 @@ impl Driver {
                     let paid = bank.end_by_sqlx(&tx, &self.payee(), policy, end).await;
                     match paid.is_ok() {
                         true => tx.into_inner().commit().await?,
-                        // A transaction that is only dropped is rolled back when its connection is used again.
+                        // The rollback is explicit, because a dropped transaction is rolled back only when its
+                        // connection is used again.
                         false => tx.into_inner().rollback().await?,
                     }
                     Ok(paid.map_err(|it| it.0)?)
@@ -2063,7 +2067,8 @@ impl Driver {
 #[tokio::test]
 async fn a_healthy_message_is_acknowledged() {
     for driver in Driver::all().await {
-        // By hand, the first outcome does not include the commit; the next delivery finds the committed record.
+        // By hand, the outcome of the first delivery doesn't know of the commit. The next delivery replays the
+        // committed record.
         for (n, expected) in [(1, None), (2, Some(Disposition::Ack)), (3, Some(Disposition::Ack))] {
             let (paid, outcome) = driver.by_hand(POLICY, End::Succeed).await;
             assert_eq!((paid.unwrap(), outcome.replayed()), (1, n > 1), "{}", driver.name());
@@ -2110,7 +2115,7 @@ async fn an_attempt_counts_although_its_transaction_is_rolled_back() {
 }
 
 #[tokio::test]
-async fn a_limit_of_attempts_that_nothing_would_count_is_refused() {
+async fn max_attempts_is_refused_where_no_attempt_would_be_counted() {
     for driver in Driver::all().await {
         let (paid, outcome) = driver.by_hand(POLICY.max_attempts(3), End::Succeed).await;
         assert!(paid.unwrap_err().to_string().contains("use `transact`"));
@@ -2119,7 +2124,7 @@ async fn a_limit_of_attempts_that_nothing_would_count_is_refused() {
     }
 }
 
-/// Nothing is left of such a delivery, and the handle of its call ends with it.
+/// A delivery that is rolled back leaves nothing in the database, and the guard of its transaction ends with it.
 #[tokio::test]
 async fn the_pauses_of_a_delivery_that_is_rolled_back_by_hand_grow() {
     let cases = [
@@ -2147,7 +2152,7 @@ async fn the_pauses_of_a_delivery_that_is_rolled_back_by_hand_grow() {
 }
 
 #[tokio::test]
-async fn duplicates_of_open_transactions_on_their_last_delivery_leave_room_for_other_work() {
+async fn only_some_duplicates_of_open_transactions_wait_on_their_last_delivery() {
     const SLOTS: usize = 7;
     const WAITERS: usize = 4;
     let bank = Bank::open().await;
@@ -2194,11 +2199,11 @@ async fn a_replay_of_a_rolled_back_result_is_not_recorded() {
 }
 
 #[tokio::test]
-async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_and_stands_inside_of_one() {
+async fn transact_takes_every_option_of_an_observed_delivery() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let beats = async |_| Ok::<_, Error>(());
-    // Every option of an observed delivery, inside of another observation.
+    // The delivery uses every option of an observed delivery, inside another observation.
     let (paid, outcome) = observe(async {
         let work = async |tx: &PgTx<'_>| Ok::<_, AnyError>(bank.pay(tx, "a", POLICY).await.0?);
         let (paid, inner) = PostgresStore::transact(&mut client, work)
@@ -2214,7 +2219,7 @@ async fn a_transaction_of_the_library_takes_all_that_an_observed_delivery_takes_
     .await;
     assert_eq!((paid.unwrap(), outcome.disposition()), (1, Disposition::Ack));
     assert!(!outcome.is_pending_commit() && outcome.recorded());
-    // A failure that the outer delivery ignores, and a transaction that is cut off.
+    // The transaction fails or is cut off, and the outer delivery ignores the failure.
     for cut_off in [false, true] {
         let end = if cut_off { End::Hang } else { End::Fail };
         let (result, outcome) = observe(async {

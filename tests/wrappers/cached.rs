@@ -1,4 +1,4 @@
-//! `Cached`: the records that it caches, the age of its entries, and the events that remove them.
+//! `Cached`: the records that it caches, the ages of entries, and the events that remove entries.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -25,7 +25,7 @@ const EVERY: [StoreCall; 7] = [
     StoreCall::Inspect,
     StoreCall::Decide,
 ];
-/// Longer than every retention here.
+/// Maximum age that outlasts every retention here.
 const AGELESS: Duration = Duration::from_secs(1 << 30);
 
 fn calls(world: &World) -> usize {
@@ -36,7 +36,7 @@ fn ageless(world: &World) -> Cached {
     Cached::options().max_age(AGELESS).wrap(world.store.clone())
 }
 
-/// Number of calls of the store that a replay of `name` takes.
+/// Replays `name`, and returns the number of operations of the inner store.
 async fn costs(world: &World, store: &Cached, name: &str, expected: &Record) -> usize {
     let before = calls(world);
     assert_eq!(world.replay(store, name).await, *expected);
@@ -58,7 +58,7 @@ async fn a_replay_of_a_local_run_costs_no_call() {
     }
     assert_eq!((calls(&world), world.runs()), (2, 1));
 
-    // The cache keeps recorded errors too, and results that could not be stored.
+    // The cache also holds recorded errors, and results that could not be stored.
     for (name, finish) in [
         ("failed", Finish::Failed(stored(b"1"))),
         ("too large", Finish::Completed(StoredResult::TooLarge { size: 9 })),
@@ -81,9 +81,9 @@ async fn a_result_of_another_process_costs_one_call_for_each_of_two_replays() {
     assert_eq!((world.store.count(StoreCall::Reserve), world.store.count(StoreCall::Inspect)), (1, 1));
 }
 
-/// The cache reads a record each time while it may still change.
+/// As long as a record may change, the cache asks the store each time.
 #[tokio::test]
-async fn only_finished_records_are_kept() {
+async fn only_finished_records_are_cached() {
     let world = World::new();
     let store = ageless(&world);
     let asks = async |name: &str, request: ReserveRequest, is: fn(&Reservation) -> bool| {
@@ -113,7 +113,7 @@ async fn only_finished_records_are_kept() {
 }
 
 #[tokio::test]
-async fn a_refused_or_failed_finish_is_not_kept() {
+async fn a_refused_or_failed_finish_is_not_cached() {
     let world = World::new();
     let store = ageless(&world);
     let late = world.reserved(&store, "k").await;
@@ -127,7 +127,7 @@ async fn a_refused_or_failed_finish_is_not_kept() {
         store.finish(&successor, &completed(b"1")).await.unwrap_err();
         assert!(store.is_empty());
     }
-    // The failed write had no effect, so the retention begins with the write that succeeds.
+    // The failed write had no effect, so the retention counts from the successful write.
     assert_eq!(store.finish(&successor, &completed(b"1")).await.unwrap(), Verdict::Applied);
     assert_eq!(costs(&world, &store, "k", &Record::after(&successor, completed(b"1").state())).await, 0);
 }
@@ -154,7 +154,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
     }
     assert_eq!(calls(&world), before);
 
-    // The same when the record enters the cache.
+    // The fingerprint is also compared when the record enters the cache.
     let elsewhere = Cached::new(world.store.clone());
     for _ in 0..3 {
         assert_eq!(elsewhere.reserve(&marked(2)).await.unwrap(), Reservation::FingerprintMismatch { attempt: 1 });
@@ -164,7 +164,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
 
 #[tokio::test]
 async fn an_entry_ends_with_the_retention_of_its_record() {
-    // The record was finished by this handle.
+    // This handle finished the record.
     let world = World::new();
     let store = ageless(&world);
     world.clock.advance(Duration::from_secs(5));
@@ -174,7 +174,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // The record was finished elsewhere, and read here when half of its retention was over.
+    // Another handle finished the record, and this handle read it after half of the retention.
     let world = World::new();
     let store = ageless(&world);
     let record = world.finished(&world.memory, "k", b"1").await;
@@ -187,7 +187,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // A retention counts from the write, however late its answer comes.
+    // The retention counts from the request of the write, even if the answer comes late.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -199,7 +199,7 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TTL / 2);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // The same for a read: the retention does not count from its answer.
+    // The retention of a record that was read counts from its write, and not from the answer.
     let world = World::new();
     let store = ageless(&world);
     world.finished(&world.memory, "k", b"1").await;
@@ -213,9 +213,9 @@ async fn an_entry_ends_with_the_retention_of_its_record() {
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 }
 
-/// A repeated finish is applied, but the time of the first one is unknown to the handle.
+/// A repeated finish is applied, but the handle does not know the time of the first one.
 #[tokio::test]
-async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
+async fn a_repeated_finish_does_not_prolong_the_retention() {
     for how in ["lost", "dropped", "at once"] {
         let world = World::new();
         let store = ageless(&world);
@@ -244,7 +244,7 @@ async fn a_finish_whose_answer_got_lost_prolongs_nothing() {
         assert_eq!(world.reserved(&store, "k").await.attempt, 1, "{how}: forgotten with the first write");
     }
 
-    // The finish is repeated after its answer: the entry is neither prolonged nor changed.
+    // The finish is repeated after its answer: the entry keeps its content and its end.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -281,7 +281,7 @@ async fn a_reopen_elsewhere_is_noticed_within_the_age() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     let record = world.finished(&store, "k", b"1").await;
-    // One call for each maximum age.
+    // The store is asked once in each maximum age.
     for _ in 0..3 {
         world.clock.advance(AGE - TICK);
         assert_eq!(costs(&world, &store, "k", &record).await, 0);
@@ -296,9 +296,9 @@ async fn a_reopen_elsewhere_is_noticed_within_the_age() {
     assert!(store.is_empty());
 }
 
-/// A record that was read before a decision must not be cached when the answer comes after it.
+/// An answer that was read before a decision and arrives after it must not enter the cache.
 #[tokio::test]
-async fn a_decision_meanwhile_leaves_no_stale_entry() {
+async fn a_decision_during_a_read_leaves_no_stale_entry() {
     #[derive(Clone, Copy, PartialEq, Debug)]
     enum Meanwhile {
         Reopened,
@@ -318,7 +318,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
             let store = ageless(&world);
             let peer = store.peer(world.memory.peer());
             let (finish, request, lease);
-            // A finish or a read is under way; its answer holds the record from before the decision.
+            // A finish or a read is under way, and its answer will hold the record from before the decision.
             let call: std::pin::Pin<Box<dyn Future<Output = bool>>> = if entering == "finish" {
                 lease = world.reserved(&store, "k").await;
                 finish = completed(b"1");
@@ -335,7 +335,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
             };
             let reopen_elsewhere =
                 async || assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
-            // Meanwhile the record changes: by this cache, its peer, or another process.
+            // The record changes meanwhile: through this cache, its second handle, or another process.
             match meanwhile {
                 Reopened => assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
                 ReopenedByPeer => assert_eq!(peer.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied),
@@ -350,7 +350,7 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 }
                 Rerun => {
                     reopen_elsewhere().await;
-                    // The handle gets the new attempt's lease because the attempt is its own.
+                    // The request belongs to the new attempt, so the handle gets the lease again.
                     assert_eq!(world.reserved(&peer, "k").await.attempt, 2);
                 }
                 RunsElsewhere => {
@@ -368,17 +368,17 @@ async fn a_decision_meanwhile_leaves_no_stale_entry() {
                 }
             }
             assert!(call.await, "{entering}: what was asked before is answered as it was");
-            // No later reservation may get the old record.
+            // No later reservation may get the old record from the cache.
             let after = store.reserve(&world.request("k")).await.unwrap();
             assert!(!matches!(after, Reservation::Finished { .. }), "{entering}, {meanwhile:?}: a stale entry");
         }
     }
 }
 
-/// A read that begins after the request of a decision, but is answered before the decision, is as stale as an earlier
-/// one.
+/// A read whose answer comes while a decision is under way holds the old record, also if the read began after the
+/// decision.
 #[tokio::test]
-async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
+async fn a_slow_decision_leaves_no_stale_entry() {
     for ends in ["before", "after"] {
         let world = World::new();
         let store = ageless(&world);
@@ -391,7 +391,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
             world.replay(&store, "k").await;
             assert_eq!(reopen.await.unwrap(), Verdict::Applied);
         } else {
-            // The handle sees the operation as finished again, so it reads the record.
+            // The decision is under way, so the handle reads the record from the store.
             world.store.next(StoreCall::Inspect, Fault::Slow(1));
             let request = world.request("k");
             let read = polled(store.reserve(&request), 2).await;
@@ -402,7 +402,7 @@ async fn a_decision_that_takes_its_time_leaves_no_stale_entry() {
     }
 }
 
-/// An older answer must not permanently remove a newer entry, and a newer answer must not keep an older entry.
+/// An older answer must not remove a newer entry, and a newer answer must not keep an older entry.
 #[tokio::test]
 async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
     let world = World::new();
@@ -428,12 +428,12 @@ async fn a_waiting_duplicate_gets_the_result_from_the_cache() {
     };
     let ((result, _), ()) = futures::join!(world.call(&store, wait, "again"), finish);
     assert_eq!((result.unwrap().as_str(), world.runs()), ("first", 0));
-    // Each caller reserved once, and the duplicate did not reserve again.
+    // Two reservations reached the store: one of each caller.
     assert_eq!(world.store.count(StoreCall::Reserve), 2);
 }
 
 #[tokio::test]
-async fn hits_need_no_store() {
+async fn a_cached_record_is_replayed_while_the_store_is_away() {
     let world = World::new();
     let store = ageless(&world);
     world.call(&store, POLICY, "first").await.0.unwrap();
@@ -443,14 +443,14 @@ async fn hits_need_no_store() {
         }
         let (result, _) = world.call(&store, POLICY.on_store_error(OnStoreError::Run), "again").await;
         assert_eq!(result.unwrap(), "first");
-        // A key that is not cached behaves as without a cache.
+        // The store is asked for a key that is not in the cache.
         let answer = store.reserve(&world.request("another")).await;
         assert_eq!(answer.unwrap_err().kind(), kind);
     }
     assert_eq!(world.runs(), 1);
 }
 
-/// A cache that can't read, for lack of a right or because of a fault, still reserves.
+/// If the cache can't read a record, for lack of a right or because of a fault, it reserves.
 #[tokio::test]
 async fn a_read_that_fails_falls_back_to_the_reservation() {
     let world = World::new();
@@ -463,7 +463,7 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let error = store.reserve(&world.request("k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "never an answer that it could not get");
-    // The record is gone at the time of the read.
+    // The record is forgotten between the answer of the read and the reservation.
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.finished(&world.memory, "k", b"1").await;
@@ -473,13 +473,13 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
     assert!(store.is_empty());
 }
 
-/// Store in memory with a peculiarity.
+/// Store in memory with one peculiarity.
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// Context of a store inside a transaction, whose records may be rolled back.
+    /// Context of a store inside a transaction, which may be rolled back.
     none: Option<Arc<StoreContext>>,
-    /// True if finished records can't be read for now.
+    /// True if finished records can't be read at present.
     unreadable: bool,
 }
 
@@ -534,7 +534,7 @@ impl Store for Peculiar {
 }
 
 #[tokio::test]
-async fn nothing_is_kept_of_a_transaction() {
+async fn no_record_of_a_transaction_is_cached() {
     let world = World::new();
     let none = Some(Arc::new(StoreContext::without_renewal("memory", Arc::new(world.clock.clone()))));
     let store = Cached::new(Peculiar { memory: world.memory.clone(), none, unreadable: false });
@@ -545,7 +545,7 @@ async fn nothing_is_kept_of_a_transaction() {
         }
         assert!(store.is_empty());
     }
-    // A rollback: the records seen inside of the transaction never existed.
+    // After a rollback, the records of the transaction have never existed.
     assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Verdict::Applied);
     assert_eq!(world.reserved(&store, "1").await.attempt, 2);
 }
@@ -568,7 +568,7 @@ async fn a_result_that_can_not_be_read_is_asked_for_again() {
 }
 
 #[tokio::test]
-async fn recently_used_entries_stay() {
+async fn recently_used_entries_stay_in_the_cache() {
     let world = World::new();
     let store = Cached::options().max_entries(8).max_age(AGELESS).wrap(world.store.clone());
     let hot = world.finished(&store, "hot", b"hot").await;
@@ -582,14 +582,14 @@ async fn recently_used_entries_stay() {
         assert!(store.len() <= 8);
     }
     assert_eq!(store.len(), 8);
-    // A record dropped from the cache still exists in the store, and costs one call.
+    // A record without a cache entry still exists in the store, and costs one operation.
     let before = calls(&world);
     world.replay(&store, "3").await;
     assert_eq!(calls(&world) - before, 1);
 }
 
 #[tokio::test]
-async fn the_bytes_are_bounded() {
+async fn the_bytes_of_a_cache_are_bounded() {
     const MAX: usize = 100_000;
     let world = World::new();
     let store = Cached::options().max_bytes(MAX).max_age(AGELESS).wrap(world.store.clone());
@@ -598,20 +598,20 @@ async fn the_bytes_are_bounded() {
         assert!(store.bytes() <= MAX, "{} bytes", store.bytes());
     }
     assert!(store.bytes() > MAX / 2, "{} bytes: the room is used", store.bytes());
-    // A record too large for the cache evicts nothing, and is replayed as without a cache.
+    // A record too large for the cache removes no other entry, and each replay asks the store.
     let before = store.len();
     let large = world.finished(&store, "large", &vec![b'x'; MAX]).await;
     assert_eq!(store.len(), before);
     for _ in 0..3 {
         assert_eq!(costs(&world, &store, "large", &large).await, 1);
     }
-    // Each entry takes memory for its key, in addition to its result.
+    // An entry takes memory for its key and for its result.
     let bytes = store.bytes();
     assert!(bytes >= store.len() * 300, "{bytes} bytes for {} entries", store.len());
 }
 
 #[tokio::test]
-async fn a_cache_without_room_is_none() {
+async fn a_cache_without_room_caches_nothing() {
     for options in [Cached::options().max_entries(0), Cached::options().max_bytes(0), Cached::options().max_bytes(100)]
     {
         let world = World::new();
@@ -630,10 +630,11 @@ async fn a_cache_without_room_is_none() {
     }
 }
 
-/// Threads finish, replay and reopen the same keys through two handles: the bounds hold at every moment, and no caller
-/// gets a result that was discarded before its request.
+/// Threads finish, replay and reopen the same keys through two handles. The cache never exceeds its limits, and no
+/// caller
+/// gets a result that was discarded before the caller's request.
 #[test]
-fn bounds_and_answers_hold_under_concurrency() {
+fn concurrent_threads_exceed_no_limit_and_get_no_discarded_result() {
     const ENTRIES: usize = 40;
     const BYTES: usize = 60_000;
     const KEYS: usize = 60;
@@ -641,7 +642,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
     let store = options.wrap(memory.clone());
     let peer = store.peer(memory.peer());
-    // For each key, the first attempt whose result may not have been discarded.
+    // Smallest number of an attempt, for each key, whose result may still be replayed.
     let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -672,7 +673,7 @@ fn bounds_and_answers_hold_under_concurrency() {
     assert!(store.len() > ENTRIES / 2, "the room is used: {}", store.len());
 }
 
-/// Works on the keys as one thread. Returns the number of operations that it has reopened.
+/// Works on the keys as one of several threads. Returns the number of reopened operations.
 async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
     let world = World::new();
     let mut reopened = 0;
@@ -703,8 +704,8 @@ async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
 }
 
 #[tokio::test]
-async fn a_shadow_of_nothing_stays() {
-    // After an error or a dropped call, no unfinished entry stays.
+async fn an_unfinished_call_leaves_no_entry() {
+    // After an error or a dropped call, the cache holds no unfinished entry.
     let world = World::new();
     let store = ageless(&world);
     for n in 0..1000 {
@@ -764,8 +765,9 @@ async fn each_joined_caller_learns_of_another_payload() {
     assert_eq!(calls(&world), 1);
 }
 
-/// Only a finished record is shared. A reservation belongs to one caller, and "in progress" answers each caller's own
-/// token.
+/// Callers share only a finished record. A reservation belongs to one caller, and an "in progress" answer depends on
+/// the
+/// caller's token.
 #[tokio::test]
 async fn an_unfinished_record_is_not_shared() {
     let world = World::new();
@@ -779,14 +781,14 @@ async fn an_unfinished_record_is_not_shared() {
     assert_eq!(answers.iter().filter(|answer| pending(answer)).count(), MANY - 1);
     assert_eq!(calls(&world), MANY, "each asks at most once");
 
-    // The winner repeats its reservation because the answer got lost, while another caller reserves.
+    // The owner repeats its reservation because its answer got lost, while another caller reserves.
     let winner = answers.iter().position(reserved).unwrap();
     world.store.next(StoreCall::Reserve, Fault::Slow(3));
     let repeated = [&world.request("k"), &requests[winner]];
     let answers = futures::future::join_all(repeated.map(|request| store.reserve(request))).await;
     assert!(pending(&answers[0]) && reserved(&answers[1]), "{answers:?}");
 
-    // The failure of one request is not the answer to another.
+    // If the request of one caller fails, the other caller makes its own request.
     world.finished(&world.memory, "other", b"1").await;
     world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let requests = [world.request("other"), world.request("other")];
@@ -796,7 +798,7 @@ async fn an_unfinished_record_is_not_shared() {
 }
 
 #[tokio::test]
-async fn many_that_wait_for_a_running_attempt_ask_once_each() {
+async fn each_of_many_waiting_duplicates_reserves_once() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     let lease = world.reserved(&store, "call").await;
@@ -817,7 +819,7 @@ async fn many_that_wait_for_a_running_attempt_ask_once_each() {
     assert_eq!(asks(&world) - before, MANY, "the result is there already");
 }
 
-/// The call that reads for all callers may be dropped, or not be polled again.
+/// The call that reads for several callers may be dropped, or never be polled again.
 #[tokio::test]
 async fn a_slow_call_delays_no_other_key() {
     let world = World::new();
@@ -844,7 +846,7 @@ async fn a_slow_call_delays_no_other_key() {
     assert_eq!(joined.await.unwrap().aged(None), Reservation::finished(record), "the other one is gone");
 }
 
-/// A request made after a `reopen` must not get an answer from before it.
+/// A request made after a `reopen` must not get an answer from before the `reopen`.
 #[tokio::test]
 async fn no_caller_joins_an_outdated_read() {
     let world = World::new();
@@ -853,7 +855,7 @@ async fn no_caller_joins_an_outdated_read() {
     let [early, late] = [world.request("k"), world.request("k")];
     world.store.next(StoreCall::Reserve, Fault::Slow(1));
     let mut asking = store.reserve(&early);
-    // The store has answered, and the answer is on its way.
+    // The store has answered, and the answer is under way.
     asking = polled(asking, 2).await;
     assert_eq!(store.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
     assert!(matches!(store.reserve(&late).await.unwrap(), Reservation::Granted { .. }));

@@ -1,4 +1,4 @@
-//! `Compressed`: the results that it compresses, those that come back, and those that don't.
+//! `Compressed`: the results that it compresses, and the results that it can or can't read back.
 
 use idem_runtime::codec::{CodecName, ResultProblem};
 use idem_runtime::record::{Record, StoredResult};
@@ -17,7 +17,7 @@ fn envelope(bytes: &[u8]) -> Finish {
     })
 }
 
-/// Stores these bytes as an envelope of the wrapper, and reads them through it.
+/// Stores these bytes as an envelope of the wrapper, and reads the result through the wrapper.
 async fn read(world: &World, name: &str, bytes: &[u8]) -> StoredResult {
     let lease = world.reserved(&world.store, name).await;
     assert_eq!(world.store.finish(&lease, &envelope(bytes)).await.unwrap(), Verdict::Applied);
@@ -27,7 +27,7 @@ async fn read(world: &World, name: &str, bytes: &[u8]) -> StoredResult {
     met
 }
 
-/// Envelope as version 1 writes it.
+/// Envelope in the form of version 1.
 fn sealed(form: u8, codec: &str, size: u64, rest: &[u8]) -> Vec<u8> {
     let len = u8::try_from(codec.len()).unwrap();
     [&[1, form, len][..], codec.as_bytes(), &size.to_be_bytes(), rest].concat()
@@ -58,7 +58,7 @@ async fn the_envelope_is_pinned() {
     let [pinned_as_it_was, pinned_compressed] = GOLDEN.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     let [as_it_was, frame] = written.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     assert_eq!(as_it_was, pinned_as_it_was, "a released envelope never changes: give a new one a new version");
-    // Another version of zstd may find a shorter frame; the library writes the header before it.
+    // The frame depends on the version of zstd; the library writes the header.
     let header = "compressed ".len() + 2 * (3 + 4 + 8);
     assert_eq!(frame[..header], pinned_compressed[..header], "a released envelope never changes");
 
@@ -93,7 +93,7 @@ async fn results_above_the_threshold_are_compressed() {
 }
 
 #[tokio::test]
-async fn every_level_is_read() {
+async fn results_of_every_level_are_read() {
     let parcel =
         |n: u64| format!("{{\"parcel\":{},\"city\":\"{}\"}},", n * 7919 % 10_007, "xyzzy".repeat((n % 7) as usize));
     let text: Vec<u8> = (0..5000).flat_map(|n| parcel(n).into_bytes()).collect();
@@ -110,9 +110,9 @@ async fn every_level_is_read() {
     assert!(sizes[6] < sizes[3], "a higher level is used: {sizes:?}");
 }
 
-/// The bound applies both to the size that an envelope declares and to the size of its frame's content.
+/// The limit applies to the size that the envelope declares, and to the size that its frame declares.
 #[tokio::test]
-async fn nothing_is_decompressed_beyond_the_bound() {
+async fn no_result_beyond_the_limit_is_decompressed() {
     let world = World::new();
     let bomb = compressed(&vec![0; 60 << 20]).await;
     let (header, frame) = bomb.split_at(3 + 4 + 8);
@@ -129,7 +129,7 @@ async fn nothing_is_decompressed_beyond_the_bound() {
         let reason = read(&world, name, &sealed(1, "json", size, frame)).await;
         assert!(reason_of(&reason).contains("more than the 67108864 that may be decompressed"), "{name}: {reason:?}");
     }
-    // A frame that holds more than it declares, a frame that holds less, and more than one frame.
+    // Frames with more or less content than declared, and two frames after each other.
     let small = compressed(&[b'x'; 1000]).await.split_off(3 + 4 + 8);
     for (name, size, rest) in [
         ("holds more", 1000, frame.to_vec()),
@@ -147,7 +147,7 @@ async fn nothing_is_decompressed_beyond_the_bound() {
 }
 
 #[tokio::test]
-async fn damage_is_noticed_wherever_it_is() {
+async fn a_damaged_byte_is_noticed_at_every_position() {
     let world = World::new();
     let text = b"{\"tracking\":\"HP-2031-0000-4711-8842-XZ\"}".repeat(30);
     let whole = compressed(&text).await;
@@ -161,7 +161,7 @@ async fn damage_is_noticed_wherever_it_is() {
             altered[at] ^= 1 << bit;
             match read(&world, &format!("altered at {at}.{bit}"), &altered).await {
                 StoredResult::Unreadable { .. } => {}
-                // A change in the codec's name: the handler then finds another codec, but never another result.
+                // A damaged codec name leads to an error about another codec, and never to another result.
                 StoredResult::Encoded { codec, bytes } => {
                     assert!((3..7).contains(&at) || bytes[..] == text[..], "altered at {at}.{bit}");
                     assert!(codec.as_str() != "json" || bytes[..] == text[..], "altered at {at}.{bit}");
@@ -196,7 +196,7 @@ async fn a_damaged_result_never_runs_again() {
 }
 
 #[tokio::test]
-async fn a_finish_may_be_repeated() {
+async fn a_repeated_finish_of_a_compressed_result_is_applied() {
     let world = World::new();
     let store = Compressed::new(world.store.clone());
     let lease = world.reserved(&store, "k").await;
@@ -212,10 +212,11 @@ async fn a_finish_may_be_repeated() {
     assert_eq!(compressed(&vec![b'x'; 100_000]).await, first, "another process writes the same");
 }
 
-/// If a store can't hold the result, compressed or not, its error comes through; the completion is then recorded
-/// without the result.
+/// If the result is too large for the store even when compressed, the caller gets the store's error. The completion is
+/// then
+/// recorded without the result.
 #[tokio::test]
-async fn a_result_too_large_for_the_store_is_passed_on() {
+async fn an_error_of_the_store_about_a_too_large_result_is_passed_on() {
     let world = World::new();
     let store = Compressed::new(world.store.clone());
     world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
@@ -231,7 +232,7 @@ async fn a_result_too_large_for_the_store_is_passed_on() {
 }
 
 #[test]
-fn threads_share_nothing() {
+fn concurrent_threads_compress_independently() {
     let texts: Vec<Vec<u8>> = (0..8_usize).map(|n| format!("thread {n} ").repeat(500 + n * 100).into_bytes()).collect();
     let memory = idem_runtime::MemoryStore::new();
     std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! `Offloaded`: the results that become objects, and the answers when an object is gone, altered or out of reach.
+//! `Offloaded`: results that become objects, and the answers when an object is missing, altered or unreachable.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -31,13 +31,13 @@ const GOLDEN: &str = include_str!("../golden/envelope-object-v1.txt");
 /// Default time limit of an object store call.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Fault of one object store call.
+/// Fault of a call to the object store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Trouble {
     Fails,
     Denies,
     Hangs,
-    /// The call takes effect, but still fails.
+    /// The call takes effect, and returns an error.
     LosesAnswer,
 }
 
@@ -48,7 +48,7 @@ enum Verb {
     Delete,
 }
 
-/// Objects in memory, behind a faulty line.
+/// Objects in memory, behind a connection with faults.
 #[derive(Clone, Debug, Default)]
 struct Objects {
     inner: Arc<InMemory>,
@@ -191,7 +191,7 @@ fn offloaded(world: &World, objects: &Objects) -> Offloaded {
     Offloaded::options().above(100).wrap(world.store.clone(), Arc::new(objects.clone()))
 }
 
-/// Runs `work`, and advances time whenever it waits. Returns the output and the time that passed.
+/// Awaits `work`, and advances the clock whenever `work` waits. Returns the output and the elapsed time.
 async fn as_time_passes<T>(world: &World, work: impl Future<Output = T>) -> (T, Duration) {
     let mut passed = Duration::ZERO;
     let pass = async {
@@ -214,7 +214,7 @@ async fn the_envelope_is_pinned() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
-    // A fixed owner token fixes every part of the object's name.
+    // With a fixed owner token, the object's name is fixed too.
     let request = world.request("pinned").owner(OwnerToken::from_bytes(*b"0123456789abcdef"));
     let Reservation::Granted { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("a free key") };
     let finish = completed(&[b'x'; 101]);
@@ -232,7 +232,7 @@ async fn the_envelope_is_pinned() {
     );
     assert_eq!(written, GOLDEN, "a released envelope never changes: give a new one a new version");
 
-    // Another process reads the result from the pinned bytes alone.
+    // Another process reads the result from the pinned record and object alone.
     let world = World::new();
     let reader = offloaded(&world, &objects);
     let pinned: Vec<&str> = GOLDEN.lines().map(|line| line.split_once(' ').unwrap().1).collect();
@@ -283,14 +283,14 @@ async fn object_names_contain_neither_key_nor_token() {
     assert_eq!((&parts[..2], parts[2].len(), parts[3].len()), (&["shop", "results"][..], 64, 32), "{path}");
     assert!(!path.contains("order") && !path.contains(&hex(lease.owner.as_bytes())[..8]), "{path}");
 
-    // A consumer with another prefix, or with a changed one, can still read.
+    // A consumer with another prefix can still read the result.
     let other = Offloaded::options().prefix("elsewhere").wrap(world.store.clone(), Arc::new(objects.clone()));
     assert_eq!(world.replay(&other, "order:42").await, Record::after(&lease, completed(b"1").state()));
     let shown = format!("{store:?}");
     assert!(!shown.contains("Objects {") && shown.contains("shop/results"), "{shown}");
 }
 
-/// Each way in which an object can differ from the record.
+/// An object can differ from its record in each of these ways.
 #[tokio::test]
 async fn a_result_without_its_object_is_unavailable_and_never_runs_again() {
     let world = World::new();
@@ -322,7 +322,7 @@ async fn a_result_without_its_object_is_unavailable_and_never_runs_again() {
 }
 
 #[tokio::test]
-async fn objects_of_two_keys_are_not_mixed_up() {
+async fn an_object_of_another_key_is_not_accepted() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
@@ -338,7 +338,7 @@ async fn objects_of_two_keys_are_not_mixed_up() {
     for n in 0..2 {
         assert_eq!(reason_of(payload(&world.replay(&store, &n.to_string()).await)), "its object was altered");
     }
-    // Equal results of two keys are two objects: each goes with its own record.
+    // Equal results of two keys become two objects, each of which is removed with its own record.
     for name in ["a", "b"] {
         world.finished(&store, name, &[b'x'; 200]).await;
     }
@@ -368,12 +368,12 @@ async fn a_damaged_envelope_is_unavailable() {
         altered[at] ^= 1;
         match put(&format!("altered at {at}"), &altered).await {
             StoredResult::Unreadable { .. } => {}
-            // A change in the codec's name changes only the codec.
+            // A damaged byte in the codec's name changes only the name of the codec.
             StoredResult::Encoded { codec, .. } if (3..7).contains(&at) => assert_ne!(codec.as_str(), "json"),
             other => panic!("altered at {at}: {other:?}"),
         }
     }
-    // A path to another object, and invalid paths.
+    // Paths to another object, and invalid paths.
     for path in ["../../etc/passwd", "/", "a//b", "other"] {
         let forged = put(path, &[&whole[..15 + 32], path.as_bytes()].concat()).await;
         assert!(matches!(forged, StoredResult::Unreadable { .. }), "{path}: {forged:?}");
@@ -382,7 +382,7 @@ async fn a_damaged_envelope_is_unavailable() {
 }
 
 #[tokio::test]
-async fn a_read_is_tried_again_and_ends() {
+async fn a_failing_read_is_repeated_and_ends() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
@@ -402,7 +402,7 @@ async fn a_read_is_tried_again_and_ends() {
     ] {
         objects.always(Verb::Get, trouble);
         let (replayed, passed) = as_time_passes(&world, world.replay(&store, "k")).await;
-        // The operation counts as finished without a result: an error could lead to a second run.
+        // The operation counts as finished without a result, because an error could lead to a second run.
         assert_eq!((reason_of(payload(&replayed)), passed), (why, takes), "{trouble:?}");
         let (inspected, _) = as_time_passes(&world, store.inspect(&key("k"))).await;
         let error = inspected.unwrap_err();
@@ -415,7 +415,7 @@ async fn a_read_is_tried_again_and_ends() {
 }
 
 #[tokio::test]
-async fn an_object_store_that_is_away_makes_nothing_run_again() {
+async fn an_unreachable_object_store_causes_no_second_run() {
     for trouble in [Trouble::Fails, Trouble::Hangs, Trouble::Denies] {
         let world = World::new();
         let objects = Objects::default();
@@ -433,7 +433,7 @@ async fn an_object_store_that_is_away_makes_nothing_run_again() {
 }
 
 #[tokio::test]
-async fn an_upload_is_tried_again() {
+async fn a_failing_upload_is_repeated() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
@@ -446,15 +446,15 @@ async fn an_upload_is_tried_again() {
     assert_eq!(world.replay(&store, "k").await, record);
 }
 
-/// The effect has happened: the completion must be recorded, even if its result can't be offloaded.
+/// The body has had its effect, so the completion must be recorded, even if its result can't become an object.
 #[tokio::test]
-async fn a_result_that_can_not_be_offloaded_goes_into_the_record() {
+async fn a_result_without_an_object_is_stored_in_the_record() {
     for (trouble, takes) in
         [(Trouble::Fails, LEASE / 3), (Trouble::Hangs, LEASE / 3), (Trouble::Denies, Duration::ZERO)]
     {
         let world = World::new();
         let objects = Objects::default();
-        // The time-out is longer than the lease, but the upload must leave time to record.
+        // The time limit is longer than the lease, but the upload must leave time for the record's write.
         let store = Offloaded::options().timeout(LEASE * 10).above(100);
         let store = store.wrap(world.store.clone(), Arc::new(objects.clone()));
         objects.always(Verb::Put, trouble);
@@ -494,7 +494,7 @@ async fn an_upload_stays_within_the_timeout() {
     assert_eq!(passed, Duration::from_secs(2));
 }
 
-/// A caller that lost the lease leaves no object, and does not touch the successor's object.
+/// A caller that has lost its lease leaves no object, and does not change the successor's object.
 #[tokio::test]
 async fn a_refused_finish_removes_its_object() {
     let world = World::new();
@@ -506,14 +506,14 @@ async fn a_refused_finish_removes_its_object() {
     let successor = world.reserved(&store, "k").await;
     assert_eq!(store.finish(&late, &finish).await.unwrap(), Verdict::Refused);
     assert_eq!(objects.paths().await, [], "the object of the late attempt is removed");
-    // An equal result still makes a separate object for the successor.
+    // The successor's equal result becomes another object.
     assert_eq!(store.finish(&successor, &finish).await.unwrap(), Verdict::Applied);
     let path = objects.only().await;
     assert_eq!(store.finish(&late, &finish).await.unwrap(), Verdict::Refused);
     assert_eq!(objects.only().await, path);
     assert_eq!(world.replay(&store, "k").await, Record::after(&successor, finish.state()));
 
-    // The removal is tried, but nothing depends on its success.
+    // A finish succeeds even if the removal of the object fails.
     for trouble in [Trouble::Fails, Trouble::Denies, Trouble::Hangs] {
         objects.always(Verb::Delete, trouble);
         let (answer, _) = as_time_passes(&world, store.finish(&late, &finish)).await;
@@ -523,7 +523,7 @@ async fn a_refused_finish_removes_its_object() {
 }
 
 #[tokio::test]
-async fn an_object_goes_only_if_no_record_can_name_it() {
+async fn an_object_is_removed_only_if_no_record_can_name_it() {
     let finish = completed(&[b'x'; 200]);
     for (fault, objects_left) in [
         (Fault::Before(StoreErrorKind::TooLarge), 0),
@@ -538,21 +538,22 @@ async fn an_object_goes_only_if_no_record_can_name_it() {
         world.store.next(StoreCall::Finish, fault);
         store.finish(&lease, &finish).await.unwrap_err();
         assert_eq!(objects.paths().await.len(), objects_left, "{fault:?}");
-        // However often the finish is repeated, there is one object and one result.
+        // A repeated finish leaves one object and one result.
         for _ in 0..2 {
             assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
             objects.only().await;
         }
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()), "{fault:?}");
-        // An operator discards the result, then the finish is repeated: it is refused, and its object without a record
-        // is removed.
+        // An operator discards the result, and then the finish is repeated: the store refuses it, and its object, which
+        // no record
+        // names, is removed.
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Applied);
         assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Refused);
         assert_eq!(objects.paths().await, []);
     }
 }
 
-/// A finished record never changes, and neither does the object that it names.
+/// A finished record never changes, and neither does its object.
 #[tokio::test]
 async fn a_second_result_of_an_attempt_leaves_the_first_one_alone() {
     let world = World::new();
@@ -570,7 +571,8 @@ async fn a_second_result_of_an_attempt_leaves_the_first_one_alone() {
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, first.state()), "repeated without its object");
 }
 
-/// A process that dies between object and record leaves an orphaned object; the key is taken over as usual.
+/// A process that dies between the writes of object and record leaves an object without a record. Its key is taken
+/// over.
 #[tokio::test]
 async fn a_dropped_finish_happens_in_full_or_not_at_all() {
     let finish = completed(&[b'x'; 200]);
@@ -592,7 +594,7 @@ async fn a_dropped_finish_happens_in_full_or_not_at_all() {
 }
 
 #[tokio::test]
-async fn objects_in_a_folder() {
+async fn results_can_be_files_in_a_folder() {
     let folder = std::env::temp_dir().join(format!("idem-offloaded-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let objects = Arc::new(LocalFileSystem::new_with_prefix(&folder).unwrap());
@@ -601,7 +603,7 @@ async fn objects_in_a_folder() {
     let store = Offloaded::options().above(100).wrap(memory.clone(), objects);
     let bytes = noise(300_000);
     let record = world.finished(&store, "k", &bytes).await;
-    // Another process, later.
+    // Another process reads the objects later.
     let objects = Arc::new(LocalFileSystem::new_with_prefix(&folder).unwrap());
     let reader = Offloaded::options().wrap(memory.peer(), objects);
     assert_eq!(world.replay(&reader, "k").await, record);
@@ -613,7 +615,7 @@ async fn objects_in_a_folder() {
     }
     std::fs::remove_file(&file).unwrap();
     assert_eq!(reason_of(payload(&world.replay(&reader, "k").await)), "its object is missing");
-    // A folder to which nothing can be written.
+    // The folder can't be written to.
     std::fs::remove_dir_all(&folder).unwrap();
     std::fs::write(&folder, "a file in its place").unwrap();
     let store = Offloaded::options().above(100).timeout(Duration::from_millis(50));
@@ -630,10 +632,9 @@ fn walk(folder: &std::path::Path) -> std::path::PathBuf {
     if entry.is_dir() { walk(&entry) } else { entry }
 }
 
-/// The connections of an object store may belong to a runtime that a handler blocks; upkeep may have its own object
-/// store.
+/// A handler may block the runtime of the object store's connections, so the upkeep can have its own object store.
 #[tokio::test]
-async fn results_that_are_recorded_late_can_have_an_object_store_of_their_own() {
+async fn upkeep_can_have_its_own_object_store() {
     let world = World::new();
     let (calls, late) = (Objects::default(), Objects::default());
     let late = Objects { inner: Arc::clone(&calls.inner), ..late };
