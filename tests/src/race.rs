@@ -605,8 +605,7 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 /// - every key has one recorded result, of a run that ended, and every caller got this result;
 /// - no attempt number occurs twice, and no body ran after the recorded attempt;
 /// - an attempt begins only when a lease has passed since the previous attempt's lease was last confirmed, so that
-///   bodies
-/// overlap only if a lease was not renewed;
+///   bodies overlap only if a lease was not renewed;
 /// - the run that is recorded did not get `LeaseLost`.
 ///
 /// For a key under `on_crash = fail`:
