@@ -57,5 +57,7 @@ mod stacks;
 mod statuses;
 #[path = "http/stores.rs"]
 mod stores;
+#[path = "http/structured_fields.rs"]
+mod structured_fields;
 #[path = "http/ucp.rs"]
 mod ucp;
