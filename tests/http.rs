@@ -35,6 +35,8 @@ mod clients;
 mod contracts;
 #[path = "http/grpc.rs"]
 mod grpc;
+#[path = "http/idemkit.rs"]
+mod idemkit;
 #[path = "http/json.rs"]
 mod json;
 #[path = "http/keys.rs"]
@@ -51,6 +53,8 @@ mod retries;
 mod rig;
 #[path = "http/routers.rs"]
 mod routers;
+#[path = "http/scenarios.rs"]
+mod scenarios;
 #[path = "http/stacks.rs"]
 mod stacks;
 #[path = "http/statuses.rs"]
