@@ -37,6 +37,8 @@ mod contracts;
 mod grpc;
 #[path = "http/idemkit.rs"]
 mod idemkit;
+#[path = "http/idempot.rs"]
+mod idempot;
 #[path = "http/json.rs"]
 mod json;
 #[path = "http/keys.rs"]
