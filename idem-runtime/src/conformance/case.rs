@@ -1,4 +1,4 @@
-//! A run of a clause: the store under test, and the operations and checks that clauses share.
+//! A run of a clause: the store under test, and the operations and checks that the clauses share.
 
 use std::any::Any;
 use std::fmt;
@@ -24,12 +24,12 @@ use crate::record::{
 };
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
-/// A future that opens a [`Subject`].
+/// Future that opens a [`Subject`].
 pub type SubjectFuture = Pin<Box<dyn Future<Output = Subject> + Send>>;
 
 pub(super) type ClauseFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 type Spoil = Arc<dyn Fn(Key) -> ClauseFuture + Send + Sync>;
-/// Blocks a record until the guard is dropped.
+/// Guard that blocks a record until it is dropped.
 type BlockGuard = Box<dyn Any + Send>;
 type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = BlockGuard> + Send>> + Send + Sync>;
 
@@ -46,7 +46,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Makes a subject with a store only: no peer, no faults.
+    /// Makes a subject with a store alone: no second handle, no faults.
     pub fn new(store: impl Store) -> Self {
         let store: Arc<dyn Store> = Arc::new(store);
         Self {
@@ -60,7 +60,7 @@ impl Subject {
         }
     }
 
-    /// Sets a second, independent handle to the same records, opened as in another process. The clauses use both
+    /// Sets a second, independent handle to the same records, opened like in another process. The clauses use both
     /// handles in turn.
     #[must_use]
     pub fn peer(mut self, peer: impl Store) -> Self {
@@ -68,16 +68,16 @@ impl Subject {
         self
     }
 
-    /// Sets a handle whose server can't be reached. Without such a handle, `unreachable_store` checks nothing.
+    /// Sets a store whose server can't be reached. Without such a store, the clause `unreachable_store` checks nothing.
     #[must_use]
     pub fn unreachable(mut self, store: impl Store) -> Self {
         self.unreachable = Some(Arc::new(store));
         self
     }
 
-    /// Sets a function that overwrites the key's record, if there is one, with a value that is not a record: another
-    /// value in each call. Without this function, `foreign_value`, `damage_is_shown` and `damage_is_forgotten` check
-    /// nothing.
+    /// Sets a function that overwrites the record of a key, if it exists, with a value that is not a record. Each call
+    /// must write a different value. Without this function, the clauses `foreign_value`, `damage_is_shown` and
+    /// `damage_is_forgotten` check nothing.
     #[must_use]
     pub fn spoil<F: Future<Output = ()> + Send + 'static>(
         mut self,
@@ -87,8 +87,9 @@ impl Subject {
         self
     }
 
-    /// Sets a function that blocks requests for the key's record until its return value is dropped: another session
-    /// locks the row, or the node is stopped. Without this function, `blocked_record_holds_up_no_other` checks nothing.
+    /// Sets a function that blocks requests for the record of a key until its return value is dropped. For example,
+    /// another session locks the row, or the node is stopped. Without this function, the clause
+    /// `blocked_record_holds_up_no_other` checks nothing.
     #[must_use]
     pub fn block<F: Future<Output: Send + 'static> + Send + 'static>(
         mut self,
@@ -101,7 +102,7 @@ impl Subject {
         self
     }
 
-    /// Returns the store and its peer, for your own tests in addition to the suite.
+    /// Returns the store and its second handle, for your own tests in addition to the suite.
     ///
     /// ```
     /// use idem_runtime::MemoryStore;
@@ -141,18 +142,18 @@ impl fmt::Debug for Subject {
     }
 }
 
-/// Long enough for a lease or retention that must not end during a test, even on the slowest machine.
+/// Duration of a lease or retention that must not end during a test, even on the slowest machine.
 pub(super) const LONG: Duration = Duration::from_secs(600);
-/// Short enough for a lease or retention whose end the test waits for.
+/// Duration of a lease or retention whose end a test waits for.
 pub(super) const SHORT: Duration = Duration::from_millis(50);
-/// Long enough to distinguish a time written before the pause from a time written after it.
+/// Pause that separates a time written before it from a time written after it.
 pub(super) const PAUSE: Duration = Duration::from_millis(120);
 /// Resolution of a store's clock, plus the drift between two clocks during a test.
 pub(super) const TOLERANCE: Duration = Duration::from_millis(40);
 /// Number of tasks that race for a key.
 const RACERS: usize = 64;
 
-/// One run of one clause.
+/// A run of a clause.
 pub(super) struct Case {
     pub(super) subject: Subject,
     pub(super) clause: &'static str,
@@ -167,7 +168,7 @@ impl Case {
         Self { subject, clause, run, turn: AtomicUsize::new(0) }
     }
 
-    /// Returns the store and its peer in turn, so that no answer comes from the memory of a single handle.
+    /// Returns the store and its second handle in turn, so that no answer comes from the memory of a single handle.
     pub(super) fn store(&self) -> &Arc<dyn Store> {
         match self.turn.fetch_add(1, Ordering::Relaxed) % 2 {
             0 => &self.subject.store,
@@ -180,7 +181,7 @@ impl Case {
         Key::new("conformance", format!("{}:{}:{name}", self.clause, self.run)).expect("a short key")
     }
 
-    /// Makes a request for `key`, with a lease and a retention that don't end during the test.
+    /// Makes a request for `key` whose lease and retention do not end during the test.
     pub(super) fn request(&self, key: &Key) -> ReserveRequest {
         ReserveRequest {
             key: key.clone(),
@@ -194,7 +195,7 @@ impl Case {
         }
     }
 
-    /// Makes a request whose lease lapses by the next [`Case::lapse`].
+    /// Makes a request whose lease has lapsed after the next [`Case::lapse`].
     pub(super) fn short(&self, key: &Key) -> ReserveRequest {
         ReserveRequest { lease: SHORT, ..self.request(key) }
     }
@@ -216,7 +217,7 @@ impl Case {
         self.clock().sleep(duration).await;
     }
 
-    /// Waits until a [`SHORT`] lease or retention has ended.
+    /// Waits until a lease or retention of the length [`SHORT`] has ended.
     pub(super) async fn lapse(&self) {
         self.sleep(SHORT + TOLERANCE).await;
     }
@@ -227,7 +228,7 @@ impl Case {
         in_time.unwrap_or_else(|| panic!("{what}: no answer within {:?}", self.subject.patience))
     }
 
-    /// Returns the store's answer, which must come in time and must not be an error.
+    /// Returns the answer of the store. Panics if the answer is late or an error.
     pub(super) async fn ask<T>(&self, call: StoreFuture<'_, T>, what: &str) -> T {
         self.soon(call, what).await.unwrap_or_else(|error| panic!("{what}: {}", chain(&error)))
     }
@@ -236,20 +237,21 @@ impl Case {
         self.ask(self.store().reserve(request), "reserve").await
     }
 
-    /// Returns the lease that `request` gets, and whether this was a takeover.
+    /// Returns the lease that `request` gets, and whether `request` has taken over another attempt. Panics if it gets
+    /// no lease.
     pub(super) async fn wins(&self, request: &ReserveRequest, why: &str) -> (Lease, bool) {
         match self.reserve(request).await {
             Reservation::Granted { lease, takeover } => {
                 let asked = (&request.key, request.owner, request.lease, request.ttl, request.on_crash);
                 let got = (&lease.key, lease.owner, lease.duration, lease.ttl, lease.on_crash);
-                assert_eq!(got, asked, "{why}: the lease is not the one that was asked for");
+                assert_eq!(got, asked, "{why}: the lease differs from the request");
                 (lease, takeover)
             }
             other => panic!("{why}: should be granted, was answered {other:?}"),
         }
     }
 
-    /// Returns the lease that `request` gets without a takeover, for attempt number `attempt`.
+    /// Returns the lease that `request` gets. Panics unless it is the lease of attempt `attempt`, without a takeover.
     pub(super) async fn reserved(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -260,7 +262,7 @@ impl Case {
         lease
     }
 
-    /// Returns the lease that `request` gets by a takeover, for attempt number `attempt`.
+    /// Returns the lease that `request` gets. Panics unless it is the lease of attempt `attempt`, by a takeover.
     pub(super) async fn takes_over(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -271,12 +273,12 @@ impl Case {
         lease
     }
 
-    /// Checks that `request` is answered with the running attempt `attempt`.
+    /// Checks that the answer to `request` is the running attempt with the number `attempt`.
     pub(super) async fn waits_for(&self, request: &ReserveRequest, attempt: u32, why: &str) {
         match self.reserve(request).await {
             Reservation::InProgress { attempt: running, lapses_in } => {
                 assert_eq!(running, attempt, "{why}: another attempt is in progress");
-                assert!(!lapses_in.is_zero(), "{why}: the live lease is said to lapse in 0 s");
+                assert!(!lapses_in.is_zero(), "{why}: the answer says that the live lease lapses in 0 s");
             }
             other => panic!("{why}: should be in progress, was answered {other:?}"),
         }
@@ -291,10 +293,11 @@ impl Case {
         self.ask(self.store().begin(lease), "begin").await
     }
 
-    /// Marks that the body of `lease` begins, even on a slow machine, where a short lease may lapse before the mark.
+    /// Marks that the body of `lease` begins. On a slow machine a short lease may lapse before the mark, so the mark is
+    /// repeated after a renewal.
     pub(super) async fn begins(&self, lease: &Lease) {
         while self.begin(lease).await == Verdict::Refused {
-            assert_eq!(self.renew(lease).await, Verdict::Applied, "nobody has taken over");
+            assert_eq!(self.renew(lease).await, Verdict::Applied, "no other attempt has taken over");
         }
     }
 
@@ -316,7 +319,7 @@ impl Case {
         self.ask(self.store().decide(decision), decision.action.name()).await
     }
 
-    /// Returns the decision of an operator who reads the record of `key` now, about attempt `attempt`.
+    /// Reads the record of `key`, and makes an operator's decision about attempt `attempt` of it.
     pub(super) async fn decision(&self, key: &Key, attempt: u32, action: Action) -> Decision {
         let seen = match self.inspect(key).await {
             Some(found) => found.revision(),
@@ -325,7 +328,7 @@ impl Case {
         Decision::new(key, seen.with_attempt(attempt), action)
     }
 
-    /// Reads the record of `key`, and decides about attempt `attempt`.
+    /// Reads the record of `key`, and applies a decision about attempt `attempt`.
     pub(super) async fn decides(&self, key: &Key, attempt: u32, action: Action) -> DecisionAnswer {
         let decision = self.decision(key, attempt, action).await;
         self.decide(&decision).await
@@ -346,12 +349,12 @@ impl Case {
         self.ask(self.store().inspect(key), "inspect").await
     }
 
-    /// Returns the record of `key`, which must exist.
+    /// Returns the record of `key`. Panics if there is no record.
     pub(super) async fn recorded(&self, key: &Key) -> Inspection {
         self.inspect(key).await.unwrap_or_else(|| panic!("the record of {key} is gone"))
     }
 
-    /// Runs `refused`, which must be refused, and checks that it changed neither the record nor its times.
+    /// Runs `refused`. Checks that the store refuses it, and that neither the record nor its times change.
     pub(super) async fn changes_nothing<V: Into<Verdict>>(
         &self,
         key: &Key,
@@ -375,16 +378,17 @@ impl Case {
         left(before.lapses_in, after.lapses_in, "lease");
     }
 
-    /// Checks that `left` is a possible rest of a time of `length` that began between `earliest` and now.
+    /// Checks that `left` is a possible remaining time of a lease or retention of the length `length` that began
+    /// between `earliest` and now.
     pub(super) fn has_left(&self, left: Duration, length: Duration, earliest: Instant, why: &str) {
-        // Independent of the machine's speed: the time between the write and this check is at most the time since
-        // `earliest`.
+        // This check does not depend on the machine's speed: the time between the write and this check is at most the
+        // time since `earliest`.
         let least = length.saturating_sub(self.since(earliest) + TOLERANCE);
         assert!(left >= least, "{why}: {left:?} of {length:?} are left, at least {least:?} should be");
         assert!(left <= length + TOLERANCE, "{why}: {left:?} are left, of {length:?} at most");
     }
 
-    /// Lets 64 tasks on both handles reserve `key` concurrently. Returns their answers.
+    /// Lets 64 tasks on both handles reserve `key` concurrently. Returns the requests with their answers.
     pub(super) async fn race(&self, key: &Key) -> Vec<(ReserveRequest, Reservation)> {
         let start = Arc::new(tokio::sync::Barrier::new(RACERS));
         let mut tasks = tokio::task::JoinSet::new();
@@ -400,7 +404,7 @@ impl Case {
     }
 }
 
-/// Returns the error with all its causes, as text.
+/// Returns the error and all its causes as text.
 pub(super) fn chain(error: &StoreError) -> String {
     let mut text = format!("{:?}: {error}", error.kind());
     let mut cause = std::error::Error::source(error);
@@ -417,12 +421,12 @@ pub(super) fn fingerprint(byte: u8) -> Fingerprint {
     Fingerprint::from_bytes(bytes)
 }
 
-/// Makes a result that the codec `json` encoded.
+/// Makes a result that the codec `json` has encoded.
 pub(super) fn stored(bytes: impl Into<Vec<u8>>) -> StoredResult {
     StoredResult::Encoded { codec: CodecName::new(b"json").expect("a valid name"), bytes: Bytes::from(bytes.into()) }
 }
 
-/// Makes the revision of a record that no test has made.
+/// Makes the revision of a record that no test has written.
 pub(super) fn unseen(standing: Standing) -> Revision {
     Revision { owner: [0; 8], attempt: 0, standing }
 }
@@ -436,17 +440,17 @@ pub(super) fn limited(request: ReserveRequest, max_attempts: u32) -> ReserveRequ
     ReserveRequest { max_attempts: NonZeroU32::new(max_attempts), ..request }
 }
 
-/// Returns `request` with a fingerprint whose bytes are all `byte`.
+/// Returns `request` with a fingerprint whose bytes all are `byte`.
 pub(super) fn marked(request: ReserveRequest, byte: u8) -> ReserveRequest {
     ReserveRequest { fingerprint: Some(fingerprint(byte)), ..request }
 }
 
-/// Returns the lease with the owner token of another request.
+/// Returns `lease` with the owner token of another request.
 pub(super) fn forged(lease: &Lease, by: &ReserveRequest) -> Lease {
     Lease { owner: by.owner, ..lease.clone() }
 }
 
-/// Polls `call` up to `polls` times, then drops it.
+/// Polls `call` at most `polls` times, then drops it.
 pub(super) async fn abandon<T>(case: &Case, mut call: StoreFuture<'_, T>, polls: usize) {
     for _ in 0..polls {
         if poll_fn(|cx| Poll::Ready(Pin::new(&mut call).poll(cx).is_ready())).await {

@@ -1,4 +1,4 @@
-//! At most one run under `on_crash = fail`.
+//! Clauses about crashes under `on_crash = fail`: the body runs at most once.
 
 use super::case::{Case, PAUSE, TOLERANCE, completed, forged, limited};
 use crate::policy::OnCrash;
@@ -15,8 +15,8 @@ pub(super) async fn crashed_under_fail(case: &Case) {
     case.lapse().await;
     for _ in 0..2 {
         let interrupted = Reservation::Interrupted { attempt: 1 };
-        case.is_answered(&case.request(&key), interrupted.clone(), "lapsed under `fail`, met under `retry`").await;
-        case.is_answered(&fail(case.request(&key)), interrupted, "lapsed under `fail`, met under `fail`").await;
+        case.is_answered(&case.request(&key), interrupted.clone(), "lapsed under `fail`, request under `retry`").await;
+        case.is_answered(&fail(case.request(&key)), interrupted, "lapsed under `fail`, request under `fail`").await;
     }
 }
 
@@ -25,19 +25,23 @@ pub(super) async fn crash_found_under_fail(case: &Case) {
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
     let interrupted = Reservation::Interrupted { attempt: 1 };
-    case.is_answered(&fail(case.request(&key)), interrupted, "lapsed under `retry`, met under `fail`").await;
-    case.takes_over(&case.request(&key), 2, "lapsed under `retry`, met under `retry`").await;
+    case.is_answered(&fail(case.request(&key)), interrupted, "lapsed under `retry`, request under `fail`").await;
+    case.takes_over(&case.request(&key), 2, "lapsed under `retry`, request under `retry`").await;
 }
 
 pub(super) async fn marked_interrupted(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
-    assert_eq!(case.recorded(&key).await.record, Record::after(&lease, State::Interrupted), "the record of it");
+    assert_eq!(
+        case.recorded(&key).await.record,
+        Record::after(&lease, State::Interrupted),
+        "the record after the release"
+    );
     for _ in 0..2 {
         let interrupted = Reservation::Interrupted { attempt: 1 };
-        case.is_answered(&case.request(&key), interrupted.clone(), "interrupted, met under `retry`").await;
-        case.is_answered(&fail(case.request(&key)), interrupted, "interrupted, met under `fail`").await;
+        case.is_answered(&case.request(&key), interrupted.clone(), "interrupted, request under `retry`").await;
+        case.is_answered(&fail(case.request(&key)), interrupted, "interrupted, request under `fail`").await;
     }
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied, "a repeated mark is recognised");
     case.changes_nothing(
@@ -52,9 +56,9 @@ pub(super) async fn live_lease_under_fail(case: &Case) {
     let key = case.key("");
     let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
     assert_eq!(case.begin(&lease).await, Verdict::Applied);
-    case.waits_for(&case.request(&key), 1, "a live lease under `fail`, met under `retry`").await;
-    case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, met under `fail`").await;
-    // A released `Err` counts as a return: the body may run again.
+    case.waits_for(&case.request(&key), 1, "a live lease under `fail`, request under `retry`").await;
+    case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, request under `fail`").await;
+    // The body returned an `Err`, which is released. A return is no crash, so the body may run again.
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     case.reserved(&fail(case.request(&key)), 2, "released under `fail`").await;
 }
@@ -74,10 +78,10 @@ pub(super) async fn unmarked_lapse_under_fail(case: &Case) {
     let key = case.key("");
     case.reserved(&fail(case.short(&key)), 1, "a key that was never used").await;
     case.lapse().await;
-    let lease = case.takes_over(&fail(case.short(&key)), 2, "lapsed before its body, met under `fail`").await;
+    let lease = case.takes_over(&fail(case.short(&key)), 2, "lapsed before its body, request under `fail`").await;
     assert_eq!(lease.attempts_used, 1, "an attempt whose body has not begun does not count");
     case.lapse().await;
-    case.takes_over(&case.request(&key), 3, "lapsed before its body, met under `retry`").await;
+    case.takes_over(&case.request(&key), 3, "lapsed before its body, request under `retry`").await;
 }
 
 pub(super) async fn unmarked_lapse_does_not_count(case: &Case) {
@@ -93,7 +97,7 @@ pub(super) async fn unmarked_lapse_does_not_count(case: &Case) {
     case.begins(&lease).await;
     case.lapse().await;
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_answered(&limited(case.request(&key), 1), exhausted, "one of one bodies has begun").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted, "the only allowed body has begun").await;
 }
 
 pub(super) async fn begin_is_recorded(case: &Case) {
@@ -107,7 +111,7 @@ pub(super) async fn begin_is_recorded(case: &Case) {
         let found = case.recorded(&request.key).await;
         let (lease_time, ttl, on_crash) = (request.lease, request.ttl, request.on_crash);
         let state = State::Pending { lease: lease_time, ttl, on_crash, begun: true };
-        assert_eq!(found.record, Record::after(&lease, state), "{name}: the record says that the body has begun");
+        assert_eq!(found.record, Record::after(&lease, state), "{name}: the record is marked as begun");
         let left = found.lapses_in.unwrap_or_default();
         let since = case.since(earliest).saturating_sub(PAUSE);
         assert!(left + since + TOLERANCE >= request.lease, "{name}: the mark renews the lease, {left:?} are left");
@@ -127,7 +131,11 @@ pub(super) async fn begin_repeated(case: &Case) {
     assert_eq!(case.begin(&lease).await, Verdict::Applied, "repeated after the lease: the body may run by now");
     assert_eq!(case.release(&lease, Release::NotStarted).await, Verdict::Applied, "the body has not begun after all");
     let record = case.recorded(&key).await.record;
-    assert_eq!(record, Record { attempts_used: 0, ..Record::after(&lease, State::Released) }, "the record of it");
+    assert_eq!(
+        record,
+        Record { attempts_used: 0, ..Record::after(&lease, State::Released) },
+        "the record after the release"
+    );
 }
 
 pub(super) async fn begin_is_the_owners(case: &Case) {
@@ -140,7 +148,7 @@ pub(super) async fn begin_is_the_owners(case: &Case) {
     assert_eq!(case.begin(&lease).await, Verdict::Applied, "the mark of its owner");
     let nothing = case.key("nothing");
     let absent = Lease { key: nothing.clone(), ..lease };
-    assert_eq!(case.begin(&absent).await, Verdict::Refused, "a mark of nothing");
+    assert_eq!(case.begin(&absent).await, Verdict::Refused, "a mark without a record");
     assert_eq!(case.inspect(&nothing).await, None, "a refused mark makes no record");
 }
 

@@ -1,4 +1,4 @@
-//! Decisions of operators about results, leases and records.
+//! Clauses about decisions of operators on results, leases and records.
 
 use std::sync::Arc;
 
@@ -11,15 +11,15 @@ use crate::record::{
     StoredResult, Verdict,
 };
 
-/// Numbers of polls after which a call is dropped.
+/// Numbers of polls after which tests drop a call.
 const POLLS: [usize; 4] = [0, 1, 2, 5];
 
-/// One example of each action on a record without a result.
+/// Returns an example of each action on a record without a result.
 pub(super) fn actions() -> [Action; 4] {
     [Action::Reopen, Action::Resolve(completed("decided")), Action::BreakLease, Action::Forget]
 }
 
-/// One example of each action on a record with a result.
+/// Returns an example of each action on a record with a result.
 pub(super) fn corrections() -> [Action; 3] {
     [Action::Discard, Action::Replace(Finish::Failed(stored("decided"))), Action::Forget]
 }
@@ -34,7 +34,7 @@ impl Case {
         self.decides(key, attempt, Action::Resolve(finish.clone())).await
     }
 
-    /// Returns a key whose only attempt has completed with the result `1`.
+    /// Returns a key whose first attempt has completed with the result `1`, and the lease of that attempt.
     async fn completed(&self, name: &str) -> (Key, Lease) {
         let key = self.key(name);
         let lease = self.first(&key, OnCrash::Retry).await;
@@ -42,7 +42,7 @@ impl Case {
         (key, lease)
     }
 
-    /// Returns keys whose first attempt has ended or crashed, one for each way to do so without a result.
+    /// Returns keys whose first attempt crashed or ended without a result: a key for each form of such an end.
     async fn unfinished(&self) -> Vec<(Key, Lease, &'static str)> {
         let keys = ["interrupted", "released", "lapsed", "lapsed under `fail`"].map(|how| (self.key(how), how));
         let mut leases = Vec::new();
@@ -67,7 +67,7 @@ impl Case {
 }
 
 pub(super) async fn refusals_name_their_reason(case: &Case) {
-    // Every decision about an absent record is refused, and creates none.
+    // A decision about an absent record is refused, and creates no record.
     let absent = case.key("absent");
     for action in actions() {
         for attempt in [0, 1] {
@@ -97,11 +97,11 @@ pub(super) async fn refusals_name_their_reason(case: &Case) {
             DecisionAnswer::LiveLease { lapses_in } => {
                 assert!(!lapses_in.is_zero() && lapses_in <= LONG + TOLERANCE, "{why}: it lapses in {lapses_in:?}");
             }
-            other => panic!("{why}: should be refused for that, was answered {other:?}"),
+            other => panic!("{why}: should be refused because of the live lease, was answered {other:?}"),
         }
         case.changes_nothing(&key, case.decide(&decision), &why).await;
     }
-    // A finished record refuses decisions about other attempts too, and keeps its result.
+    // A finished record also refuses decisions about other attempts, and keeps its result.
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     for attempt in [0, 2] {
         for action in actions() {
@@ -146,7 +146,11 @@ pub(super) async fn resolve_spares_results(case: &Case) {
         let other = if name == "failed" { completed("1") } else { Finish::Failed(stored("1")) };
         for other in [completed("2"), other, Finish::Completed(StoredResult::Unencodable)] {
             let decision = case.decision(&key, 1, Action::Resolve(other)).await;
-            assert_eq!(case.decide(&decision).await, DecisionAnswer::Finished, "another result for what has {name}");
+            assert_eq!(
+                case.decide(&decision).await,
+                DecisionAnswer::Finished,
+                "another result for an operation that has {name}"
+            );
             case.changes_nothing(&key, case.decide(&decision), "another result").await;
         }
         assert_eq!(case.resolve(&key, 1, &finish).await, DecisionAnswer::Applied, "the same result");
@@ -162,7 +166,11 @@ pub(super) async fn resolve_supplies_a_missing_result(case: &Case) {
         let lease = case.first(&key, OnCrash::Retry).await;
         assert_eq!(case.finish(&lease, &Finish::Completed(missing)).await, Verdict::Applied);
         let failed = Finish::Failed(stored("1"));
-        assert_eq!(case.resolve(&key, 1, &failed).await, DecisionAnswer::Finished, "a failure for what has completed");
+        assert_eq!(
+            case.resolve(&key, 1, &failed).await,
+            DecisionAnswer::Finished,
+            "a failure for an operation that has completed"
+        );
         for _ in 0..2 {
             assert_eq!(case.resolve(&key, 1, &completed("1")).await, DecisionAnswer::Applied, "{name}");
         }
@@ -231,7 +239,7 @@ pub(super) async fn replace_corrects(case: &Case) {
 }
 
 pub(super) async fn decisions_about_one_record(case: &Case) {
-    // Interrupted, because such a record accepts every decision without a correction.
+    // The record is interrupted, because such a record accepts every decision except corrections.
     let interrupted = async |name: &str| {
         let key = case.key(name);
         let lease = case.first(&key, OnCrash::Fail).await;
@@ -243,7 +251,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         DecisionAnswer::NoRecord => assert_eq!(name, "forgetful", "{why}"),
         other => panic!("{why}: should be refused as changed, was answered {other:?}"),
     };
-    // One after the other: the later decision is refused.
+    // First case: one decision follows the other, and the later decision is refused.
     let mut rounds = 0;
     for first in actions() {
         for second in actions() {
@@ -259,11 +267,11 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
             assert_eq!(
                 case.inspect(&key).await.map(|found| found.record),
                 between,
-                "{why}: refused, but it changed it"
+                "{why}: the refused decision changed the record"
             );
         }
     }
-    // The same for decisions about a finished record.
+    // Second case: one decision about a finished record follows the other.
     for first in corrections() {
         let by = if first == Action::Forget { "forgetful" } else { "alice" };
         let (key, _) = case.completed(&format!("corrected by {}", first.name())).await;
@@ -272,7 +280,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         assert_eq!(case.decide(&earlier).await, DecisionAnswer::Applied);
         is_answered(&case.decide(&later).await, by, first.name());
     }
-    // At the same time: the store applies either one of the two decisions.
+    // Third case: two concurrent decisions. The store applies either one of them.
     for round in 0..20 {
         let key = interrupted(&format!("at the same time {round}")).await;
         let resolve = case.decision(&key, 1, Action::Resolve(completed("decided"))).await.by("alice");
@@ -295,7 +303,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
                 assert_eq!(record.state, completed("decided").state());
             }
             [DecisionAnswer::Changed { .. }, DecisionAnswer::Applied] => assert_eq!(record.state, State::Released),
-            _ => panic!("of two contrary decisions about one record one is applied, they were answered {told:?}"),
+            _ => panic!("exactly one of two contrary decisions should be applied, the answers were {told:?}"),
         }
     }
 }
@@ -305,13 +313,13 @@ pub(super) async fn decisions_name_the_seen_record(case: &Case) {
         assert_eq!(case.decide(&seen).await, DecisionAnswer::changed(standing), "{why}");
         case.changes_nothing(&seen.key, case.decide(&seen), why).await;
     };
-    // The attempt ends.
+    // First case: the attempt has ended since the operator read its record.
     let key = case.key("ended");
     let lease = case.first(&key, OnCrash::Fail).await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
     assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
     changed(seen, Standing::Interrupted, "a running attempt that was interrupted since").await;
-    // The attempt finishes after its lease has lapsed.
+    // Second case: the attempt has finished after the lapse of its lease.
     let key = case.key("late");
     let lease = case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
@@ -324,28 +332,29 @@ pub(super) async fn decisions_name_the_seen_record(case: &Case) {
     for seen in seen {
         changed(seen, Standing::Completed, "a lapsed attempt that has finished since").await;
     }
-    // The lease is live again, because a renewal may have arrived since.
+    // Third case: a renewal has revived the lease that the operator saw lapsed.
     let key = case.key("renewed");
     let lease = case.first(&key, OnCrash::Retry).await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
     let seen = Decision { seen: Revision { standing: Standing::Lapsed, ..seen.seen }, ..seen };
     changed(seen, Standing::Running, "a lapsed lease that was renewed since").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
-    // Another operator decides twice, and the record looks the same as before.
+    // Fourth case: another operator has decided twice, so that the record looks the same as before.
     let (key, _) = case.completed("corrected twice").await;
     let seen = case.decision(&key, 1, Action::Discard).await.by("alice");
     for finish in [completed("2"), completed("1")] {
         assert_eq!(case.decides(&key, 1, Action::Replace(finish)).await, DecisionAnswer::Applied);
     }
     changed(seen, Standing::Completed, "a result that was replaced twice since").await;
-    // The key is forgotten, and the first attempt after that ends in the same way.
+    // Fifth case: the key was forgotten, and its new first attempt has ended in the same way.
     let (key, _) = case.completed("forgotten").await;
     let seen = case.decision(&key, 1, Action::Discard).await;
     assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied);
     let lease = case.first(&key, OnCrash::Retry).await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     changed(seen, Standing::Completed, "a key that was forgotten since").await;
-    // A lapsed lease has ended, which is the purpose of the decision.
+    // A decision to break a lease is applied even if the lease has lapsed since: the lease has ended, as the operator
+    // intended.
     let key = case.key("lapsed");
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     let seen = case.decision(&key, 1, Action::BreakLease).await;
@@ -386,7 +395,7 @@ pub(super) async fn decisions_keep_retention(case: &Case) {
     }
 }
 
-/// Breaks the live lease of attempt 1. Checks the record, and that the owner can't write any more.
+/// Breaks the live lease of attempt 1. Checks the state of the record, and that the owner can't write any more.
 async fn breaks(case: &Case, key: &Key, lease: &Lease, state: State) {
     let mut before = case.recorded(key).await.record;
     if matches!(before.state, State::Pending { on_crash: OnCrash::Fail, begun: false, .. }) {
@@ -431,7 +440,7 @@ pub(super) async fn break_lease_under_fail(case: &Case) {
     assert_eq!(
         case.resolve(&key, 1, &completed("1")).await,
         DecisionAnswer::Applied,
-        "what was broken can be resolved"
+        "an interrupted key can be resolved"
     );
 
     let key = case.key("before its body");

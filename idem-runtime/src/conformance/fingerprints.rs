@@ -1,11 +1,11 @@
-//! A key with another payload is a misuse, in every state of the record.
+//! Clauses about fingerprints: in every state of the record, a request with another payload is refused.
 
 use super::case::{Case, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, Verdict};
 
-/// Checks that another fingerprint gets a mismatch with the number `attempt`, and that the request changes nothing.
+/// Checks that a request with another fingerprint gets a mismatch with attempt `attempt`, and changes nothing.
 async fn mismatches(case: &Case, key: &Key, attempt: u32, why: &str) {
     let before = case.recorded(key).await.record;
     let mismatch = Reservation::FingerprintMismatch { attempt };
@@ -82,7 +82,7 @@ pub(super) async fn mismatch_once_exhausted(case: &Case) {
 }
 
 pub(super) async fn missing_fingerprint_matches(case: &Case) {
-    // The record has a fingerprint, the request has none.
+    // First case: the record has a fingerprint, and the request has none.
     let key = case.key("recorded");
     let (_, lease) = first(case, case.request(&key)).await;
     case.waits_for(&case.request(&key), 1, "no fingerprint is presented").await;
@@ -90,15 +90,16 @@ pub(super) async fn missing_fingerprint_matches(case: &Case) {
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_answered(&case.request(&key), finished, "no fingerprint is presented").await;
 
-    // The request has a fingerprint, the record has none: the next attempt writes its own into the record.
+    // Second case: the request has a fingerprint, and the record has none. The next attempt writes its fingerprint into
+    // the record.
     let key = case.key("presented");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(lease.fingerprint, None);
     case.waits_for(&marked(case.request(&key), 1), 1, "no fingerprint is recorded").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let lease = case.reserved(&marked(case.request(&key), 1), 2, "no fingerprint is recorded").await;
-    assert_eq!(lease.fingerprint, Some(fingerprint(1)), "the new attempt has brought its fingerprint");
-    mismatches(case, &key, 2, "another payload than the attempt that brought a fingerprint").await;
+    assert_eq!(lease.fingerprint, Some(fingerprint(1)), "the new attempt has recorded its fingerprint");
+    mismatches(case, &key, 2, "another payload than the attempt that recorded a fingerprint").await;
 }
 
 pub(super) async fn fingerprint_survives(case: &Case) {

@@ -1,4 +1,4 @@
-//! Distinct keys are distinct records.
+//! Clauses about keys: distinct keys have distinct records.
 
 use std::collections::HashSet;
 
@@ -6,7 +6,7 @@ use super::case::{Case, completed};
 use crate::key::Key;
 use crate::record::Verdict;
 
-/// Checks that each of `keys` has a record of its own.
+/// Checks that each of `keys` has its own record.
 async fn are_distinct(case: &Case, keys: &[Key]) {
     assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len(), "the keys of this clause differ");
     let mut leases = Vec::new();
@@ -25,8 +25,8 @@ async fn are_distinct(case: &Case, keys: &[Key]) {
 }
 
 pub(super) async fn similar_keys_are_distinct(case: &Case) {
-    // Letter case, trailing space, Unicode normalization and collation, numbers, separators, escapes, control
-    // characters, and characters that some stores treat as a pattern, a hash tag or a quotation mark.
+    // The texts differ in letter case, trailing space, Unicode normalization and collation, numbers, separators,
+    // escapes, control characters, and characters that some stores treat as a pattern, a hash tag or a quotation mark.
     #[rustfmt::skip]
     let texts = [
         "a", "A", "b", "aa", "a ", " a", "a  ", "a\u{a0}", "a\u{200b}", "a:", ":a", "a/", "/a", "a//", "a\\", "a%", "%",
@@ -36,7 +36,7 @@ pub(super) async fn similar_keys_are_distinct(case: &Case) {
         "\u{1f980}\u{fe0f}", "\u{65e5}\u{672c}", "\u{5e9}\u{5dc}\u{5d5}\u{5dd}",
     ];
     let mut keys: Vec<_> = texts.iter().map(|text| case.key(text)).collect();
-    // The same text under another scope, and scopes that are prefixes of each other.
+    // These keys have the same text under another scope; some scopes are prefixes of other scopes.
     for scope in ["conformanc", "conformance ", "Conformance", "conformance:x", "conformance\u{e9}"] {
         keys.push(Key::new(scope, case.key("a").text()).expect("a short key"));
     }
@@ -44,7 +44,7 @@ pub(super) async fn similar_keys_are_distinct(case: &Case) {
 }
 
 pub(super) async fn long_keys_are_distinct(case: &Case) {
-    // Keys of the greatest length that differ only at the start, at the end, or in their length.
+    // These keys have the greatest length, and differ only at the start, at the end, or in their length.
     let prefix = case.key("-").as_str().len();
     let room = Key::MAX_BYTES - prefix;
     let mut keys = vec![
@@ -59,6 +59,6 @@ pub(super) async fn long_keys_are_distinct(case: &Case) {
     for last in ["s", "t"] {
         keys.push(Key::new(&scope(last), case.key("").text()).expect("a short key"));
     }
-    assert!(keys.iter().any(|key| key.as_str().len() == Key::MAX_BYTES), "one key is as long as can be");
+    assert!(keys.iter().any(|key| key.as_str().len() == Key::MAX_BYTES), "one key has the greatest length");
     are_distinct(case, &keys).await;
 }

@@ -1,4 +1,4 @@
-//! Lists of records.
+//! Clauses about lists of records.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,23 +8,23 @@ use crate::policy::OnCrash;
 use crate::record::{Finish, Holder, Inspection, Release, ReserveRequest, State, StoredResult, Verdict};
 use crate::store::{Cursor, Filter, Page, Standing, StoreErrorKind};
 
-/// Largest number of pages of a list, so that an endless list fails.
+/// Largest number of pages in a list, so that an endless list fails the test.
 const PAGES: usize = 20_000;
 
-/// All pages of a list.
+/// Content of all pages of a list.
 pub(super) struct ListPages {
     pub(super) records: HashMap<Key, Inspection>,
     pages: usize,
 }
 
 impl Case {
-    /// Returns a scope that starts with the scope of this run, and the scope of this run.
+    /// Returns a longer scope that starts with the scope of this run, and then the scope of this run.
     pub(super) fn scopes(&self) -> [String; 2] {
         let scope = format!("{}:{}", self.clause, self.run);
         [format!("{scope}x"), scope]
     }
 
-    /// Returns all pages of `filter`. `None`: the store can't list records.
+    /// Returns all pages of `filter`; `None` if the store can't list records.
     pub(super) async fn listed(&self, filter: &Filter, why: &str) -> Option<ListPages> {
         let mut scans = false;
         let mut filter = filter.clone();
@@ -49,7 +49,7 @@ impl Case {
                 let before = listed.records.insert(key.clone(), inspection);
                 assert!(scans || before.is_none(), "{why}: {key} is shown twice");
             }
-            // Parsed from its text, because a tool stores the cursor as text.
+            // The cursor is parsed from its text, because a tool stores a cursor as text.
             let Some(next) = next else { return Some(listed) };
             filter.after = next.to_string().parse::<Cursor>().ok();
         }
@@ -69,7 +69,8 @@ pub(super) async fn list_shows_each_once(case: &Case) {
     let [other, scope] = case.scopes();
     let mut expected = HashSet::new();
     for n in 0..7 {
-        // Capital letters, small letters, and letters beyond ASCII: the store may have any order, but needs one.
+        // The names contain capital letters, small letters, and letters beyond ASCII: the store may have any order, but
+        // must have one.
         let name = ["a", "B", "b/c", "ü", "%", "~", "1"][n];
         for scope in [&scope, &other] {
             case.reserved(&case.request(&key(scope, name)), 1, "a key that was never used").await;
@@ -90,7 +91,7 @@ pub(super) async fn list_shows_each_once(case: &Case) {
 pub(super) async fn list_filters(case: &Case) {
     let [_, scope] = case.scopes();
     let mut expected: HashMap<Standing, Key> = HashMap::new();
-    // One record for each standing, except a damaged one: no operation of a store makes it.
+    // The test makes a record of each standing except `Damaged`, which no operation of a store can make.
     for standing in Standing::ALL.into_iter().filter(|standing| *standing != Standing::Damaged) {
         let key = key(&scope, standing.name());
         let request = match standing {
@@ -108,7 +109,7 @@ pub(super) async fn list_filters(case: &Case) {
         assert_eq!(ended, Verdict::Applied);
         expected.insert(standing, key);
     }
-    // An expired record, and a young one.
+    // Two further records: an expired record, and a young one.
     let brief = ReserveRequest { ttl: super::case::SHORT, ..case.request(&key(&scope, "gone")) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
@@ -119,7 +120,7 @@ pub(super) async fn list_filters(case: &Case) {
     let young = key(&scope, "young");
     case.reserved(&case.request(&young), 1, "a key that was never used").await;
 
-    // By standing.
+    // Lists by standing.
     for (standing, key) in &expected {
         let filter = Filter::new().scope(&*scope).standing(*standing).limit(1);
         let why = format!("the {standing} records");
@@ -131,17 +132,17 @@ pub(super) async fn list_filters(case: &Case) {
     let both = [Standing::Lapsed, Standing::Interrupted].map(|standing| expected[&standing].clone());
     assert_eq!(case.shown(&uncertain, "uncertain records").await, Some(HashSet::from(both)));
     let all: HashSet<Key> = expected.into_values().chain([young.clone()]).collect();
-    // By scope and age.
-    let shown = case.shown(&Filter::new().scope(&*scope), "all of a scope").await;
-    assert_eq!(shown.as_ref(), Some(&all), "all of a scope");
+    // Lists by scope and age.
+    let shown = case.shown(&Filter::new().scope(&*scope), "all records of a scope").await;
+    assert_eq!(shown.as_ref(), Some(&all), "all records of a scope");
     let age = case.since(old_since);
     let old = Filter::new().scope(&*scope).older_than(age.saturating_sub(TOLERANCE));
-    let mut shown = case.shown(&old, "old ones of a scope").await.unwrap_or_default();
-    // A slow store may read the young record when it has grown old enough.
+    let mut shown = case.shown(&old, "old records of a scope").await.unwrap_or_default();
+    // A slow store may list the young record after it has grown old enough.
     let still_young = case.since(young_since) + TOLERANCE * 2 < age;
-    assert!(!(shown.remove(&young) && still_young), "old ones of a scope: a young one is shown");
+    assert!(!(shown.remove(&young) && still_young), "old records of a scope: a young record is shown");
     let expected: HashSet<Key> = all.into_iter().filter(|key| *key != young).collect();
-    assert_eq!(shown, expected, "old ones of a scope");
+    assert_eq!(shown, expected, "old records of a scope");
     let ancient = Filter::new().scope(&*scope).older_than(LONG);
     assert_eq!(case.shown(&ancient, "older than any").await, Some(HashSet::new()), "older than any");
 }
@@ -175,7 +176,7 @@ pub(super) async fn list_and_inspect_agree(case: &Case) {
             (inspected.first_seen, shown.first_seen),
             (inspected.began, shown.began),
         ] {
-            // The time left decreases, and the time passed increases.
+            // Between the two reads the remaining times decrease, and the ages increase.
             let (Some(shown), Some(inspected)) = (shown, inspected) else { continue };
             assert!(shown + TOLERANCE >= inspected, "{key}: {shown:?} in a list, {inspected:?} inspected");
         }

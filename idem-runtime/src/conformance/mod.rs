@@ -1,8 +1,8 @@
 //! Test suite that every store passes, for authors of stores (feature `conformance`).
 //!
-//! The suite states the contract of [`Store`](crate::Store) as named [`Clause`]s. Each clause is a test of its own; the
-//! message of a failed test says how the store broke the clause. To run the clauses, depend on this crate with the
-//! feature `conformance` under `[dev-dependencies]` and write, in a test binary:
+//! The suite states the contract of [`Store`](crate::Store) as named [`Clause`]s. Each clause is a separate test, and
+//! the message of a failed test describes how the store broke the clause. To run the clauses, depend on this crate with
+//! the feature `conformance` under `[dev-dependencies]`, and write in a test binary:
 //!
 //! ```
 //! use idem_runtime::{MemoryStore, store_conformance};
@@ -12,8 +12,9 @@
 //! # fn main() {}
 //! ```
 //!
-//! The expression is evaluated anew for each test, inside a tokio runtime of its own, and may `.await`. It yields a
-//! store, or a [`Subject`] with more than a store, above all a second handle that is opened as in another process:
+//! The expression is evaluated again for each test, inside of a separate tokio runtime, and may `.await`. It returns a
+//! store, or a [`Subject`], which adds facts to the store, above all a second handle that is opened like in another
+//! process:
 //!
 //! ```
 //! use idem_runtime::conformance::Subject;
@@ -33,7 +34,7 @@
 //! # fn main() {}
 //! ```
 //!
-//! Clauses can share a server, with each other and with later runs: every run uses its own keys, derived from
+//! Clauses can share a server with each other and with later runs: every run uses its own keys, which come from
 //! [`StoreContext::new_owner`](crate::store::StoreContext::new_owner). The clauses run in real time, so a store on a
 //! [`ManualClock`](crate::clock::ManualClock) can't be tested. No clause depends on the speed of the machine: leases
 //! that must stay live are long, and a test waits until a lease that must lapse has lapsed.
@@ -64,13 +65,14 @@ use crate::combine::race;
 
 /// Declares a module `$name` with one `#[test]` for each clause of the contract of [`Store`](crate::Store).
 ///
-/// `$open`: an expression that yields a store or a [`Subject`](crate::conformance::Subject), and may `.await`; see
+/// `$open` is an expression that returns a store or a [`Subject`](crate::conformance::Subject), and may `.await`; see
 /// [`conformance`](crate::conformance).
 #[macro_export]
 macro_rules! store_conformance {
     ($name:ident, $open:expr $(,)?) => {
         mod $name {
-            /// A separate module, because the names of the tests must not hide names that the expression uses.
+            /// The expression is in a separate module, because the names of the tests must not hide names that the
+            /// expression uses.
             #[allow(dead_code)]
             mod __subject {
                 #[allow(unused_imports)]
@@ -98,7 +100,7 @@ macro_rules! __conformance_tests {
     )* };
 }
 
-/// The only list of clauses, with their names and claims.
+/// List of all clauses, with their names and claims. No other list repeats them.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __conformance_clauses {
@@ -106,37 +108,37 @@ macro_rules! __conformance_clauses {
         // Reserving.
         first_reservation: "The first reservation of a key is attempt 1 and gets the lease that it asked for.",
         reservation_repeated: "A reservation that is repeated with its owner token gets the same lease and starts no attempt.",
-        reservation_repeated_after_lapse: "A repeated reservation gets the same lease even if that has lapsed meanwhile.",
+        reservation_repeated_after_lapse: "A repeated reservation gets the same lease even if the lease has lapsed meanwhile.",
         one_winner_of_many: "Exactly one of 64 concurrent reservations of a new key wins.",
         one_winner_of_a_released_key: "Exactly one of 64 concurrent reservations of a released key wins.",
         one_winner_of_a_takeover: "Exactly one of 64 concurrent takeovers of a lapsed lease wins.",
         one_attempt_at_a_time: "Tasks that reserve, work and release never hold the key at the same time, and no attempt number repeats.",
-        live_lease_is_pending: "A reservation that meets a live lease is told its attempt and the time until it lapses, which is above zero.",
+        live_lease_is_pending: "The answer to a reservation under a live lease has the number of the running attempt and the time until its lease lapses, which is above zero.",
         takeover_is_a_new_attempt: "A takeover gets the next attempt number and is reported as a takeover.",
-        released_key_is_free: "A released key is free at once; the next attempt has the next number.",
+        released_key_is_free: "A released key is free immediately; the next attempt has the next number.",
         released_owner_never_reserves_again: "A reservation that arrives after its own release is answered `Released` and changes nothing.",
         attempts_never_repeat: "Attempt numbers strictly increase while the record is retained: over releases, lapses and `reopen`.",
         max_attempts_counts_releases: "Released attempts count against `max_attempts`.",
         max_attempts_counts_lapses: "Attempts that lapse after their bodies have begun count against `max_attempts`.",
-        not_started_does_not_count: "`release(NotStarted)` takes one attempt off the count, and the next attempt still has the next number.",
-        exhaustion_is_not_final: "A request with a higher `max_attempts` runs after one that was refused; a result is replayed whatever the limit.",
+        not_started_does_not_count: "`release(NotStarted)` lowers the count of attempts by one, and the next attempt still has the next number.",
+        exhaustion_is_not_final: "A request with a higher `max_attempts` runs after a request that was refused; a result is replayed regardless of the limit.",
         // Crashes.
-        crashed_under_fail: "An attempt under `on_crash = fail` that lapses after its body has begun is interrupted for every request: no other body starts.",
+        crashed_under_fail: "An attempt under `on_crash = fail` that lapses after its body has begun is interrupted for every request: no further body starts.",
         unmarked_lapse_under_fail: "An attempt under `on_crash = fail` that lapses before its body has begun is taken over, and not counted.",
         unmarked_lapse_does_not_count: "An attempt that lapses before its body has begun does not count against `max_attempts`.",
         begin_is_recorded: "`begin` is recorded, renews the lease, and stays recorded while the attempt runs.",
-        begin_repeated: "A repeated `begin` is recognised, even after the lease; the attempt may still be given back as not started.",
+        begin_repeated: "A repeated `begin` is recognised, even after the lapse of the lease; the attempt may still be released as not started.",
         begin_is_the_owners: "Only the attempt itself can mark its record, by owner token and number.",
-        begin_after_a_lapse: "A `begin` that arrives after the lease, or after a takeover, is refused; a renewed lease can be marked.",
+        begin_after_a_lapse: "A `begin` that arrives after the lapse of the lease, or after a takeover, is refused; after a renewal the record can be marked.",
         begin_after_the_end: "A `begin` that arrives after the end of the attempt is refused.",
-        crash_found_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for requests under `fail`, and taken over by others.",
-        marked_interrupted: "After `release(Interrupted)` every request is refused, whatever its `on_crash`.",
+        crash_found_under_fail: "A lapsed attempt under `on_crash = retry` is interrupted for requests under `fail`, and taken over by other requests.",
+        marked_interrupted: "After `release(Interrupted)` every request is refused, regardless of its `on_crash`.",
         live_lease_under_fail: "A live lease under `on_crash = fail` is pending, not interrupted.",
         late_finish_under_fail: "An attempt under `on_crash = fail` may complete after its lease has lapsed.",
         // Fingerprints.
         mismatch_while_pending: "Another fingerprint is a mismatch while an attempt runs.",
         mismatch_once_released: "Another fingerprint is a mismatch on a released key.",
-        mismatch_at_takeover: "Another fingerprint is a mismatch at a lapsed lease, and takes nothing over.",
+        mismatch_at_takeover: "Another fingerprint is a mismatch at a lapsed lease, and the request takes over no attempt.",
         mismatch_on_replay: "Another fingerprint is a mismatch once the operation is completed or failed.",
         mismatch_once_interrupted: "Another fingerprint is a mismatch on an interrupted key.",
         mismatch_once_exhausted: "Another fingerprint is a mismatch even when the attempts are exhausted.",
@@ -147,10 +149,10 @@ macro_rules! __conformance_clauses {
         renewal_after_lapse: "A lapsed lease can be renewed until another attempt takes over.",
         renewal_is_the_owners: "A renewal with another owner token is refused and changes nothing.",
         renewal_after_takeover: "A renewal of a lease that was taken over is refused and changes nothing.",
-        renewal_after_the_end: "A renewal is refused after the attempt has finished or was released.",
-        renewals_answer_in_order: "A batch of renewals is answered lease by lease, in its order.",
-        each_renewal_has_one_answer: "Each lease of a batch of renewals is answered once, whatever happens to the others.",
-        blocked_record_holds_up_no_other: "A renewal of a record that is held back gets no answer, and the others are answered (needs `Subject::block`).",
+        renewal_after_the_end: "A renewal is refused after its attempt has finished or was released.",
+        renewals_answer_in_order: "A batch of renewals is answered lease by lease, in the order of the batch.",
+        each_renewal_has_one_answer: "Each lease of a batch of renewals gets one answer, regardless of the other leases.",
+        blocked_record_holds_up_no_other: "A renewal of a blocked record gets no answer, and the other leases of the batch are answered (needs `Subject::block`).",
         no_renewals: "An empty batch of renewals gets an empty answer.",
         many_renewals: "One call renews 2 000 leases.",
         finish_is_the_owners: "A finish with another owner token is refused and changes nothing.",
@@ -163,25 +165,25 @@ macro_rules! __conformance_clauses {
         finish_names_its_attempt: "A finish or renewal that names another attempt number of the same owner is refused.",
         finish_of_nothing: "A finish of a key without a record is refused and creates none.",
         release_is_the_owners: "A release with another owner token is refused and changes nothing.",
-        release_repeated: "A release that is repeated with its owner token is applied once: it takes at most one attempt off the count.",
+        release_repeated: "A release that is repeated with its owner token is applied once: it lowers the count of attempts by at most one.",
         release_after_takeover: "A release after a takeover is refused and leaves the successor's record alone.",
         release_after_finish: "A release after a finish is refused and leaves the result alone.",
         release_of_nothing: "A release of a key without a record is refused and creates none.",
-        release_ignores_the_number: "A release compares the owner token alone: its caller may not know the attempt number.",
+        release_ignores_the_number: "A release compares only the owner token, because its caller may not know the attempt number.",
         // Results.
         completed_is_replayed: "Every reservation of a completed key is answered with the same record.",
         failed_is_replayed: "Every reservation of a failed key is answered with the same record.",
-        every_payload_survives: "Results are read back as written: empty, binary and falsy ones, and the marks for too large and unencodable ones.",
+        every_payload_survives: "Results are read back as written: empty, binary, zero and false results, and the marks of results that are too large or unencodable.",
         large_result_survives: "A large result is read back as written.",
-        codec_name_survives: "The name of the codec is read back as written, up to the longest one.",
+        codec_name_survives: "The name of the codec is read back as written, up to the longest name.",
         // Keys.
         similar_keys_are_distinct: "Keys that differ in a single character have different records.",
         long_keys_are_distinct: "The longest keys are compared in full.",
         // Retention.
         result_is_forgotten: "A finished record is absent after its retention.",
         released_record_is_forgotten: "A released or interrupted record is absent after its retention.",
-        pending_record_is_forgotten: "A pending record is absent after its lease plus its `ttl`; writes of its attempt are refused then.",
-        pending_record_outlives_ttl: "A live lease that is longer than `ttl` is honoured to its end.",
+        pending_record_is_forgotten: "A pending record is absent after its lease plus its `ttl`; writes of its attempt are then refused.",
+        pending_record_outlives_ttl: "A live lease that is longer than `ttl` is honoured until it lapses.",
         retention_starts_at_the_end: "A finished or released record is retained for `ttl` from that write.",
         retention_of_a_pending_record: "A pending record is retained for its lease plus its `ttl`.",
         longest_times: "The longest lease and the longest retention that a policy allows are honoured.",
@@ -192,64 +194,64 @@ macro_rules! __conformance_clauses {
         reopen_wakes: "A `reopen` wakes the waiters for that attempt.",
         decisions_wake: "`resolve`, `break_lease` and `forget` wake the waiters for that attempt.",
         all_waiters_wake: "The end of an attempt wakes all of its 32 waiters.",
-        nothing_to_wait_for: "A wait returns at once unless the attempt that it names is pending.",
-        wait_is_bounded: "A wait returns after the time that it was given.",
-        wait_tells_the_present: "What a wait tells is what `inspect` shows, and never a record that has expired or was removed.",
+        nothing_to_wait_for: "A wait returns immediately unless its attempt is pending.",
+        wait_is_bounded: "A wait returns when its time limit is over.",
+        wait_tells_the_present: "A wait returns the record that `inspect` shows, and never a record that has expired or was removed.",
         abandoned_wait: "A waiter that gives up changes nothing, and the other waiters are still woken.",
         // Operators.
-        inspection: "`inspect` shows the record, when its lease lapses and when its retention ends.",
+        inspection: "`inspect` shows the record, the time until its lease lapses and the time until it expires.",
         reopen_refused: "`reopen` refuses a live lease, another attempt and an absent record.",
         reopen_interrupted: "`reopen` lets an interrupted key run again.",
         reopen_spares_results: "`reopen` of a finished record is refused.",
-        discard_finished: "`discard` of a finished record gives up its result and lets the key run again; of any other record it is refused.",
-        replace_corrects: "`replace` gives a finished record another end in one step; of any other record it is refused.",
+        discard_finished: "`discard` removes the result of a finished record and lets the key run again; for any other record it is refused.",
+        replace_corrects: "`replace` gives a finished record another end in one step; for any other record it is refused.",
         reopen_lapsed: "`reopen` of a lapsed attempt ends it: its later writes are refused.",
         reopen_released: "`reopen` of a released record sets its count of attempts to zero.",
         reopen_keeps_retention: "`reopen` leaves the retention as it was.",
-        decisions_about_one_record: "Of two contrary decisions about the same record one is applied, and the other is refused as changed, one after the other or at the same time.",
-        decisions_name_the_seen_record: "A decision is refused if an attempt or a decision has changed the record since it was seen, even back to the same state.",
-        refusals_name_their_reason: "A decision that is refused says why: no record, another attempt and its number, or a live lease and when it lapses.",
-        resolve_ends_it: "`resolve` gives an interrupted, released or lapsed attempt the end that it names, as often as it is repeated.",
+        decisions_about_one_record: "Of two contrary decisions about the same record one is applied, and the other is refused as `Changed`, no matter whether they are concurrent.",
+        decisions_name_the_seen_record: "A decision is refused if an attempt or a decision has changed the record since the operator read it, even back to the same state.",
+        refusals_name_their_reason: "A refused decision is answered with the reason: no record, another attempt and its number, or a live lease and the time until it lapses.",
+        resolve_ends_it: "`resolve` gives an interrupted, released or lapsed attempt the end in the decision; a repetition changes nothing.",
         resolve_spares_results: "`resolve` replaces no result that was recorded.",
-        resolve_supplies_a_missing_result: "`resolve` supplies the result of an operation that completed without one, once.",
+        resolve_supplies_a_missing_result: "`resolve` supplies a missing result of a completed operation, once.",
         resolve_fences: "After a `resolve` no write of the attempt is applied, nor answered `Applied`.",
         decisions_keep_retention: "`resolve` and `break_lease` leave the retention as it was.",
         break_lease_frees: "`break_lease` ends a live lease under `on_crash = retry`: its owner's writes are refused, and the next attempt runs.",
         break_lease_under_fail: "`break_lease` of a lease under `on_crash = fail` leaves the key interrupted.",
         forget_erases: "`forget` removes the record: the next reservation is attempt 1, and no earlier write is applied.",
-        holder_survives: "A record tells who holds it, whatever becomes of the attempt, up to the longest name.",
-        holder_is_the_latest: "A record tells who made its latest attempt, and nobody if that does not say.",
-        traceparent_survives: "A record tells the trace of its latest attempt, and a replay that of the run that made its result.",
-        times_are_shown: "A record tells when its key was first seen and when its latest attempt began, whatever is written meanwhile.",
-        replays_show_their_age: "A replay tells how old its record is: no less than the time since its attempt ended, and no more than since it began.",
-        decision_is_named: "A record tells who decided about it last, and why, until the next decision.",
-        list_shows_each_once: "`list` shows each record of a scope once, whatever the length of its pages, and none of another scope.",
-        list_filters: "`list` shows the records that stand as asked for and are old enough, and none that has expired.",
-        list_and_inspect_agree: "`list` shows what `inspect` shows, without results.",
-        ping_is_answered: "`ping` is answered if the store can be reached; if it can't, `ping` and `list` fail (needs `Subject::unreachable`).",
-        purge_spares_the_kept: "`purge` removes no record before the end of its retention, and returns how many it removed.",
+        holder_survives: "A record keeps its holder after every end of the attempt, up to the longest name.",
+        holder_is_the_latest: "A record has the holder of its latest attempt, and none if that attempt had no holder.",
+        traceparent_survives: "A record has the trace of its latest attempt, and a replay has the trace of the run that made its result.",
+        times_are_shown: "A record keeps the time when its key was first seen and the time when its latest attempt began, regardless of other writes.",
+        replays_show_their_age: "A replay has the age of its record: at least the time since its attempt ended, and at most the time since that attempt began.",
+        decision_is_named: "A record has the operator and the reason of the latest decision, until the next decision.",
+        list_shows_each_once: "`list` shows each record of a scope once, regardless of the page length, and no record of another scope.",
+        list_filters: "`list` shows the records with the selected standing and age, and no record that has expired.",
+        list_and_inspect_agree: "`list` shows the same records as `inspect`, without results.",
+        ping_is_answered: "`ping` is answered if the store can be reached; otherwise `ping` and `list` fail (needs `Subject::unreachable`).",
+        purge_spares_the_kept: "`purge` removes no record before the end of its retention, and returns the number of removed records.",
         // Robustness.
         handles_share: "A handle shares the records, the heartbeats and the name of its store.",
         owners_are_unique: "Two handles never make the same owner token.",
-        dropped_reserve: "A reservation whose future is dropped takes effect in full or not at all.",
+        dropped_reserve: "A reservation whose future is dropped takes effect completely or not at all.",
         dropped_reserve_stays_away: "A reservation whose caller was dropped and has cleaned up takes no effect afterwards.",
-        dropped_begin: "A `begin` whose future is dropped takes effect in full or not at all, and may be repeated.",
-        dropped_renew: "A renewal whose future is dropped takes effect in full or not at all.",
-        dropped_finish: "A finish whose future is dropped takes effect in full or not at all.",
-        dropped_release: "A release whose future is dropped takes effect in full or not at all.",
-        dropped_reopen: "A `reopen` whose future is dropped takes effect in full or not at all.",
-        dropped_decisions: "A decision whose future is dropped takes effect in full or not at all, and may be repeated.",
+        dropped_begin: "A `begin` whose future is dropped takes effect completely or not at all, and may be repeated.",
+        dropped_renew: "A renewal whose future is dropped takes effect completely or not at all.",
+        dropped_finish: "A finish whose future is dropped takes effect completely or not at all.",
+        dropped_release: "A release whose future is dropped takes effect completely or not at all.",
+        dropped_reopen: "A `reopen` whose future is dropped takes effect completely or not at all.",
+        dropped_decisions: "A decision whose future is dropped takes effect completely or not at all, and may be repeated.",
         dropped_reads: "A dropped `inspect` or `wait` changes nothing.",
-        unreachable_store: "Every call of a store that can't be reached fails in time, and none reports \"no record\" (needs `Subject::unreachable`).",
+        unreachable_store: "Every call of a store that can't be reached fails in time, and no call reports \"no record\" (needs `Subject::unreachable`).",
         foreign_value: "A value that is not a record of this library is an error to every attempt, never \"no record\", and is not overwritten (needs `Subject::spoil`).",
         damage_is_shown: "`inspect` and `list` show a value that is not a record as damaged, with the reason and next to other records (needs `Subject::spoil`).",
-        damage_is_forgotten: "Of all decisions `forget` alone removes a value that is not a record, and only the value that was seen; the next reservation is attempt 1 (needs `Subject::spoil`).",
+        damage_is_forgotten: "Only the decision `forget` removes a value that is not a record, and only the value that the operator saw; the next reservation is attempt 1 (needs `Subject::spoil`).",
     } };
 }
 
 macro_rules! list {
     ($($name:ident: $claim:literal,)*) => {
-        /// The contract of a store, clause by clause.
+        /// Contract of a store, clause by clause.
         pub const CLAUSES: &[Clause] = &[$(Clause {
             name: stringify!($name),
             claim: $claim,
@@ -317,7 +319,7 @@ use writing::{
 
 __conformance_clauses! { list }
 
-/// One promise of the contract, with its check.
+/// A promise of the contract, with its check.
 pub struct Clause {
     name: &'static str,
     claim: &'static str,
@@ -330,7 +332,7 @@ impl Clause {
         self.name
     }
 
-    /// Claim of the clause, in one sentence.
+    /// Claim of the clause, in a sentence.
     pub fn claim(&self) -> &'static str {
         self.claim
     }
@@ -340,7 +342,7 @@ impl Clause {
         CLAUSES.iter().find(|clause| clause.name == name)
     }
 
-    /// Checks a store. Needs a tokio runtime with timers and several threads: on one thread the races don't happen.
+    /// Checks a store. Requires a tokio runtime with timers and several threads: on one thread the races can't happen.
     ///
     /// # Panics
     /// If the store breaks the claim.
@@ -355,14 +357,14 @@ impl fmt::Debug for Clause {
     }
 }
 
-/// Checks the clause called `name` on a runtime of its own. Called by
-/// [`store_conformance!`](crate::store_conformance).
+/// Checks the clause called `name` on a new runtime. [`store_conformance!`](crate::store_conformance) calls this
+/// function.
 ///
 /// # Panics
 /// If the store breaks the claim.
 pub fn run(name: &str, open: fn() -> SubjectFuture) {
     let clause = Clause::named(name).expect("a clause of this suite");
-    // Shown only if the test fails.
+    // The test harness shows this line only if the test fails.
     eprintln!("{clause:?}");
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     let runtime = builder.worker_threads(4).enable_all().build().expect("a runtime for the test");

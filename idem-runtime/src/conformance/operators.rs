@@ -1,4 +1,4 @@
-//! Inspection, `reopen` and `purge`, as operators use them.
+//! Clauses about operators: inspection, `reopen` and `purge`.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::record::{Action, DecisionAnswer, Finish, Record, Release, Reservation
 pub(super) async fn inspection(case: &Case) {
     assert_eq!(case.inspect(&case.key("absent")).await, None, "a key that was never used has no record");
 
-    // Two different times, neither of them a whole number of seconds.
+    // The two times differ, and neither is a whole number of seconds.
     let (lease, ttl) = (LONG + Duration::from_millis(1), LONG * 2 + Duration::from_millis(7));
     for on_crash in [OnCrash::Retry, OnCrash::Fail] {
         let key = case.key(&format!("{on_crash:?}"));
@@ -41,7 +41,7 @@ pub(super) async fn inspection(case: &Case) {
         assert_eq!(
             case.recorded(&key).await.lapses_in,
             Some(Duration::ZERO),
-            "a lapsed lease; looking changes nothing"
+            "a lapsed lease; an inspection changes nothing"
         );
     }
     case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
@@ -66,7 +66,7 @@ pub(super) async fn reopen_refused(case: &Case) {
     case.is_answered(&case.request(&key), finished, "a result that `reopen` left alone").await;
 }
 
-/// Checks that attempt 1 of the key, whose fingerprint is 1, can be reopened, and that the next attempt runs.
+/// Checks that attempt 1 of the key can be reopened, and that the next attempt runs. The fingerprint of the key is 1.
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
     let decision = case.decision(key, 1, Action::Reopen).await;
@@ -117,7 +117,7 @@ pub(super) async fn reopen_released(case: &Case) {
     case.is_answered(
         &limited(case.request(&key), 1),
         Reservation::AttemptsExhausted { attempts: 1 },
-        "one of one attempts",
+        "the only allowed attempt was used",
     )
     .await;
     runs_again(case, &key, "an exhausted key").await;
@@ -151,8 +151,8 @@ pub(super) async fn purge_spares_the_kept(case: &Case) {
     case.lapse().await;
     let before = [&held, &lapsed, &finished, &released];
     let records = [case.recorded(&held).await.record, case.recorded(&lapsed).await.record];
-    // Other clauses purge the same store meanwhile, and their records expire, so the number of records left to remove
-    // is unknown.
+    // Other clauses purge the same store concurrently, and their records expire, so the number of records left to
+    // remove is unknown.
     assert!(case.purge(3).await <= 3, "more than the batch was removed");
     while case.purge(1_000).await > 0 {}
     assert_eq!(case.inspect(&gone).await, None, "past its retention");

@@ -1,4 +1,4 @@
-//! Winner of the reservations of a key, and the answers to the others.
+//! Clauses about reservations of a key: which request gets the key, and the answers to the other requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ pub(super) async fn reservation_repeated(case: &Case) {
         let again = case.reserved(&request, 1, "repeated with the same owner token").await;
         assert_eq!(again, lease, "a repeated reservation gets the same lease");
     }
-    // Attempts above 1 are recognised too, and so is a reservation after a release.
+    // Repeated reservations of later attempts are recognised too, and so are those after a release.
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let second = limited(case.request(&key), 2);
     case.reserved(&second, 2, "a released key").await;
@@ -42,7 +42,8 @@ pub(super) async fn reservation_repeated_after_lapse(case: &Case) {
     assert_eq!(case.finish(&again, &completed("1")).await, Verdict::Applied, "and may finish");
 }
 
-/// Checks that exactly one racer won, with attempt `attempt`, and that the answers to the others contain it.
+/// Checks that exactly one racer got the key, for attempt `attempt`, and that the other racers were answered with that
+/// attempt.
 fn one_winner(answers: &[(ReserveRequest, Reservation)], attempt: u32, takeover: bool) -> Lease {
     let winners: Vec<_> = answers
         .iter()
@@ -52,14 +53,14 @@ fn one_winner(answers: &[(ReserveRequest, Reservation)], attempt: u32, takeover:
         })
         .collect();
     let attempts: Vec<_> = winners.iter().map(|(_, lease, _)| (lease.owner, lease.attempt)).collect();
-    assert_eq!(attempts.len(), 1, "exactly one reservation may be granted, these were: {attempts:?}");
+    assert_eq!(attempts.len(), 1, "exactly one reservation may be granted, the granted ones were: {attempts:?}");
     let (request, lease, took_over) = winners[0];
     assert_eq!((lease.owner, lease.attempt, took_over), (request.owner, attempt, takeover), "the winner's lease");
     for (_, answer) in answers {
         match answer {
             Reservation::Granted { .. } => {}
             Reservation::InProgress { attempt: running, lapses_in } => {
-                assert_eq!(*running, attempt, "the losers are told the winner's attempt");
+                assert_eq!(*running, attempt, "the losers are answered with the winner's attempt");
                 assert!(
                     *lapses_in <= LONG + TOLERANCE && !lapses_in.is_zero(),
                     "the winner's lease lapses in {lapses_in:?}, of {LONG:?}"
@@ -144,7 +145,7 @@ pub(super) async fn live_lease_is_pending(case: &Case) {
     };
     case.has_left(lapses_in, LONG, earliest, "a live lease");
     assert!(lapses_in < LONG, "the time left does not shrink: {lapses_in:?} of {LONG:?}");
-    // The lease and the limit of the duplicate itself make no difference.
+    // Neither the lease nor the limit of attempts in the duplicate's request changes the answer.
     case.waits_for(&case.short(&key), 1, "a duplicate with a short lease").await;
     case.waits_for(&limited(case.request(&key), 1), 1, "a duplicate at the limit of attempts").await;
 }
@@ -193,7 +194,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         assert_eq!(case.release(&lease, release).await, Verdict::Applied, "the release is still recognised");
         case.reserved(&case.request(&key), 2, "the key is free for another owner").await;
     }
-    // A reopened key doesn't belong to the crashed attempt either.
+    // A reopened key does not belong to the crashed attempt any more.
     let key = case.key("reopened");
     let request = case.request(&key);
     let lease = case.reserved(&request, 1, "a key that was never used").await;
@@ -262,7 +263,7 @@ pub(super) async fn not_started_does_not_count(case: &Case) {
     let lease = case.reserved(&limited(case.request(&key), 1), 5, "no body has started").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_answered(&limited(case.request(&key), 1), exhausted, "one of one attempts has started").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted, "the only allowed attempt has started").await;
 }
 
 pub(super) async fn exhaustion_is_not_final(case: &Case) {
@@ -270,10 +271,10 @@ pub(super) async fn exhaustion_is_not_final(case: &Case) {
     let lease = case.reserved(&limited(case.request(&key), 1), 1, "within the limit").await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let exhausted = Reservation::AttemptsExhausted { attempts: 1 };
-    case.is_answered(&limited(case.request(&key), 1), exhausted.clone(), "one of one attempts has started").await;
+    case.is_answered(&limited(case.request(&key), 1), exhausted.clone(), "the only allowed attempt has started").await;
     let lease = case.reserved(&limited(case.request(&key), 2), 2, "another attempt is allowed now").await;
-    case.waits_for(&limited(case.request(&key), 1), 2, "a live lease, whatever the limit").await;
+    case.waits_for(&limited(case.request(&key), 1), 2, "a live lease, regardless of the limit").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_answered(&limited(case.request(&key), 1), finished, "a result is replayed whatever the limit").await;
+    case.is_answered(&limited(case.request(&key), 1), finished, "a result is replayed regardless of the limit").await;
 }

@@ -1,4 +1,4 @@
-//! A recorded result is read back unchanged.
+//! Clauses about results: a recorded result is read back unchanged.
 
 use bytes::Bytes;
 
@@ -6,14 +6,14 @@ use super::case::{Case, completed, stored};
 use crate::codec::CodecName;
 use crate::record::{Finish, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
 
-/// Finishes an attempt at a new key, and checks every way to read the result.
+/// Finishes an attempt of a new key, and checks the result in every read of the record.
 async fn survives(case: &Case, name: &str, finish: &Finish) {
     let key = case.key(name);
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, finish).await, Verdict::Applied, "{name}");
     let record = Record::after(&lease, finish.state());
     for _ in 0..4 {
-        // Compared without `assert_eq`, which would print only the sizes of the payloads.
+        // `assert_eq!` would print only the sizes of the payloads.
         let answer = case.reserve(&case.request(&key)).await.aged(None);
         assert!(
             answer == Reservation::finished(record.clone()),
@@ -24,7 +24,7 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
     }
 }
 
-/// Returns the first bytes of a result, as text.
+/// Returns the first bytes of a result as text.
 fn bytes(answer: &Reservation) -> String {
     let Reservation::Finished { record, .. } = answer else { return String::new() };
     match &record.state {
@@ -47,7 +47,7 @@ pub(super) async fn completed_is_replayed(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
     case.is_answered(&case.request(&key), finished.clone(), "the third attempt's result").await;
-    // A repeated reservation of the owner gets the result too.
+    // A repeated reservation of the owner also gets the result.
     case.is_answered(
         &ReserveRequest { owner: lease.owner, ..case.request(&key) },
         finished,
@@ -90,7 +90,7 @@ pub(super) async fn every_payload_survives(case: &Case) {
 }
 
 pub(super) async fn large_result_survives(case: &Case) {
-    // Bytes that neither repeat nor compress (xorshift64, Marsaglia 2003).
+    // These bytes neither repeat nor compress (xorshift64, Marsaglia 2003).
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let bytes: Vec<u8> = std::iter::repeat_with(|| {
         state ^= state << 13;

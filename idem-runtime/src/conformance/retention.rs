@@ -1,4 +1,4 @@
-//! No record is forgotten early, and an expired record is absent.
+//! Clauses about retention: no record is forgotten early, and an expired record is absent.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use crate::key::Key;
 use crate::policy::Policy;
 use crate::record::{Finish, Release, ReserveRequest, Verdict};
 
-/// Checks that no part of the key's record is left.
+/// Checks that no part of the record of `key` is left.
 async fn is_forgotten(case: &Case, key: &Key, why: &str) {
     assert_eq!(case.inspect(key).await, None, "{why}: the record is shown after its retention");
     assert_eq!(case.reopen(key, 1).await, Verdict::Refused, "{why}: `reopen` without a record");

@@ -1,4 +1,4 @@
-//! Handles, dropped futures and unreachable servers.
+//! Clauses about handles, dropped futures and unreachable servers.
 
 use std::collections::HashSet;
 
@@ -14,7 +14,7 @@ use crate::record::{
 };
 use crate::store::{Filter, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
-/// Numbers of polls after which a call is dropped.
+/// Numbers of polls after which tests drop a call.
 const POLLS: std::ops::Range<usize> = 0..6;
 
 pub(super) async fn handles_share(case: &Case) {
@@ -24,7 +24,7 @@ pub(super) async fn handles_share(case: &Case) {
     assert!(std::ptr::eq(handle.context(), store.context()), "a handle shares the heartbeats of its store");
     let second = handle.handle();
     drop(handle);
-    assert!(std::ptr::eq(second.context(), store.context()), "so does a handle of a handle");
+    assert!(std::ptr::eq(second.context(), store.context()), "a handle of a handle shares the heartbeats of the store");
 
     let key = case.key("");
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
@@ -42,7 +42,7 @@ pub(super) async fn owners_are_unique(case: &Case) {
     const EACH: usize = 10_000;
     let context = [case.subject.store.context(), case.subject.peer.context()];
     let owners: HashSet<_> = (0..2 * EACH).map(|n| context[n % 2].new_owner()).collect();
-    assert_eq!(owners.len(), 2 * EACH, "an owner token was made twice");
+    assert_eq!(owners.len(), 2 * EACH, "two owner tokens are equal");
 }
 
 pub(super) async fn dropped_reserve(case: &Case) {
@@ -50,7 +50,8 @@ pub(super) async fn dropped_reserve(case: &Case) {
         let key = case.key(&format!("new:{polls}"));
         let dropped = case.request(&key);
         abandon(case, case.store().reserve(&dropped), polls).await;
-        // The dropped reservation took effect, or didn't, or will later. In each case exactly one of the two wins.
+        // The dropped reservation took effect, did not take effect, or takes effect later. In each case exactly one of
+        // the two requests gets the key.
         let other = case.request(&key);
         let answers = [case.reserve(&other).await, case.reserve(&dropped).await];
         let winners = answers.iter().filter(|answer| matches!(answer, Reservation::Granted { .. })).count();
@@ -71,8 +72,8 @@ pub(super) async fn dropped_reserve(case: &Case) {
 
 pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     const EACH: usize = 40;
-    // Cleans up like the engine after a dropped call: reserves again and releases the lease that it then certainly
-    // holds, until this succeeds.
+    // Cleans up like the engine after a dropped call: reserves again, and releases the lease, until the release
+    // succeeds.
     async fn clean_up(case: &Case, upkeep: &dyn Store, dropped: &ReserveRequest) {
         loop {
             let answer = case.ask(upkeep.reserve(dropped), "reserve again to clean up").await;
@@ -84,7 +85,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
     }
     let upkeep = case.subject.store.upkeep();
     for polls in POLLS {
-        // All rounds run concurrently: a busy store takes other paths than an idle one.
+        // All rounds run concurrently, because a busy store takes other code paths than an idle one.
         let rounds: Vec<_> = (0..EACH).map(|n| case.key(&format!("{polls}:{n}"))).collect();
         let mut dropping: Vec<_> = rounds
             .iter()
@@ -93,7 +94,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                 let upkeep = &upkeep;
                 Box::pin(async move {
                     let dropped = case.request(key);
-                    // Every second key already has a released record.
+                    // Every second key starts with a released record.
                     if n % 2 == 1 {
                         let lease = case.reserved(&case.request(key), 1, "a key that was never used").await;
                         assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
@@ -102,14 +103,14 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
                     clean_up(case, &**upkeep, &dropped).await;
                     let what = format!("a key whose reservation was dropped after {polls} polls");
                     let (lease, takeover) = case.wins(&case.request(key), &what).await;
-                    assert!(!takeover, "{what}: nobody held it");
+                    assert!(!takeover, "{what}: the key was free");
                     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied, "{what}");
                     (lease, what)
                 })
             })
             .collect();
         let others = crate::combine::all(&mut dropping).await;
-        // Each other attempt must have kept its record, even after a pause for late requests.
+        // The pause gives late requests time to arrive. Each other attempt must still have its record.
         case.sleep(PAUSE).await;
         for (lease, what) in others {
             let expected = Record::after(&lease, State::Released);
@@ -262,12 +263,16 @@ pub(super) async fn foreign_value(case: &Case) {
     }
 }
 
-/// Reads a value that is not a record, and checks that it is reported as damaged.
+/// Reads a value that is not a record, and checks that the store reports it as damaged.
 async fn damaged(case: &Case, key: &Key) -> Inspection {
     let found = case.inspect(key).await.expect("a value that is not a record is no absent record");
     assert_eq!(found.standing(), Standing::Damaged, "a value that is not a record is damaged");
-    assert!(found.damage.as_ref().is_some_and(|why| !why.is_empty()), "a damaged record says why");
-    assert_eq!((found.attempt(), found.record.state.result()), (0, None), "a damaged record tells nothing");
+    assert!(found.damage.as_ref().is_some_and(|why| !why.is_empty()), "a damaged record has a reason");
+    assert_eq!(
+        (found.attempt(), found.record.state.result()),
+        (0, None),
+        "a damaged record has no attempt and no result"
+    );
     assert_eq!(found.record.provenance, Provenance::NONE, "a damaged record has no provenance");
     let revision = found.revision();
     assert_eq!(revision.to_string().parse(), Ok(revision), "the revision of a damaged record is read back");
@@ -284,17 +289,17 @@ pub(super) async fn damage_is_shown(case: &Case) {
     }
     spoil(bad.clone()).await;
     let seen = damaged(case, &bad).await.revision();
-    assert_eq!(damaged(case, &bad).await.revision(), seen, "two looks at the same value");
+    assert_eq!(damaged(case, &bad).await.revision(), seen, "two reads of the same value");
 
     let all = Filter::new().scope(&*scope);
     let (every, healthy) = ([&before, &bad, &after], [&before, &after]);
     for (filter, expected, why) in [
-        (all.clone(), &every[..], "all of a scope"),
+        (all.clone(), &every[..], "all records of a scope"),
         (all.clone().limit(1), &every[..], "one by one"),
         (all.clone().standing(Standing::Running), &healthy[..], "running ones"),
         (all.clone().standing(Standing::Damaged), &[&bad][..], "damaged ones"),
         (all.clone().uncertain(), &[&bad][..], "uncertain ones"),
-        (all.clone().uncertain().older_than(LONG), &[&bad][..], "ones whose age is unknown"),
+        (all.clone().uncertain().older_than(LONG), &[&bad][..], "records whose age is unknown"),
         (all.standing(Standing::Completed), &[][..], "completed ones"),
     ] {
         let Some(ListPages { records, .. }) = case.listed(&filter, why).await else { return };
@@ -319,7 +324,11 @@ pub(super) async fn damage_is_forgotten(case: &Case) {
     let seen = damaged(case, &key).await.revision();
     for action in all() {
         let name = action.name();
-        assert_eq!(decide(readable, action.clone()).await, changed, "`{name}` of a record that was damaged since");
+        assert_eq!(
+            decide(readable, action.clone()).await,
+            changed,
+            "`{name}` of a record that has been damaged since the decision"
+        );
         if action != Action::Forget {
             assert_eq!(decide(seen, action).await, DecisionAnswer::Damaged, "`{name}` of a damaged record");
         }
@@ -334,7 +343,7 @@ pub(super) async fn damage_is_forgotten(case: &Case) {
     assert_eq!(decide(now, Action::Forget).await, DecisionAnswer::Applied, "`forget` of a damaged record");
     assert!(case.inspect(&key).await.is_none(), "a forgotten record is gone");
     assert_eq!(decide(now, Action::Forget).await, DecisionAnswer::NoRecord, "`forget` repeated");
-    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Refused, "the owner of what was forgotten");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Refused, "the owner of a forgotten record");
     let next = case.reserved(&case.request(&key), 1, "a forgotten key").await;
     for action in all() {
         let name = action.name();

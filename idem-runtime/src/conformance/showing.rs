@@ -1,4 +1,4 @@
-//! Information in a record for people: its holder, its times, and the operator's decision.
+//! Clauses about the information for people in a record: its holder, its times, and the operator's decision.
 
 use super::case::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
 use crate::clock::Instant;
@@ -33,7 +33,7 @@ pub(super) async fn holder_survives(case: &Case) {
         let key = case.key(end);
         let request = case.request(&key).holder(FIRST);
         let lease = case.reserved(&request, 1, "a key that was never used").await;
-        assert_eq!(lease.provenance, request.provenance, "the lease tells who holds it");
+        assert_eq!(lease.provenance, request.provenance, "the lease has the holder of the request");
         case.shows(&key, &request.provenance, "reserved").await;
         assert_eq!(case.renew(&lease).await, Verdict::Applied);
         case.shows(&key, &request.provenance, "renewed").await;
@@ -66,7 +66,7 @@ pub(super) async fn holder_is_the_latest(case: &Case) {
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let nobody = case.request(&key);
     case.reserved(&nobody, 2, "a released key").await;
-    case.shows(&key, &Provenance::default(), "the next attempt, of nobody in particular").await;
+    case.shows(&key, &Provenance::default(), "the next attempt, without a holder").await;
 }
 
 pub(super) async fn traceparent_survives(case: &Case) {
@@ -85,7 +85,7 @@ pub(super) async fn traceparent_survives(case: &Case) {
                 assert_eq!(
                     record.provenance.traceparent(),
                     of_the_run,
-                    "a replay tells the trace of the run that made it"
+                    "a replay has the trace of the run that made its result"
                 );
             }
             other => panic!("should be replayed, was answered {other:?}"),
@@ -99,14 +99,14 @@ pub(super) async fn traceparent_survives(case: &Case) {
 }
 
 impl Case {
-    /// Checks that the record of `key` was first seen, and that its latest attempt began, within the given intervals.
+    /// Checks that the key of the record was first seen, and that its latest attempt began, within the given intervals.
     async fn shown_since(&self, key: &Key, [seen, began]: [(Instant, Instant); 2], when: &str) -> Inspection {
         let asked = self.now();
         let found = self.recorded(key).await;
         for (told, (earliest, latest), what) in
-            [(found.first_seen, seen, "it was first seen"), (found.began, began, "its attempt began")]
+            [(found.first_seen, seen, "the key was first seen"), (found.began, began, "the attempt began")]
         {
-            let ago = told.unwrap_or_else(|| panic!("{when}: the record does not tell how long ago {what}"));
+            let ago = told.unwrap_or_else(|| panic!("{when}: the record has no time since {what}"));
             let least = asked.saturating_since(latest).saturating_sub(TOLERANCE);
             let most = self.since(earliest) + TOLERANCE;
             assert!(ago >= least && ago <= most, "{when}: {what} {ago:?} ago, not between {least:?} and {most:?}");
@@ -116,7 +116,7 @@ impl Case {
 }
 
 pub(super) async fn times_are_shown(case: &Case) {
-    // The times stay the same over renewals and the release of the first attempt.
+    // First case: renewals and the release of the first attempt change no time.
     let key = case.key("");
     let before = case.now();
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
@@ -132,7 +132,7 @@ pub(super) async fn times_are_shown(case: &Case) {
     case.sleep(PAUSE).await;
     case.shown_since(&key, [first_at, first_at], "released").await;
 
-    // A second attempt, by a reservation, changes only the time when the latest attempt began.
+    // Second case: a second attempt, by a reservation, changes only the time when the latest attempt began.
     let before = case.now();
     case.reserved(&case.short(&key), 2, "a released key").await;
     let second_at = (before, case.now());
@@ -140,7 +140,8 @@ pub(super) async fn times_are_shown(case: &Case) {
     case.shown_since(&key, [first_at, second_at], "the second attempt").await;
     case.sleep(PAUSE).await;
 
-    // So does a third one, by a takeover. Neither its end nor decisions change a time.
+    // Third case: a takeover changes only the time when the latest attempt began. The end of the attempt and decisions
+    // change no time.
     let before = case.now();
     let third = case.takes_over(&case.request(&key), 3, "a lapsed lease").await;
     let third_at = (before, case.now());
@@ -160,7 +161,7 @@ pub(super) async fn times_are_shown(case: &Case) {
     case.shown_since(&key, [first_at, fourth_at], "its lease was broken").await;
     drop(fourth);
 
-    // A record that was finished without any write in between.
+    // Fourth case: the record is finished without any write after the reservation.
     let key = case.key("at once");
     let before = case.now();
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
@@ -170,7 +171,7 @@ pub(super) async fn times_are_shown(case: &Case) {
     case.sleep(PAUSE).await;
     case.shown_since(&key, [at, at], "finished").await;
 
-    // A record that was forgotten takes its times with it.
+    // Fifth case: the record expires, and its times expire with it.
     let key = case.key("forgotten");
     let brief = ReserveRequest { ttl: super::case::SHORT, ..case.request(&key) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;
@@ -191,7 +192,7 @@ pub(super) async fn replays_show_their_age(case: &Case) {
                 Reservation::Finished { age, .. } => age,
                 other => panic!("{when}: should be replayed, was answered {other:?}"),
             };
-            let age = age.unwrap_or_else(|| panic!("{when}: the replay does not tell how old its record is"));
+            let age = age.unwrap_or_else(|| panic!("{when}: the replay has no age"));
             let least = asked.saturating_since(ended).saturating_sub(TOLERANCE);
             let most = case.since(began) + TOLERANCE;
             assert!(age >= least && age <= most, "{when}: {age:?} old, not between {least:?} and {most:?}");
@@ -206,7 +207,7 @@ pub(super) async fn replays_show_their_age(case: &Case) {
         replayed(&key, [began, case.now()], name).await;
     }
 
-    // The age counts from the attempt that made the result, not from the first use of the key.
+    // The age counts from the start of the attempt that made the result, not from the first use of the key.
     let key = case.key("taken over");
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
@@ -217,7 +218,7 @@ pub(super) async fn replays_show_their_age(case: &Case) {
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     let ended = case.now();
     replayed(&key, [began, ended], "taken over").await;
-    // A repeated finish does not reset the age.
+    // A repeated `finish` does not reset the age.
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     replayed(&key, [began, ended], "finished again").await;
 }
@@ -226,7 +227,7 @@ pub(super) async fn decision_is_named(case: &Case) {
     let fail = |key: &Key| ReserveRequest { on_crash: OnCrash::Fail, ..case.request(key) }.holder(FIRST);
     let reason = "é".repeat(Provenance::MAX_REASON_BYTES / 2);
     let by = "a".repeat(Provenance::MAX_BY_BYTES);
-    // Each decision replaces the name and the reason of the one before.
+    // Each decision replaces the name and the reason of the previous decision.
     for action in [Action::Reopen, Action::Resolve(completed("1")), Action::BreakLease] {
         let name = action.name();
         let key = case.key(name);
@@ -245,10 +246,10 @@ pub(super) async fn decision_is_named(case: &Case) {
         assert_eq!(case.decide(&again).await, DecisionAnswer::Applied);
         case.shows(&key, &request.provenance.with_decision("bob", ""), "the last decision").await;
         assert_eq!(case.decides(&key, 1, action).await, DecisionAnswer::Applied);
-        case.shows(&key, &request.provenance, "a decision of nobody in particular").await;
+        case.shows(&key, &request.provenance, "a decision without a name").await;
     }
 
-    // A refused decision leaves no name. An applied one stays named in the records of later attempts.
+    // A refused decision leaves no name. The name in an applied decision stays in the records of later attempts.
     let key = case.key("kept");
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
@@ -259,8 +260,8 @@ pub(super) async fn decision_is_named(case: &Case) {
     let request = case.request(&key).holder(SECOND);
     let lease = case.reserved(&request, 2, "a reopened key").await;
     let provenance = request.provenance.with_decision("alice", "INC-7");
-    assert_eq!(lease.provenance, provenance, "the next attempt keeps what the operator said");
-    case.shows(&key, &provenance, "the next attempt keeps what the operator said").await;
+    assert_eq!(lease.provenance, provenance, "the next attempt keeps the name and the reason of the operator");
+    case.shows(&key, &provenance, "the next attempt keeps the name and the reason of the operator").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     case.shows(&key, &provenance, "the result of the next attempt").await;
 }

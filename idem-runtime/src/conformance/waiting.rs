@@ -1,4 +1,4 @@
-//! The end of an attempt wakes its waiting duplicates, and no wait hangs.
+//! Clauses about waiting: the end of an attempt wakes its waiting duplicates, and no wait hangs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,16 +8,16 @@ use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Action, DecisionAnswer, Finish, Lease, Release, ReserveRequest, State, Verdict};
 
-/// Long enough for a waiter to register with its server.
+/// Time in which a waiter certainly registers with its server.
 const SETTLED: Duration = Duration::from_millis(100);
 
-/// Waits for attempt `attempt` on both handles, runs `end`, and checks that all waiters return.
+/// Waits for attempt `attempt` on both handles, runs `end`, and checks that all waits return.
 async fn wakes(case: &Case, key: &Key, attempt: u32, waiters: usize, end: impl Future<Output = ()>, what: &str) {
     let mut tasks = tokio::task::JoinSet::new();
     for _ in 0..waiters {
         let (store, key) = (Arc::clone(case.store()), key.clone());
         tasks.spawn(async move {
-            // A wait may return early. The caller then waits again, as often as necessary.
+            // A wait may return early, so the caller waits again, as often as necessary.
             loop {
                 let waited = store.wait(&key, attempt, LONG).await;
                 waited.unwrap_or_else(|error| panic!("wait: {}", chain(&error)));
@@ -91,7 +91,7 @@ pub(super) async fn all_waiters_wake(case: &Case) {
     let lease = first(case, case.request(&key)).await;
     let end = async { assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied) };
     wakes(case, &key, 1, 32, end, "32 waiters after a release").await;
-    // The next attempt has waiters of its own, which are woken too.
+    // The next attempt has other waiters, which must be woken too.
     let lease = case.reserved(&case.request(&key), 2, "a released key").await;
     let end = async { assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied) };
     wakes(case, &key, 2, 32, end, "32 waiters after a finish").await;
@@ -132,15 +132,19 @@ pub(super) async fn wait_is_bounded(case: &Case) {
 }
 
 pub(super) async fn wait_tells_the_present(case: &Case) {
-    // Both handles, so that none answers from its own memory.
+    // Both handles wait, so that no handle answers from its own memory.
     let shows = async |key: &Key, attempt: u32, why: &str| {
         for _ in 0..2 {
             let told = case.ask(case.store().wait(key, attempt, LONG), &format!("wait: {why}")).await;
             if let Some(told) = told {
                 let shown = case.recorded(key).await;
-                assert_eq!(told.record, shown.record, "{why}: the wait tells another record than there is");
-                assert!(!told.expires_in.is_zero(), "{why}: the wait tells an expired record");
-                assert_eq!(told.standing(), shown.standing(), "{why}: the wait tells otherwise about the lease");
+                assert_eq!(told.record, shown.record, "{why}: the wait returned another record than `inspect`");
+                assert!(!told.expires_in.is_zero(), "{why}: the wait returned an expired record");
+                assert_eq!(
+                    told.standing(),
+                    shown.standing(),
+                    "{why}: the wait returned another standing than `inspect`"
+                );
             }
         }
     };
@@ -152,7 +156,7 @@ pub(super) async fn wait_tells_the_present(case: &Case) {
         assert_eq!(case.reopen(&key, 1).await, Verdict::Applied);
         shows(&key, 1, "a reopened record").await;
         case.reserved(&marked(case.request(&key), 1), 2, "a reopened key").await;
-        shows(&key, 1, "the attempt after it").await;
+        shows(&key, 1, "the attempt after a reopened one").await;
         assert_eq!(case.decides(&key, 2, Action::BreakLease).await, DecisionAnswer::Applied);
         shows(&key, 2, "a lease that was broken").await;
         assert_eq!(case.decides(&key, 2, Action::Forget).await, DecisionAnswer::Applied);
@@ -172,16 +176,16 @@ pub(super) async fn abandoned_wait(case: &Case) {
     let key = case.key("");
     let lease = first(case, case.request(&key)).await;
     let before = case.recorded(&key).await.record;
-    // Some waiters time out and some are dropped; others keep waiting.
+    // Some waiters time out, some are dropped, and the remaining ones keep waiting.
     let end = async {
         for polls in 0..4 {
             abandon(case, case.store().wait(&key, 1, LONG), polls).await;
             case.ask(case.store().wait(&key, 1, SHORT), "wait").await;
         }
         assert_eq!(case.recorded(&key).await.record, before, "a waiter that gives up changes nothing");
-        case.waits_for(&case.request(&key), 1, "the lease that they waited for").await;
+        case.waits_for(&case.request(&key), 1, "the lease of the attempt that was waited for").await;
         assert_eq!(case.renew(&lease).await, Verdict::Applied, "the owner still holds its lease");
         assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner can finish");
     };
-    wakes(case, &key, 1, 2, end, "waiters beside others that gave up").await;
+    wakes(case, &key, 1, 2, end, "waiters next to waiters that gave up").await;
 }

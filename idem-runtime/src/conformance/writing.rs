@@ -1,4 +1,4 @@
-//! Only the owner of an attempt writes, and may repeat its writes.
+//! Clauses about writes: only the owner of an attempt writes, and may repeat its writes.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -36,7 +36,7 @@ pub(super) async fn renewal_after_lapse(case: &Case) {
     let renewed = case.recorded(&key).await;
     case.has_left(renewed.expires_in, SHORT + LONG, earliest, "the retention after a renewal");
     assert_eq!(renewed.record.lease(&limited(case.short(&key), 1)).attempt, 1, "a renewal is no new attempt");
-    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "and its owner may finish");
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the owner of a renewed lease can finish");
 }
 
 pub(super) async fn renewal_is_the_owners(case: &Case) {
@@ -108,7 +108,7 @@ pub(super) async fn each_renewal_has_one_answer(case: &Case) {
         for n in 0..leases {
             let request = case.request(&case.key(&format!("{leases}:{n}")));
             let lease = case.reserved(&request, 1, "a key that was never used").await;
-            // Every third lease has the owner token of another request.
+            // Every third lease gets the owner token of another request.
             batch.push(if n % 3 == 2 { forged(&lease, &case.request(&lease.key)) } else { lease });
         }
         let answers: Vec<_> = batch.iter().map(|_| Mutex::new(Vec::new())).collect();
@@ -145,7 +145,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
         };
         let store = case.store();
         let renew = store.renew(&batch, &answer);
-        // The other leases must be answered without the blocked one, whether or not the call itself waits for the
+        // The other leases must be answered without the blocked lease, no matter whether the call itself waits for the
         // blocked record.
         let mut others = pin!(async {
             while !all_others() {
@@ -157,16 +157,16 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
             Poll::Ready(renewed) => Poll::Ready(Some(renewed)),
             Poll::Pending => others.as_mut().poll(cx).map(|()| None),
         });
-        let what = format!("the answers of the others while record {blocked} is held back, turn {turn}");
+        let what = format!("the answers for the other leases while record {blocked} is blocked, turn {turn}");
         match case.soon(either, &what).await {
             Some(renewed) => {
-                assert!(all_others(), "the call ended ({renewed:?}) without answers for the others: {answers:?}");
+                assert!(all_others(), "the call ended ({renewed:?}) without answers for the other leases: {answers:?}");
             }
-            // The call itself must end too.
-            None => drop(case.soon(renew, "a renewal of a record that is held back").await),
+            // The call must end, too.
+            None => drop(case.soon(renew, "a renewal of a blocked record").await),
         }
-        assert_eq!(lock(&answers)[blocked], None, "the record that is held back has no answer");
-        // Once the record is free, its lease can be renewed.
+        assert_eq!(lock(&answers)[blocked], None, "the blocked record has no answer");
+        // Once the record is not blocked any more, its lease can be renewed.
         drop(holding);
         let freed = async {
             while renew_all(case.store(), std::slice::from_ref(&batch[blocked])).await.ok()
@@ -175,7 +175,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
                 case.sleep(SHORT).await;
             }
         };
-        case.soon(freed, "a renewal once nothing holds the record back").await;
+        case.soon(freed, "a renewal of a record that is no longer blocked").await;
     }
 }
 
@@ -206,7 +206,7 @@ pub(super) async fn many_renewals(case: &Case) {
         });
     }
     let mut leases = tasks.join_all().await.concat();
-    // Every hundredth lease is for a key that was never reserved.
+    // Every hundredth lease belongs to a key that was never reserved.
     let is_lost = |at: usize| at % 100 == 99;
     for (at, lease) in leases.iter_mut().enumerate().filter(|(at, _)| is_lost(*at)) {
         lease.key = case.key(&format!("absent:{at}"));
@@ -256,12 +256,13 @@ pub(super) async fn finish_is_final(case: &Case) {
     case.sleep(PAUSE).await;
     let record = Record::after(&lease, completed("1").state());
     for other in [completed("2"), Finish::Failed(stored("1")), Finish::Completed(StoredResult::Unencodable)] {
-        // Either answer is allowed. The owner's operation has finished, and no other result may become visible.
+        // The store may answer `Applied` or `Refused`. The operation has finished, and no other result may become
+        // visible.
         let _either = case.finish(&lease, &other).await;
         let after = case.recorded(&key).await;
         assert_eq!(after.record, record, "a finished record was changed to {other:?}");
         let put_off = after.expires_in + PAUSE > before.expires_in + TOLERANCE;
-        assert!(!put_off, "a repeated finish put the retention off: {before:?}, then {after:?}");
+        assert!(!put_off, "a repeated finish extended the retention: {before:?}, then {after:?}");
     }
     case.is_answered(&case.request(&key), Reservation::finished(record), "the result that was recorded first").await;
 }
@@ -272,8 +273,8 @@ pub(super) async fn landed_finish_is_recognised(case: &Case) {
         let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
         assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied);
         let record = Record::after(&lease, finish.state());
-        // The answer to the finish was lost: the heartbeat still renews, and the finish is repeated, finally without
-        // its result.
+        // The test acts like an engine that got no answer to its `finish`: the heartbeat still renews, and the `finish`
+        // is repeated, in the end without its result.
         let without = |payload: StoredResult| match &finish {
             Finish::Completed(_) => Finish::Completed(payload),
             Finish::Failed(_) => Finish::Failed(payload),
@@ -330,16 +331,17 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     case.lapse().await;
     let between = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
     assert_eq!(case.release(&between, Release::Returned).await, Verdict::Applied);
-    // The first request arrives again, long after its answer. No caller runs the attempt that it gets.
+    // The first request arrives again, long after its answer. It gets an attempt that no caller runs.
     let again = ReserveRequest { lease: LONG, ..request };
     let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
     for finish in [completed("1"), Finish::Failed(stored("1"))] {
         case.changes_nothing(&key, case.finish(&old, &finish), "a finish of the owner's first attempt").await;
     }
-    // Eight concurrent finishes: a store may batch concurrent requests, which takes another path than a single request.
+    // Eight concurrent finishes: a store that batches concurrent requests handles them in another code path than a
+    // single request.
     let (store, late) = (case.store(), completed("1"));
     let mut together: Vec<_> = (0..8).map(|_| store.finish(&old, &late)).collect();
-    for answer in case.soon(all(&mut together), "eight finishes at once").await {
+    for answer in case.soon(all(&mut together), "eight concurrent finishes").await {
         assert_eq!(answer.expect("an answer"), Verdict::Refused, "one of eight finishes of the owner's first attempt");
     }
     case.changes_nothing(&key, case.renew(&old), "a renewal of the owner's first attempt").await;
@@ -348,7 +350,8 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     assert_eq!(answers, [Verdict::Refused, Verdict::Applied], "the answers for {both:?}");
     case.waits_for(&case.request(&key), 3, "the owner's latest attempt").await;
     assert_eq!(case.finish(&lease, &completed("3")).await, Verdict::Applied, "the latest attempt can finish");
-    case.changes_nothing(&key, case.finish(&old, &completed("1")), "a finish after that of the latest attempt").await;
+    case.changes_nothing(&key, case.finish(&old, &completed("1")), "a finish after the finish of the latest attempt")
+        .await;
     let finished = Reservation::finished(Record::after(&lease, completed("3").state()));
     case.is_answered(&case.request(&key), finished, "the result of the latest attempt").await;
 }
@@ -385,7 +388,7 @@ pub(super) async fn release_repeated(case: &Case) {
                 Verdict::Applied,
                 "{release:?}: repeated with the same owner token"
             );
-            assert_eq!(case.recorded(&key).await.record, expected, "{release:?}: the record of it");
+            assert_eq!(case.recorded(&key).await.record, expected, "{release:?}: the record after the release");
         }
     }
 }
@@ -411,7 +414,7 @@ pub(super) async fn release_after_finish(case: &Case) {
         case.changes_nothing(&key, case.release(&lease, release), "a release after the finish").await;
     }
     let finished = Reservation::finished(Record::after(&lease, completed("1").state()));
-    case.is_answered(&case.request(&key), finished, "a result that was not undone").await;
+    case.is_answered(&case.request(&key), finished, "a result after a refused release").await;
 }
 
 pub(super) async fn release_of_nothing(case: &Case) {
@@ -427,7 +430,7 @@ pub(super) async fn release_ignores_the_number(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
-    // The answer to this reservation was lost: its caller may assume that the attempt is the first one.
+    // The answer to this reservation was lost: its caller may assume that the attempt is the first attempt.
     let request = case.request(&key);
     let second = case.reserved(&request, 2, "a released key").await;
     let unanswered = Record::first(&request).lease(&request);
