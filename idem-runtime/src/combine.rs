@@ -4,8 +4,9 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::Poll;
 
-/// Returns the output of `future` if it is ready by its second poll, which follows immediately. Such a future needs no
-/// timer. Most futures are ready by then: hyper, for example, reads the body of a request after its first poll.
+/// Returns the output of `future` if it is ready by its second poll, which follows the first poll immediately. Most
+/// futures are ready by their second poll and need no timer: hyper, for example, reads the body of a request after the
+/// first poll.
 #[cfg(feature = "http")]
 pub(crate) async fn soon<F: Future + Unpin>(mut future: F) -> Option<F::Output> {
     let mut is_polled = false;

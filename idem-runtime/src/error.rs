@@ -13,8 +13,8 @@ use crate::store::{StoreError, StoreErrorKind};
 /// loop, short enough that messages flow soon after the correction.
 const DEPLOYMENT_PAUSE: Duration = Duration::from_secs(60);
 
-/// Returns the pause before a redelivery of a message with `key`, while a mistake of the deployment prevents success.
-/// Such a mistake delays many messages, so the pauses of different keys differ.
+/// Returns the pause before a redelivery of a message with `key`, while a mistake of the deployment prevents success. A
+/// mistake of the deployment delays many messages, so the pauses of different keys differ.
 pub(crate) fn deployment_pause(key: Option<&Key>) -> Duration {
     Backoff::new(DEPLOYMENT_PAUSE, DEPLOYMENT_PAUSE).after(1, key.map_or(0, Key::spread))
 }
@@ -332,8 +332,8 @@ impl Error {
 
     /// Returns whether the deployment is wrong, as opposed to the message. Examples are a policy that can't be
     /// honoured, two handlers with one scope, `current()` outside of a handler, a return type that no longer decodes
-    /// recorded results, or a store with the wrong version, rights or settings. The message of such an error is
-    /// delivered again until the deployment is fixed.
+    /// recorded results, or a store with the wrong version, rights or settings. The message is delivered again until
+    /// the deployment is fixed.
     pub fn is_misconfigured(&self) -> bool {
         match self {
             Self::NoAttempt | Self::InvalidPolicy { .. } => true,
@@ -347,8 +347,8 @@ impl Error {
         }
     }
 
-    /// Returns whether the effect may have happened although the record does not show it. An alert on such errors is
-    /// advisable.
+    /// Returns whether the effect may have happened although the record does not show it. An alert on uncertain errors
+    /// is advisable.
     pub fn is_uncertain(&self) -> bool {
         self.doubt().is_some()
     }

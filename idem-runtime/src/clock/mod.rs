@@ -97,8 +97,8 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     fn spawn(&self, task: Task);
 
     /// Returns whether a test has paused or moved the time of the current runtime, if this clock uses that time
-    /// (default: `false`). A lease that counts in the real time of a thread or a server can't be renewed in such a
-    /// runtime.
+    /// (default: `false`). A lease that counts in the real time of a thread or a server can't be renewed in a runtime
+    /// with moved time.
     fn is_moved(&self) -> bool {
         false
     }

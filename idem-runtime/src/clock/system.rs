@@ -31,8 +31,8 @@ impl Default for SystemClock {
 
 impl Clock for SystemClock {
     fn now(&self) -> Instant {
-        // Tokio's time stands still while the machine is suspended, and runs ahead in tests that pause it. So the
-        // larger of two times counts.
+        // Tokio's time stands still while the machine is suspended, and runs ahead in tests that pause it. So the clock
+        // uses the larger one of tokio's time and the time since the start of the machine.
         let elapsed = self.origin.elapsed();
         #[cfg(any(target_os = "linux", target_os = "android"))]
         let elapsed = elapsed.max(since_boot().saturating_sub(self.booted));

@@ -2,8 +2,8 @@
 //!
 //! On a runtime of the user this work would depend on all other tasks of that runtime. A handler that blocks the only
 //! thread of its runtime would lose its lease, and a runtime that shuts down would drop late writes. A process has one
-//! such thread, regardless of the number of stores. The thread starts with the first handler, waits most of the time,
-//! and ends with the process.
+//! thread for this work, regardless of the number of stores. The thread starts with the first handler, waits most of
+//! the time, and ends with the process.
 
 use std::io;
 use std::sync::Mutex;

@@ -19,7 +19,7 @@ pub(crate) fn of<T: Serialize + ?Sized>(value: &T) -> Option<Vec<u8>> {
 /// Reads recorded bytes as a `T`, if `T` can be read from an array of numbers in JSON.
 ///
 /// # Errors
-/// [`CodecError`] if `T` can't be read from such an array.
+/// [`CodecError`] if `T` can't be read from an array of numbers.
 pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
     // The text of serde's error may quote the result, and results must not reach logs.
     T::deserialize(RecordedBytes(bytes)).map_err(|_| CodecError::from("the bytes do not fit the type"))

@@ -70,8 +70,8 @@ pub trait Codec: 'static {
 
     /// True if handlers with this codec also decode results of [`Json`] and the library's other codecs.
     ///
-    /// Write `true` if earlier results may have been recorded by such a codec. A codec that encrypts or signs must keep
-    /// `false`: otherwise every program that can write to the store could forge a result.
+    /// Write `true` if a codec of the library may have written earlier results. A codec that encrypts or signs must
+    /// keep `false`: otherwise every program that can write to the store could forge a result.
     const READS_OTHERS: bool = false;
 
     /// Writes `value`.
@@ -103,8 +103,8 @@ pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec
     Ok((CodecName::of::<C>(), C::encode(value)?))
 }
 
-/// Reads bytes that the codec `name` wrote, for a handler with the codec `C`. Returns `None` if such a handler can't
-/// read results of that codec.
+/// Reads bytes that the codec `name` wrote, for a handler with the codec `C`. Returns `None` if a handler with `C`
+/// can't read results of the codec `name`.
 pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8]) -> Option<Result<T, CodecError>> {
     match name == CodecName::of::<C>() {
         true => Some(C::decode(bytes)),
@@ -120,9 +120,9 @@ pub(crate) fn read<C: Codec, T: DeserializeOwned>(name: CodecName, bytes: &[u8])
 /// same check after a handler has recorded its result.
 ///
 /// The check compares both values in the data model of serde. `Some(None)` and `None` differ, integers of different
-/// widths differ, and so do NaNs with different bits. The check ignores the order of elements and entries. It also
-/// ignores data that the type hides from serde: a field with `#[serde(skip)]`, or a field that `serialize_with` cuts
-/// short.
+/// widths differ, and so do NaNs with different bits. The check ignores the order of elements and entries. The check
+/// also ignores data that the type hides from serde: a field with `#[serde(skip)]`, or a field that `serialize_with`
+/// cuts short.
 ///
 /// ```
 /// use idem_runtime::codec::check_round_trip;
@@ -228,9 +228,9 @@ const LONGEST_BUFFER: usize = 16 * 1024;
 /// # Bytes
 ///
 /// JSON has no type for bytes, and an array of numbers is three to four times as long. So a result that consists only
-/// of bytes (a `Vec<u8>`, a `Bytes`, or these in an `Option` or a newtype) is recorded as these bytes, with `bytes` as
-/// the name of the codec. Every type that could read the array can read the bytes, so the return type may change as
-/// under JSON.
+/// of bytes (a `Vec<u8>` or a `Bytes`, also inside of an `Option` or a newtype) is recorded as plain bytes, with
+/// `bytes` as the name of the codec. Every type that could read the array can read the bytes, so the return type may
+/// change as under JSON.
 ///
 /// JSON writes bytes *inside of* a value as an array of numbers. `Postcard` writes all such bytes as bytes.
 /// `MessagePack` does so for a type that uses the bytes of serde: a `Bytes`, or a `Vec<u8>` under `#[serde(with =

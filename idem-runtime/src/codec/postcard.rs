@@ -16,19 +16,19 @@ use super::{Codec, CodecError};
 /// The bytes contain neither names nor types: only the reading type gives them a meaning. So the hash identifies the
 /// type that wrote the bytes, by the names of types, fields and variants and the kinds of values, in order. If the
 /// return type has changed in any way, including its name, the result is not read.
-/// [`OnUndecodable`](crate::OnUndecodable) can migrate such a result, with a type that has the old names by
+/// [`OnUndecodable`](crate::OnUndecodable) can migrate a result of an older type, with a type that has the old names by
 /// `#[serde(rename = "…")]`.
 ///
 /// To change the type while records exist, first change the codec to [`Json`](crate::Json) or `MessagePack`. A handler
-/// with either of these codecs still reads the old records while the type is unchanged. Change the type when the
-/// retention of these records has ended.
+/// with `Json` or `MessagePack` still reads Postcard's records while the type is unchanged. Change the type when the
+/// retention of Postcard's records has ended.
 ///
 /// Limits:
 ///
 /// - A type with `#[serde(flatten)]`, or a field that was left out by `#[serde(skip_serializing_if)]`, does not encode:
 ///   the completion is recorded without its result.
-/// - A type with `#[serde(tag)]` or `#[serde(untagged)]` encodes, but never decodes. The same holds for a type that
-///   contains such a type, for example `serde_json::Value`.
+/// - A type with `#[serde(tag)]` or `#[serde(untagged)]` encodes, but never decodes. A type that contains a tagged or
+///   untagged type, for example `serde_json::Value`, never decodes either.
 /// - A type that reads differently from how it writes encodes, but never decodes. Examples are `#[serde(alias)]`, and
 ///   `#[serde(skip_serializing)]` without `skip_deserializing`.
 /// - A value that is nested more than 127 levels deep (every option, collection, struct and enum is a level) is

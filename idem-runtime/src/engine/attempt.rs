@@ -161,7 +161,7 @@ impl Attempt {
 
 impl Attempt {
     /// Records the end of a body without a reservation, and returns the pause before the message is delivered again. No
-    /// record counts the failures of such a body, so the store handle counts them by key.
+    /// record counts the failures of a body without a reservation, so the store handle counts the failures by key.
     pub(crate) fn pause_unprotected(&self, is_ok: bool) -> Duration {
         let failures = self.store.context().counts().unrecorded_failures(self.key(), is_ok);
         self.backoff.after(failures.max(1), self.key().spread() ^ u64::from(failures))

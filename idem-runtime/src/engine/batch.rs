@@ -98,7 +98,7 @@ pub struct ObserveAll<I, F: Future, B, C> {
     woken: Arc<WakeList>,
     turns: Turns,
     groups: HashMap<Box<str>, Group<I, F, B>>,
-    /// Items whose group has become free for them, so that they may start.
+    /// Items that may start next, because the previous item of their group has ended.
     next_of_groups: VecDeque<PulledItem<I, F, B>>,
     deadline: Deadline,
 }
@@ -145,8 +145,8 @@ impl<I, F: Future, B, C> ObserveAll<I, F, B, C> {
     /// Sets the time, counted from the first poll, after which the batch ends with the items that are done (default:
     /// the batch waits for all items). Deliveries that still run are dropped, like calls in a time-out: their keys are
     /// freed, or are interrupted under `on_crash = fail`. Deliveries that have not started never start, and the batch
-    /// takes all remaining items from the iterator. All these deliveries end with [`Error::DeadlinePassed`], to be
-    /// delivered again.
+    /// takes all remaining items from the iterator. Dropped deliveries and deliveries that never start end with
+    /// [`Error::DeadlinePassed`], to be delivered again.
     ///
     /// If AWS Lambda kills a function at its time-out, no message of the batch gets a response, and all messages are
     /// delivered again. So set a deadline one second before that time-out, and [`flush`](crate::StoreExt::flush) the
@@ -460,9 +460,9 @@ impl<I, T, E> Batch<I, T, E> {
     /// A stream has no dead-letter queue: Kinesis, DynamoDB streams and Kafka continue at the lowest failure of a shard
     /// or partition. So a message that can't succeed blocks all later messages until the event source gives up
     /// (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the message). Send
-    /// such a message to a queue of your own, record that with [`set_aside`](BatchItem::set_aside), and respond then.
-    /// If the sending fails, return the error: the whole batch is delivered again, and finished operations are
-    /// replayed.
+    /// a message that can't succeed to a queue of your own, record that with [`set_aside`](BatchItem::set_aside), and
+    /// respond then. If the sending fails, return the error: the whole batch is delivered again, and finished
+    /// operations are replayed.
     ///
     /// ```
     /// # use idem_runtime::brokers::{Batch, ItemFailures};
@@ -484,8 +484,8 @@ impl<I, T, E> Batch<I, T, E> {
 
     /// Returns the ids of all messages that are not acknowledged, in the form that AWS Lambda expects from a handler of
     /// SQS, Kinesis or DynamoDB streams (`ReportBatchItemFailures`). The ids include a message that can't succeed,
-    /// unless it is [set aside](Batch::dead_letters): SQS moves such a message to the dead-letter queue after
-    /// `maxReceiveCount`, while a stream is blocked by it.
+    /// unless it is [set aside](Batch::dead_letters): SQS moves a message that can't succeed to the dead-letter queue
+    /// after `maxReceiveCount`, while a stream is blocked by it.
     ///
     /// Use [`kafka_failures`](Batch::kafka_failures) for Kafka.
     pub fn item_failures(&self) -> ItemFailures

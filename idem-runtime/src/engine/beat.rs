@@ -28,7 +28,7 @@ pub trait Beats<O> {
     const WANTS_TIMER: bool;
 
     /// Returns the output of a delivery that is cancelled because its message is lost; `None` if the delivery goes on.
-    /// `error` makes the error of such a delivery.
+    /// `error` makes the error of a cancelled delivery.
     #[doc(hidden)]
     fn lost(&mut self, error: &dyn Fn() -> Error, cx: &Context<'_>) -> Option<O>;
 
@@ -61,8 +61,8 @@ impl<O> Beats<O> for NoBeat {
 pub struct OnBeat<C> {
     pub(super) every: Duration,
     pub(super) on_lost: OnBeatLost,
-    /// Callback of the beats. It is boxed when the delivery first waits, so that a handler that is ready immediately
-    /// allocates nothing.
+    /// Callback of the beats. The callback is boxed when the delivery first waits, so that a handler that is ready
+    /// immediately allocates nothing.
     pub(super) callback: Option<C>,
     pub(super) boxed: fn(C) -> Callback,
     pub(super) beating: Option<BeatGuard>,

@@ -27,10 +27,10 @@ use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, ren
 /// again anyway.
 const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(50)];
 /// Pauses between the tries of a duplicate that waits for another attempt while the store is down. After an outage the
-/// duplicate gets its result up to one such pause late.
+/// duplicate gets its result up to one pause late.
 const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
-/// Pause of a duplicate that waits until this process has written the late end of an attempt. That write is repeated
-/// about as often.
+/// Pause of a duplicate that waits until this process has written the late end of an attempt. The write is repeated at
+/// about the same interval.
 const END_PAUSE: Duration = Duration::from_secs(1);
 /// Number of owner tokens that a call may use. A call needs another token if a clean-up has released its reservation,
 /// or if its lease lapsed before the record was marked as begun.
@@ -80,8 +80,8 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
             return BeginResult { start, waited: None, at_once: false, turn: None };
         }
-        // Items of one batch with the same key run one after the other: the second item replays the result of the
-        // first. Shadow mode must not delay a call, so its items take no turns.
+        // Items of one batch with the same key run one after the other: the second item replays the result of the first
+        // item. Shadow mode must not delay a call, so its items take no turns.
         let (mut turn, queued) = match (turns, key) {
             (Some((turns, item)), Ok(key)) if mode == Mode::Enforce => {
                 let limit = || store.context().clock().sleep(policy.timeout.saturating_add(policy.lease));
@@ -144,8 +144,8 @@ fn unprotected(subject: &Subject, mode: Mode, key: Option<&Key>, bypassed: Optio
 }
 
 /// Returns the pause before the call repeats a reservation that failed; `None` if the call gives up. The call repeats
-/// it only if its message has few deliveries left, because an outage would otherwise use up these deliveries. `outage`
-/// holds the time at which the call gives up.
+/// the reservation only if its message has few deliveries left, because an outage would otherwise use up the remaining
+/// deliveries. `outage` holds the time at which the call gives up.
 fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> Option<Duration> {
     let Error::Store { source, retry_after, .. } = error else { return None };
     let Policy { timeout, lease, on_store_error, .. } = subject.policy;
@@ -225,8 +225,8 @@ struct Request<'a> {
     subject: &'a Subject,
     mode: Mode,
     reserve: ReserveRequest,
-    /// Time when the earliest unanswered request of this owner was sent. That request may have taken effect, or may
-    /// still.
+    /// Time when the earliest unanswered request of this owner was sent. An unanswered request may have taken effect,
+    /// or may still.
     unanswered_since: Option<Instant>,
     /// Time when the call found the first attempt that it waits for.
     met_at: Option<Instant>,
@@ -269,8 +269,8 @@ impl<'a> Request<'a> {
                 problem: PolicyProblem::TtlBelowRedelivery { ttl: policy.ttl, redelivery },
             });
         }
-        // This problem only logs a warning, once for each store handle: most calls of a store are much faster than its
-        // time limit.
+        // A time limit longer than the lease only logs a warning, once for each store handle: most calls of a store are
+        // much faster than its time limit.
         if let Err(reason) = policy.check_with(store)
             && store.context().warns_now()
         {
@@ -390,7 +390,7 @@ impl<'a> Request<'a> {
                 Err(error) => return Step::Decided(self.no_answer(error, self.unanswered_since.is_some())),
             }
         };
-        // Boxed: both answers are rare, and every call would carry the size of these futures inline.
+        // Boxed: the two kinds of answers are rare, and every call would carry the size of their futures inline.
         match unsettled {
             OpenAnswer::Mismatch(attempt) => {
                 Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
@@ -418,7 +418,7 @@ impl<'a> Request<'a> {
     ///
     /// Under `on_crash = fail` a crash after the mark interrupts the key, and a crash before the mark leaves the key
     /// free. `max_attempts` counts only marked attempts. Most calls are the first attempt of their key; under
-    /// `max_attempts` such an attempt is marked only if the limit is 1.
+    /// `max_attempts` a first attempt is marked only if the limit is 1.
     fn marks(&self, lease: &Lease) -> bool {
         let Policy { on_crash, max_attempts, .. } = self.subject.policy;
         let counts = max_attempts.is_some_and(|max| lease.attempt > 1 || max.get() == 1);
@@ -559,7 +559,8 @@ impl<'a> Request<'a> {
 
     /// Returns the pause after try number `tried` (from 0) has failed with `error`; `None` if the call gives up. First
     /// come the `pauses`. A duplicate that waits then continues for as long as it may wait, because the attempt may
-    /// outlive the outage. Its pauses are random, so that thousands of waiting duplicates do not ask together.
+    /// outlive the outage. The pauses of a waiting duplicate are random, so that thousands of duplicates do not ask
+    /// together.
     fn pause(&self, error: &StoreError, tried: u32, pauses: &[Duration]) -> Option<Duration> {
         if !error.is_transient() {
             return None;
@@ -594,7 +595,7 @@ impl<'a> Request<'a> {
         let mut aboard = None;
         let told = loop {
             let left = self.may_wait();
-            // The record may hold the call's own unanswered reservation, so such a call can't share the wait of other
+            // The record may hold the call's own unanswered reservation, so the call can't share the wait of other
             // duplicates. In a transaction no other call could share the wait.
             if self.unanswered_since.is_some() || !self.store().context().renews() {
                 break Box::pin(self.wait_alone(running, left)).await;

@@ -61,7 +61,7 @@ pin_project! {
     }
 }
 
-// This code is monomorphised for each handler: keep it minimal.
+// The compiler makes a copy of this `impl` for each handler: keep it minimal.
 impl<B, R, T, E> Work for Handler<B, R, T, E>
 where
     B: Future<Output = Result<T, E>>,

@@ -11,8 +11,8 @@
 //! | only calls that finished with a value | `Ack` | `Retry` | |
 //!
 //! - *Refused permanently*: another payload under the key, an interrupted operation, exhausted attempts, an invalid
-//!   message. The operation of the message has not finished, and no delivery finishes it. A handler that swallows such
-//!   a refusal gets `DeadLetter` although it returned `Ok`.
+//!   message. The operation of the message has not finished, and no delivery finishes it. A handler that swallows a
+//!   permanent refusal gets `DeadLetter` although it returned `Ok`.
 //! - *Finished with an error*: the error is recorded, or the result can't be returned. The operation is over: if the
 //!   handler swallows the error, the message is done.
 //! - *Together*: the delivery returned its error in the poll in which the call ended. An error of a later poll is a

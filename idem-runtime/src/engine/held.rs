@@ -144,8 +144,8 @@ impl HeldAttempt {
         }
     }
 
-    /// Returns whether a refused call in the body may be the cause of the body's error. Such an error is not recorded,
-    /// because the next delivery may succeed.
+    /// Returns whether a refused call in the body may be the cause of the body's error. An error after a refused call
+    /// is not recorded, because the next delivery may succeed.
     pub(super) fn refused_inside(&self) -> bool {
         self.refused_inside
     }
@@ -279,7 +279,7 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
 }
 
 /// Polls a body as `attempt`. Calls in the body are not observed by an `observe` outside of the body. `refused_inside`
-/// becomes true if the library temporarily refuses such a call.
+/// becomes true if the library temporarily refuses a call that the body makes.
 pub(super) fn poll_as(
     attempt: &mut Option<Attempt>,
     refused_inside: &mut bool,

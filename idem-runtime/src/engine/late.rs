@@ -62,7 +62,7 @@ impl<'a> Tries<'a> {
         Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
     }
 
-    /// Makes these the tries of a write that no call waits for.
+    /// Converts the tries for a write that no call waits for.
     pub(super) fn late(self, under_way: FlushGuard, outlasts: Option<LateEndGuard>) -> Self {
         Self { outlasts, under_way: Some(under_way), ..self }
     }
@@ -175,8 +175,8 @@ impl LateEndState {
 /// Writes `ending` for a call that no longer exists: immediately if the store can, otherwise by
 /// [`Clock::spawn`](crate::clock::Clock::spawn).
 ///
-/// `ends_late` is the value of the function [`ends_late`]. It is made before the lease is deregistered, so that a
-/// duplicate finds the lease or this value at any time.
+/// `ends_late` is the value of the function [`ends_late`]. The guard is made before the lease is deregistered, so that
+/// a duplicate finds the lease or the guard at any time.
 pub(crate) fn write_late(
     store: Arc<dyn Store>,
     lease: Lease,

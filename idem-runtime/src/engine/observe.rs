@@ -101,7 +101,7 @@ impl<F: Future> Observe<F> {
 
 impl<F: Future, B> Observe<F, B> {
     /// Names the message in the spans of its calls: the broker in the terms of OpenTelemetry (`kafka`, `rabbitmq`,
-    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. These names become the attributes
+    /// `aws_sqs`, `gcp_pubsub`), the queue or topic, and the id of the message. The three names become the attributes
     /// `messaging.system`, `messaging.destination.name` and `messaging.message.id`.
     ///
     /// ```
@@ -305,8 +305,8 @@ where
     E: From<Error>,
     B: Beats<Result<T, E>>,
 {
-    /// Drops the delivery. Its result is an error with the key and the attempt of the last call, and the time until the
-    /// next delivery.
+    /// Drops the delivery. The result of the delivery is an error with the key and the attempt of the last call, and
+    /// the time until the next delivery.
     fn cut_off(
         mut self: Pin<&mut Self>,
         error: impl FnOnce(Option<Key>, Option<u32>, Duration) -> Error,
@@ -488,8 +488,8 @@ impl<F: Future, B> Observe<F, B> {
     /// the message. Before the last delivery, a message with a [fingerprint mismatch](Error::FingerprintMismatch) is
     /// delivered again, because the type of the payload may have changed with a deployment.
     ///
-    /// A broker that can only redeliver immediately uses up the deliveries of a message quickly. For such a broker set
-    /// a limit of 1 without [`delivery`](Observe::delivery): then duplicates always wait.
+    /// A broker that can only redeliver immediately uses up the deliveries of a message quickly. For a broker without
+    /// delayed redelivery, set a limit of 1 without [`delivery`](Observe::delivery): then duplicates always wait.
     pub fn delivery_limit(self, limit: u32) -> Self {
         self.map_observer(|observer| observer.budget.limit = Some(limit))
     }

@@ -124,7 +124,7 @@ thread_local! {
     /// Observer of the delivery whose [`observe`] is being polled on this thread.
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
     /// True while [`OBSERVER`] holds an observer. A call checks this several times, and most calls are not observed.
-    /// This value needs no drop, so the check is one load.
+    /// `IS_OBSERVED` needs no drop, so the check is one load.
     static IS_OBSERVED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -222,8 +222,8 @@ pub(crate) fn settle(settled: TransactionEnd) {
 /// index there, if the delivery belongs to a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
     with_observer(|observer| {
-        // The call was added last, without its key. Its key now seeds the pause of the delivery, in case that the call
-        // is dropped.
+        // The call was added last, without its key. The key seeds the pause of the delivery, in case that the call is
+        // dropped.
         if let Some(call @ ObservedCall { progress: Progress::Reserving, key: None, .. }) = observer.calls.last_mut() {
             call.key = key.cloned();
         }

@@ -9,8 +9,7 @@ thread_local! {
     static WAITS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Records that the library temporarily refuses a call. If the enclosing body fails, this refusal may be the only
-/// cause.
+/// Records that the library temporarily refuses a call. If the enclosing body fails, the refusal may be the only cause.
 pub(super) fn note_refusal() {
     REFUSED.set(true);
 }

@@ -186,7 +186,7 @@ where
 
 // The functions below do not depend on the handler's types, so they are compiled once.
 
-/// Returns codec and bytes of a stored result, or the reason why none are stored.
+/// Returns codec and bytes of a stored result, or the reason why no result is stored.
 pub(crate) fn encoded(payload: &StoredResult) -> Result<(CodecName, &Bytes), ResultProblem> {
     match payload {
         StoredResult::Encoded { codec, bytes } => Ok((*codec, bytes)),

@@ -309,7 +309,7 @@ fn log_error(error: &Error) {
         Error::InvalidKey { .. } | Error::InvalidFingerprint { .. } | Error::InvalidPolicy { .. } => {
             tracing::warn!(%error, "the call can't be protected; the body did not run");
         }
-        // These errors are logged where they are detected.
+        // Errors that are logged where they are detected.
         Error::NoAttempt
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }

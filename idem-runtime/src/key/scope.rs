@@ -27,7 +27,8 @@ impl Scope {
         Self::new(name, false, false)
     }
 
-    /// Makes a scope for several handlers. Such handlers replay each other's results if their keys are equal.
+    /// Makes a scope for several handlers. Handlers with a shared scope replay each other's results if their keys are
+    /// equal.
     #[track_caller]
     pub const fn shared(name: &'static str) -> Self {
         Self::new(name, true, false)
@@ -65,7 +66,7 @@ impl Scope {
 
     #[cold]
     fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
-        /// All scopes in use, in 32 lists by the sum of the bytes of the scope, so that a search reads few of them.
+        /// All scopes in use, in 32 lists by the sum of the bytes of the scope, so that a search reads few scopes.
         static CLAIMED: [SharedList<ScopeClaim>; 32] = [const { SharedList::new() }; 32];
         check_scope(self.name)?;
         let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };

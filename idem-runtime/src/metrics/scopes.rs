@@ -173,7 +173,7 @@ impl ScopeCells {
         }
     }
 
-    /// Records that a body ran for `ran`. `lease` is the duration of its lease, if it had a reservation.
+    /// Records that a body ran for `ran`. `lease` is the duration of the body's lease; `None` without a reservation.
     pub(crate) fn ran(&self, ran: Duration, lease: Option<Duration>) {
         self.body_seconds.add(0, as_nanos(ran));
         if let Some(lease) = lease.filter(|lease| !lease.is_zero()) {

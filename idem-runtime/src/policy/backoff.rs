@@ -32,7 +32,7 @@ impl Backoff {
     pub const DEFAULT: Self = Self::new(Duration::from_secs(1), Duration::from_secs(300));
 
     /// Creates a backoff with a pause of `first` after the first attempt, and of at most `longest` after later
-    /// attempts. Both are rounded to milliseconds, and range from 1 ms to 49 days.
+    /// attempts. Pauses are rounded to milliseconds, and range from 1 ms to 49 days.
     pub const fn new(first: Duration, longest: Duration) -> Self {
         let first = Self::millis(first);
         let longest = Self::millis(longest);

@@ -85,8 +85,8 @@ impl Policy {
         }
     }
 
-    /// Sets the retention of a finished record, counted from completion. It must be longer than the broker's retention
-    /// of the message.
+    /// Sets the retention of a finished record, counted from completion. The retention must be longer than the broker's
+    /// retention of the message.
     #[must_use]
     pub const fn ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
@@ -204,7 +204,8 @@ impl Policy {
 
     /// Reads the mode from a switch at the beginning of each call.
     ///
-    /// Before Rust 1.90 a `const` can't refer to a `static` with interior mutability: make such a policy a `static`.
+    /// Before Rust 1.90 a `const` can't refer to a `static` with interior mutability: make a policy with a switch a
+    /// `static`.
     #[must_use]
     pub const fn mode_switch(self, switch: &'static ModeSwitch) -> Self {
         Self { mode: ModeSource::Switch(switch), ..self }

@@ -67,7 +67,7 @@ pub enum OnError {
 pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 
 /// Reaction to a recorded result that does not decode as the function's return type, or that a codec wrote which is not
-/// available here. Under both reactions the body does not run again.
+/// available here. The body does not run again, whichever variant is set.
 ///
 /// ```
 /// # use std::time::Duration;

@@ -14,7 +14,8 @@ use crate::policy::OnCrash;
 /// an item.
 ///
 /// `codec`, `result` and `result_bytes` describe the result. A stored result sets `codec` and `result`. A result that
-/// was too large sets `result_bytes`. A result that could not be encoded sets none of the three.
+/// was too large sets `result_bytes`. A result that could not be encoded sets neither `codec` nor `result` nor
+/// `result_bytes`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Parts<'a> {
     /// Version of the parts; see [`Parts::VERSION`].
@@ -77,7 +78,7 @@ impl<'a> Parts<'a> {
             decided_by: record.provenance.decided_by(),
             decided_reason: record.provenance.decided_reason(),
         };
-        // Pending and finished records have further parts; other records have none.
+        // Only pending and finished records have further parts.
         match &record.state {
             State::Pending { lease, ttl, on_crash, begun } => {
                 parts.on_crash_fail = *on_crash == OnCrash::Fail;

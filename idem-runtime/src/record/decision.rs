@@ -43,9 +43,9 @@ pub enum Action {
     /// Ends the operation with this result instead of the recorded result. No delivery runs in between. Refused unless
     /// the operation has finished.
     Replace(Finish),
-    /// Ends the lease, even if it is live. The owner of the lease can't write any more. The consequences are those of a
-    /// crash: under `on_crash = retry` the next delivery runs, under `on_crash = fail` the key is interrupted if the
-    /// body has begun.
+    /// Ends the lease, even if it is live. The owner of the lease can't write any more. A broken lease has the
+    /// consequences of a crash: under `on_crash = retry` the next delivery runs, under `on_crash = fail` the key is
+    /// interrupted if the body has begun.
     BreakLease,
     /// Removes the record and its result. The next delivery runs like the first delivery.
     Forget,
@@ -227,7 +227,7 @@ pub enum Ruling {
 impl Inspection {
     /// Decides the effect of `decision` on the record of this inspection. [`Record::decide`] decides for a record that
     /// can be read. A record that can't be read is removed if the decision is to forget it and names its
-    /// [revision](Self::revision). Every other decision leaves such a record unchanged.
+    /// [revision](Self::revision). Every other decision leaves a record that can't be read unchanged.
     ///
     /// To remove a damaged record, a store compares all its stored bytes, instead of owner, attempt and state.
     pub fn decide(&self, decision: &Decision) -> Ruling {
@@ -248,11 +248,11 @@ impl Record {
     /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and makes its decision atomic.
     ///
     /// Every decision gives the record another owner token. So a store that compares owner, attempt and state applies
-    /// only one of two decisions about the same record. It also never mistakes a late write of the attempt for a copy
-    /// of the decision.
+    /// only one of two decisions about the same record. Nor does a late write of the attempt look like a copy of the
+    /// decision.
     ///
     /// If the same person repeats a decision, the decision finds the record that it made, and writes that record again.
-    /// The answer is the same as to the first decision.
+    /// The repetition gets the same answer as the first decision.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
         let Decision { seen, action, by, reason, .. } = decision;
         let standing = self.standing(lapses_in);

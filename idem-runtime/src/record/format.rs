@@ -17,8 +17,8 @@
 //! | then | provenance, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
 //! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
 //!
-//! Both times are in milliseconds since 1970. They are by the store's clock, or by the holder's clock if the record was
-//! replaced as a whole.
+//! The two times are in milliseconds since 1970, by the store's clock. If the record was replaced as a whole, the times
+//! are by the holder's clock.
 
 use std::fmt;
 use std::time::Duration;
@@ -39,7 +39,7 @@ pub const VERSION: u8 = 1;
 /// Length of the fixed part of a record in bytes, which is the length of the shortest record.
 pub const HEADER_BYTES: usize = 48;
 /// End of the bytes that identify a write: state (byte 5), owner token, attempt and counted attempts (bytes 8 to here).
-/// Any two writes of a record differ in these bytes.
+/// Any two writes of a record differ before this end.
 pub const IDENTITY_END: usize = 32;
 /// Number of leading bytes that [`decode_start`] needs to read a record without its result.
 pub const START_BYTES: usize = 1024;
@@ -151,7 +151,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     if !provenance.is_empty() {
         flags |= FLAG_PROVENANCE;
     }
-    // The last 16 bytes are the two times. They stay 0 here, because the store sets them.
+    // The last 16 bytes are the two times, which stay 0 here, because the store sets them.
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(MAGIC);
     header[4..8].copy_from_slice(&[VERSION, letter(&record.state), flags, tag]);
@@ -199,8 +199,8 @@ fn tag(payload: &StoredResult) -> u8 {
     match payload {
         StoredResult::Encoded { .. } => 1,
         StoredResult::TooLarge { .. } => 2,
-        // `Unreadable` and `LeftOut` are never written. They are encoded as unencodable, so that a bug can't create a
-        // result.
+        // `Unreadable` and `LeftOut` are never written. Both variants are encoded as unencodable, so that a bug can't
+        // create a result.
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => 3,
     }
 }
@@ -273,7 +273,7 @@ pub fn decode_start(value: &Bytes, len: usize) -> Result<Record, FormatError> {
 }
 
 /// Returns the time when the key of a record was first seen, and the time when its latest attempt began; `None` for a
-/// time that is not written. Both are milliseconds since 1970, by the store's clock or the holder's clock.
+/// time that is not written. The times are in milliseconds since 1970, by the store's clock or the holder's clock.
 pub fn times(value: &Bytes) -> [Option<u64>; 2] {
     [32, 40].map(|at| {
         let bytes = value.get(at..at + 8)?.try_into().ok()?;

@@ -81,9 +81,9 @@ pub enum State {
     Released,
     /// A body started and did not return, under [`OnCrash::Fail`]. No attempt may run until an operator decides.
     Interrupted,
-    /// The body succeeded. This state never changes within the retention, except by an operator's decision.
+    /// The body succeeded. A completed record never changes within the retention, except by an operator's decision.
     Completed(StoredResult),
-    /// The body returned an error, which is replayed. This state never changes within the retention, except by an
+    /// The body returned an error, which is replayed. A failed record never changes within the retention, except by an
     /// operator's decision.
     Failed(StoredResult),
 }
@@ -107,7 +107,7 @@ pub enum StoredResult {
     /// The codec could not write the result, or an operator resolved the operation without a result.
     Unencodable,
     /// The result is recorded but can't be read, because a part of it is missing or was altered. Only wrappers that
-    /// store results in another form return this variant. It is never written.
+    /// store results in another form return this variant. This variant is never written.
     Unreadable {
         /// Description of the damage, without the result.
         reason: Arc<str>,

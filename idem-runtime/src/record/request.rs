@@ -30,7 +30,8 @@ pub struct ReserveRequest {
 }
 
 impl ReserveRequest {
-    /// Makes a request without a holder, a fingerprint or a limit of attempts. Its `on_crash` is [`OnCrash::Retry`].
+    /// Makes a request without a holder, a fingerprint or a limit of attempts. The `on_crash` of the request is
+    /// [`OnCrash::Retry`].
     pub const fn new(key: Key, owner: OwnerToken, lease: Duration, ttl: Duration) -> Self {
         let (fingerprint, max_attempts, provenance) = (None, None, Provenance::NONE);
         Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, provenance }

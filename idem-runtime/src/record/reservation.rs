@@ -33,8 +33,8 @@ pub enum Reservation {
     /// The operation is completed or failed: the duplicate replays its result.
     #[non_exhaustive]
     Finished {
-        /// Finished record. The store must return the trace in its provenance. It may leave out the other parts of the
-        /// provenance, which [`inspect`](crate::Store::inspect) returns.
+        /// Finished record. The store must return the trace in the record's provenance, but may leave out the other
+        /// parts of the provenance, which [`inspect`](crate::Store::inspect) returns.
         record: Record,
         /// Age of the record: the time since its attempt began. A store that does not know that time reports the time
         /// since the attempt ended. `None` if the store reports no age. No decision depends on the age.

@@ -8,8 +8,8 @@ use std::fmt;
 pub enum Standing {
     /// An attempt is running, and its lease is live.
     Running,
-    /// An attempt crashed before it recorded an end, or can't reach the store. Its lease has lapsed, and no other
-    /// attempt has taken over.
+    /// An attempt crashed before it recorded an end, or can't reach the store. The lease of the attempt has lapsed, and
+    /// no other attempt has taken over.
     Lapsed,
     /// The latest attempt ended without a result, and the next attempt may run.
     Released,

@@ -80,8 +80,8 @@ impl Filter {
         Self { after: cursor.into(), ..self }
     }
 
-    /// Lets a store without an order of its keys scan all keys, as Redis does with `SCAN`. Such a list may miss records
-    /// that are written meanwhile, and may return the same record twice.
+    /// Lets a store without an order of its keys scan all keys, as Redis does with `SCAN`. A scan may miss records that
+    /// are written meanwhile, and may return the same record twice.
     pub fn scan(self) -> Self {
         Self { scan: true, ..self }
     }
@@ -124,7 +124,7 @@ impl Default for Filter {
 }
 
 /// End of a page and start of the next page. A cursor is a text of one store: the text can be stored and parsed again,
-/// but has no meaning for another store. It contains a key or a position.
+/// but has no meaning for another store. A cursor contains a key or a position.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Cursor(Box<str>);
 
@@ -179,7 +179,7 @@ impl Page {
         Self { records, unreadable: 0, next }
     }
 
-    /// Returns the keys of the records in the page that can't be read. The store must inspect each of them again,
+    /// Returns the keys of the records in the page that can't be read. The store must inspect a damaged record again,
     /// because a list reads no results.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn damaged(&self) -> Vec<Key> {

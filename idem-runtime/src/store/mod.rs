@@ -56,7 +56,7 @@ use crate::sync::lock;
 ///   reservation on the record; the store makes that decision atomic.
 /// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
 ///   [`release`](Store::release) change only a pending record, and only if the call presents the record's owner token.
-///   All of them except `release` also compare the number of the attempt. A refusal is an answer
+///   All these operations except `release` also compare the number of the attempt. A refusal is an answer
 ///   ([`Verdict::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token. If the first call took effect although
 ///   its answer was lost, the store recognises that effect and answers the repetition like the first call.
@@ -69,7 +69,8 @@ use crate::sync::lock;
 ///   give it. The store also records when the key was first seen and when the latest attempt began. No decision depends
 ///   on this information.
 /// - **Bounded.** Every call ends; a store that can hang has its own timeout.
-/// - **Cancel safe.** Any returned future may be dropped at any time. Its write then happened completely or not at all.
+/// - **Cancel safe.** Any returned future may be dropped at any time. The write of a dropped future happened completely
+///   or not at all.
 ///
 /// The methods have no default bodies: a default `reserve` made of a read and a write would compile, and race.
 #[diagnostic::on_unimplemented(
@@ -88,8 +89,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// Renewals and late writes run on a thread of the library ([`Clock::spawn`](crate::clock::Clock::spawn)). A handle
     /// that shares no connection, no queue and no runtime with other callers keeps leases alive while these callers are
-    /// slow or blocked. Such a handle should open its connection at its first use. A store that has nothing to share,
-    /// such as a store in memory, returns [`handle`](Store::handle).
+    /// slow or blocked. A handle with its own connection should open the connection at its first use. A store that has
+    /// nothing to share, such as a store in memory, returns [`handle`](Store::handle).
     fn upkeep(&self) -> Arc<dyn Store>;
 
     /// Returns the prefix that separates this application's records from records of other applications in the same
@@ -127,8 +128,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// has answered for that lease. A lapsed lease is renewed if no other attempt has taken over.
     ///
     /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). A lease without an answer may be
-    /// renewed or not: its record could not be reached, or another session had locked the record. Such a lease must not
-    /// delay the other leases.
+    /// renewed or not: its record could not be reached, or another session had locked the record. A lease without an
+    /// answer must not delay the other leases.
     ///
     /// # Errors
     /// [`StoreError`] holds the reason why leases have no answer. The answers that were given stay valid.
@@ -154,14 +155,14 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict>;
 
     /// Waits until attempt `attempt` of `key` is no longer pending, for at most `at_most`; may return early. Returns
-    /// the record at that time, so that a waiting duplicate need not reserve.
+    /// the record at the end of the wait, so that a waiting duplicate need not reserve.
     ///
     /// The store reads the returned record after the call began, so the record is as good as the answer to a
     /// reservation: a duplicate replays the result in it. After `None` the caller reserves: `None` means neither that
     /// there is no record nor that the attempt still runs. A store may always return `None`. A record that can't be
     /// read is an error, as for a reservation.
     ///
-    /// The engine makes one such call for all duplicates of a key that wait in the same [`handle`](Store::handle) and
+    /// The engine makes one `wait` call for all duplicates of a key that wait in the same [`handle`](Store::handle) and
     /// runtime.
     ///
     /// # Errors

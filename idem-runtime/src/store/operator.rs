@@ -22,8 +22,8 @@ use crate::record::StoredResult;
 ///
 /// Each decision takes the record that the person has seen, as an [`Inspection`] or its [`Revision`]. A decision is
 /// refused once that record has changed: of two people who look at the same record, only one decides. The same person
-/// may repeat a decision: the second time it changes nothing. The record keeps the name of the person and the reason
-/// until the next decision. An event of `tracing` (level INFO) also contains the name and the reason.
+/// may repeat a decision: the repetition changes nothing. The record keeps the name of the person and the reason until
+/// the next decision. An event of `tracing` (level INFO) also contains the name and the reason.
 ///
 /// ```
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -152,8 +152,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::discard(key, seen)).await
     }
 
-    /// Ends a lease whose holder has certainly ended. The consequences are those of a crash: under `on_crash = retry`
-    /// the next delivery runs, under `on_crash = fail` the key is interrupted.
+    /// Ends a lease whose holder has certainly ended. A broken lease has the consequences of a crash: under `on_crash =
+    /// retry` the next delivery runs, under `on_crash = fail` the key is interrupted.
     ///
     /// If the holder still runs, its body continues until its next renewal is refused, concurrently with the next
     /// attempt.
@@ -222,7 +222,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// Counts the records that `filter` selects, by scope and by standing. The count begins at [`Filter::after`] and
     /// stops after about `at_most` records. If more records follow, [`Stats::next`] is the position to continue from.
     ///
-    /// This call reads all records that it counts, page by page, without their results. It costs as much as a
+    /// `stats` reads all records that it counts, page by page, without their results. The call costs as much as a
     /// [`list`](Self::list) of the same records. A record that is written meanwhile may be counted or not.
     ///
     /// # Errors

@@ -26,7 +26,7 @@ pub trait DriverTransaction: Sealed + Sized {
     fn unshare(shared: Self::Shared) -> Self;
 }
 
-/// Operations of a store inside an open transaction. Each operation takes a few statements at most.
+/// Operations of a store inside an open transaction. An operation takes a few statements at most.
 ///
 /// A failed statement makes the transaction unusable until an [undo](TransactionStore::undo) returns to the last open
 /// savepoint ([`save`](TransactionStore::save)).

@@ -232,7 +232,7 @@ impl<T> SharedList<T> {
         entries.map(|entry| &entry.value)
     }
 
-    /// Returns the first value for which `is_it` returns true. Without such a value, appends the value of `make`.
+    /// Returns the first value for which `is_it` returns true. If no value matches, appends the value of `make`.
     pub(crate) fn find_or_add(&self, is_it: impl Fn(&T) -> bool, make: impl FnOnce() -> T) -> &T {
         let (mut at, mut make) = (self, Some(make));
         loop {

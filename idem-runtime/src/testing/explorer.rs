@@ -129,7 +129,7 @@ impl DeliveryAnswer {
 /// [`Worker`], and calls the handler. [`Explorer`] does the same with options.
 ///
 /// # Panics
-/// Inside of a tokio runtime, because `explore` starts its own runtime. Call it from a plain `#[test]`.
+/// If it is called inside of a tokio runtime, because `explore` starts its own runtime. Call it from a plain `#[test]`.
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,
@@ -201,8 +201,8 @@ impl Explorer {
     }
 
     /// Adds scenarios in which a later delivery is also cancelled or killed, at each of its awaits, after the first
-    /// delivery was cut. For handlers whose second attempt takes another path. The number of these scenarios grows with
-    /// the square of the awaits.
+    /// delivery was cut. For handlers whose second attempt takes another path. The number of scenarios with two cuts
+    /// grows with the square of the awaits.
     pub fn twice(mut self) -> Self {
         self.twice = true;
         self
@@ -257,7 +257,7 @@ impl Explorer {
     /// from the [`Worker`], and calls the handler, as if the worker had just started.
     ///
     /// # Panics
-    /// If [`only`](Explorer::only) names no existing scenario, or inside of a tokio runtime.
+    /// If [`only`](Explorer::only) names no existing scenario, or if `explore` is called inside of a tokio runtime.
     pub fn explore<F, D>(&self, deliver: F) -> Report
     where
         F: Fn(Worker) -> D + 'static,

@@ -24,7 +24,8 @@ pub enum Fault {
     BeforeResult(StoreErrorKind),
     /// The call takes effect, but its answer is lost.
     After,
-    /// The call takes effect after this number of polls. Its answer arrives after the same number of further polls.
+    /// The call takes effect after this number of polls. The answer to the call arrives after the same number of
+    /// further polls.
     Slow(u32),
     /// The call writes nothing and never returns.
     Hang,

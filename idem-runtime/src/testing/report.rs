@@ -49,18 +49,18 @@ impl Report {
         self.left_out
     }
 
-    /// Returns the awaits at which the plain run was pending. Other scenarios cut the delivery at each of these awaits.
+    /// Returns the awaits at which the plain run was pending. Other scenarios cut the delivery at each await.
     pub fn awaits(&self) -> &[String] {
         &self.awaits
     }
 
-    /// Returns the store calls of the plain run. Each of these calls failed in another scenario.
+    /// Returns the store calls of the plain run. Each store call failed in another scenario.
     pub fn store_calls(&self) -> &[String] {
         &self.store_calls
     }
 
-    /// Returns the effects of the plain run, and its [questions](super::Worker::happened) about effects. In another
-    /// scenario each of them got no answer.
+    /// Returns the effects of the plain run, and its [questions](super::Worker::happened) about effects. Each effect
+    /// and each question got no answer in another scenario.
     pub fn effects(&self) -> &[String] {
         &self.effect_calls
     }

@@ -135,7 +135,7 @@ impl Simulation {
     /// Runs `future` and all spawned tasks until `future` is ready. Tasks that still run at that time are dropped.
     ///
     /// # Panics
-    /// If the run is [`SimulationStuck`], if a task panics, or inside of another runtime.
+    /// If the run is [`SimulationStuck`], if a task panics, or if `run` is called inside of another runtime.
     pub fn run<F: Future>(&self, future: F) -> F::Output {
         self.try_run(future).unwrap_or_else(|stuck| panic!("{stuck}"))
     }
@@ -146,7 +146,7 @@ impl Simulation {
     /// [`SimulationStuck`] if `future` does not become ready.
     ///
     /// # Panics
-    /// If a task panics, or inside of another runtime.
+    /// If a task panics, or if `try_run` is called inside of another runtime.
     pub fn try_run<F: Future>(&self, future: F) -> Result<F::Output, SimulationStuck> {
         let runtime = self.runtime.as_ref().expect("present until it is dropped");
         let Self { tasks, clock, .. } = self;

@@ -137,8 +137,7 @@ impl Tasks {
         }) else {
             return;
         };
-        // The slots must not be borrowed during a poll or a drop, because a task may spawn and kill other tasks in
-        // both.
+        // The slots must not be borrowed during a poll or a drop, because a task may then spawn and kill other tasks.
         let kill_before = self.with(id, |slot| slot.kill_at.get() == 0);
         let mut cx = Context::from_waker(&waker);
         let poll = |future: Pin<&mut dyn Future<Output = ()>>, cx: &mut Context<'_>| match inside {

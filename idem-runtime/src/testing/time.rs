@@ -21,7 +21,7 @@ thread_local! {
     static RUNNING: RefCell<Option<Rc<Tasks>>> = const { RefCell::new(None) };
 }
 
-/// Clock of a [`Simulation`](crate::testing::Simulation). Its time advances while no task can go on.
+/// Clock of a [`Simulation`](crate::testing::Simulation). The time of the clock advances while no task can go on.
 ///
 /// The clock shows the time of the simulation's tokio runtime, so `tokio::time` in a handler shows the same time.
 #[derive(Clone)]

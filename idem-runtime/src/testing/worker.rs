@@ -37,8 +37,8 @@ pub(super) const SLOWER: Duration = Duration::from_millis(1);
 /// A simulated worker process, to which the message is delivered.
 ///
 /// Build your handler's surroundings from a worker: its [`store`](Worker::store), and fakes whose effects are counted
-/// ([`effect`](Worker::effect)). A killed worker acts no more: neither its store nor its effects. Clones are the same
-/// worker.
+/// ([`effect`](Worker::effect)). Once a worker is killed, its store calls and its effects no longer happen. A clone
+/// stands for the same worker.
 #[derive(Clone)]
 pub struct Worker(Arc<Process>);
 
@@ -105,7 +105,7 @@ impl Worker {
         }
     }
 
-    /// Adds an await at which the handler can be cut. For fakes without an effect, such as a query.
+    /// Adds an await at which the handler can be cut. This method is for fakes without an effect, such as a query.
     pub async fn checkpoint(&self) {
         self.travel(|| "at a checkpoint".to_owned()).await;
     }

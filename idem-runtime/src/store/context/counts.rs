@@ -85,8 +85,8 @@ impl EventCounts {
         self.tables.meetings.again(self.tag(key) ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
-    /// Lets a duplicate wait although its message has few deliveries left. `None` if [`LastWait::MOST`] such duplicates
-    /// already wait.
+    /// Lets a duplicate wait although its message has few deliveries left. Returns `None` if [`LastWait::MOST`]
+    /// duplicates already wait for this reason.
     pub(crate) fn last_wait(&self) -> Option<LastWait> {
         let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);
         let waits = self.tables.last_waits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
@@ -94,12 +94,12 @@ impl EventCounts {
     }
 }
 
-/// A duplicate that waits only because its message has few deliveries left. Each such duplicate occupies a slot of its
-/// consumer for as long as an attempt may run, so the number of such waits is limited.
+/// A duplicate that waits only because its message has few deliveries left. A waiting duplicate occupies a slot of its
+/// consumer for as long as an attempt may run, so the number of waits is limited.
 pub(crate) struct LastWait(Arc<CountTables>);
 
 impl LastWait {
-    /// Largest number of such waits in one store handle at a time.
+    /// Largest number of [`LastWait`]s in one store handle at a time.
     pub(crate) const MOST: usize = 4;
 }
 

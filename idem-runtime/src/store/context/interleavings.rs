@@ -191,8 +191,8 @@ fn a_lease_registered_while_the_task_ends_is_renewed() {
     });
 }
 
-/// The runtime of the renewal task shuts down. A body that waits on another runtime starts a new renewal task, and so
-/// does a new body.
+/// The runtime of the renewal task shuts down. A body that waits on another runtime, or a new body, then starts a new
+/// renewal task.
 #[test]
 fn a_new_renewal_task_replaces_a_dropped_one() {
     explore(|| {

@@ -204,8 +204,8 @@ impl Leases {
         if let Some((store, lease)) = renewal
             && self.clock.is_moved()
         {
-            // A test has paused or moved this clock after the renewal task had started. That task may sleep on another
-            // runtime, in real time, so the renewal starts here.
+            // A test has paused or moved this clock after the renewal task had started. The renewal task may sleep on
+            // another runtime, in real time, so the renewal starts here.
             self.spawn_renewal(store, vec![lease], now);
         }
         standing
@@ -314,8 +314,8 @@ impl Leases {
         self.earlier().notify_one();
     }
 
-    /// Wakes tasks. In the child of a `fork()`, a store in memory may hold wakers of the parent's tasks, and waking
-    /// such a task may wait forever for a lock of its runtime. So a separate thread wakes them.
+    /// Wakes tasks. In the child of a `fork()`, a store in memory may hold wakers of the parent's tasks, and waking a
+    /// task of the parent may wait forever for a lock of its runtime. So a separate thread wakes the tasks.
     fn wake(&self, wakers: Vec<Waker>) {
         let wake = move || wakers.into_iter().for_each(Waker::wake);
         if self.mode != RenewalMode::Copied || self.made_by.is_this() {

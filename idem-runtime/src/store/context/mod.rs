@@ -82,7 +82,8 @@ impl ProcessState {
     fn new(clock: &Arc<dyn Clock>, mode: RenewalMode, counts: EventCounts, store: &'static str) -> Self {
         let late_writes = Arc::new(LateWrites::default());
         let metrics = match mode {
-            // The store handle of a transaction lives for one call. All such handles share their metrics.
+            // The store handle of a transaction lives for one call. All store handles of transactions share their
+            // metrics.
             RenewalMode::Never => Metrics::of_transactions(store, clock),
             _ => Arc::new(Metrics::new(store, Arc::clone(clock))),
         };
@@ -151,8 +152,8 @@ impl StoreContext {
         self
     }
 
-    /// Returns the state of this process. This costs a system call, except for a store in memory, whose forked child
-    /// continues with a copy of the parent's state.
+    /// Returns the state of this process. The call costs a system call, except for a store in memory, whose forked
+    /// child continues with a copy of the parent's state.
     fn here(&self) -> &ProcessState {
         match self.mode {
             RenewalMode::Copied => self.process.first(),
@@ -277,8 +278,8 @@ impl StoreContext {
     }
 
     /// Returns whether an attempt of `key` runs in this handle, or was ended after its lease since
-    /// [`LateWrites::changes`] returned `since`. The lapse of its lease does not prove that such an attempt has
-    /// crashed: an outage delays renewals and ends alike.
+    /// [`LateWrites::changes`] returned `since`. The lapse of its lease does not prove that an attempt of this handle
+    /// has crashed: an outage delays renewals and ends alike.
     pub(crate) fn is_at_work(&self, key: &Key, since: u32) -> bool {
         let here = self.here();
         here.late_writes.is_ending(key, since) || here.leases.runs(key)

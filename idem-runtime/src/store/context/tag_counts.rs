@@ -31,7 +31,7 @@ impl TagCounts {
         }
     }
 
-    /// Counts one more event `tag`. Returns the number of these events since the last [`forget`](TagCounts::forget).
+    /// Counts one more event `tag`. Returns the number of events `tag` since the last [`forget`](TagCounts::forget).
     pub(crate) fn again(&self, tag: u64) -> u32 {
         let slots = self.0.get_or_init(|| (0..SLOTS).map(|_| AtomicU64::new(0)).collect());
         let slot = &slots[slot_of(tag)];

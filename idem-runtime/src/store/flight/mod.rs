@@ -45,14 +45,14 @@ struct WaitId {
     key: Key,
 }
 
-/// A wait that duplicates share, and these duplicates: its members.
+/// A wait that several duplicates share. The members of a flight are its duplicates.
 struct Flight {
     place: WaitId,
     store: Arc<dyn Store>,
     /// Number of members so far. Each member is numbered by the count before it joined.
     joined: Arc<AtomicU64>,
     members: Mutex<Members>,
-    /// Future that the members poll. This lock is taken before all other locks.
+    /// Future that the members poll. The lock of this future is taken before all other locks.
     wait: Mutex<Option<Wait>>,
     /// True if `wait` must be polled.
     woken: AtomicBool,
@@ -92,15 +92,15 @@ enum WaitEnd {
 pub(crate) enum WaitOutcome {
     /// No attempt holds the key; the wait returned this record.
     Told(Arc<Inspection>),
-    /// The key may be free, and this duplicate has the turn. It must reserve the key, and then pass the result to the
-    /// other duplicates with [`settle`](WaitTicket::settle).
+    /// The key may be free, and this duplicate has the turn. The duplicate with the turn must reserve the key, and then
+    /// pass the result to the other duplicates with [`settle`](WaitTicket::settle).
     Turn,
     /// The record is unknown: this duplicate must reserve the key.
     Ask,
 }
 
-/// A duplicate that waits together with other duplicates. It may be polled again after [`WaitOutcome::Turn`] and a call
-/// of `settle`.
+/// A duplicate that waits together with other duplicates. A ticket may be polled again after [`WaitOutcome::Turn`] and
+/// a call of `settle`.
 pub(crate) struct WaitTicket {
     flight: Arc<Flight>,
     number: u64,
@@ -337,8 +337,8 @@ fn watch(store: Arc<dyn Store>, key: Key, joined: Arc<AtomicU64>, mut attempt: u
                     }
                 }
                 Standing::Lapsed | Standing::Released => return WaitEnd::Free,
-                // Duplicates joined while the store was asked. The attempt is over, so one more read serves all of
-                // them.
+                // Duplicates joined while the store was asked. The attempt is over, so one more read serves all
+                // duplicates.
                 _ if !asked_again && joined.load(Ordering::SeqCst) > entitled => asked_again = true,
                 _ => return WaitEnd::Told(Arc::new(found), entitled),
             }
