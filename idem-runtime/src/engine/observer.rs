@@ -19,7 +19,7 @@ use crate::store::Store;
 /// Index of an observed call among the calls of its delivery; `None` before its first report.
 pub(crate) type Seat = Option<usize>;
 
-/// State of an observed delivery. The calls of the delivery read parts of it.
+/// State of an observed delivery. The calls of the delivery read parts of this state.
 #[derive(Default)]
 pub(crate) struct Observer {
     pub(super) calls: Vec<ObservedCall>,

@@ -215,9 +215,9 @@ impl From<DecisionAnswer> for Verdict {
 pub enum Ruling {
     /// The record stays unchanged, and the operator gets this answer.
     Answer(DecisionAnswer),
-    /// The store may replace the record by this record, but only if owner, attempt and state of the stored record are
-    /// still the same. The lease must not have been renewed either, unless the decision [ends a live
-    /// lease](Decision::ends_live_lease). The new record is never pending, and keeps the retention.
+    /// The store may replace the stored record by the record in this variant, but only if owner, attempt and state of
+    /// the stored record are still the same. The lease must not have been renewed either, unless the decision [ends a
+    /// live lease](Decision::ends_live_lease). The new record is never pending, and keeps the retention.
     Replace(Record),
     /// The store may remove the record, under the same condition as for a replacement. A record that can't be read may
     /// be removed only if all its stored bytes are still the same.

@@ -199,8 +199,8 @@ fn tag(payload: &StoredResult) -> u8 {
     match payload {
         StoredResult::Encoded { .. } => 1,
         StoredResult::TooLarge { .. } => 2,
-        // `Unreadable` and `LeftOut` are never written. Both variants are encoded as unencodable, so that a bug can't
-        // create a result.
+        // `Unreadable` and `LeftOut` are never written. `Unreadable` and `LeftOut` get the tag of unencodable results,
+        // so that a bug can't create a result.
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => 3,
     }
 }

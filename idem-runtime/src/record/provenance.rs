@@ -382,8 +382,8 @@ fn write([holder, traceparent, by, reason]: [&str; 4], out: &mut Vec<u8>) {
     out.extend_from_slice(reason.as_bytes());
 }
 
-/// Splits off the four texts that [`write()`] wrote at the start of `bytes`. Returns the texts with the bytes that
-/// follow them.
+/// Splits off the four texts that [`write()`] wrote at the start of `bytes`. Returns the four texts, and the bytes that
+/// follow the texts.
 fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
     let (found, rest) = split_bytes(bytes)?;
     let mut texts = [""; 4];

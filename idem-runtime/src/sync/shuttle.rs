@@ -72,8 +72,9 @@ impl<M: Lock> Lock for LazyLock<M> {
     }
 }
 
-/// Runs `test` in many orders of the steps of its threads and tasks. Half of the orders are random. The other half have
-/// few switches between threads, and find faults that need a long run of one thread in the middle of another.
+/// Runs `test` in many orders of the steps of its threads and tasks. Half of the orders are random. The other half of
+/// the orders have few switches between threads, and find faults that need a long run of one thread in the middle of
+/// another.
 ///
 /// `IDEM_INTERLEAVINGS` sets the number of orders (default: 1000). A failure prints its schedule, and
 /// [`shuttle::replay`] repeats it.

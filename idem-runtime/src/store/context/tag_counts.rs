@@ -10,8 +10,8 @@ const SLOTS: usize = 256;
 /// Bits of a slot that hold the count. The other bits hold the tag.
 const COUNT: u64 = 0xffff;
 
-/// Counts by tag, in a fixed amount of memory. A later tag may overwrite the count of an earlier one, which then starts
-/// again.
+/// Counts by tag, in a fixed amount of memory. A later tag may overwrite the count of an earlier tag, whose count then
+/// starts again.
 pub(crate) struct TagCounts(SharedOnce<Box<[AtomicU64]>>);
 
 impl TagCounts {
