@@ -22,7 +22,7 @@ use crate::clock::{Clock, Instant, Sleep};
 /// Any error of a body.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A body that was read whole, as far as it has not been handed out yet.
+/// The parts of a completely read body that have not been returned yet.
 struct Whole {
     bytes: Option<Bytes>,
     trailers: Option<HeaderMap>,
@@ -84,14 +84,14 @@ impl DigestClaim {
         Arc::new(Self { digests, defect: OnceLock::new() })
     }
 
-    /// Returns the reason why no response to this body may be recorded: it has another digest, broke off, or did not
-    /// arrive in time.
+    /// Returns the reason why no response to this body may be recorded: the body has another digest, broke off, or did
+    /// not arrive in time.
     pub(super) fn defect(&self) -> Option<ProblemKind> {
         self.defect.get().copied()
     }
 
     fn fail(&self, defect: ProblemKind) -> BoxError {
-        // The first defect counts: it ended the body.
+        // The first defect counts, because it ended the body.
         let _ = self.defect.set(defect);
         match defect {
             ProblemKind::BodyTimeout => "the body did not arrive in time".into(),
@@ -101,7 +101,8 @@ impl DigestClaim {
     }
 }
 
-/// Time that the reader of a body still waits for its client. The time between reads does not count.
+/// Remaining time that the reader of a body waits for the client's data. Only the time of waiting counts, not the time
+/// between reads.
 struct ArrivalTimer {
     clock: Arc<dyn Clock>,
     left: Duration,
@@ -110,7 +111,7 @@ struct ArrivalTimer {
 }
 
 impl ArrivalTimer {
-    /// Returns whether the time is over, and otherwise wakes the task when it is.
+    /// Returns whether the time is over. If not, the task is woken at the end of the time.
     fn is_over(&mut self, cx: &mut Context<'_>) -> bool {
         let Self { clock, left, wait } = self;
         let (_, end) = wait.get_or_insert_with(|| (clock.now(), clock.sleep(*left)));
@@ -135,7 +136,7 @@ pub(super) struct StreamCheck {
 }
 
 impl StreamCheck {
-    /// Checks a body that has `deadline` to arrive.
+    /// Makes the checks of a body that has to arrive within `deadline`.
     pub(super) fn new(claim: Arc<DigestClaim>, clock: Arc<dyn Clock>, deadline: Duration) -> Self {
         let sha512 = claim.digests.sha512.map(|_| Sha512::new());
         let timer = ArrivalTimer { clock, left: deadline, wait: None };
@@ -178,7 +179,7 @@ impl StreamCheck {
         {
             self.update(data);
         }
-        // Compare the digest before handing out the last frame, if the body announces which frame is the last.
+        // If the body announces its last frame, the digest is compared before that frame is returned.
         self.is_over = !matches!(frame, Some(Ok(_))) || body.is_end_stream();
         match frame {
             Some(Err(error)) => {
@@ -238,7 +239,8 @@ where
         match &self.kind {
             RequestKind::Read { whole } => whole.is_over(),
             RequestKind::AsItComes { body } => body.is_end_stream(),
-            // The digest is compared at the end of the body, so the reader has to poll for that end.
+            // The digest is compared at the end of the body, so the body must not report its end before that
+            // comparison.
             RequestKind::Checked { check, .. } => check.is_over,
         }
     }
@@ -288,8 +290,7 @@ where
     Ok((frames.join(), trailers.map(|trailers| *trailers)))
 }
 
-/// Returns the next frame. Does not poll a body that reports its end: the poll could wait for another turn of the
-/// connection.
+/// Returns the next frame. Does not poll a body that reports its end, because the poll could wait for the connection.
 async fn next_frame<B: Body>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Data>, B::Error>> {
     poll_fn(|cx| match body.is_end_stream() {
         true => Poll::Ready(None),
@@ -298,7 +299,7 @@ async fn next_frame<B: Body>(mut body: Pin<&mut B>) -> Option<Result<Frame<B::Da
     .await
 }
 
-/// Data of a body that was read. Most bodies arrive in one frame.
+/// The frames of a body. Most bodies arrive in one frame, which needs no vector.
 #[derive(Default)]
 struct Frames {
     first: Option<Bytes>,
@@ -348,7 +349,7 @@ pin_project! {
             #[pin]
             body: B,
         },
-        // The layer has read the beginning already.
+        // The layer has already read the beginning of the body.
         Resumed {
             frames: VecDeque<Bytes>,
             error: Option<B::Error>,
@@ -432,7 +433,7 @@ pub(super) enum RecordableBody<B: Body> {
     Broken(ResponseBody<B>),
 }
 
-/// Reads a response's body of at most `limit` bytes. A body that is not read whole can still be sent from its
+/// Reads a response's body of at most `limit` bytes. A body that is only partly read can still be sent from its
 /// beginning.
 pub(super) async fn collect<B: Body<Data = Bytes>>(body: B, limit: usize) -> RecordableBody<B> {
     let announced = body.size_hint().lower();
@@ -466,7 +467,7 @@ mod tests {
     use super::*;
     use crate::clock::ManualClock;
 
-    /// Body whose polls give these frames; `None` waits.
+    /// A body whose polls return these frames. `None` stands for a poll that is pending.
     struct Script(VecDeque<Option<&'static str>>);
 
     impl Body for Script {
@@ -483,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trickle_uses_up_the_time_of_its_body_and_a_slow_reader_does_not() {
+    fn a_slow_client_uses_up_the_deadline_and_a_slow_reader_does_not() {
         let (clock, seconds) = (ManualClock::new(), Duration::from_secs);
         let claim = DigestClaim::new(Digests { sha256: Some([0; 32]), sha512: None });
         let check = StreamCheck::new(Arc::clone(&claim), Arc::new(clock.clone()), seconds(10));

@@ -19,10 +19,11 @@ pub struct Description {
     pub text: String,
     /// A part of a document of `OpenAPI` 3.0 or 3.1, as JSON. `operation` has the `parameters` and `responses` of an
     /// operation behind the layer, and the lifetime of keys as a duration of ISO 8601 (`x-idempotency-key-lifetime`).
-    /// `components` has what the operation refers to; add them to those of the document.
+    /// `components` has the headers and parameters to which `operation` refers; add them to the components of your
+    /// document.
     ///
-    /// Each response refers to the headers of the layer; `2XX` stands for the handler's own. Each problem has an
-    /// example, unless [`on_problem`](super::IdempotencyLayer::on_problem) changes it.
+    /// Each response refers to the headers of the layer. The response `2XX` stands for the handler's own responses.
+    /// Each problem has an example, unless [`on_problem`](super::IdempotencyLayer::on_problem) is set.
     pub openapi: String,
 }
 
@@ -153,7 +154,7 @@ fn operation(settings: &Settings, problems: &[(ProblemKind, u16)]) -> Value {
         if has_retry_after(*kind) {
             response["headers"]["Retry-After"] = reference("headers", "RetryAfter");
         }
-        // A hook may write anything.
+        // With a hook, the body of a problem is unknown, so it gets no example.
         if settings.on_problem.is_none()
             && let Some((content_type, body)) = example(settings, *kind, *status)
         {

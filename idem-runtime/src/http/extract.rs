@@ -10,17 +10,17 @@ use super::field::{self, KeyFieldProblem};
 use super::problem::{Problem, ProblemKind};
 use super::settings::IdempotencyKey;
 
-/// The template of the route.
+/// Returns the template of the route.
 pub(super) fn template(head: &Parts) -> Option<&str> {
     head.extensions.get::<MatchedPath>().map(MatchedPath::as_str)
 }
 
-/// The whole target. In a nested router the request's own `uri` has lost its prefix.
+/// Returns the whole target. In a nested router, the request's own `uri` lacks the prefix of the router.
 pub(super) fn uri(head: &Parts) -> &Uri {
     head.extensions.get::<OriginalUri>().map_or(&head.uri, |original| &original.0)
 }
 
-/// The rejection of a request without a key, or with an invalid one.
+/// The rejection of a request that has no key, or an invalid key.
 #[derive(Debug)]
 pub struct KeyRejection(Problem);
 

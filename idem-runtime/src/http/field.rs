@@ -81,7 +81,8 @@ pub(super) struct Digests {
     pub(super) sha512: Option<[u8; 64]>,
 }
 
-/// Reads `Content-Digest`; `None` if it is malformed. Unknown algorithms are skipped, and an empty field is none.
+/// Reads `Content-Digest`; `None` if the field is malformed. Unknown algorithms are skipped. An empty field has no
+/// digest.
 pub(super) fn digests(headers: &HeaderMap) -> Option<Digests> {
     let mut values = DigestValues::default();
     for line in headers.get_all(CONTENT_DIGEST) {
@@ -94,8 +95,8 @@ pub(super) fn digests(headers: &HeaderMap) -> Option<Digests> {
     })
 }
 
-/// The values of the known algorithms while a dictionary is read: of several values of one name the last one counts. A
-/// value that is not a byte sequence is empty, so that it has no valid length.
+/// The values of the known algorithms while a dictionary is read. If a name occurs several times, its last value
+/// counts. A value that is not a byte sequence becomes an empty value, whose length is invalid.
 #[derive(Default)]
 struct DigestValues {
     sha256: Option<Vec<u8>>,

@@ -1,4 +1,4 @@
-//! Clients of gRPC: their recognition, and the form of their answers.
+//! Recognises clients of gRPC, and writes answers in their form.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -12,9 +12,9 @@ use super::problem::Problem;
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
-/// Flag of the frame of gRPC-web that holds the trailers.
+/// Flag of a gRPC-web frame that contains trailers.
 const TRAILERS: u8 = 0x80;
-/// Length of a frame's head: its flags, and the length of its content.
+/// Length in bytes of a frame's head, which contains the flags and the length of the content.
 const FRAME_HEAD_BYTES: usize = 5;
 
 /// The protocol in which a client expects its answer.
@@ -31,8 +31,8 @@ pub(super) enum ClientProtocol {
 }
 
 impl ClientProtocol {
-    /// Recognises the client of a request. gRPC without HTTP/2 or without trailers is not gRPC: its client could not
-    /// read a status of gRPC, and would take the 200 for a success.
+    /// Recognises the client of a request. A request for gRPC without HTTP/2 or without trailers counts as plain HTTP:
+    /// such a client could not read a gRPC status, and would take the status 200 for a success.
     pub(super) fn of(head: &request::Parts) -> Self {
         let takes_trailers = || {
             let lines = head.headers.get_all(header::TE).iter().filter_map(|line| line.to_str().ok());
@@ -79,7 +79,7 @@ impl ClientProtocol {
     }
 }
 
-/// The frame of gRPC-web with these trailers.
+/// Makes the gRPC-web frame with these trailers.
 fn frame(status: &str, message: &str) -> Vec<u8> {
     let trailers = format!("{STATUS}: {status}\r\n{MESSAGE}: {message}\r\n");
     let mut frame = Vec::with_capacity(FRAME_HEAD_BYTES + trailers.len());
@@ -115,7 +115,7 @@ fn trailers_of(mut frames: &[u8]) -> Option<HeaderMap> {
     None
 }
 
-/// Reads the lines of a frame of trailers.
+/// Reads the lines of a trailers frame.
 fn fields(content: &[u8]) -> Option<HeaderMap> {
     let mut fields = HeaderMap::new();
     for line in content.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii).filter(|line| !line.is_empty()) {

@@ -1,4 +1,4 @@
-//! The operation that a request names (its key), and the payload that is compared.
+//! The key of a request, and the payload by which two requests with one key are compared.
 
 use std::borrow::Cow;
 
@@ -11,11 +11,11 @@ use super::json::{self, JsonDefect, JsonMembers};
 use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, SumHash, is_scope};
 use crate::sync::SharedOnce;
 
-/// A longer route or caller is replaced by its hash in the key.
+/// Longest route in a key, in bytes. A hash replaces a longer route, or a caller longer than [`MAX_CALLER_BYTES`].
 const MAX_ROUTE_BYTES: usize = 128;
 const MAX_CALLER_BYTES: usize = 64;
 
-/// Scope of layers that have no scope of their own.
+/// Scope of a layer for which no scope is set.
 const SCOPE: &str = "http";
 
 /// Returns the key under which the layer records a request, so that the record can be looked up:
@@ -24,8 +24,8 @@ const SCOPE: &str = "http";
 /// Under a profile that compares JSON, `route` is the path of the request. Otherwise it is the template of an axum
 /// route, without the names of its parameters (`/payments/{}`, `/files/{*}`), or empty if the layer has a scope or the
 /// template is not known. With [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host precedes it:
-/// `api.example.com/payments/{}`. An empty `route` or `caller` leaves its place empty. The client's `key` is written
-/// without the quotes that its header may have.
+/// `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty. The client's `key` is
+/// written without the quotes that its header may have.
 ///
 /// # Errors
 /// [`KeyError`] if the scope is invalid, the key is blank, or the result is too long.
@@ -52,8 +52,8 @@ pub fn request_key(scope: Option<&str>, method: &str, route: &str, caller: &str,
     builder.build()
 }
 
-/// Returns the template of a route without the names of its parameters, so that a key outlives another name:
-/// `/payments/{}` for `/payments/{id}`, `/files/{*}` for `/files/{*path}`. Braces of the text itself stay doubled.
+/// Returns the template of a route without the names of its parameters, so that renaming a parameter changes no key:
+/// `/payments/{}` for `/payments/{id}`, `/files/{*}` for `/files/{*path}`. Escaped braces stay escaped.
 #[cfg(feature = "axum")]
 pub(super) fn unnamed(template: &str) -> Cow<'_, str> {
     if !template.contains('{') {
@@ -73,7 +73,7 @@ pub(super) fn unnamed(template: &str) -> Cow<'_, str> {
                 route.push_str(if parameter.starts_with("{*") { "{*}" } else { "{}" });
                 &parameter[end + 1..]
             }
-            // A template of axum closes its braces.
+            // Does not happen, because a template of axum closes its braces.
             (None, None) => {
                 route.push_str(parameter);
                 ""
@@ -99,13 +99,14 @@ pub(super) fn host(target: &Uri, headers: &HeaderMap) -> Option<String> {
     let name = authority.host().to_ascii_lowercase();
     match authority.port_u16() {
         _ if name.is_empty() => None,
-        // The scheme is not known behind a proxy that ends TLS.
+        // Both default ports are left out, because the scheme is unknown behind a proxy that ends TLS.
         None | Some(80 | 443) => Some(name),
         Some(port) => Some(format!("{name}:{port}")),
     }
 }
 
-/// Returns `text`, or `#` and its hash if it is longer than `limit` or starts with `#`, as hashes do.
+/// Returns `text`; or `#` and the hash of `text`, if `text` is longer than `limit` or could be mistaken for such a
+/// hash, because it starts with `#`.
 fn bounded(text: &str, limit: usize) -> Cow<'_, str> {
     match text.len() > limit || text.starts_with('#') {
         true => Cow::Owned(format!("#{}", hex(&Sha256::digest(text.as_bytes())))),
@@ -153,8 +154,8 @@ impl BodyPrint {
         Self::Sha256(hex(&Sha256::digest(bytes)))
     }
 
-    /// Compares `bytes`, or the `chosen` members, by their meaning as JSON. Bytes that are not JSON are compared as
-    /// bytes.
+    /// Makes the print of `bytes`, or of the `chosen` members, by their meaning as JSON. If `bytes` are not JSON, the
+    /// print is that of the bytes.
     ///
     /// # Errors
     /// The body nests too deep, or an object has two members of one name.
@@ -167,7 +168,7 @@ impl BodyPrint {
     }
 }
 
-/// Returns the fingerprint of a body that is compared as JSON; `None` if it is refused. For the fuzzer.
+/// Returns the fingerprint of a body that is compared as JSON; `None` if the body is refused. For the fuzzer.
 #[cfg(feature = "conformance")]
 #[doc(hidden)]
 pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {
@@ -175,7 +176,7 @@ pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {
 }
 
 impl<'a> Payload<'a> {
-    /// Returns the payload of a request to `uri`. Of its `headers` those with `names` belong to it.
+    /// Returns the payload of a request to `uri`. The headers with these `names` belong to the payload.
     pub(super) fn new(
         target: Option<Target<'a>>,
         uri: &Uri,
@@ -186,7 +187,7 @@ impl<'a> Payload<'a> {
         // Maps each byte to one character.
         let text = |value: &[u8]| value.iter().copied().map(char::from).collect::<String>();
         let values = |name: &HeaderName| match *name {
-            // The same in both versions of HTTP.
+            // `host` returns the same host for HTTP/1.1 and HTTP/2.
             HOST => host(uri, headers).into_iter().collect(),
             _ => headers.get_all(name).iter().map(|value| text(value.as_bytes())).collect(),
         };
@@ -204,7 +205,7 @@ impl<'a> Payload<'a> {
     }
 }
 
-/// Hashes of the parts that are the same in every payload that is compared by the bytes of its body alone.
+/// Precomputed hashes of the constant parts of a payload in which only target and body bytes count.
 struct PartHashes {
     target: SumHash,
     headers: SumHash,
@@ -234,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_of_a_key_never_run_into_each_other() {
+    fn different_fields_give_different_keys() {
         let parts = ["", "a", "a:", ":a", "a:a", "#a", "/a", &"a".repeat(65), &format!("#{}", "a".repeat(64))];
         let mut seen = HashMap::new();
         for route in parts.iter().map(|it| if it.is_empty() { String::new() } else { format!("/{it}") }) {
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_payload_of_bytes_alone_has_the_fingerprint_of_all_others() {
+    fn precomputed_hashes_do_not_change_a_fingerprint() {
         let body = || BodyPrint::of_bytes(b"body");
         for target in [Some(("/a", None)), Some(("/a", Some("b"))), Some(("", Some(""))), None] {
             let payload = Payload::new(target, &Uri::default(), &HeaderMap::new(), &[], body());
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_a_payload_never_run_into_each_other() {
+    fn different_fields_give_different_payloads() {
         let of = |path: &str, query: Option<&str>, value: Option<&'static str>, body: &str| {
             let mut headers = HeaderMap::new();
             if let Some(value) = value {

@@ -1,6 +1,7 @@
-//! The print of a JSON body: two bodies have one print if they mean the same.
+//! The print of a JSON body: two bodies have the same print if they have the same meaning.
 //!
-//! The print is SHA-256 over a canonical form, which is written while the body is read, once and without recursion:
+//! The print is the SHA-256 of a canonical form. The form is written while the body is read, in one pass and without
+//! recursion:
 //!
 //! | value | form |
 //! |---|---|
@@ -13,8 +14,9 @@
 //! | an object whose members take more than 32 bytes | `h`, SHA-256 of these members |
 //!
 //! UTF-8 contains neither `FE` nor `FF`, so different values have different forms. An escaped surrogate without its
-//! other half has the three bytes that UTF-8 would give it, so it equals itself alone. An object is replaced by its
-//! hash when it ends, so the form stays about as long as the body, however deep the body nests.
+//! other half is written as the three bytes that UTF-8 would give it, so it differs from every other text. At the end
+//! of a long object its hash replaces its members, so the form is not much longer than the body, no matter how deep the
+//! body nests.
 
 use sha2::{Digest, Sha256};
 
@@ -28,7 +30,7 @@ const MEMBERS_END: u8 = 0xfe;
 
 /// Longest members of an object that are not replaced by their hash.
 const MAX_MEMBERS_BYTES: usize = 32;
-/// Most digits of an exponent that is calculated with.
+/// Largest number of digits of an exponent that is used in calculations.
 const MAX_EXPONENT_DIGITS: usize = 18;
 
 /// Reason why a body has no print as JSON.
@@ -73,7 +75,7 @@ impl JsonMembers {
         self.names.iter().any(|it| it.as_bytes() == name) == self.are_chosen
     }
 
-    /// Describes the members, for clients.
+    /// Describes the members in the contract for clients.
     pub(super) fn words(&self) -> String {
         let names: Vec<_> = self.names.iter().map(|name| format!("`{name}`")).collect();
         let names = names.join(", ");
@@ -105,7 +107,7 @@ enum Container {
     },
 }
 
-/// The place of a member in the form.
+/// The position of a member in the form.
 #[derive(Clone, Copy)]
 struct Member {
     start: usize,
@@ -126,7 +128,7 @@ struct Reader<'a> {
     rest: &'a [u8],
     form: Vec<u8>,
     open: Vec<Container>,
-    /// Members of all open objects; those of the innermost object are the last.
+    /// Members of all open objects; the members of the innermost object are the last.
     members: Vec<Member>,
     /// Members of the outermost object that belong to the form; `None` for all.
     chosen: Option<&'a JsonMembers>,
@@ -138,7 +140,7 @@ impl<'a> Reader<'a> {
             if self.opens_value()? {
                 continue;
             }
-            // A value has ended, and with it perhaps the containers around it.
+            // A value has ended; the containers around the value may end here, too.
             while self.ends_container()? {}
             if self.open.is_empty() {
                 return if self.peek().is_none() { Ok(()) } else { Err(JsonDefect::NotJson) };
@@ -146,7 +148,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a value, or the beginning of one that has parts. Returns whether a first part follows.
+    /// Reads a value; of an array or object, only the beginning. Returns whether a first element or member follows.
     fn opens_value(&mut self) -> Result<bool, JsonDefect> {
         match self.peek().ok_or(JsonDefect::NotJson)? {
             b'{' => return self.opens_object(),
@@ -195,7 +197,8 @@ impl<'a> Reader<'a> {
         Ok(true)
     }
 
-    /// Reads the character after a value. Returns whether it ended the container, which is then a value that has ended.
+    /// Reads the character after a value. Returns whether this character ends the container, which is itself a value
+    /// that has then ended.
     fn ends_container(&mut self) -> Result<bool, JsonDefect> {
         let Some(&container) = self.open.last() else { return Ok(false) };
         match (container, self.peek().ok_or(JsonDefect::NotJson)?) {
@@ -247,7 +250,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Sorts the members of an object whose form begins at `start`, and shortens them to their hash if they are long.
+    /// Sorts the members of an object whose form begins at `start`. Replaces long members by their hash.
     fn end_object(&mut self, start: usize, first: usize) -> Result<(), JsonDefect> {
         let (form, members) = (&mut self.form, &mut self.members[first..]);
         members.sort_unstable_by(|one, other| one.of(form).cmp(other.of(form)));
@@ -279,7 +282,7 @@ impl<'a> Reader<'a> {
         self.rest.first().copied()
     }
 
-    /// Returns the number of characters of this kind that come next.
+    /// Returns the number of next characters that are of this kind.
     fn count(&self, is_of_kind: impl Fn(u8) -> bool) -> usize {
         self.rest.iter().position(|byte| !is_of_kind(*byte)).unwrap_or(self.rest.len())
     }
@@ -290,7 +293,7 @@ impl<'a> Reader<'a> {
         taken
     }
 
-    /// Reads the next character if it is of this kind. Returns whether it was.
+    /// Reads the next character if it is of this kind. Returns whether a character was read.
     fn takes(&mut self, is_of_kind: impl Fn(u8) -> bool) -> bool {
         let takes = self.rest.first().is_some_and(|byte| is_of_kind(*byte));
         self.take(usize::from(takes));
@@ -333,7 +336,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads an escape in hexadecimal, whose digits begin `digits`: a character, or a half of a surrogate pair.
+    /// Reads a hexadecimal escape whose digits are at the start of `digits`: a character, or half of a surrogate pair.
     fn escaped_unit(&mut self, digits: &'a [u8]) -> Result<(), JsonDefect> {
         let (high, rest) = code_unit(digits).ok_or(JsonDefect::NotJson)?;
         self.rest = rest;
@@ -346,7 +349,7 @@ impl<'a> Reader<'a> {
         }
         match char::from_u32(code) {
             Some(character) => self.form.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes()),
-            // A surrogate without its other half.
+            // A surrogate without its other half has no character, so its three bytes are written.
             None => self.form.extend([0xe0 | high >> 12, 0x80 | high >> 6 & 0x3f, 0x80 | high & 0x3f].map(low_byte)),
         }
         Ok(())
@@ -419,7 +422,7 @@ fn code_unit(digits: &[u8]) -> Option<(u16, &[u8])> {
     Some((u16::try_from(unit).ok()?, rest))
 }
 
-/// Returns the exponent with these digits; `None` if it is too long to be calculated with.
+/// Returns the exponent with these digits; `None` if the exponent is too long for calculations.
 fn power(is_negative: bool, digits: &[u8]) -> Option<i128> {
     let digits = &digits[digits.iter().take_while(|digit| **digit == b'0').count()..];
     if digits.len() > MAX_EXPONENT_DIGITS {
@@ -440,13 +443,13 @@ mod tests {
     }
 
     #[test]
-    fn chosen_members_alone_count() {
+    fn only_chosen_members_count() {
         let only = JsonMembers::only(["amount", "card"]);
         let without = JsonMembers::without(["sent_at"]);
         let of = |members: &JsonMembers, body: &str| super::print(body.as_bytes(), Some(members));
         let long = "x".repeat(100);
         let body = r#"{"amount":5,"card":{"no":"1","sent_at":1},"sent_at":1}"#;
-        // The order of members, other members and their length do not count.
+        // Neither the order of members nor any other member counts.
         for (members, same) in [
             (&only, r#"{"card":{"sent_at":1,"no":"1"},"amount":5.0}"#.to_owned()),
             (&only, format!(r#"{{"a":"{long}","amount":5,"card":{{"no":"1","sent_at":1}},"z":[{{"amount":1}}]}}"#)),
@@ -455,7 +458,7 @@ mod tests {
         ] {
             assert_eq!(of(members, &same), of(members, body), "{same}");
         }
-        // Chosen members count with all that is in them, and in their own place.
+        // A chosen member counts with its whole value, and only as a member of the outermost object.
         for other in [
             r#"{"amount":6,"card":{"no":"1","sent_at":1},"sent_at":1}"#,
             r#"{"amount":5,"card":{"no":"1","sent_at":2},"sent_at":1}"#,
@@ -466,7 +469,8 @@ mod tests {
             assert_ne!(of(&only, other), of(&only, body), "{other}");
             assert_ne!(of(&without, other), of(&without, body), "{other}");
         }
-        // A body without an object is compared as a whole, and a repeated name is refused, chosen or not.
+        // A body that is no object is compared as a whole. A repeated name is refused, whether the member is chosen or
+        // not.
         assert_ne!(of(&only, r#"[{"a":1}]"#), of(&only, r#"[{"a":2}]"#));
         assert_eq!(of(&only, r#"{"a":1,"a":2}"#), Err(JsonDefect::TwoMembers));
     }
@@ -488,7 +492,7 @@ mod tests {
             &["12", "0.12e2", "1.2e+1", "120E-1", "0.00120e0004"],
             &["1e400"],
             &["1e-400"],
-            // Too long to be calculated with: equal only in one spelling.
+            // Exponents that are too long for calculations: such numbers are equal only in the same spelling.
             &["1e9999999999999999999"],
             &["10e9999999999999999998"],
             &["[]"],

@@ -1,4 +1,4 @@
-//! The layer, and its tower service.
+//! The layer for servers, and its tower service.
 
 use std::fmt;
 use std::future::Future;
@@ -88,8 +88,8 @@ impl IdempotencyLayer {
     /// Sets the rules of a protocol (default: `Profile::ietf()`).
     ///
     /// # Panics
-    /// If the policy violates them: a `ttl` below the minimum of the profile, or `on_store_error = run` where the
-    /// profile fails closed.
+    /// If the policy violates these rules: its `ttl` is below the minimum of the profile, or it has `on_store_error =
+    /// run` although the profile fails closed.
     #[must_use]
     pub fn profile(self, profile: Profile) -> Self {
         let Policy { ttl, on_store_error, .. } = self.0.policy;
@@ -106,8 +106,8 @@ impl IdempotencyLayer {
     }
 
     /// Sets the scope of the keys of this layer (default: the route's template): routes with one scope share their
-    /// keys. Without a scope, and without a known template (that is, without axum), all routes share their keys. The
-    /// layer then refuses the same key on another path as another request.
+    /// keys. Without a scope, and without a known template (that is, without axum), all routes share their keys. If all
+    /// routes share their keys, the layer refuses a key that was used on another path, as another request.
     ///
     /// # Panics
     /// If the scope has more than 200 bytes, is empty, or holds a `/` or a control character.
@@ -118,32 +118,32 @@ impl IdempotencyLayer {
         self.with(|it| it.scope = Some(scope))
     }
 
-    /// Keeps the keys of each host apart (default: no): the same key on another host is another operation. Needed if
+    /// Keeps the keys of each host apart (default: no): the same key on another host is another operation. Use this if
     /// one server serves several tenants under several hosts, and a [`Caller`] is unique only within its tenant.
     ///
     /// The host is `:authority` in HTTP/2 and `Host` in HTTP/1.1, in lower case and without the ports 80 and 443. A
-    /// request that names no host, or several, gets 400. Behind a proxy it is the host that the proxy sends.
+    /// request that names no host, or several, gets 400. Behind a proxy, the host that the proxy sends counts.
     #[must_use]
     pub fn separate_hosts(self, separate_hosts: bool) -> Self {
         self.with(|it| it.separate_hosts = separate_hosts)
     }
 
     /// Sets the methods that the layer covers (default: POST and PATCH, and PUT under [`Profile::ucp`]). Requests with
-    /// other methods pass.
+    /// other methods pass to the handler.
     #[must_use]
     pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
         self.with(|it| it.methods = Some(methods.into_iter().collect()))
     }
 
-    /// Selects the requests of these methods that the layer covers (default: all but the profile's `reads`). Other
-    /// requests pass, with or without a key.
+    /// Selects, among the requests with these methods, the requests that the layer covers (default: all but the
+    /// profile's `reads`). Other requests pass to the handler, with or without a key.
     #[must_use]
     pub fn covers(self, covers: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.covers = Some(Arc::new(covers)))
     }
 
-    /// Selects the covered requests that need a key (default: by the policy's `missing_key`). Other requests may come
-    /// without a key; they then run unprotected.
+    /// Selects the covered requests that need a key (default: by the policy's `missing_key`). Other requests may have
+    /// no key; a request without a key runs unprotected.
     #[must_use]
     pub fn required(self, required: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.required = Some(Arc::new(required)))
@@ -155,9 +155,9 @@ impl IdempotencyLayer {
         self.with(|it| it.header = header)
     }
 
-    /// Sets the form of keys: a key that `accepts` does not accept gets 400 (default: any printable text). Called with
-    /// the text of the key, without its quotes. The profile's
-    /// [`min_key_chars`](super::Profile::min_key_chars) and the limit of 255 characters hold, too.
+    /// Sets the form of keys: a key that `accepts` does not accept gets 400 (default: any printable text). `accepts`
+    /// gets the text of the key, without its quotes. The profile's [`min_key_chars`](super::Profile::min_key_chars) and
+    /// the limit of 255 characters hold, too.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -178,8 +178,9 @@ impl IdempotencyLayer {
         self.with(|it| it.marker = marker)
     }
 
-    /// Adds headers to the payload: the same key with another value of such a header is another request (default:
-    /// none). `Host` stands for `:authority`, too; see [`separate_hosts`](IdempotencyLayer::separate_hosts).
+    /// Adds headers to the payload: a request with the same key and another value of such a header is refused as
+    /// another request (default: none). `Host` stands for `:authority`, too; see
+    /// [`separate_hosts`](IdempotencyLayer::separate_hosts).
     #[must_use]
     pub fn fingerprint_headers(self, names: impl IntoIterator<Item = HeaderName>) -> Self {
         self.with(|it| it.fingerprint_headers = names.into_iter().collect())
@@ -188,11 +189,12 @@ impl IdempotencyLayer {
     /// Compares only these members of a body that is a JSON object (default: the whole body), so that a retry may have
     /// another time stamp, for example. Members of inner objects can't be chosen alone.
     ///
-    /// All bodies are then compared [as JSON](super::Equality::Json), with its limits: one that nests deeper than 400
-    /// levels or repeats a name gets 400. A body that is no object is compared as a whole, and one that is not JSON by
-    /// its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path, query and headers count as before.
+    /// All bodies are then compared [as JSON](super::Equality::Json), with its limits: a body that nests deeper than
+    /// 400 levels, or repeats a name, gets 400. A body that is no object is compared as a whole, and a body that is not
+    /// JSON by its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path, query and headers still
+    /// count.
     ///
-    /// A change of this setting changes fingerprints: a retry across it gets 422.
+    /// A change of this setting changes fingerprints: a retry of a request from before the change gets 422.
     #[must_use]
     pub fn fingerprint_members(self, members: JsonMembers) -> Self {
         self.with(|it| it.fingerprint_members = Some(members))
@@ -206,17 +208,19 @@ impl IdempotencyLayer {
     }
 
     /// Sets the time limit for reading a request's body (default: 30 s). A slower request gets 408. No key is reserved
-    /// before the body is read. A body that [streams](IdempotencyLayer::stream_digested) has the same limit for the
-    /// time that its reader waits for the client; its reader then gets an error, and nothing is recorded.
+    /// before the body is read. For a body that [streams](IdempotencyLayer::stream_digested), the limit applies to the
+    /// time in which its reader waits for the client; after this time the reader gets an error, and nothing is
+    /// recorded.
     #[must_use]
     pub fn body_deadline(self, body_deadline: Duration) -> Self {
         self.with(|it| it.body_deadline = body_deadline)
     }
 
-    /// Streams a body to the handler if it is too long to be read, or its length is not stated, and `Content-Digest`
-    /// holds a `sha-256`, which then stands for the body in the fingerprint (default: no; such a body gets 413).
+    /// Streams a body to the handler if the body is too long to be read, or its length is not stated, and
+    /// `Content-Digest` has a `sha-256` (default: no; such a body gets 413). This digest then stands for the body in
+    /// the fingerprint.
     ///
-    /// The digest is checked while the body streams, and so is a `sha-512` next to it. If one does not match, the
+    /// The digest, and a `sha-512` next to it, are checked while the body streams. If a digest does not match, the
     /// reader of the body gets an error, the client gets 400, and nothing is recorded. Effects that the handler had
     /// until then remain. If the handler does not read the body to its end, the digest is not checked.
     #[must_use]
@@ -224,8 +228,8 @@ impl IdempotencyLayer {
         self.with(|it| it.stream_digested = stream_digested)
     }
 
-    /// Decides how a response is recorded if its handler did not set a [`Recording`] (default: by the profile). Called
-    /// with the head, and again with the trailers if there are any.
+    /// Decides how a response is recorded if its handler did not set a [`Recording`] (default: by the profile).
+    /// `recording` is called with the head, and again with the trailers if there are any.
     #[must_use]
     pub fn recording(
         self,
@@ -258,26 +262,25 @@ impl IdempotencyLayer {
     /// Sets the limit of keys in flight (default: 1024). A key is in flight from the start of reading the body of its
     /// first request. A request with a further key gets 503.
     ///
-    /// Concurrent requests with one key share its place, because one of them at most runs its handler. The number of
-    /// duplicates, in addition to the first request of each key, has the same limit. So the layer holds at most twice
-    /// as many requests, and each of them holds a body of up to
-    /// [`max_body_bytes`](IdempotencyLayer::max_body_bytes).
+    /// Concurrent requests with one key count as one key in flight, because at most one of them runs its handler. The
+    /// number of duplicates (requests in addition to the first request of a key) has the same limit. So the layer holds
+    /// twice as many requests at most, each with a body of up to [`max_body_bytes`](IdempotencyLayer::max_body_bytes).
     #[must_use]
     pub fn max_in_flight(self, max_in_flight: u32) -> Self {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_limit(max_in_flight)))
     }
 
-    /// Sets the limit of requests in flight of one caller, duplicates included (default: a quarter of `max_in_flight`,
-    /// at least 1). A further request of this caller gets 429. Has no effect with [`Caller::single`], which knows no
-    /// callers.
+    /// Sets the limit of requests in flight of one caller, including duplicates (default: a quarter of `max_in_flight`,
+    /// at least 1). A further request of this caller gets 429. This limit has no effect with [`Caller::single`], which
+    /// distinguishes no callers.
     #[must_use]
     pub fn max_in_flight_per_caller(self, max_in_flight: u32) -> Self {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_caller_limit(max_in_flight)))
     }
 
-    /// Wraps the task in which a handler runs (default: no wrapper). Called in the request's own task, so it can take
-    /// along task-locals that outer layers have set. The current tracing span is taken along without this; other
-    /// thread-locals and task-locals of outer layers are not.
+    /// Wraps the task in which a handler runs (default: no wrapper). `carry` is called in the request's own task, so it
+    /// can pass on task-locals that outer layers have set. The current tracing span is passed on without this setting,
+    /// but thread-locals and task-locals of outer layers are not.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -294,14 +297,14 @@ impl IdempotencyLayer {
         self.with(|it| it.carry = Some(Arc::new(carry)))
     }
 
-    /// Returns the contract for clients, as text and as a part of an `OpenAPI` document: lifetime and form of keys,
-    /// statuses, replays.
+    /// Returns the contract for clients, as text and as a part of an `OpenAPI` document. The contract states the
+    /// lifetime and form of keys, the statuses, and the replays.
     pub fn describe(&self) -> Description {
         Description::of(&self.0)
     }
 
-    /// Ends the work of the layer. From here on, requests with a key are refused (503). Waits for requests in flight,
-    /// even if their clients have gone, and for the late writes of the store.
+    /// Ends the work of the layer. From this call on, the layer refuses requests with a key (503). Waits for requests
+    /// in flight, even if their clients have gone, and for the late writes of the store.
     ///
     /// # Cancel safety
     /// Cancel safe: new requests stay refused.
@@ -321,7 +324,7 @@ impl IdempotencyLayer {
     /// Limit the length of the body, and the time for reading it, before this call.
     ///
     /// # Errors
-    /// The error of `handler`; the key is free then.
+    /// The error of `handler`, after which the key is free.
     ///
     /// # Panics
     /// If `handler` panics.
@@ -414,7 +417,7 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        // The call uses the service that is ready; the clone takes its place.
+        // This call takes the service that is ready, and leaves its clone for the next call.
         let next = self.inner.clone();
         let mut inner = mem::replace(&mut self.inner, next);
         let (head, body) = request.into_parts();
@@ -430,7 +433,7 @@ where
             Classification::Protect(mut asked) => {
                 let settings = Arc::clone(&self.settings);
                 Box::pin(async move {
-                    // Counted while its body is read: uploads take memory.
+                    // A request counts as in flight while its body is being read, because uploads take memory.
                     let place = match settings.enter(&asked) {
                         Ok(place) => place,
                         Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),

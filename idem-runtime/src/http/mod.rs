@@ -37,8 +37,8 @@
 //!   handler its attempt.
 //!
 //! Place the layer inside of compression, authentication and CORS, and outside of each layer that the handler's effect
-//! depends on. Under `on_crash = fail` a time limit or a guard against panics inside of it interrupts the operation, so
-//! set the policy's `timeout` instead. Without tower, hand requests to [`IdempotencyLayer::respond`].
+//! depends on. Under `on_crash = fail` a time limit or a guard against panics inside of this layer interrupts the
+//! operation, so set the policy's `timeout` instead. Without tower, call [`IdempotencyLayer::respond`].
 
 mod body;
 #[cfg(feature = "http-client")]

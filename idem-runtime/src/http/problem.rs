@@ -10,7 +10,7 @@ use http::{Response, StatusCode};
 use crate::error::Error;
 use crate::key::uuid;
 
-/// Reason why a request is not handed to its handler, or has no response to replay.
+/// Reason why the layer answers a request in place of the handler.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum ProblemKind {
@@ -86,7 +86,7 @@ impl ProblemKind {
         self.about().0
     }
 
-    /// Returns the status, unless the profile sets another one.
+    /// Returns the status that a response has unless the profile sets another status.
     pub const fn status(self) -> StatusCode {
         match self {
             Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch | Self::InvalidHost => {
@@ -261,16 +261,16 @@ impl ProblemKind {
     }
 }
 
-/// An answer of the layer in place of the handler's, before it is written as a response.
+/// An answer of the layer in place of the handler's response, before it is written as a response.
 #[derive(Debug)]
 pub struct Problem {
     kind: ProblemKind,
     status: StatusCode,
     type_uri: String,
-    /// Empty without a layer.
+    /// Random URI of this occurrence; empty if no layer has made this problem.
     instance: String,
     retry_after: Option<Duration>,
-    /// Boxed: it is large, and most problems have none.
+    /// Boxed: an error is large, and most problems have none.
     error: Option<Box<Error>>,
 }
 
@@ -293,8 +293,8 @@ impl Problem {
     pub(super) fn of(error: Error) -> Self {
         let kind = match &error {
             Error::Store { started: false, .. } => ProblemKind::StoreUnavailable,
-            // A handler that lost its lease had begun, so effects may have happened, independently of the key's state
-            // since then.
+            // A handler that lost its lease had begun, so its effects may have happened, whatever happened to the key
+            // since.
             Error::Store { started: true, .. } | Error::Unrecorded { .. } | Error::LeaseLost { .. } => {
                 ProblemKind::Unrecorded
             }
@@ -325,18 +325,18 @@ impl Problem {
         Self { retry_after, error: Some(Box::new(error)), ..Self::new(kind) }
     }
 
-    /// Limits the retry time to `limit`: most handlers end much sooner than their leases.
+    /// Limits the retry time to `limit`, because most handlers end much sooner than their leases.
     pub(super) fn retry_within(self, limit: Duration) -> Self {
         Self { retry_after: self.retry_after.map(|after| after.min(limit)), ..self }
     }
 
-    /// Sets the status, and the `type` under `base`.
+    /// Sets the status, and the `type`: `base` followed by the name of the problem.
     pub(super) fn at(self, status: StatusCode, base: &str) -> Self {
         let type_uri = format!("{base}{}", self.kind.name());
         Self { status, type_uri, ..self }
     }
 
-    /// Gives this occurrence of the problem a name of these random bits.
+    /// Sets the `instance` of this problem to a UUID of these random bits.
     pub(super) fn named(self, random: u128) -> Self {
         Self { instance: format!("urn:uuid:{}", uuid(random, 4)), ..self }
     }
@@ -356,7 +356,7 @@ impl Problem {
         &self.type_uri
     }
 
-    /// The `instance` of RFC 9457: a random URI that names this occurrence. The layer's log has it, too.
+    /// The `instance` of RFC 9457: a random URI that names this occurrence. The layer's log contains it, too.
     pub fn instance(&self) -> &str {
         &self.instance
     }

@@ -18,24 +18,24 @@ use super::problem::{Problem, ProblemKind};
 pub enum Recording {
     /// The response is recorded, and every duplicate gets it.
     Record,
-    /// The key is freed: the next same request with this key runs the handler again. Another request is refused until
-    /// the record expires.
+    /// The key is freed: a retry of the same request runs the handler again. Another request with this key is refused
+    /// until the record expires.
     Release,
-    /// The key is forgotten: the next request with this key is a new operation, with any payload. For a request that
-    /// failed validation, before it had an effect.
+    /// The key is forgotten: the next request with this key is a new operation, with any payload. Use this for a
+    /// request that failed validation, before it had an effect.
     ///
-    /// An operation that was started before, by an earlier request or by an attempt that was cut off, is only freed:
-    /// its effects may have happened, and belong to its payload. So is one whose store does not answer.
+    /// If an earlier attempt had begun, the key is freed as by [`Release`](Self::Release): the effects of that attempt
+    /// may have happened, and belong to its payload. If the store does not answer, the key is freed in the same way.
     Forget,
-    /// The run counts as one that was cut off: its effects are not known. Under `on_crash = retry` the key is freed,
-    /// under `fail` the operation is interrupted.
+    /// The run counts as cut off, with unknown effects. Under `on_crash = retry` the key is freed; under `on_crash =
+    /// fail` the operation is interrupted.
     Interrupt,
-    /// The operation is recorded without its response: duplicates get 410, and the handler never runs again. For
-    /// responses that are streamed, or must not be stored.
+    /// The operation is recorded without its response: duplicates get 410, and the handler never runs again. Use this
+    /// for responses that are streamed, or must not be stored.
     Mark,
 }
 
-/// Rule for when two requests are the same.
+/// Rule that decides whether two requests are the same.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Equality {
@@ -60,31 +60,31 @@ pub enum Equality {
 pub struct Profile {
     /// Name of the protocol.
     pub name: &'static str,
-    /// Methods of the operations that have a key, unless the layer sets
-    /// [others](super::IdempotencyLayer::methods).
+    /// Methods of the requests that the layer covers, unless the layer sets [other
+    /// methods](super::IdempotencyLayer::methods).
     pub methods: &'static [Method],
-    /// Last parts of the paths whose requests only read, whatever their method: such requests pass, with or without a
-    /// key. [`covers`](super::IdempotencyLayer::covers) decides in place of this list.
+    /// Ends of paths whose requests only read, whatever their method. Such requests pass, with or without a key. If
+    /// [`covers`](super::IdempotencyLayer::covers) is set, it decides in place of this list.
     pub reads: &'static [&'static str],
     /// True if every request of a covered method needs a key, regardless of the policy's `missing_key`.
     pub requires_key: bool,
     /// Minimum number of characters of a key.
     pub min_key_chars: usize,
-    /// Rule for when two requests are the same.
+    /// Rule that decides whether two requests are the same.
     pub equality: Equality,
     /// Status of a request whose key was used with another request.
     pub mismatch: StatusCode,
-    /// Decides how a response is recorded if its handler did not. Called with the head, and again with the trailers if
-    /// there are any.
+    /// Decides how a response is recorded if its handler has not decided. The function is called with the head, and
+    /// again with the trailers if there are any.
     pub recording: fn(&Parts, &HeaderMap) -> Recording,
-    /// Shortest retention: the policy's `ttl` can't be less.
+    /// Shortest retention: the policy's `ttl` must not be shorter.
     pub min_ttl: Duration,
-    /// A `ttl` below this gives a warning.
+    /// Advised retention: a shorter `ttl` causes a warning.
     pub advised_ttl: Duration,
     /// True if every response to a request with a key repeats the field that holds the key, as it was sent. Problems
-    /// and replays repeat it, too.
+    /// and replays repeat the field, too.
     pub echoes_key: bool,
-    /// True if the handler must not run while the store does not answer.
+    /// True if no handler may run while the store does not answer.
     pub fails_closed: bool,
     /// Writes the response to a problem.
     pub problem: fn(&Problem) -> Response<Bytes>,
@@ -151,7 +151,7 @@ impl Profile {
     pub const fn ucp() -> Self {
         Self {
             name: "ucp",
-            // PATCH is not in the protocol; a server that has it is protected as under the other profiles.
+            // PATCH is not in the protocol; PATCH requests are protected as under the other profiles.
             methods: &[Method::POST, Method::PUT, Method::PATCH],
             reads: &["/catalog/search", "/catalog/lookup", "/catalog/product"],
             requires_key: true,
@@ -167,9 +167,9 @@ impl Profile {
     }
 }
 
-/// Records 2xx, 3xx, and the 4xx that depend on the request alone. A status that depends on credentials or on the
-/// moment frees the key. 408 and 5xx prove nothing: a time limit or a guard against panics between the layer and the
-/// handler sends them as well. A gRPC response is judged by the status in its trailers.
+/// Records a 2xx, a 3xx, and a 4xx that depends on the request alone. A status that depends on credentials, or on the
+/// time of the request, frees the key. A 408 or 5xx leaves the effects unknown: a time limit or a guard against panics
+/// between the layer and the handler may have sent it. For a gRPC response, the status in its trailers decides.
 fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Recording {
     let grpc = trailers.get("grpc-status").or_else(|| head.headers.get("grpc-status"));
     match grpc.map(HeaderValue::as_bytes) {

@@ -1,7 +1,7 @@
-//! The path of a request through the layer: checks before its handler runs, then the recording of the response.
+//! Takes a request through the layer: checks the request, runs its handler, and records the response.
 //!
-//! The order is: method, key, caller, length, body, fingerprint, and then one call of the engine, whose body is the
-//! handler.
+//! The checks are, in order: method, key, caller, length, body, fingerprint. Then one call of the engine follows, whose
+//! body is the handler.
 
 use std::borrow::Cow;
 use std::future::poll_fn;
@@ -42,14 +42,14 @@ use crate::store::StoreError;
 use crate::sync::{Mutex, lock};
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// Field that marks a response as not recorded although its handler ran.
+/// Field of a response whose handler ran, but which is not recorded.
 const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
-/// Field that marks a response as not kept although its operation is recorded.
+/// Field of a response that is not kept, although its operation is recorded.
 const REPLAYABLE: HeaderName = HeaderName::from_static("idempotency-replayable");
-/// Shortest retry time: for a busy layer, and for a running request while no handler's duration is known.
+/// Shortest retry time, used while the layer is busy, and for a duplicate while the duration of handlers is unknown.
 const SOON: Duration = Duration::from_secs(1);
 
-/// The keys under which a request already runs, one for each layer that it passed.
+/// The keys that outer layers have already reserved for a request.
 #[derive(Clone)]
 struct OuterKeys {
     key: Key,
@@ -78,21 +78,22 @@ pub(super) struct PreparedRequest {
     pub(super) asked: KeyedRequest,
     pub(super) print: Print,
     pub(super) claim: Option<Arc<DigestClaim>>,
-    /// Origin of an error in place of a response.
+    /// Origin of an error that is returned in place of a response.
     pub(super) on_error: ErrorOrigin,
-    /// Place that counts the request as in flight; `None` in shadow mode, if there was none.
+    /// Place of the request among the requests in flight; `None` if the limit was reached in shadow mode, which refuses
+    /// no request.
     pub(super) place: Option<Place>,
 }
 
 /// The fingerprint of a request.
 pub(super) type Print = Result<Fingerprint, FingerprintError>;
 
-/// Origin of an error in place of a response.
+/// Origin of an error that is returned in place of a response.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ErrorOrigin {
-    /// The handler has returned it: the key is free.
+    /// The handler has returned the error, so the key is freed.
     Handler,
-    /// A tower service has failed. The services in it, such as a time limit, may have cut off the handler.
+    /// A tower service has returned the error. An inner service, such as a time limit, may have cut off the handler.
     Service,
 }
 
@@ -107,7 +108,7 @@ pub(super) struct Refusal {
 /// A request with a key.
 pub(super) struct KeyedRequest {
     key: Key,
-    /// The caller, whose requests are counted; `None` if the layer knows no callers.
+    /// The caller, whose requests are counted; `None` if the layer distinguishes no callers.
     caller: Option<Arc<str>>,
     name: IdempotencyKey,
     /// The field of the key, if the responses repeat it.
@@ -115,7 +116,7 @@ pub(super) struct KeyedRequest {
     method: Method,
     protocol: ClientProtocol,
     digests: Digests,
-    /// Digest that stands for a body which is streamed, not read first.
+    /// Digest that stands for a body that is streamed to the handler; `None` if the layer reads the body first.
     streams: Option<[u8; 32]>,
     /// The trace that the request belongs to. Boxed: most requests have none.
     traceparent: Option<Box<Traceparent>>,
@@ -130,8 +131,8 @@ impl KeyedRequest {
         self.refusal(Problem::new(ProblemKind::Busy).retry_after(SOON))
     }
 
-    /// Builds the head for the handler. Moves the key from here into the head, and notes there, for inner layers, that
-    /// this key is covered.
+    /// Builds the head for the handler. Moves the client's key into the extensions of the head, and notes there, for
+    /// inner layers, which key this layer has reserved.
     pub(super) fn mark(&mut self, mut head: Parts) -> Parts {
         let covered = OuterKeys { key: self.key.clone(), outer: None };
         if let Some(outer) = head.extensions.insert(covered)
@@ -153,14 +154,14 @@ fn uri(head: &Parts) -> &Uri {
 }
 
 impl Settings {
-    /// Classifies a request by its head and by the length of its body, if it is stated.
+    /// Classifies a request by its head, and by the length of its body if the length is stated.
     pub(super) fn look(&self, head: &Parts, length: Option<u64>) -> Classification {
         let mode = self.policy.current_mode();
         if !self.covers(head) || mode == Mode::Off {
             return Classification::Pass;
         }
         match self.asked(head, length) {
-            // Shadow mode reads only bodies that are known to be short.
+            // Shadow mode reads only bodies whose stated length is short.
             Ok(Some(asked)) if mode == Mode::Shadow && (length.is_none() || asked.streams.is_some()) => {
                 Classification::Pass
             }
@@ -185,7 +186,8 @@ impl Settings {
         self.methods().contains(&head.method) && self.covers.as_ref().map_or_else(|| !is_read(), |covers| covers(head))
     }
 
-    /// Returns the field of the key, as it was sent, if responses repeat it. Several fields are not repeated.
+    /// Returns the field of the key as it was sent, if responses repeat it. If a request has several such fields, none
+    /// is repeated.
     fn echo(&self, head: &Parts) -> Option<HeaderValue> {
         let mut lines = head.headers.get_all(&self.header).iter().filter(|_| self.profile.echoes_key);
         lines.next().filter(|_| lines.next().is_none()).cloned()
@@ -193,7 +195,7 @@ impl Settings {
 
     fn asked(&self, head: &Parts, length: Option<u64>) -> Result<Option<KeyedRequest>, Problem> {
         let problem = |kind| Err(Problem::new(kind));
-        // The key comes first: a request without a key may pass, without any of the other checks.
+        // The key is checked first, because a request without a key may pass without further checks.
         let name = match field::key(&head.headers, &self.header) {
             Ok(name) if self.accepts(&name) => name,
             Err(KeyFieldProblem::Missing) if !self.requires(head) => return Ok(None),
@@ -219,12 +221,12 @@ impl Settings {
         let route = self.route(head).ok_or_else(|| Problem::new(ProblemKind::InvalidHost))?;
         let key = identity::request_key(self.scope.as_deref(), head.method.as_str(), &route, &caller, &name);
         let key = key.map_err(|error| Problem::of(error.into()))?;
-        // The layer stands on the route twice, or is nested in a layer with the same scope: the outer one protects the
-        // request already.
+        // The route has this layer twice, or the layer is nested in a layer with the same scope: the outer layer
+        // already protects the request.
         if head.extensions.get::<OuterKeys>().is_some_and(|covered| covered.keys().any(|it| *it == key)) {
             return Ok(None);
         }
-        // A body that is too long to be read needs a digest that can stand for it.
+        // If a body is too long to be read, its digest has to stand for the body.
         let Some(digests) = field::digests(&head.headers) else { return problem(ProblemKind::DigestMismatch) };
         let is_short = length.is_some_and(|length| length <= self.max_body_bytes as u64);
         let streams = digests.sha256.filter(|_| self.stream_digested && !is_short && !self.compares_json());
@@ -239,8 +241,8 @@ impl Settings {
         Ok(Some(KeyedRequest { key, caller, name, echo, method, protocol, digests, streams, traceparent }))
     }
 
-    /// Returns the part of the target that enters the key; `None` if the host is a part of it and the request names
-    /// none.
+    /// Returns the part of the target that belongs to the key; `None` if the host belongs to the key and the request
+    /// names no host.
     fn route<'a>(&self, head: &'a Parts) -> Option<Cow<'a, str>> {
         let route = match self.profile.equality {
             Equality::Json => Cow::Borrowed(uri(head).path()),
@@ -256,7 +258,7 @@ impl Settings {
         }
     }
 
-    /// Returns the part of the target that enters the fingerprint.
+    /// Returns the part of the target that belongs to the fingerprint.
     fn target<'a>(&self, head: &'a Parts) -> Option<Target<'a>> {
         match self.profile.equality {
             Equality::Json => None,
@@ -304,7 +306,8 @@ impl Settings {
         self.policy.current_mode() == Mode::Shadow
     }
 
-    /// Counts a request as in flight while the returned place is held. Shadow mode refuses no request.
+    /// Counts a request as in flight for as long as the returned place lives. Returns `None` in shadow mode if a limit
+    /// is reached.
     ///
     /// # Errors
     /// A limit is reached.
@@ -353,11 +356,11 @@ impl Settings {
         Payload::new(self.target(head), uri(head), &head.headers, names, print).fingerprint()
     }
 
-    /// Runs `handler` once for the key of the request, or answers without running it. When the response is returned, it
-    /// has been recorded. The request counts as in flight until its future is dropped.
+    /// Runs `handler` once for the key of the request, or answers without running it. Records the response before
+    /// returning it. The request counts as in flight until its future is dropped.
     ///
-    /// Not an `async fn`, and nothing in here moves an argument: an `async fn` stores a moved argument twice, and the
-    /// arguments are most of the size of a request's future.
+    /// Not an `async fn`, and no statement here moves an argument: an `async fn` stores a moved argument twice, and the
+    /// arguments make up most of the size of the future.
     pub(super) fn run<S, F, H, R, E>(
         settings: S,
         request: PreparedRequest,
@@ -406,7 +409,7 @@ impl Settings {
             let call = observe(operation.recorded_by(RecordResponses).run(body))
                 .traceparent(asked.traceparent.as_deref().copied());
             let (result, outcome) = call.await;
-            // Boxed: few requests get here.
+            // Boxed: few requests are forgotten, but all would carry the size of this future.
             if enforced && outcome.attempt() == Some(1) && matches!(result, Err(NotRecorded::Forgotten)) {
                 Box::pin(this.forget(&asked.key)).await;
             }
@@ -431,10 +434,11 @@ impl Settings {
                 response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
                 response
             }
-            // The handler ran in this call. The client learns from a header if its response could not be recorded.
+            // The handler ran in this call. A header shows the client whether its response could not be recorded.
             (result, Some(answer)) => {
                 let mut response = answer?;
-                // The layer's own fields: a handler that sends them would deceive the client.
+                // Removes the layer's own fields from the handler's response: there they would give the client false
+                // information.
                 response.headers_mut().remove(&self.marker);
                 response.headers_mut().remove(RECORDED);
                 response.headers_mut().remove(REPLAYABLE);
@@ -455,14 +459,14 @@ impl Settings {
             }
             (Err(NotRecorded::Refused(error)), None) => {
                 let limit = match &error {
-                    // The response will exist once the handler has ended, so the usual duration of handlers is the time
-                    // to wait.
+                    // The response exists as soon as the handler has ended, so the retry time is limited to the usual
+                    // duration of a handler.
                     Error::InProgress { .. } => self.tasks.usual().max(SOON),
                     _ => Duration::MAX,
                 };
                 self.refuse(asked.refusal(Problem::of(error).retry_within(limit)))
             }
-            // A body that has returned has stored its answer, so this does not happen.
+            // Does not happen: a body that has returned has stored its answer.
             (Ok(Recordable::Ran(_)) | Err(NotRecorded::Freed(_) | NotRecorded::Forgotten), None) => {
                 self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
             }
@@ -474,15 +478,15 @@ impl Settings {
         Ok(response)
     }
 
-    /// Removes the released record of `key`, and with it the payload that it names, unless another attempt has begun.
-    /// If the store fails, the record stays: another payload is then refused.
+    /// Removes the released record of `key` with its fingerprint, unless another attempt has begun. If the store fails,
+    /// the record stays, and another payload is refused.
     async fn forget(&self, key: &Key) {
         let store = &*self.store;
         let removing = async {
             let found = store.inspect(key).watched(store, StoreOp::Inspect).await?;
             if let Some(found) = found.filter(|it| it.record.attempt == 1 && it.record.state == State::Released) {
                 let decision = Decision::forget(key, &found).reason("the request failed validation");
-                // Refused if another attempt has begun meanwhile: then its record counts.
+                // The store refuses the decision if another attempt has begun meanwhile, whose record must stay.
                 let _ = store.decide(&decision).watched(store, StoreOp::Decide).await?;
             }
             Ok::<_, StoreError>(())
@@ -498,7 +502,7 @@ impl Settings {
         let mut began = None;
         let answer = poll_fn(|cx| {
             let polled = handler.as_mut().poll(cx);
-            // A handler that does not wait ends in its first poll: then the clock is not read.
+            // If the handler ends at its first poll, the clock is not read.
             if polled.is_pending() && began.is_none() {
                 began = Some(clock.now());
             }
@@ -535,7 +539,7 @@ impl Settings {
             (None, None) => (self.profile.recording)(head, trailers),
         };
         let as_it_comes = |head, body| Response::from_parts(head, ResponseBody::as_it_comes(body));
-        // First decision, by the head alone: a response that is not recorded is streamed.
+        // The first decision depends only on the head, so that a response that is not recorded can be streamed.
         match rule(&head, &HeaderMap::new()) {
             Recording::Release => return (released(), as_it_comes(head, body)),
             Recording::Interrupt => return (interrupted(), as_it_comes(head, body)),
@@ -546,7 +550,7 @@ impl Settings {
             }
             Recording::Record => {}
         }
-        // Second decision, with the trailers: for that the body is read whole.
+        // The second decision also depends on the trailers, so the whole body is read first.
         match collect(body, self.policy.max_result_bytes).await {
             RecordableBody::Whole(body, trailers) => {
                 if let Some(defect) = defect() {
@@ -581,7 +585,7 @@ impl Settings {
         }
     }
 
-    /// Returns the end of a run that was cut off.
+    /// Returns the release for a run that was cut off, by the policy's `on_crash`.
     fn cut_off(&self) -> Release {
         match self.policy.on_crash {
             OnCrash::Retry => Release::Returned,
@@ -589,8 +593,8 @@ impl Settings {
         }
     }
 
-    /// Returns whether a response can't be recorded and is only passed on: it switches to another protocol, it never
-    /// ends, or it is encoded for one client.
+    /// Returns whether a response can only be passed on, not recorded: it switches to another protocol, is endless, or
+    /// is encoded for one client.
     fn is_passed_on(&self, head: &http::response::Parts, method: &Method) -> bool {
         let content_type = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
         let is_endless = ["text/event-stream", "multipart/x-mixed-replace"]
@@ -607,7 +611,7 @@ impl Settings {
         is_endless || is_tunnel || is_encoded
     }
 
-    /// The response to a problem.
+    /// Builds the response to a refused request.
     pub(super) fn refuse<R: Body<Data = Bytes>>(&self, refusal: Refusal) -> Response<ResponseBody<R>> {
         let Refusal { problem, protocol, echo } = refusal;
         let status = match problem.kind() {
@@ -646,7 +650,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mark_names_the_keys_of_all_layers() {
+    fn a_request_names_the_keys_of_all_its_layers() {
         let key = identity::request_key(Some("s"), "POST", "", "", "k").unwrap();
         let mut asked = KeyedRequest {
             key: key.clone(),

@@ -1,14 +1,14 @@
-//! Responses as the bytes of a record, and the headers that no replay repeats.
+//! Encodes responses as the bytes of a record, without the headers that no replay repeats.
 //!
 //! The written form of version 1 (codec `http1`), with numbers in big-endian order:
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 1 | the version, 1 |
 //! | 2 | the status |
-//! | fields | the headers: how many (2 bytes), and for each the length of its name (2), the length of its value (4), both |
+//! | fields | the headers: their number (2 bytes); for each header, the length of its name (2), the length of its value (4), the name, the value |
 //! | 1 | 1 if trailers follow, or 0 |
-//! | fields | the trailers |
+//! | fields | the trailers, in the same form |
 //! | the rest | the body |
 
 use bytes::{Buf, BufMut, Bytes};
@@ -25,13 +25,14 @@ use crate::record::{Finish, Release, State, StoredResult};
 const VERSION: u8 = 1;
 const CODEC: CodecName = CodecName::new(b"http1").expect("a name that fits");
 
-/// Number of fields that a replay adds to the recorded ones: its length, and the marker.
+/// Number of fields that a replay adds to the recorded fields: the length and the marker.
 const ADDED: usize = 2;
-/// Largest size of a record without its fields and its body; below, the size of a field without its name and value.
+/// Largest size of a record without its fields and its body. [`FIELD_BYTES`] is the size of a field without its name
+/// and value.
 const HEAD_BYTES: usize = 8;
 const FIELD_BYTES: usize = 6;
 
-/// Headers of one exchange, one connection or one session: no replay repeats them. Sorted.
+/// Headers that belong to one exchange, one connection or one session, so that no replay repeats them. Sorted.
 const NEVER: &[&str] = &[
     "age",
     "alt-svc",
@@ -71,7 +72,7 @@ pub(super) struct RecordedResponse {
 /// passes it to [`Resolution::completed`](crate::operator::Resolution), or to any other [`Finish::Completed`].
 ///
 /// Headers that no replay repeats are left out (`Date`, `Set-Cookie`, headers of a connection). A replay sets
-/// `Content-Length` to the length of the body. `None` if a header is too large for the format.
+/// `Content-Length` to the length of the body. Returns `None` if a header is too large for the format.
 pub fn recorded_response(response: &Response<Bytes>) -> Option<StoredResult> {
     let (head, ()) = response_head(response).into_parts();
     encode(&head, response.body(), None, &Method::POST, |_| true).map(stored)
@@ -100,7 +101,7 @@ fn may_be_replayed(name: &HeaderName, nominated: &[String]) -> bool {
     !is_of_the_exchange && !nominated.iter().any(|other| other == text)
 }
 
-/// Encodes a response for its record; `None` if it can't be written. `keeps` may leave out further headers.
+/// Encodes a response for its record; `None` if a header is too large. `keeps` selects the headers to record.
 pub(super) fn encode(
     head: &Parts,
     body: &[u8],
@@ -111,7 +112,7 @@ pub(super) fn encode(
     let listed = head.headers.get_all(header::CONNECTION).iter().filter_map(|line| line.to_str().ok());
     let nominated: Vec<String> =
         listed.flat_map(|line| line.split(',')).map(|name| name.trim().to_ascii_lowercase()).collect();
-    // The body of these responses is empty, so only the header holds the length.
+    // The body of a response to HEAD, or of a 304, is empty, so only the header shows the length.
     let has_one_length = head.headers.get_all(header::CONTENT_LENGTH).iter().count() == 1;
     let states_length = has_one_length && (*method == Method::HEAD || head.status == StatusCode::NOT_MODIFIED);
     let kept = |name: &HeaderName| match *name {
@@ -200,7 +201,7 @@ impl RecordedResponse {
     }
 }
 
-/// A response to record, or one that an earlier run recorded.
+/// A response to record, or a response that an earlier run recorded.
 #[derive(Debug)]
 pub(super) enum Recordable {
     /// The handler ran; this result is recorded.
@@ -209,7 +210,7 @@ pub(super) enum Recordable {
     Replayed(Box<RecordedResponse>),
 }
 
-/// Reason why nothing is recorded.
+/// Reason why no response is recorded.
 #[derive(Debug)]
 pub(super) enum NotRecorded {
     /// The handler ran, and its response frees the key.
@@ -238,7 +239,7 @@ impl Recorder<Recordable, NotRecorded> for RecordResponses {
             }
             Ok(Recordable::Ran(stored)) => AttemptEnd::Finish(Finish::Completed(stored.clone())),
             Err(NotRecorded::Freed(release)) => AttemptEnd::Release(*release),
-            // The first is removed after its release. A body never returns either of the others.
+            // A forgotten record is first released, and removed later. A body never returns `Refused` or `Replayed`.
             Err(NotRecorded::Forgotten | NotRecorded::Refused(_)) | Ok(Recordable::Replayed(_)) => {
                 AttemptEnd::Release(Release::Returned)
             }
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_response_is_there_and_back_again() {
+    fn a_response_survives_encoding_and_decoding() {
         let head = head(201, &[("location", "/p/1"), ("x-a", "1"), ("x-b", "2"), ("x-a", "3, 4"), ("etag", "\"e\"")]);
         let mut trailers = HeaderMap::new();
         trailers.insert("grpc-status", HeaderValue::from_static("0"));
@@ -349,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_length_is_made_anew_where_there_is_a_body() {
+    fn a_replay_computes_the_length_of_its_body() {
         let length = |status, method: &Method| {
             let bytes = encode(&head(status, &[]), b"four", None, method, |_| true).unwrap();
             decode(bytes).unwrap().into_response(method).0.headers().get("content-length").cloned()

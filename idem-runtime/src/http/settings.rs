@@ -1,4 +1,4 @@
-//! Settings of a layer, the caller of a request, and its key.
+//! Settings of a layer for servers, the caller of a request, and the key of a request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ impl Caller {
     /// Finds the caller with `principal`, for example in an extension that authentication has inserted.
     ///
     /// If `principal` returns `None` or a blank text, the request gets 401, or 403 if it carries credentials. Nothing
-    /// is stored for it.
+    /// is stored for such a request.
     pub fn by<T: Into<String>>(principal: impl Fn(&Parts) -> Option<T> + Send + Sync + 'static) -> Self {
         let of = Arc::new(move |head: &Parts| principal(head).map(Into::into));
         Self(Some(Principal { of, challenge: HeaderValue::from_static("Bearer") }))
@@ -89,7 +89,7 @@ pub(super) struct Settings {
     pub(super) separate_hosts: bool,
     pub(super) header: HeaderName,
     pub(super) marker: HeaderName,
-    /// Methods that are covered, in place of those of the profile.
+    /// Methods that the layer covers, in place of the profile's methods.
     pub(super) methods: Option<Vec<Method>>,
     pub(super) covers: Option<HeadRule>,
     pub(super) required: Option<HeadRule>,
@@ -118,7 +118,7 @@ impl Settings {
         self.profile.equality == Equality::Json || self.fingerprint_members.is_some()
     }
 
-    /// Returns whether `key` has the form that the layer asks for.
+    /// Returns whether `key` has the form that the layer requires.
     pub(super) fn accepts(&self, key: &str) -> bool {
         key.len() >= self.profile.min_key_chars && self.key_format.as_ref().is_none_or(|format| format(key))
     }

@@ -1,5 +1,5 @@
-//! Tasks for handlers: a handler that has begun runs in a task of its own, so it outlives its client. All requests are
-//! counted.
+//! Tasks of handlers, and the count of requests in flight. A handler that has begun runs in its own task, so that it
+//! outlives its client.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -28,11 +28,12 @@ pub(super) type Carry = Arc<dyn Fn(HandlerTask) -> HandlerTask + Send + Sync>;
 
 /// The requests in flight.
 ///
-/// All requests of one key share one place: one of them at most runs its handler, and the others wait for it or are
-/// about to be answered. So the duplicates of a key take no place from other keys. They have a bound of the same size.
+/// All requests of one key share one place, because at most one of them runs its handler; the others wait for that
+/// handler, or are about to be answered. So the duplicates of a key take no place from other keys. The number of
+/// duplicates has its own limit, of the same size.
 pub(super) struct HandlerTasks {
     limit: u32,
-    /// Bound of each caller, if it was set.
+    /// Limit of the requests of each caller, if one was set.
     caller_limit: Option<u32>,
     places: Mutex<Places>,
     /// Wakes `drain` when the last request leaves.
@@ -43,7 +44,7 @@ pub(super) struct HandlerTasks {
     pub(super) warned: AtomicBool,
 }
 
-/// Number of requests by key and by caller. An entry without requests is removed.
+/// Numbers of requests by key and by caller. An entry whose number is 0 is removed.
 #[derive(Default)]
 struct Places {
     is_draining: bool,
@@ -66,9 +67,9 @@ impl Places {
 /// Reason why a request can't be counted as in flight.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum NoPlace {
-    /// The layer has as many requests in flight as it may, or is draining.
+    /// The limit of the layer is reached, or the layer is draining.
     Layer,
-    /// The caller has as many requests in flight as it may.
+    /// The limit of the caller is reached.
     Caller,
 }
 
@@ -122,7 +123,7 @@ impl HandlerTasks {
         self.caller_limit.unwrap_or((self.limit / 4).max(1))
     }
 
-    /// Counts a request as in flight while the returned place is held.
+    /// Counts a request as in flight for as long as the returned place lives.
     pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<&Arc<str>>) -> Result<Place, NoPlace> {
         let mut places = lock(&self.places);
         let is_duplicate = places.keys.contains_key(key);
@@ -142,12 +143,12 @@ impl HandlerTasks {
         Ok(Place { tasks: Arc::clone(self), key: key.clone(), caller: caller.cloned() })
     }
 
-    /// Refuses all further requests, and waits for those in flight.
+    /// Refuses all further requests, and waits for the requests in flight.
     pub(super) async fn drain(&self) {
         lock(&self.places).is_draining = true;
         loop {
             let mut left = pin!(self.is_empty.notified());
-            // Listens before it counts, so the last request can't leave unnoticed in between.
+            // The notification is enabled before the count, so that the last request can't leave unnoticed in between.
             left.as_mut().enable();
             if self.count() == 0 {
                 return;
@@ -164,7 +165,7 @@ impl HandlerTasks {
     /// Adds the duration of a handler to the average.
     pub(super) fn took(&self, time: Duration) {
         let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        // Concurrent updates may lose one: the average need not be exact.
+        // A concurrent update may be lost, because the average need not be exact.
         let usual = match self.usual.load(Ordering::Relaxed) {
             0 => micros,
             usual => usual - usual / 8 + micros / 8,
@@ -189,13 +190,13 @@ impl fmt::Debug for HandlerTasks {
 pub(super) struct Gate(Arc<AtomicBool>);
 
 impl Gate {
-    /// Creates a gate that stops the first poll: it notes that the gate is reached and yields, so that [`detach`] moves
-    /// the rest into a task.
+    /// Creates a gate that is pending at its first poll. [`detach`] then sees that the handler is about to begin, and
+    /// moves the future into a task.
     pub(super) fn closed() -> Self {
         Self(Arc::new(AtomicBool::new(false)))
     }
 
-    /// Creates a gate that stops no poll.
+    /// Creates a gate that is ready at its first poll, so that the handler begins immediately.
     pub(super) fn open() -> Self {
         Self(Arc::new(AtomicBool::new(true)))
     }
@@ -217,8 +218,9 @@ impl Gate {
 /// Error: the runtime ended before the handler did, or `carry` dropped its task.
 pub(super) struct LostHandler;
 
-/// Polls `run` here until its handler begins, and in a task from then on. Dropping this future cancels a call that is
-/// only reserved or waits, but not a handler that has begun. A panic of the handler continues in this future.
+/// Polls `run` in the caller's task until its handler begins, and in a spawned task from then on. Dropping this future
+/// cancels a call that is only reserved or waits, but not a handler that has begun. A panic of the handler continues in
+/// this future.
 pub(super) async fn detach<T: Send + 'static>(
     mut run: Pin<Box<dyn Future<Output = T> + Send>>,
     gate: &Gate,
@@ -248,7 +250,8 @@ where
     F: Future + Send + 'static,
     F::Output: Send,
 {
-    // Without a subscriber there is no span. Attaching one would make each event of the task more expensive.
+    // Without a subscriber there is no span, and attaching a subscriber would make each event of the task more
+    // expensive.
     match dispatcher::get_default(Dispatch::is::<NoSubscriber>) {
         true => tokio::spawn(task),
         false => tokio::spawn(task.in_current_span().with_current_subscriber()),
@@ -267,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_usual_time_follows_the_handlers() {
+    fn the_usual_duration_follows_the_handlers() {
         let (tasks, seconds) = (HandlerTasks::new(1, None), Duration::from_secs);
         assert_eq!(tasks.usual(), Duration::ZERO);
         tasks.took(seconds(8));

@@ -1,4 +1,4 @@
-//! The body of a response, of which the layer has read a part or all.
+//! The body of a response, which the layer has read in part or in full.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -9,12 +9,12 @@ use bytes::Bytes;
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 
-/// The body of a response: read whole, or its beginning and a stream of the rest.
+/// The body of a response: read in full, or read up to a limit and then streamed.
 ///
-/// `http_body_util::BodyExt::collect` reads it to its end, which waits for nothing if the body was read whole.
+/// `http_body_util::BodyExt::collect` returns the whole body, without waiting if the layer has read the body in full.
 pub struct ReplyBody<B> {
     frames: VecDeque<Bytes>,
-    /// Bytes that the layer has read.
+    /// Number of bytes that the layer has read.
     read: usize,
     trailers: Option<HeaderMap>,
     /// The part that was not read. Boxed, so that the body can move after its first poll.
@@ -29,7 +29,7 @@ impl<B: Body<Data = Bytes>> ReplyBody<B> {
     /// Reads the body to its end, or until more than `limit` bytes are read. A limit of 0 reads nothing.
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, limit: usize) -> Poll<Result<(), B::Error>> {
         while let Some(rest) = &mut self.rest {
-            // A body that reports its end is not polled: the poll could wait for another turn of the connection.
+            // A body that reports its end is not polled, because the poll could wait for the connection.
             if rest.is_end_stream() {
                 self.rest = None;
                 break;
@@ -39,7 +39,7 @@ impl<B: Body<Data = Bytes>> ReplyBody<B> {
                 break;
             }
             match ready!(rest.as_mut().poll_frame(cx)).transpose()?.map(Frame::into_data) {
-                // Any number of empty frames would stay below the limit.
+                // Empty frames are not kept: any number of them would stay below the limit.
                 Some(Ok(data)) if data.is_empty() => {}
                 Some(Ok(data)) => {
                     self.read += data.len();

@@ -5,9 +5,9 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// The share of retries among the requests of a layer and its clones, so that an outage is not multiplied.
 ///
-/// The budget is a bucket of tokens, full at the start. A request with a key puts a part of a token in, a second puts
-/// one token in, and a retry takes one out. Without a token there is no retry, and the caller gets the last answer. So
-/// `n` requests in `t` seconds make at most `n × percent / 100 + t + reserve` retries.
+/// The budget is a bucket of tokens, full at the start. Each request with a key adds a part of a token, each second
+/// adds one token, and each retry takes one token out. Without a token there is no retry, and the caller gets the last
+/// answer. So `n` requests in `t` seconds make at most `n × percent / 100 + t + reserve` retries.
 ///
 /// ```
 /// use idem_runtime::http::client::{RetryBudget, RetryLayer};
@@ -22,11 +22,11 @@ pub struct RetryBudget {
 }
 
 impl RetryBudget {
-    /// 20 % of the requests, and a reserve of 100.
+    /// Retries for 20 % of the requests, and a reserve of 100.
     pub const DEFAULT: Self = Self::new(20, 100);
 
     /// Allows retries for `percent` of the requests. `reserve` is the largest number of tokens in the bucket: the
-    /// retries that a quiet client, or the first seconds of an outage, may make. A reserve of 0 allows none.
+    /// retries that a quiet client, or the first seconds of an outage, may make. A reserve of 0 allows no retry.
     pub const fn new(percent: u32, reserve: u32) -> Self {
         Self { percent, reserve }
     }
@@ -46,7 +46,7 @@ impl Default for RetryBudget {
 /// Units of a token. A bucket gains one unit each millisecond.
 const TOKEN: u64 = 1000;
 
-/// The tokens of a [`RetryBudget`], without a lock for which the child of a fork could wait.
+/// The tokens of a [`RetryBudget`]. Atomics hold them, because the child of a fork could wait forever for a lock.
 #[derive(Debug)]
 pub(super) struct TokenBucket {
     budget: RetryBudget,
@@ -61,13 +61,13 @@ impl TokenBucket {
         Self { budget, units, gained_until: AtomicU64::new(0) }
     }
 
-    /// Puts in the part of a token that a request brings.
+    /// Adds the part of a token for one request.
     pub(super) fn deposit(&self, now: Instant) {
         self.gain(now);
         self.add(u64::from(self.budget.percent) * TOKEN / 100);
     }
 
-    /// Takes a token out. Returns whether there was one.
+    /// Takes a token out. Returns false if the bucket has no whole token.
     pub(super) fn withdraw(&self, now: Instant) -> bool {
         if self.budget == RetryBudget::unlimited() {
             return true;
@@ -76,7 +76,8 @@ impl TokenBucket {
         self.units.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |units| units.checked_sub(TOKEN)).is_ok()
     }
 
-    /// Puts in the units of the time that has passed. Of two threads, the one that moves `gained_until` does.
+    /// Adds the units for the time that has passed. If two threads call this function at the same time, only the thread
+    /// that moves `gained_until` adds units.
     fn gain(&self, now: Instant) {
         let now = u64::try_from(now.since_origin().as_millis()).unwrap_or(u64::MAX);
         let before = self.gained_until.fetch_max(now, Ordering::Relaxed);
@@ -101,7 +102,7 @@ mod tests {
         Instant::new(Duration::from_millis(millis))
     }
 
-    /// Tokens that can be taken out at this time.
+    /// Takes out all tokens that the bucket has at the time `millis`, and returns their number.
     fn drain(bucket: &TokenBucket, millis: u64) -> u32 {
         let mut count = 0;
         while bucket.withdraw(at(millis)) {
@@ -115,12 +116,12 @@ mod tests {
         let bucket = TokenBucket::new(RetryBudget::new(20, 3));
         bucket.deposit(at(1_000_000));
         assert_eq!(drain(&bucket, 1_000_000), 3);
-        // An hour without requests.
+        // After an hour without requests, the bucket still has only its reserve.
         assert_eq!(drain(&bucket, 4_600_000), 3);
     }
 
     #[test]
-    fn requests_bring_a_share_of_a_token() {
+    fn each_request_adds_a_part_of_a_token() {
         let bucket = TokenBucket::new(RetryBudget::new(20, 100));
         assert_eq!(drain(&bucket, 0), 100);
         for _ in 0..99 {
@@ -132,18 +133,18 @@ mod tests {
     }
 
     #[test]
-    fn a_second_brings_a_token() {
+    fn each_second_adds_a_token() {
         let bucket = TokenBucket::new(RetryBudget::new(0, 10));
         assert_eq!(drain(&bucket, 500), 10);
         assert_eq!(drain(&bucket, 1_499), 0);
         assert_eq!(drain(&bucket, 1_500), 1);
         assert_eq!(drain(&bucket, 4_500), 3);
-        // A clock that goes back brings nothing, twice.
+        // A clock that goes back adds no tokens, neither then nor while it catches up.
         assert_eq!((drain(&bucket, 1_000), drain(&bucket, 4_500)), (0, 0));
     }
 
     #[test]
-    fn the_ends_of_the_range() {
+    fn budgets_at_the_ends_of_their_range_work() {
         assert_eq!(drain(&TokenBucket::new(RetryBudget::new(100, 0)), 5_000), 0);
         let most = TokenBucket::new(RetryBudget::new(u32::MAX, u32::MAX));
         most.deposit(Instant::new(Duration::MAX));

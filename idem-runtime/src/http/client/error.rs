@@ -9,8 +9,8 @@ use super::key::CallKey;
 
 /// The limit that ended the tries of a request, although a further try might have got the answer.
 ///
-/// A response that the layer would have retried has the limit as an extension. The operation is not decided: send the
-/// request again later, with the same key.
+/// If the last response was retryable, the layer returns it with this limit as an extension. The outcome of the
+/// operation is still open: send the request again later, with the same key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RetryLimit {
@@ -32,30 +32,31 @@ impl fmt::Display for RetryLimit {
     }
 }
 
-/// Reason why a request has no response.
+/// Reason why a request has no response, or was not sent.
 ///
-/// The server may have run a request that was sent ([`was_sent`](Self::was_sent)). Send it again with the same
-/// [`key`](Self::key) until there is a response.
+/// If the request was sent ([`was_sent`](Self::was_sent)), the server may have run it. Send such a request again with
+/// the same [`key`](Self::key) until there is a response.
 #[non_exhaustive]
 pub enum RetryError<E> {
     /// The request was made inside of an idempotent handler, and no [`CallName`](super::CallName) identifies the call.
-    /// Nothing was sent: with a new key for each attempt, an attempt after a crash would repeat the call.
+    /// Nothing was sent: each attempt of the handler would send another key, so an attempt after a crash would repeat
+    /// the call.
     Unnamed {
         /// The method of the request.
         method: Method,
         /// The target of the request.
         uri: Uri,
     },
-    /// The request has a [`CallName`](super::CallName), and no attempt from which its key could derive: the client runs
-    /// outside of the handler's task. Nothing was sent. [`CallName::of`](super::CallName::of) carries the attempt
-    /// along.
+    /// The request has a [`CallName`](super::CallName), but the client runs outside of the handler's task, where there
+    /// is no attempt from which the key could derive. Nothing was sent. Use [`CallName::of`](super::CallName::of),
+    /// which contains the key.
     NoAttempt {
         /// The method of the request.
         method: Method,
         /// The target of the request.
         uri: Uri,
     },
-    /// The request has no key, and [`RetryLayer::require_key`](super::RetryLayer::require_key) allows no random one.
+    /// The request has no key, and [`RetryLayer::require_key`](super::RetryLayer::require_key) allows no random key.
     /// Nothing was sent.
     NoKey {
         /// The method of the request.
@@ -64,7 +65,7 @@ pub enum RetryError<E> {
         uri: Uri,
     },
     /// The field for the key is empty, has several lines, or is not printable ASCII. Nothing was sent: the server might
-    /// find no key in it, and each try would be another operation.
+    /// find no key in such a field, and each try would be another operation.
     InvalidKey {
         /// The method of the request.
         method: Method,
@@ -75,7 +76,7 @@ pub enum RetryError<E> {
     Client {
         /// The error.
         error: E,
-        /// The key that was sent; `None` for a request without a key, and for a client that was not ready for one.
+        /// The key that was sent; `None` if the request has no key, or the client was never ready for the request.
         key: Option<CallKey>,
         /// The limit that ended the tries; `None` if the request has no key, or the client takes no more requests.
         limit: Option<RetryLimit>,
@@ -88,7 +89,7 @@ pub enum RetryError<E> {
         key: Option<CallKey>,
         /// The limit that ended the tries; `None` if the request has no key.
         limit: Option<RetryLimit>,
-        /// The last response of the server, from an earlier try, or the part of it that came in time.
+        /// The part of a response that arrived in time; otherwise the last response of an earlier try.
         last: Option<Box<Response<Bytes>>>,
     },
     /// The response to the last try broke off.
@@ -114,7 +115,7 @@ impl<E> RetryError<E> {
         }
     }
 
-    /// Returns the limit that ended the tries; `None` if the request was not to be tried again.
+    /// Returns the limit that ended the tries; `None` if the request would not have been retried in any case.
     pub fn limit(&self) -> Option<RetryLimit> {
         match self {
             Self::Client { limit, .. } | Self::TimedOut { limit, .. } => *limit,
@@ -132,8 +133,9 @@ impl<E> RetryError<E> {
         }
     }
 
-    /// Returns whether the request may have reached the server. False means that it certainly has not. An error of a
-    /// client that was not ready for the request is [`Client`](Self::Client), and counts as sent.
+    /// Returns whether the request may have reached the server. False means that the request certainly has not reached
+    /// the server. If the client was never ready for the request, its error is [`Client`](Self::Client), and the
+    /// request counts as sent.
     pub fn was_sent(&self) -> bool {
         matches!(self, Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. })
     }
@@ -153,7 +155,7 @@ impl<E> RetryError<E> {
 }
 
 impl<E: fmt::Debug> fmt::Debug for RetryError<E> {
-    /// Shows no query, no field and no body: they may hold secrets.
+    /// Shows no query, no header field and no body, because these may contain secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct(self.name());
         match self {
@@ -175,7 +177,7 @@ impl<E: fmt::Debug> fmt::Debug for RetryError<E> {
 impl<E: fmt::Display> fmt::Display for RetryError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // The query is left out: it may hold secrets.
+            // The query is left out, because it may contain secrets.
             Self::Unnamed { method, uri } => write!(
                 f,
                 "{method} {} was called inside of an idempotent handler and has no name, so that it has no key which is the \
@@ -216,8 +218,8 @@ impl<E: fmt::Display> fmt::Display for RetryError<E> {
     }
 }
 
-// Most stacks use boxed errors, which do not implement `Error`. So the text contains their message, and there is no
-// `source`.
+// Most clients use boxed errors, which do not implement `Error`. So the text contains the client's message, and there
+// is no `source`.
 impl<E: fmt::Debug + fmt::Display> std::error::Error for RetryError<E> {}
 
 /// Reason why a request is not sent.

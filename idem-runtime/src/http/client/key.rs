@@ -15,7 +15,7 @@ const MAX_KEY_BYTES: usize = 255;
 /// The key of a call to a server: an extension of the request, and of each response.
 ///
 /// The text is the value of the header field, byte for byte. So a key that was stored, or taken from a response, is
-/// sent as before, whether as an extension or as a field.
+/// sent unchanged, whether as an extension or as a field.
 ///
 /// ```
 /// use idem_runtime::http::client::CallKey;
@@ -29,7 +29,7 @@ const MAX_KEY_BYTES: usize = 255;
 pub struct CallKey(String);
 
 impl CallKey {
-    /// Makes a random key, a UUID of version 4. Store it before it is sent: no other call makes the same one.
+    /// Makes a random key, a UUID of version 4. Store the key before you send it: no other call makes the same key.
     ///
     /// # Panics
     /// If the operating system has no randomness.
@@ -37,8 +37,8 @@ impl CallKey {
         Self::from_bits(SystemClock::default().entropy())
     }
 
-    /// Takes a key of the application's own, or one that was stored: 1 to 255 printable ASCII characters, without
-    /// blanks at the ends.
+    /// Takes a stored key, or a key that the application made: 1 to 255 printable ASCII characters, without blanks at
+    /// the ends.
     ///
     /// # Errors
     /// [`InvalidCallKey`] for any other text.
@@ -49,7 +49,7 @@ impl CallKey {
         if is_key { Ok(Self(text)) } else { Err(InvalidCallKey) }
     }
 
-    /// Returns the text, to be stored.
+    /// Returns the text of the key, to be stored.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -59,11 +59,10 @@ impl CallKey {
         Self(uuid(random, 4))
     }
 
-    /// Takes the key that the caller has set in the field `name`; `None` if there is none.
+    /// Reads the key that the caller has set in the field `name`; `None` if there is no such field.
     ///
     /// # Errors
-    /// [`InvalidCallKey`] for a field that a server may take for no key. With such a field a retry would be another
-    /// operation.
+    /// [`InvalidCallKey`] for a field in which a server may find no key, so that a retry would be another operation.
     pub(super) fn in_field(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Self>, InvalidCallKey> {
         let mut lines = headers.get_all(name).iter();
         let Some(line) = lines.next() else { return Ok(None) };
@@ -82,8 +81,8 @@ impl CallKey {
         Self(format!("\"{}\"", self.0.replace('\\', "\\\\").replace('"', "\\\"")))
     }
 
-    /// Returns the value of the header field. It is marked as sensitive: `Debug` of a request does not show it, and
-    /// HPACK does not index it.
+    /// Returns the value of the header field. The value is marked as sensitive: `Debug` of a request does not show it,
+    /// and HPACK does not index it.
     pub(super) fn to_field(&self) -> Result<HeaderValue, InvalidCallKey> {
         let mut value = HeaderValue::try_from(&self.0).map_err(|_| InvalidCallKey)?;
         value.set_sensitive(true);
@@ -91,7 +90,7 @@ impl CallKey {
     }
 }
 
-/// Returns whether a field with this text holds no key: nothing, or an empty `String`.
+/// Returns whether a field with this text holds no key: the text is blank, or an empty `String` of structured fields.
 fn is_blank(text: &str) -> bool {
     text.trim().trim_matches('"').trim().is_empty()
 }
@@ -106,7 +105,7 @@ impl fmt::Debug for CallKey {
     }
 }
 
-/// A text that is no key: empty, too long, or with characters that a header field can't hold.
+/// Error for a text that is no key: empty, too long, or with characters that a header field can't contain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct InvalidCallKey;
@@ -130,20 +129,20 @@ impl std::error::Error for InvalidCallKey {}
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CallName {
     name: Cow<'static, str>,
-    /// The key, if the name carries it.
+    /// The key, if [`of`](CallName::of) made this name.
     key: Option<CallKey>,
 }
 
 impl CallName {
-    /// A name for one call of the handler in whose task the client is called.
+    /// Makes the name of a call. The client must run in the task of the handler.
     ///
-    /// In another task there is no attempt from which the key could derive. There, the request is refused
-    /// ([`RetryError::NoAttempt`](super::RetryError::NoAttempt)): use [`CallName::of`].
+    /// In another task there is no attempt from which the key could derive, so the request is refused
+    /// ([`RetryError::NoAttempt`](super::RetryError::NoAttempt)). Use [`CallName::of`] there.
     pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
         Self { name: name.into(), key: None }
     }
 
-    /// Makes a name that carries its key. Use it if the client runs in another task than the handler: behind a
+    /// Makes a name that contains its key. Use it if the client runs in another task than the handler: behind a
     /// `tower::buffer::Buffer`, or in a task that the handler spawns.
     ///
     /// ```
@@ -173,7 +172,7 @@ impl CallName {
         CallKey(attempt.child_key(name))
     }
 
-    /// Returns the key of the call: the one that it carries, or that of the `current` attempt.
+    /// Returns the key of the call: the contained key, or the key that derives from the `current` attempt.
     pub(super) fn key(&self, current: Option<&Attempt>) -> Option<CallKey> {
         self.key.clone().or_else(|| Some(Self::child_key(current?, &self.name)))
     }

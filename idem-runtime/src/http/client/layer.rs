@@ -1,4 +1,4 @@
-//! The layer and its settings.
+//! The layer for clients, and the methods that set its options.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,8 +46,8 @@ impl RetryLayer {
     }
 
     /// Refuses requests of the [methods](Self::methods) that would get a random key
-    /// ([`RetryError::NoKey`](super::RetryError::NoKey); default: no). So no key is made that the application has not
-    /// stored, and a request that a handler sends from another task can't miss its name.
+    /// ([`RetryError::NoKey`](super::RetryError::NoKey); default: no). So the application stores every key itself, and
+    /// a request that a handler sends from another task can't be sent without its name.
     #[must_use]
     pub fn require_key(self, require_key: bool) -> Self {
         self.with(|it| it.requires_key = require_key)
@@ -60,8 +60,8 @@ impl RetryLayer {
     }
 
     /// Sets the time limit of one try, from the request to the end of the response as far as the layer reads it
-    /// (default: none). A try without an answer is made again with the same key, while the server may still run the
-    /// first one.
+    /// (default: none). After a time-out the request is tried again with the same key, although the server may still be
+    /// running the first try.
     #[must_use]
     pub fn try_timeout(self, try_timeout: Duration) -> Self {
         self.with(|it| it.try_timeout = Some(try_timeout))
@@ -74,14 +74,16 @@ impl RetryLayer {
         self.with(|it| it.max_pause = max_pause)
     }
 
-    /// Sets the length up to which the body of a response is read before the response counts as an answer (default:
-    /// 1 MiB). A longer body streams to the application; with 0 every body does, and none that breaks off is retried.
+    /// Sets the length up to which the body of a response is read before the response counts as an answer (default: 1
+    /// MiB). A longer body streams to the application. With 0 every body streams, and a body that breaks off is not
+    /// retried.
     #[must_use]
     pub fn max_body_bytes(self, max_body_bytes: usize) -> Self {
         self.with(|it| it.max_body_bytes = max_body_bytes)
     }
 
-    /// Sets the pauses for responses that ask for none, or for shorter ones (default: from 200 ms to 10 s).
+    /// Sets the shortest pauses between tries, for responses that ask for no pause or a shorter one (default: from 200
+    /// ms to 10 s).
     #[must_use]
     pub fn backoff(self, backoff: Backoff) -> Self {
         self.with(|it| it.backoff = backoff)
@@ -89,14 +91,14 @@ impl RetryLayer {
 
     /// Sets the share of retries among the requests of this layer (default: 20 %, and a reserve of 100).
     ///
-    /// All clones of the layer and their services share one budget. So do layers that other settings make from a clone.
+    /// All clones of the layer, layers made from a clone by further settings, and all their services share one budget.
     #[must_use]
     pub fn budget(self, budget: RetryBudget) -> Self {
         self.with(|it| it.bucket = Arc::new(TokenBucket::new(budget)))
     }
 
     /// Writes keys in quotes, as the draft of the IETF requires (default: no, because most services expect bare keys).
-    /// A key that has quotes keeps them, and a field that the caller has set is not changed.
+    /// A key that already has quotes stays unchanged, and so does a field that the caller has set.
     #[must_use]
     pub fn quoted(self, quoted: bool) -> Self {
         self.with(|it| it.quoted = quoted)

@@ -1,8 +1,8 @@
 //! The client side: sends keys, and retries requests that are safe to retry.
 //!
 //! A key makes a payment safe only if the *next* request for the same payment has the same key, even after this process
-//! has died. So the application makes the key, stores it with the order, sends it, and sends the same one again for as
-//! long as it has no answer:
+//! has died. So the application makes the key, stores it with the order, and sends the same key again for as long as it
+//! has no answer:
 //!
 //! ```
 //! # use std::convert::Infallible;
@@ -56,33 +56,35 @@
 //!
 //! # Keys
 //!
-//! The key of a request is, in this order: its own header field, its extension [`CallKey`], its extension [`CallName`],
-//! or else a random UUID. A random key is made for each request, so it protects the tries of that request only: an
-//! application that asks again gets a new key. [`RetryLayer::require_key`] refuses such requests. Every response has
-//! the key that was sent as its extension [`CallKey`], and every error has it in [`RetryError::key`].
+//! The key of a request comes from the first of these that is present: the header field, the extension [`CallKey`], the
+//! extension [`CallName`], a random UUID. A random key protects only the tries of one request: an application that
+//! sends the request again gets a new key. [`RetryLayer::require_key`] refuses requests without a key. Every response
+//! has the key that was sent as its extension [`CallKey`], and every error has it in [`RetryError::key`].
 //!
 //! Inside of an idempotent handler a [`CallName`] takes the place of a stored key: the key derives from the handler's
-//! own key. A request that is sent from another task (a `tower::buffer::Buffer`, `tokio::spawn`) has to carry the
-//! handler's attempt along, in [`CallName::of`].
+//! own key. A request that is sent from another task (a `tower::buffer::Buffer`, `tokio::spawn`) needs a name that
+//! contains the key: [`CallName::of`].
 //!
 //! Keys may name customers or orders. So the library logs no key, and `Debug` shows the hash of a [`CallKey`].
 //!
 //! # Answers
 //!
-//! The layer retries a request
+//! The layer retries a request:
 //!
 //! - without a response, or whose response took longer than [`RetryLayer::try_timeout`];
-//! - whose response breaks off, with any status: the application has no answer, although the server may have run;
-//! - with the status 408, 425, 429, 500, 502, 503 or 504, and 409 with `Retry-After`, which means that the first try
-//!   still runs;
-//! - and by `Stripe-Should-Retry`: `true` and `false` decide over the status.
+//! - whose response breaks off, with any status: the application has no answer, although the server may have run the
+//!   request;
+//! - whose response has the status 408, 425, 429, 500, 502, 503 or 504, or 409 with `Retry-After`, which means that the
+//!   first try still runs;
+//! - whose response has `Stripe-Should-Retry: true`. With `Stripe-Should-Retry: false` a response is final, whatever
+//!   its status.
 //!
 //! Every other response is final. A request without a key, such as a GET, is sent once.
 //!
-//! `Retry-After` may hold seconds or a date. The pause is what the server asks for, up to a quarter longer so that
-//! clients don't return together, and never shorter than the [`Backoff`](crate::policy::Backoff). A [`RetryBudget`]
-//! bounds all retries of a layer and its clones, so that an outage is not multiplied. A response that the layer would
-//! have retried has the extension [`RetryLimit`], with the limit that ended the tries.
+//! `Retry-After` may hold seconds or a date. The pause is the one that the server asks for, but at least the
+//! [`Backoff`](crate::policy::Backoff). A random part of up to a quarter is added, so that clients don't return at the
+//! same time. A [`RetryBudget`] bounds all retries of a layer and its clones, so that an outage is not multiplied. A
+//! response that the layer would have retried has the extension [`RetryLimit`], with the limit that ended the tries.
 //!
 //! # Bodies
 //!
@@ -91,13 +93,14 @@
 //! streams are not read at all. If a streamed body breaks off, the application gets the error of the body, and sends
 //! the request again with the same key.
 //!
-//! The body of a request is cloned for each try. Each clone must yield the whole body, as `http_body_util::Full` does.
-//! A clone that shares a stream with the others sends a shorter body, which the server refuses (422).
+//! The body of a request is cloned for each try. Each clone must yield the whole body, as a clone of
+//! `http_body_util::Full` does. If clones share one stream, a later try sends a shorter body, which the server refuses
+//! (422).
 //!
 //! # Cancel safety
 //!
-//! A call that is dropped sends nothing more. A request that was sent may still run. Its answer is lost, and so is a
-//! key that the layer made: make the key first, or name the call.
+//! A call that is dropped sends no further request. A request that was sent may still run on the server, but its answer
+//! is lost, and so is a random key of the layer: make the key yourself, or name the call.
 
 mod body;
 mod budget;

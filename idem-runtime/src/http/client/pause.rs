@@ -1,4 +1,4 @@
-//! The pause that a server asks for, and whether it wants the request again.
+//! Decides from a response whether the request is retried, and after which pause.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -7,8 +7,8 @@ use http::header::{self, HeaderMap, HeaderName};
 
 const STRIPE_SHOULD_RETRY: HeaderName = HeaderName::from_static("stripe-should-retry");
 
-/// Returns the pause that the server asks for, zero if it names none; `None` if the response is final. `wall` is the
-/// time of the wall clock.
+/// Returns the pause that the server asks for; zero if the server asks for no pause; `None` if the response is final.
+/// `wall` is the time of the wall clock.
 pub(super) fn before_retry(status: StatusCode, headers: &HeaderMap, wall: Duration) -> Option<Duration> {
     let asked = retry_after(headers, wall);
     let is_transient = match headers.get(STRIPE_SHOULD_RETRY).map(|value| value.as_bytes().trim_ascii()) {
@@ -36,7 +36,7 @@ fn is_transient(status: StatusCode) -> bool {
     )
 }
 
-/// Reads `Retry-After`. Of several fields, the longest pause counts.
+/// Reads `Retry-After`. If the response has several such fields, the longest pause counts.
 pub(super) fn retry_after(headers: &HeaderMap, wall: Duration) -> Option<Duration> {
     let values = headers.get_all(header::RETRY_AFTER).iter();
     values.filter_map(|value| pause(value.to_str().ok()?.trim_matches([' ', '\t']), wall)).max()

@@ -1,9 +1,9 @@
 //! The tries of a request.
 //!
-//! The future is written by hand and boxes nothing, so its `Send` follows from its fields. A boxed one needs `Send` and
-//! `'static` of the client's types in the bounds of `Service`. The compiler can't prove such bounds of a boxed error or
-//! a borrowing future within another future, where lifetimes are erased: no handler that calls the client could be
-//! spawned.
+//! The future is written by hand and boxes nothing, so it is `Send` whenever its fields are. A boxed future would
+//! require `Send` and `'static` of the client's types in the bounds of `Service`. Within another future, where
+//! lifetimes are erased, the compiler can't prove these bounds for a boxed error or a borrowing future, so a handler
+//! that calls the client could not be spawned.
 
 use std::fmt;
 use std::future::Future;
@@ -56,11 +56,11 @@ where
     }
 
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
-        // The call uses the service that is ready; the clone takes its place.
+        // This call takes the service that is ready, and leaves its clone for the next call.
         let next = self.inner.clone();
         let inner = mem::replace(&mut self.inner, next);
         let settings = Arc::clone(&self.settings);
-        // Computed here, while the handler's attempt is the current one: the future may be polled elsewhere.
+        // The key is computed here, in the handler's task, because the future may be polled in another task.
         let (key, refusal) = match settings.identify(&mut request) {
             Ok(key) => (key, None),
             Err(refusal) => (None, Some(refusal.of(request.method().clone(), request.uri().clone()))),
@@ -75,7 +75,7 @@ where
     }
 }
 
-/// The parts of a request that outlive a try.
+/// The state of a request that outlives a single try.
 struct RequestTries<S, B> {
     inner: S,
     settings: Arc<Settings>,
@@ -91,12 +91,12 @@ struct RequestTries<S, B> {
 
 /// The end of a try.
 enum TryEnd<R, E> {
-    /// A response that is read whole, or too long to be read.
+    /// A response whose body is read in full, or is too long to be read.
     Answer(Response<ReplyBody<R>>),
-    /// A response that broke off, and the message of its error.
+    /// A response whose body broke off, and the message of the body's error.
     BrokenBody(Response<ReplyBody<R>>, String),
     Failure(E),
-    /// No response within the time limit, or only a part of it.
+    /// The time limit has passed. The field holds the part of a response that arrived in time, if any.
     Timeout(Option<Response<ReplyBody<R>>>),
 }
 
@@ -120,7 +120,7 @@ impl<R, E> TryEnd<R, E> {
 }
 
 impl<S, B> RequestTries<S, B> {
-    /// Begins a try. The service is ready.
+    /// Begins a try. The service must be ready.
     fn begin<R>(&mut self) -> RetryStep<S::Future, R, S::Error>
     where
         S: Service<Request<B>>,
@@ -136,13 +136,14 @@ impl<S, B> RequestTries<S, B> {
         RetryStep::Call { call: self.inner.call(request.expect("no try follows the last one")) }
     }
 
-    /// Is ready once the running try has taken longer than its time limit.
+    /// Becomes ready when the running try has taken longer than its time limit.
     fn poll_deadline(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let Some(limit) = self.settings.try_timeout else { return Poll::Pending };
         self.deadline.get_or_insert_with(|| self.settings.clock.sleep(limit)).as_mut().poll(cx)
     }
 
-    /// Returns the number of bytes to read of a response. A request that is sent once needs no decision.
+    /// Returns the number of bytes of the response's body to read. A request without a key is not retried, so its body
+    /// is not read.
     fn body_limit<R>(&self, response: &Response<R>) -> usize {
         if self.key.is_some() { self.settings.body_limit(response.headers()) } else { 0 }
     }
@@ -170,7 +171,7 @@ impl<S, B> RequestTries<S, B> {
         })
     }
 
-    /// Returns the pause after a try, or the limit that allows no other try; `None` if there is nothing to retry.
+    /// Returns the pause after a try, or the limit that allows no further try; `None` if the end of the try is final.
     fn pause_after<R, E>(&self, end: &TryEnd<R, E>) -> Option<Result<Duration, RetryLimit>> {
         self.key.as_ref()?;
         let wall = self.settings.clock.wall();
@@ -202,7 +203,7 @@ impl<S, B> RequestTries<S, B> {
             (TryEnd::BrokenBody(response, reason), Some(key), Some(limit)) => {
                 Err(RetryError::BrokenBody { reason, key, limit, last: read(response) })
             }
-            // Not read, so it can't have broken off: a request without a key.
+            // Does not happen: without a limit the request has no key, and its body is not read.
             (TryEnd::BrokenBody(response, _), ..) => Ok(response),
             (TryEnd::Failure(error), key, limit) => Err(RetryError::Client { error, key, limit, last }),
             (TryEnd::Timeout(response), key, limit) => {
@@ -212,7 +213,8 @@ impl<S, B> RequestTries<S, B> {
     }
 }
 
-/// Returns a response with the part of its body that was read. The rest is closed, which frees the connection.
+/// Returns a response with the part of its body that was read. The unread part of the body is dropped, which frees the
+/// connection.
 fn read<R: Body<Data = Bytes>>(response: Response<ReplyBody<R>>) -> Box<Response<Bytes>> {
     Box::new(response.map(ReplyBody::into_read))
 }
@@ -245,7 +247,7 @@ pin_project! {
         Pause {
             sleep: Sleep,
         },
-        // Waits until the client takes the next try.
+        // Waits until the client is ready for the next try.
         Readiness,
     }
 }
@@ -300,7 +302,7 @@ where
                         step.set(next);
                         continue;
                     }
-                    // The client takes no more requests.
+                    // The client accepts no further requests.
                     Err(error) => return Poll::Ready(tries.result(TryEnd::Failure(error), None)),
                 },
             };
@@ -308,7 +310,7 @@ where
                 Some(Ok(pause)) => {
                     let earlier = tries.last.take();
                     tries.last = end.into_response().map(read).or(earlier);
-                    // The connection is free only after the call is dropped.
+                    // This step replaces the finished call, whose drop frees the connection.
                     step.set(RetryStep::Pause { sleep: tries.settings.clock.sleep(pause) });
                 }
                 Some(Err(limit)) => return Poll::Ready(tries.result(end, Some(limit))),

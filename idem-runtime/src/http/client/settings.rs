@@ -1,4 +1,4 @@
-//! Settings of a layer, and the decisions that depend on them alone.
+//! Settings of a layer for clients, and the decisions that depend only on these settings.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(super) struct Settings {
     pub(super) max_pause: Duration,
     pub(super) max_body_bytes: usize,
     pub(super) backoff: Backoff,
-    /// Shared with the layers that were made from this one.
+    /// The tokens for retries, which layers made from this layer share.
     pub(super) bucket: Arc<TokenBucket>,
     pub(super) quoted: bool,
     pub(super) clock: Arc<dyn Clock>,
@@ -48,7 +48,8 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Gives `request` the key that it needs. Returns its key; `None` if it needs none.
+    /// Gives `request` a key if it needs one and has none. Returns the key of the request; `None` if the request needs
+    /// no key.
     pub(super) fn identify<B>(&self, request: &mut Request<B>) -> Result<Option<CallKey>, CallRefusal> {
         let invalid = |InvalidCallKey| CallRefusal::InvalidKey;
         if let Some(key) = CallKey::in_field(request.headers(), &self.header).map_err(invalid)? {
@@ -78,7 +79,8 @@ impl Settings {
         }
     }
 
-    /// Returns the number of bytes that are read of a body with these headers. An event stream has no end.
+    /// Returns the number of bytes of a body with these headers to read. An event stream is not read, because it has no
+    /// end.
     pub(super) fn body_limit(&self, headers: &HeaderMap) -> usize {
         const EVENTS: &[u8] = b"text/event-stream";
         let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.as_bytes().get(..EVENTS.len()));
@@ -86,8 +88,8 @@ impl Settings {
         if is_stream { 0 } else { self.max_body_bytes }
     }
 
-    /// Returns the pause before the next try, or the limit that allows none. `asked` is the pause that the server asks
-    /// for, and `tries` the number of tries so far.
+    /// Returns the pause before the next try, or the limit that allows no further try. `asked` is the pause that the
+    /// server asks for, and `tries` is the number of tries so far.
     pub(super) fn pause(&self, asked: Duration, tries: u32) -> Result<Duration, RetryLimit> {
         if tries >= self.max_tries {
             return Err(RetryLimit::Tries);
@@ -100,7 +102,8 @@ impl Settings {
         }
         #[expect(clippy::cast_possible_truncation, reason = "64 random bits are enough")]
         let seed = self.clock.entropy() as u64;
-        // Clients that were told the same time must not return together.
+        // A random part is added, so that clients to which the server named the same pause don't return at the same
+        // time.
         let spread = SplitMix(seed).next() % (as_nanos(asked) / 4 + 1);
         let longer = asked.saturating_add(Duration::from_nanos(spread));
         Ok(longer.max(self.backoff.after(tries, seed)))
