@@ -31,15 +31,15 @@ use crate::sync::{Mutex, lock};
 /// `From<idem_runtime::Error>`, as boxed errors do. [`observe`](crate::observe) around `call` returns the action for
 /// the message.
 ///
-/// - *Readiness* is the readiness of the inner service. A request takes the readiness along. The request uses it when
-///   the body runs, and gives it back when the answer is a replay, or once the request waits for another attempt. So
-///   put a concurrency limit or a buffer inside of this layer to count bodies, and outside of it to count calls of the
-///   store. A request that has waited and then runs the body waits for the readiness of the service again, with its key
-///   reserved.
-/// - *A middleware that retries* belongs outside: each try is a separate attempt.
+/// - *Readiness* is the readiness of the inner service. A request holds this readiness (the permit of a concurrency
+///   limit, for example) until its body runs. It gives the readiness back if the answer is a replay, or when it starts
+///   to wait for another attempt. So a concurrency limit or a buffer inside of this layer counts bodies, and outside of
+///   this layer it counts all calls, including replays. A request that has waited and then runs the body first waits
+///   for the readiness of the service again, with its key reserved.
+/// - *A middleware that retries* belongs outside of this layer: each try is a separate attempt.
 ///
 /// # Cancel safety
-/// The same as for [`Operation::run`]: dropping the future of a response cancels the inner service and frees the key.
+/// As with [`Operation::run`], dropping the future of a response cancels the inner service and frees the key.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -87,7 +87,7 @@ pub struct OperationLayer<O, C = Json> {
 }
 
 impl OperationLayer<()> {
-    /// Creates a layer whose requests are named by `key`, with records in `store`.
+    /// Creates a layer that records in `store`. `key` returns the key of a request.
     pub fn new<Req, S, K>(
         store: &S,
         policy: Policy,
@@ -103,8 +103,8 @@ impl OperationLayer<()> {
 }
 
 impl<O> OperationLayer<O> {
-    /// Creates a layer whose requests get their operation from `operation`: with a fingerprint, or with a store or a
-    /// policy for each request.
+    /// Creates a layer that runs the operation that `operation` returns for a request. So each request can have a
+    /// fingerprint, a store or a policy of its own.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -128,7 +128,7 @@ impl<O> OperationLayer<O> {
 }
 
 impl<O, C> OperationLayer<O, C> {
-    /// Records responses by another codec (default: [`Json`]).
+    /// Sets the codec that records responses (default: [`Json`]).
     #[must_use]
     pub fn codec<D: Codec>(self) -> OperationLayer<O, D> {
         OperationLayer { operation: self.operation, codec: PhantomData }
@@ -193,7 +193,7 @@ where
 
     fn call(&mut self, request: Req) -> Self::Future {
         let operation = (self.layer.operation)(&request);
-        // The polled instance is ready; a clone of it may not be.
+        // The instance that `poll_ready` has polled is ready; a clone may not be ready.
         let clone = self.inner.clone();
         let ready = mem::replace(&mut self.inner, clone);
         let waiting = Arc::new(Mutex::new(Some(InnerService { service: ready, is_ready: true })));
@@ -230,14 +230,15 @@ impl<F: Future, S: Clone> Future for ServiceCall<F, S> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        // Clears the note of a call that was polled earlier on this thread.
+        // Clears the mark that a call which was polled earlier on this thread may have left.
         let _ = has_begun_to_wait();
         let polled = this.call.poll(cx);
         if has_begun_to_wait()
             && let Some(inner) = &mut *lock(this.waiting)
             && inner.is_ready
         {
-            // A clone holds no permit of the ready instance, whose drop gives the permit back.
+            // The call starts to wait. A clone, which holds no permit, replaces the ready instance, whose drop returns
+            // the permit.
             let clone = inner.service.clone();
             *inner = InnerService { service: clone, is_ready: false };
         }

@@ -1,7 +1,7 @@
 //! Facts about a broker that a consumer needs: the time for which a message may be delivered again, and the offset that
 //! may be committed.
 //!
-//! Nothing in here depends on the client of a broker. `docs/brokers.md` describes the settlement of a message with each
+//! This module depends on no client of a broker. `docs/brokers.md` describes the settlement of a message with each
 //! broker, and the limits for slow handlers. [`Observe`](crate::future::Observe) has the settings of a delivery.
 
 mod offsets;

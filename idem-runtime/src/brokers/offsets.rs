@@ -5,19 +5,20 @@ use std::hash::Hash;
 
 /// Tracks the offset of each partition that may be committed while several of its messages are handled at a time.
 ///
-/// A committed offset means that everything before it is done. If message 8 is settled while 7 still runs, and 9 is
-/// committed, a crash loses 7. So a commit goes up to the first message that has started and is not settled.
+/// A committed offset means that all messages before it are done. If message 8 is settled while message 7 still runs,
+/// and offset 9 is committed, a crash loses message 7. So a commit goes up to the first message that has started and is
+/// not settled.
 ///
 /// - A message that is never settled, because its handler was dropped, holds the commit at its offset: the message is
 ///   delivered again after a restart. Settled messages behind it take no memory.
 /// - [`assigned`](OffsetTracker::assigned) begins a generation of a partition, and [`revoked`](OffsetTracker::revoked)
-///   ends it. A message belongs to the generation in which it was started. A message that is settled after that
-///   generation commits nothing, even if the partition has come back meanwhile: the consumer that had the partition in
-///   between commits.
+///   ends it. A message belongs to the generation in which it was started. A message that is settled after the end of
+///   its generation commits nothing, even if the partition has come back meanwhile: the consumer that had the partition
+///   in between commits its offsets.
 /// - Offsets need not be contiguous: transactions and compaction leave gaps.
 ///
-/// `P` names a partition, for example `(String, i32)`. The tracker is plain data: keep it in the loop that polls, and
-/// let handlers hand their [`StartedMessage`] back to that loop.
+/// `P` names a partition, for example `(String, i32)`. The tracker is plain data: keep it in the loop that polls the
+/// consumer, and let handlers return their [`StartedMessage`] to that loop.
 ///
 /// ```
 /// use idem_runtime::brokers::OffsetTracker;
@@ -34,18 +35,18 @@ pub struct OffsetTracker<P> {
     /// Current generation of each assigned partition.
     assigned: HashMap<P, u64>,
     generations: HashMap<u64, Generation>,
-    /// Number of generations so far.
+    /// Number of generations so far, which numbers the next generation.
     numbered: u64,
 }
 
 /// A partition between its assignment and its revocation or next assignment.
 #[derive(Debug, Default)]
 struct Generation {
-    /// Number of times that each offset has been started and not settled.
+    /// Number of unsettled messages for each started offset.
     open: BTreeMap<i64, u32>,
     /// The offset after the last started offset.
     next: i64,
-    /// Last offset that was returned for a commit, or the first that was started; `None` before that.
+    /// Last offset that was returned for a commit, or else the first started offset; `None` before the first message.
     committed: Option<i64>,
 }
 
@@ -76,11 +77,11 @@ impl<P> OffsetTracker<P> {
         Self { assigned: HashMap::new(), generations: HashMap::new(), numbered: 0 }
     }
 
-    /// Settles a message: it was acknowledged, set aside, or handed to a retry topic. Returns the offset that may be
-    /// committed now, which is the next offset to read, if it has moved on.
+    /// Settles a message that was acknowledged, set aside, or sent to a retry topic. Returns the offset that may be
+    /// committed now (the next offset to read), if that offset has increased.
     ///
-    /// Returns `None` if the partition was revoked or assigned again since: the message may belong to another consumer
-    /// by now.
+    /// Returns `None` if the partition was revoked or assigned again since the message started: the message may belong
+    /// to another consumer by now.
     #[expect(clippy::needless_pass_by_value, reason = "nothing is settled twice")]
     pub fn settled(&mut self, started: StartedMessage) -> Option<i64> {
         let StartedMessage { generation, offset } = started;
@@ -100,8 +101,8 @@ impl<P> OffsetTracker<P> {
 
 impl<P: Clone + Eq + Hash> OffsetTracker<P> {
     /// Begins a new generation of the partition: from now on the partition belongs to this consumer, or is read from
-    /// another offset. Call this in the callback of a rebalance, after a manual assignment, and after a `seek`. An
-    /// earlier generation that was not revoked, for example because the group considered this consumer lost, ends.
+    /// another offset. Call this in the callback of a rebalance, after a manual assignment, and after a `seek`. Ends an
+    /// earlier generation that was not revoked, for example because the group considered this consumer lost.
     pub fn assigned(&mut self, partition: &P) {
         self.revoked(partition);
         self.numbered += 1;
@@ -109,10 +110,11 @@ impl<P: Clone + Eq + Hash> OffsetTracker<P> {
         self.generations.insert(self.numbered, Generation::default());
     }
 
-    /// Notes that a message of `partition` has been received. Its handler may run concurrently with others. Call this
-    /// before the consumer is polled again.
+    /// Notes that a message of `partition` has been received. Handlers may run concurrently. Call this function before
+    /// the consumer is polled again.
     ///
-    /// Returns `None` if the partition is not assigned: the message belongs to another consumer by now, so leave it.
+    /// Returns `None` if the partition is not assigned: the message belongs to another consumer by now, so don't handle
+    /// it.
     pub fn started(&mut self, partition: &P, offset: i64) -> Option<StartedMessage> {
         let number = *self.assigned.get(partition)?;
         let generation = self.generations.get_mut(&number)?;
@@ -123,8 +125,8 @@ impl<P: Clone + Eq + Hash> OffsetTracker<P> {
         Some(StartedMessage { generation: number, offset })
     }
 
-    /// Returns the number of messages of `partition` that have started and are not settled, to limit the messages that
-    /// are handled at a time.
+    /// Returns the number of messages of `partition` that have started and are not settled. Use this number to limit
+    /// the messages that are handled at a time.
     pub fn in_flight(&self, partition: &P) -> usize {
         let generation = self.assigned.get(partition).and_then(|number| self.generations.get(number));
         generation.map_or(0, |generation| generation.open.values().map(|count| *count as usize).sum())

@@ -7,14 +7,14 @@ use std::time::Duration;
 use crate::engine::Observe;
 use crate::policy::Policy;
 
-/// The time after its first delivery for which a broker may deliver a message again; for [`Policy::check_redelivery`]
-/// and [`Observe::redelivery`].
+/// Longest time for which a broker may deliver a message again, as input of [`Policy::check_redelivery`] and
+/// [`Observe::redelivery`].
 ///
 /// Each constructor takes values from the configuration of the broker. The time counts from the publication of the
 /// message, and a record's `ttl` counts from completion, which is later: a `ttl` as long as
 /// [`longest`](Redelivery::longest) suffices.
 ///
-/// These times do not cover a producer that publishes the same operation again, hours later.
+/// This time does not cover a producer that publishes the same operation again, hours later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Redelivery {
     broker: &'static str,
@@ -36,43 +36,43 @@ impl Redelivery {
         Self { broker, retention, segment: Duration::ZERO, offsets_retention: None, dlq: None }
     }
 
-    /// Amazon SQS: the queue's `MessageRetentionPeriod` (default: 4 days; at most 14 days). If its messages are
-    /// redriven from a dead-letter queue, add [`dlq`](Redelivery::dlq).
+    /// Amazon SQS: the queue's `MessageRetentionPeriod` (default: 4 days; at most 14 days). If messages are redriven
+    /// from a dead-letter queue, add [`dlq`](Redelivery::dlq).
     pub const fn sqs(retention: Duration) -> Self {
         Self::of("SQS", Some(retention))
     }
 
     /// Kafka: the topic's `retention.ms` ([`Duration::MAX`] for -1, and for a compacted topic), and the broker's
-    /// `offsets.retention.minutes`. A reset of offsets brings back all messages that the topic keeps. So does a group
-    /// that was away for the retention of its offsets. A message is deleted with its segment, so it may stay for
-    /// `segment.ms` longer: see [`segment`](Redelivery::segment).
+    /// `offsets.retention.minutes`. All messages that the topic keeps are delivered again after a reset of the offsets,
+    /// and to a group that was away for longer than its offsets are kept. A message is deleted together with its
+    /// segment, and so may stay for `segment.ms` longer: see [`segment`](Redelivery::segment).
     pub const fn kafka(retention: Duration, offsets_retention: Duration) -> Self {
         let retention = if retention.as_nanos() == Duration::MAX.as_nanos() { None } else { Some(retention) };
         let kafka = Self::of("Kafka", retention);
         Self { segment: Self::KAFKA_SEGMENT, offsets_retention: Some(offsets_retention), ..kafka }
     }
 
-    /// Kafka: the topic's `segment.ms` (default: 7 days).
+    /// Sets Kafka's `segment.ms` of the topic (default: 7 days).
     #[must_use]
     pub const fn segment(self, segment: Duration) -> Self {
         Self { segment, ..self }
     }
 
-    /// NATS JetStream: the stream's `max_age`; zero means forever, as in JetStream. A consumer that is created anew may
-    /// start at the beginning.
+    /// NATS JetStream: the stream's `max_age`; zero means forever, as in JetStream. A new consumer may start at the
+    /// beginning of the stream.
     pub const fn jetstream(max_age: Duration) -> Self {
         Self::of("JetStream", if max_age.is_zero() { None } else { Some(max_age) })
     }
 
-    /// RabbitMQ: the message TTL of the queue or of its policy. A queue without one is
+    /// RabbitMQ: the message TTL of the queue or of its policy. A queue without a message TTL is
     /// [`unbounded`](Redelivery::unbounded). If messages come back from a dead-letter queue, add
     /// [`dlq`](Redelivery::dlq).
     pub const fn rabbitmq(ttl: Duration) -> Self {
         Self::of("RabbitMQ", Some(ttl))
     }
 
-    /// Google Pub/Sub: the longer one of the retentions of the subscription (default: 7 days) and of its topic (at most
-    /// 31 days): a `seek` brings back acknowledged messages.
+    /// Google Pub/Sub: the longer of two retentions, of the subscription (default: 7 days) and of its topic (at most 31
+    /// days), because a `seek` brings back acknowledged messages.
     pub const fn pubsub(retention: Duration) -> Self {
         Self::of("Pub/Sub", Some(retention))
     }
@@ -89,14 +89,14 @@ impl Redelivery {
     }
 
     /// Adds a dead-letter queue, which keeps failed messages for `retention`, and from which messages may be put back.
-    /// Then the whole retention of the queue starts again. [`longest`](Redelivery::longest) includes that once; each
-    /// time that the same message is put back adds as much again.
+    /// The retention of the queue starts again for a message that is put back. [`longest`](Redelivery::longest) covers
+    /// a message that is put back once; each further time adds the same duration again.
     #[must_use]
     pub const fn dlq(self, retention: Duration) -> Self {
         Self { dlq: Some(retention), ..self }
     }
 
-    /// Returns the longest time for which a message may be delivered again; `None` if there is no end.
+    /// Returns the longest time for which a message may be delivered again; `None` if this time has no limit.
     pub const fn longest(&self) -> Option<Duration> {
         let Some(retention) = self.retention else { return None };
         let kept = retention.saturating_add(self.segment);
@@ -108,8 +108,8 @@ impl Redelivery {
 }
 
 impl Policy {
-    /// Checks that a record is remembered for as long as its broker may deliver the message again. Call this at the
-    /// start of a program.
+    /// Checks that the `ttl` of a record is at least as long as the broker may deliver the message again. Call this
+    /// function at the start of a program.
     ///
     /// # Errors
     /// [`RedeliveryProblem`] shows both times, and the remedy.
@@ -142,10 +142,9 @@ impl Policy {
 }
 
 impl<F: Future, B> Observe<F, B> {
-    /// Sets the time for which the broker may deliver the message again. A call whose record would be forgotten earlier
-    /// is refused with [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), whether its `ttl` is written in the
-    /// attribute, in a policy, or decided at run time. As with every mistake of the deployment, the message is kept and
-    /// delivered again.
+    /// Sets the time for which the broker may deliver the message again. A call with a shorter `ttl` is refused with
+    /// [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), whether the `ttl` comes from the attribute, from a
+    /// policy, or is decided at run time. The message is kept and delivered again, as with every misconfiguration.
     ///
     /// [`Policy::check_redelivery`] makes the same comparison at the start of the program, if the `ttl` is in a policy.
     ///
@@ -172,7 +171,8 @@ impl<F: Future, B> Observe<F, B> {
     }
 }
 
-/// A `ttl` after which the broker may still deliver the message, so that its body would run again.
+/// The problem that the broker may still deliver a message after the `ttl` of its record, so that the body would run
+/// again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RedeliveryProblem {
@@ -183,7 +183,7 @@ pub enum RedeliveryProblem {
         ttl: Duration,
         /// Longest time for which the message may be delivered.
         longest: Duration,
-        /// The configuration that gives this time.
+        /// The configuration of the broker, from which `longest` follows.
         redelivery: Redelivery,
     },
     /// The message may be delivered again forever.

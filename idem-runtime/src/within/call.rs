@@ -1,4 +1,4 @@
-//! The future of a call in a transaction: it polls the engine, and answers the requests of the engine itself.
+//! The future of a call in a transaction, which polls the engine and answers the engine's requests.
 
 use std::fmt;
 use std::future::Future;
@@ -17,7 +17,7 @@ use crate::engine::{Operation, Recorder};
 use crate::error::Error;
 use crate::store::transaction::TransactionStore;
 
-/// The place of an [`Operation`] that is recorded inside of a transaction; see
+/// Place of an [`Operation`] whose record is inside of a transaction; see
 /// [`Within::operation`](super::Within::operation).
 pub struct InTransaction<'a, C> {
     pub(super) asked: mpsc::UnboundedReceiver<MailboxRequest>,
@@ -38,7 +38,7 @@ impl<R, C: TransactionStore> Operation<R, InTransaction<'_, C>> {
     /// transaction is left open; see [`Within`](super::Within).
     ///
     /// # Errors
-    /// The error of `body`, or the [`Error`] that gives the reason why there is no result.
+    /// The error of `body`, or an [`Error`] with the reason why there is no result.
     ///
     /// # Panics
     /// If `body` panics.
@@ -67,9 +67,9 @@ impl<R, C: TransactionStore> Operation<R, InTransaction<'_, C>> {
 }
 
 pin_project! {
-    /// A call, which also answers the requests of its engine to the transaction.
+    /// A call, and the answers to the requests of its engine.
     struct TransactionCall<F, A, R: Future, U> {
-        // Dropped before the engine, whose late writes then find the mailbox closed.
+        // This field is dropped before the engine, so that the engine's late writes find the mailbox closed.
         asked: mpsc::UnboundedReceiver<MailboxRequest>,
         act: F,
         #[pin]
@@ -78,7 +78,7 @@ pin_project! {
         run: R,
         result: Option<R::Output>,
         node: Option<Arc<CallNode>>,
-        // Dropped after the body, and after the calls in it.
+        // This field is dropped after the body, and after the calls inside of the body.
         _undo: U,
     }
 }
@@ -121,7 +121,7 @@ where
                 }
                 Poll::Pending => match ready!(this.asked.poll_recv(cx)) {
                     Some(ask) => NextAction::Answer(ask),
-                    // Does not happen: the engine keeps its end of the mailbox for as long as it runs.
+                    // Does not happen: the engine keeps the mailbox open for as long as it runs.
                     None => return Poll::Pending,
                 },
             };

@@ -1,10 +1,10 @@
-//! Notes about the attempts in a transaction of the library, for the time after its rollback.
+//! Notes about the attempts in a transaction that the library began, for use after a rollback.
 
 use crate::record::{Finish, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::StoreError;
 use crate::store::transaction::TransactionStore;
 
-/// Notes about a transaction for the time after its rollback.
+/// Notes about a transaction, for use after its rollback.
 #[derive(Default)]
 pub(super) struct Journal {
     /// Attempts that began in the transaction, the earliest first.
@@ -32,8 +32,8 @@ impl Journal {
         }
     }
 
-    /// Writes the ends of the attempts by `records`, the operations in the schema or table of each. Returns whether the
-    /// errors among them are recorded.
+    /// Writes the ends of the attempts. `records` returns the operations on the schema or table of an attempt. Returns
+    /// whether all errors that the attempts had recorded are recorded again.
     pub(super) async fn write<C: TransactionStore>(&self, records: impl Fn(&str) -> C) -> Result<bool, StoreError> {
         let mut recorded = true;
         for attempt in &self.attempts {
@@ -48,13 +48,13 @@ struct UndoneAttempt {
     /// Name of the schema or the table of its record.
     place: String,
     request: ReserveRequest,
-    /// Error that the attempt recorded. `None`: the key of the attempt is free.
+    /// Error that the attempt recorded; `None` if the attempt must free its key.
     failure: Option<Finish>,
 }
 
 impl UndoneAttempt {
-    /// Writes only the end of the attempt, so that the attempt counts and the next attempt has another number. Returns
-    /// false if nothing is written, because another attempt has the key by now.
+    /// Writes a record with the end of the attempt, so that the attempt counts and the next attempt has another number.
+    /// Returns false without a write if another attempt has the key by now.
     async fn write<C: TransactionStore>(&self, transaction: &C) -> Result<bool, StoreError> {
         match transaction.reserve(&self.request).await? {
             Reservation::Granted { lease, .. } => {

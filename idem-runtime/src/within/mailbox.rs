@@ -1,9 +1,9 @@
 //! The store of one call in a transaction, which forwards each request to the future of the call.
 //!
-//! The engine and the values that it hands out (attempts, late writes) need a store that lives as long as they do and
-//! that any thread may use. A borrowed transaction offers neither. So the engine gets a [`Mailbox`] as its store. The
-//! future of the call, which may borrow the transaction, answers the requests in that mailbox. The mailbox ends with
-//! the call: no lease is renewed, and nothing is written late.
+//! The engine, its attempts and its late writes need a store that lives as long as they do, and that any thread may
+//! use. A borrowed transaction is no such store. So the engine gets a [`Mailbox`] as its store. The future of the call,
+//! which may borrow the transaction, answers the requests in that mailbox. The mailbox ends with the call: no lease is
+//! renewed, and nothing is written late.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -18,7 +18,7 @@ use crate::record::{
 };
 use crate::store::{Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture};
 
-/// A request of the engine to its mailbox, answered in the transaction.
+/// A request of the engine, which the future of the call answers in the transaction.
 pub(super) enum MailboxRequest {
     Reserve(ReserveRequest, Sender<Reservation>),
     Finish(Lease, Finish, Sender<Verdict>),
@@ -43,7 +43,7 @@ impl MailboxRequest {
 
 pub(super) type Sender<T> = oneshot::Sender<Result<T, StoreError>>;
 
-/// The store of one call: forwards every request to the future of the call, which has the transaction.
+/// The store of one call. Forwards every request to the future of the call, which borrows the transaction.
 pub(super) struct Mailbox {
     this: Weak<Mailbox>,
     namespace: Box<str>,
@@ -58,8 +58,8 @@ impl fmt::Debug for Mailbox {
 }
 
 impl Mailbox {
-    /// Makes the mailbox of one call, and returns it with its other end. `place` names the table or the schema of the
-    /// records.
+    /// Makes the mailbox of one call. Returns the mailbox, and the receiver of its requests. `place` is the table or
+    /// the schema of the records.
     pub(super) fn open(
         name: &'static str,
         (namespace, holder): (&str, &str),
@@ -83,7 +83,8 @@ impl Mailbox {
         answer.await.map_err(|_| over())?
     }
 
-    /// Sends a write. The write is refused once the call is over: then the transaction alone decides about its record.
+    /// Sends a write. A write after the end of the call is refused, because then only the commit or rollback decides
+    /// about the record.
     async fn write(&self, ask: impl FnOnce(Sender<Verdict>) -> MailboxRequest) -> Result<Verdict, StoreError> {
         if self.asks.is_closed() { Ok(Verdict::Refused) } else { self.ask(ask).await }
     }
@@ -114,8 +115,7 @@ impl Store for Mailbox {
         StoreFuture::new(self.ask(|answer| MailboxRequest::Reserve(request.clone(), answer)))
     }
 
-    /// Sends nothing: the reservation has marked the record, and the transaction holds its keys for as long as it is
-    /// open.
+    /// Sends no request: the reservation has already marked the record, and the open transaction holds its key.
     fn begin<'a>(&'a self, _: &'a Lease) -> StoreFuture<'a, Verdict> {
         StoreFuture::ready(Ok(if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied }))
     }
@@ -154,13 +154,13 @@ impl Store for Mailbox {
         StoreFuture::ready(Ok(0))
     }
 
-    /// Refuses: a scan of the table takes more time than the user's transaction should.
+    /// Refuses to list records: a scan of the table would keep the user's transaction open for too long.
     fn list<'a>(&'a self, _: &'a Filter) -> StoreFuture<'a, Page> {
         let message = "records are not listed inside of a transaction; ask a store of its own";
         StoreFuture::ready(Err(StoreError::new(StoreErrorKind::Unsupported, message)))
     }
 
-    /// Sends nothing: the next statement of the transaction shows whether its connection works.
+    /// Sends no request: the next statement of the transaction shows whether the connection works.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::ready(Ok(()))
     }

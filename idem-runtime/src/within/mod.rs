@@ -30,37 +30,41 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 /// Records inside your open transaction; made by `PostgresStore::within` and `SqliteStore::within`, for
 /// `store = PostgresStore::within(tx)`.
 ///
-/// The record and the writes of the body through the same transaction commit together or not at all. So the effect
-/// happens exactly once, even if any step fails. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and
+/// The record, and the writes that the body makes through the same transaction, commit together or not at all. So the
+/// effect happens exactly once, even if any step fails. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and
 /// `SqliteStore::transact` begin the transaction, call, commit and return the action for the message: use them to
 /// handle messages.
 ///
 /// - *The commit* is up to you after the call has returned `Ok`, or to `transact`. The record and the result become
-///   visible to others at the commit; until then it is unknown whether they will. So the [`Outcome`](crate::Outcome) of
-///   a call that ran its body in your transaction is [pending](crate::Outcome::is_pending_commit), and its disposition
-///   is to deliver the message again, until [`Outcome::committed`](crate::Outcome::committed) notes that the commit
-///   succeeded; the library logs a warning about a pending outcome. The next delivery replays the committed result, and
-///   is acknowledged. A driver may answer `Ok` to the `COMMIT` of a transaction in which a statement has failed,
-///   although the server has rolled it back; `transact` detects that.
+///   visible to other transactions at the commit; before the commit, it is unknown whether the operation takes effect.
+///   So the [`Outcome`](crate::Outcome) of a call that ran its body in your transaction is
+///   [pending](crate::Outcome::is_pending_commit), and its disposition is to deliver the message again, until
+///   [`Outcome::committed`](crate::Outcome::committed) notes that the commit succeeded; the library logs a warning
+///   about a pending outcome. The next delivery replays the committed result, and is acknowledged. A driver may answer
+///   `Ok` to the `COMMIT` of a transaction in which a statement has failed, although the server has rolled it back;
+///   `transact` detects that.
 /// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
-///   After a rollback `transact` writes the ends of its attempts in a separate transaction, so that they count and the
-///   pauses grow. A process that dies leaves no trace of its attempt. `max_attempts` is refused in a transaction that
-///   you begin yourself, with [`Error::Store`] of kind [`Misconfigured`], because no attempt would count there.
-/// - *A swallowed error* leaves nothing of the body. Each call has a savepoint, and the writes of the body are undone
+///   After a rollback `transact` writes the ends of the attempts in a separate transaction, so that the attempts count
+///   and the pauses grow. A process that dies leaves no trace of its attempt. `max_attempts` is refused in a
+///   transaction that you begin yourself, with [`Error::Store`] of kind [`Misconfigured`], because no attempt would
+///   count there.
+/// - *A swallowed error* leaves no write of the body. Each call has a savepoint, and the writes of the body are undone
 ///   when the body returns an error, panics or is cancelled. All other writes through the transaction during the call
-///   are undone as well. If you commit then, the record of a body that returned an error shows that the attempt ended
-///   without a result, and the next delivery runs; under `on_error = record` the record holds the error. A call that
-///   was cancelled or panicked leaves no trace, except under `on_crash = fail`: there it counts as an attempt that
-///   died, and the operation as interrupted once its lease has lapsed.
-/// - *To keep the writes of a failing body*, return a value: `Ok(Declined)` instead of an error is committed with them.
+///   are undone as well. If you then commit the transaction, the record of a body that returned an error shows that the
+///   attempt ended without a result, and the next delivery runs the body; under `on_error = record` the record holds
+///   the error. A call that was cancelled or panicked leaves no record. Under `on_crash = fail` it leaves a record of
+///   an attempt that died, and the operation counts as interrupted when the lease has lapsed.
+/// - *To keep the writes of a failing body*, return a value instead of an error: `Ok(Declined)` is committed together
+///   with the writes.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
 /// - *A concurrent duplicate* gets [`Error::InProgress`] immediately, or waits with `in_progress = wait("…")`.
 /// - *Several calls in one transaction* may be nested, or made one after the other. Concurrent calls, by a `join!`,
 ///   take turns.
-/// - *A failed statement of the library* is undone, and the transaction goes on. If that is not possible, the error is
-///   [`Error::Store`] or [`Error::Unrecorded`] of kind [`Aborted`], and nothing takes effect.
+/// - *A failed statement of the library* is undone, and the transaction goes on. If the statement can't be undone, the
+///   error is [`Error::Store`] or [`Error::Unrecorded`] of kind [`Aborted`], and nothing takes effect.
 ///
-/// Use a scope either inside transactions or with the store itself, but not both, so that neither waits for the other.
+/// Use a scope either inside of transactions or with the store itself, but not both: a call of one kind would wait for
+/// a call of the other kind.
 ///
 /// [`Aborted`]: crate::StoreErrorKind::Aborted
 /// [`Error::InProgress`]: crate::Error::InProgress
@@ -93,8 +97,8 @@ impl<'a, C> Within<'a, C> {
         self
     }
 
-    /// Name of this program in its records, next to host and process (default: none). The process keeps each name
-    /// forever, so don't use a name per call.
+    /// Name of this program in its records, next to host and process (default: none). The process never frees a name,
+    /// so don't use another name for each call.
     #[must_use]
     pub fn holder(mut self, name: &str) -> Self {
         self.holder = name.into();
@@ -103,7 +107,7 @@ impl<'a, C> Within<'a, C> {
 }
 
 impl<'a, C: TransactionStore> Within<'a, C> {
-    /// Creates an operation named by `key` in this transaction.
+    /// Creates the operation with this `key` in this transaction.
     pub fn operation(
         &self,
         key: Result<Key, KeyError>,

@@ -13,11 +13,11 @@ use crate::sync::lock;
 /// Your open transaction, for `PostgresStore::within` and `SqliteStore::within`: the `Transaction` of rusqlite,
 /// tokio-postgres, deadpool-postgres or sqlx.
 ///
-/// It is used like the driver's transaction, which it derefs to; calls take a reference to it. A transaction of sqlx
-/// is behind a `tokio::sync::Mutex`, because body and record share its connection.
+/// The guard derefs to the driver's transaction, and is used like it; calls take a reference to the guard. A
+/// transaction of sqlx is behind a `tokio::sync::Mutex`, because body and record share its connection.
 ///
-/// All calls in the transaction share this guard, and so take turns. Its drop rolls back, like the driver's.
-/// `transact` makes the guard; in a transaction that you begin yourself, you do:
+/// All calls in the transaction share this guard, and so take turns. Dropping the guard rolls the transaction back.
+/// `transact` makes the guard for you. For a transaction that you begin yourself, make the guard like this:
 ///
 /// ```
 /// # #[cfg(feature = "with-rusqlite-0_40")]
@@ -46,7 +46,7 @@ impl<T: DriverTransaction> OpenTransaction<T> {
         Self { shared: transaction.into(), notes }
     }
 
-    /// Guards a transaction that the library has begun: its attempts are counted after a rollback.
+    /// Guards a transaction that the library has begun, and whose attempts count even after a rollback.
     pub(super) fn with_journal(transaction: T, clock: Arc<dyn Clock>) -> Self {
         let mut this = Self::with_clock(transaction, clock);
         this.notes.journal = Some(Mutex::default());
@@ -65,7 +65,7 @@ impl<T: DriverTransaction> OpenTransaction<T> {
     }
 }
 
-/// Returns the clock of a transaction without a clock of its own.
+/// Returns the clock of a transaction for which no clock was given.
 pub(super) fn default_clock() -> Arc<dyn Clock> {
     Arc::new(SystemClock::default())
 }
@@ -87,13 +87,15 @@ impl<T: DriverTransaction> fmt::Debug for OpenTransaction<T> {
 /// Data that the calls in one transaction share.
 pub(super) struct TransactionNotes {
     pub(super) calls: CallStack,
-    /// `None` in a transaction that the user began: no attempt is counted after its rollback.
+    /// Notes for the time after a rollback; `None` in a transaction that the user began, whose attempts don't count
+    /// after a rollback.
     journal: Option<Mutex<Journal>>,
     pub(super) clock: Arc<dyn Clock>,
 }
 
 impl TransactionNotes {
-    /// Adds a note to the journal. Returns whether there is a journal: whether the library began the transaction.
+    /// Adds a note to the journal. Returns whether there is a journal, which means that the library began the
+    /// transaction.
     pub(super) fn note(&self, note: impl FnOnce(&mut Journal)) -> bool {
         self.journal.as_ref().map(|journal| note(&mut lock(journal))).is_some()
     }

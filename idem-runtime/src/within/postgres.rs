@@ -13,13 +13,13 @@ use crate::store::StoreError;
 use crate::stores::postgres::{InPostgres, PostgresStore, StatementError, Transaction, is_conflict};
 
 impl PostgresStore {
-    /// Puts records inside your open transaction: they are committed with its other writes, or not at all. See
-    /// [`Within`].
+    /// Puts records inside of your open transaction. The records are committed together with its other writes, or not
+    /// at all. See [`Within`].
     ///
     /// The table is in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
-    /// `SERIALIZABLE`, a duplicate that finds a record committed after this transaction began ends the transaction with
-    /// an error, like any other conflict at these levels. Times count from each statement, not from the start of the
-    /// transaction.
+    /// `SERIALIZABLE`, a call ends the transaction with an error if its record was committed after this transaction
+    /// began, like any other conflict at these levels. Leases and retentions count from the statement, not from the
+    /// start of the transaction.
     ///
     /// ```no_run
     /// # #[cfg(feature = "with-tokio-postgres-0_7")]
@@ -89,20 +89,20 @@ impl PostgresStore {
     /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) be
     /// [`Ack`](crate::Disposition::Ack). If `work` returns an error or panics, or if the commit is refused, the
     /// transaction is rolled back and the message is to be delivered again. An error that a handler recorded (`on_error
-    /// = record`) is still recorded, alone. The attempts that began are written after the rollback, so that
-    /// `max_attempts` counts them, and pauses grow. If the connection breaks and the commit is uncertain, the message
-    /// is delivered again, and replayed if the transaction was committed.
+    /// = record`) stays recorded, without the body's writes. The ends of the attempts are written after the rollback,
+    /// so that `max_attempts` counts the attempts, and pauses grow. If the connection breaks during the commit, the
+    /// message is delivered again; if the transaction was committed, that delivery gets the recorded result.
     ///
     /// The returned future is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`,
-    /// `on_beat`, `catch_panics`, `message`. One delivery may contain another.
+    /// `on_beat`, `catch_panics`, `message`. A delivery may be nested in another delivery.
     ///
-    /// `client` may come from a pool. A connection that has died makes `transact` return the driver's error, and the
-    /// message is delivered again after a pause that grows with the outage. So let the pool check connections that it
-    /// hands out, and take a new connection from the pool for each delivery.
+    /// `client` may come from a pool. If the connection is dead, `transact` returns the driver's error, and the message
+    /// is delivered again after a pause that grows with the outage. So let the pool check connections that it hands
+    /// out, and take a new connection from the pool for each delivery.
     ///
-    /// If the server undoes the transaction in favour of another one (a serialization failure or a deadlock, at the
-    /// commit or in a statement of the library), a clone of `work` is tried again, up to five times in all: none of its
-    /// writes has taken effect in the database. The isolation level is the session's default.
+    /// If the server aborts the transaction because of a conflict (a serialization failure or a deadlock, at the commit
+    /// or in a statement of the library), a clone of `work` is tried again, up to five times in total. No write of the
+    /// aborted transaction has taken effect in the database. The isolation level is the session's default.
     ///
     /// ```no_run
     /// # async fn deliver(client: &mut tokio_postgres::Client, order: i64) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -126,7 +126,7 @@ impl PostgresStore {
     /// ```
     ///
     /// # Cancel safety
-    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
+    /// Dropping the future rolls the transaction back, unless the `COMMIT` has already been sent.
     pub fn transact<T, E, W>(
         client: &mut tokio_postgres::Client,
         work: W,
@@ -163,8 +163,8 @@ impl PostgresStore {
     }
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
-/// recorded.
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether all errors that the attempts
+/// had recorded are recorded again.
 #[cfg(feature = "with-tokio-postgres-0_7")]
 async fn count(
     client: &mut tokio_postgres::Client,
@@ -177,7 +177,8 @@ async fn count(
     Ok(recorded)
 }
 
-/// Commits, unless a statement has failed: the server would roll back, and report success.
+/// Commits the transaction. First checks that no statement has failed: the server would then roll back, but report
+/// success.
 #[cfg(feature = "with-tokio-postgres-0_7")]
 async fn commit(tx: tokio_postgres::Transaction<'_>) -> Result<(), tokio_postgres::Error> {
     tx.batch_execute("SELECT 1").await?;
@@ -186,7 +187,8 @@ async fn commit(tx: tokio_postgres::Transaction<'_>) -> Result<(), tokio_postgre
 
 #[cfg(feature = "with-sqlx-0_8")]
 impl PostgresStore {
-    /// Does the same as [`transact`](PostgresStore::transact), with `sqlx`.
+    /// Begins, runs and commits a transaction of `sqlx`, as [`transact`](PostgresStore::transact) does with
+    /// tokio-postgres.
     ///
     /// ```no_run
     /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
@@ -207,7 +209,7 @@ impl PostgresStore {
     /// ```
     ///
     /// # Cancel safety
-    /// Dropping the future rolls the transaction back, unless its `COMMIT` is under way.
+    /// Dropping the future rolls the transaction back, unless the `COMMIT` has already been sent.
     pub fn transact_sqlx<T, E, W>(pool: &sqlx::PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
     where
         W: AsyncFnOnce(&OpenTransaction<sqlx::Transaction<'_, sqlx::Postgres>>) -> Result<T, E> + Clone,
@@ -244,8 +246,8 @@ impl PostgresStore {
     }
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
-/// recorded.
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether all errors that the attempts
+/// had recorded are recorded again.
 #[cfg(feature = "with-sqlx-0_8")]
 async fn count_sqlx(pool: &sqlx::PgPool, journal: &Journal, clock: Arc<dyn Clock>) -> Result<bool, StoreError> {
     let tx = OpenTransaction::with_clock(pool.begin().await.map_err(StatementError::from)?, clock);
@@ -254,7 +256,8 @@ async fn count_sqlx(pool: &sqlx::PgPool, journal: &Journal, clock: Arc<dyn Clock
     Ok(recorded)
 }
 
-/// Commits, unless a statement has failed or the transaction is over: the driver would report success.
+/// Commits the transaction. First checks that no statement has failed and that the transaction is open: otherwise the
+/// driver would report success.
 #[cfg(feature = "with-sqlx-0_8")]
 async fn commit_sqlx(mut tx: sqlx::Transaction<'static, sqlx::Postgres>) -> Result<(), sqlx::Error> {
     sqlx::Executor::execute(&mut *tx, "SAVEPOINT idem; RELEASE SAVEPOINT idem").await?;

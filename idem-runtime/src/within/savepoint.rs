@@ -1,7 +1,7 @@
-//! A call and its savepoint, so that a call that does not complete leaves nothing of its body.
+//! Savepoints of calls: a call that does not complete leaves no write of its body.
 //!
-//! Each call has a savepoint. A call that ends without a completed record is rolled back to its savepoint, so that a
-//! swallowed error leaves nothing of the body.
+//! Each call has a savepoint. A call that ends without a completed record is rolled back to its savepoint, so that the
+//! writes of its body disappear even if the user swallows the error and commits.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -17,8 +17,8 @@ use crate::store::transaction::{TransactionStore, is_conflict};
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
 
-/// Size in bytes from which a result may be too large for the server. Such a result is written with a savepoint of its
-/// own.
+/// Size in bytes from which a result may be too large for the server. Such a result is written inside of a further
+/// savepoint.
 const LARGE: usize = 1024 * 1024;
 
 /// A call and its savepoint.
@@ -32,14 +32,14 @@ pub(super) struct SavepointScope<'a, C> {
 
 struct CallState<'a> {
     turn: Option<Turn<'a>>,
-    /// Number of open savepoints: of the call, and of a write in it.
+    /// Number of open savepoints of the call: its own, and one of a write.
     saved: usize,
     /// The reservation of the call.
     reserved: Option<ReserveRequest>,
 }
 
 impl<'a, C: TransactionStore> SavepointScope<'a, C> {
-    /// Makes the scope of a call. `undoes`: whether the writes of a body that does not complete are undone.
+    /// Makes the scope of a call. If `undoes`, the writes of a body that does not complete are undone.
     pub(super) fn new(transaction: C, notes: &'a TransactionNotes, undoes: bool) -> Self {
         let state = CallState { turn: None, saved: 0, reserved: None };
         Self { transaction, notes, undoes, state: Mutex::new(state) }
@@ -65,7 +65,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         Ok(())
     }
 
-    /// Runs `work` inside a savepoint, so that it takes effect in full or not at all.
+    /// Runs `work` inside of a savepoint, so that `work` takes effect in full or not at all.
     async fn saved<T>(&self, work: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         self.save().await?;
         match work.await {
@@ -80,7 +80,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         }
     }
 
-    /// Waits until no other call in this transaction is under way, except those that enclose this one.
+    /// Waits until all calls in this transaction have ended, except for the calls that enclose this call.
     pub(super) async fn take_turn(&self, node: &CallNode) -> Result<(), StoreError> {
         if self.state().turn.is_none() {
             let turn = Turn::take(&self.notes.calls, node, &*self.notes.clock).await?;
@@ -119,8 +119,8 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         Ok(reserved)
     }
 
-    /// Reserves a key. Under `on_crash = fail` the same step marks in the record that the body begins: the commit
-    /// decides about both.
+    /// Reserves a key. Under `on_crash = fail`, also marks in the record that the body begins: the reservation and the
+    /// mark are committed together.
     async fn reserve_marked(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let reserved = self.transaction.reserve(request).await?;
         if let Reservation::Granted { lease, .. } = &reserved
@@ -170,10 +170,10 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         self.transaction.rewind().await?;
         let written = match request.on_crash {
             OnCrash::Fail => ending.write(&self.transaction, lease).await?,
-            // The rewind undid the reservation as well. The new reservation gets the same attempt number.
+            // The rewind has also undone the reservation, so the key is reserved again, with the same attempt number.
             _ => match self.transaction.reserve(&request).await? {
                 Reservation::Granted { lease, .. } => ending.write(&self.transaction, &lease).await?,
-                // Another transaction has reserved the key in between. Nothing of this attempt is left.
+                // Another transaction has reserved the key in between, so no record of this attempt is written.
                 _ => Verdict::Applied,
             },
         };
@@ -181,7 +181,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         Ok(written)
     }
 
-    /// Keeps the writes of the call.
+    /// Keeps the writes of the call, by releasing its savepoint.
     async fn over(&self) -> Result<(), StoreError> {
         if self.state().saved > 0 {
             self.keep().await?;
@@ -189,8 +189,8 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         Ok(())
     }
 
-    /// Undoes the rest once the call is over without an end of its attempt: its lease was lost, or its result could not
-    /// be recorded.
+    /// Undoes the writes of a call that is over although its attempt has no recorded end: the lease was lost, or the
+    /// result could not be recorded.
     pub(super) async fn end(&self) {
         while self.state().saved > 0 {
             if let Err(error) = self.noted(self.undo().await) {
@@ -204,7 +204,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         self.state().turn = None;
     }
 
-    /// Answers a request of the engine. The asking call may be gone; then its answer is dropped.
+    /// Answers a request of the engine. If the engine no longer waits for the answer, the answer is dropped.
     pub(super) async fn answer(&self, ask: MailboxRequest) {
         let at = &self.transaction;
         match ask {
@@ -249,7 +249,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
     }
 }
 
-/// End of an attempt whose body is undone.
+/// End of an attempt whose writes are undone.
 #[derive(Clone, Copy)]
 enum UndoneEnd<'a> {
     Finish(&'a Finish),
@@ -265,8 +265,8 @@ impl UndoneEnd<'_> {
     }
 }
 
-/// Converts an error at the end of an attempt: in this transaction only a smaller result can help, so errors that
-/// invite a repetition become `Aborted`.
+/// Converts an error at the end of an attempt. A retry in the same transaction does not help, so errors that suggest a
+/// retry become `Aborted`.
 fn ended(error: StoreError) -> StoreError {
     match error.kind() {
         StoreErrorKind::TooLarge | StoreErrorKind::Corrupt | StoreErrorKind::Aborted => error,

@@ -15,14 +15,14 @@ use crate::store::StoreError;
 use crate::stores::sqlite::{InSqlite, SqliteStore, aborted};
 
 impl SqliteStore {
-    /// Puts records inside your open transaction: they are committed with its other writes, or not at all. See
-    /// [`Within`].
+    /// Puts records inside of your open transaction. The records are committed together with its other writes, or not
+    /// at all. See [`Within`].
     ///
     /// The table is `idem_records`, or [`another`](Within::table), and is created if it is missing. Begin the
     /// transaction as `IMMEDIATE`. Only one writing transaction is open at a time, so a duplicate then waits at its
-    /// `BEGIN`, for as long as the `busy_timeout` of its connection allows. In any other transaction, a duplicate gets
-    /// [`Error::Store`] of kind [`Aborted`] if another transaction writes. `rusqlite` works on the thread that calls
-    /// it.
+    /// `BEGIN`, for as long as the `busy_timeout` of its connection allows. In a transaction that is not `IMMEDIATE`, a
+    /// duplicate gets [`Error::Store`] of kind [`Aborted`] while another transaction writes. `rusqlite` blocks the
+    /// calling thread.
     ///
     /// [`Aborted`]: crate::StoreErrorKind::Aborted
     /// [`Error::Store`]: crate::Error::Store
@@ -60,11 +60,11 @@ impl SqliteStore {
     /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) be
     /// [`Ack`](crate::Disposition::Ack). If `work` returns an error or panics, or if the commit fails, the transaction
     /// is rolled back and the message is to be delivered again. An error that a handler recorded (`on_error = record`)
-    /// is still recorded, alone. The attempts that began are written after the rollback, so that `max_attempts` counts
-    /// them, and pauses grow.
+    /// stays recorded, without the body's writes. The ends of the attempts are written after the rollback, so that
+    /// `max_attempts` counts the attempts, and pauses grow.
     ///
     /// The returned future is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`,
-    /// `on_beat`, `catch_panics`, `message`. One delivery may contain another.
+    /// `on_beat`, `catch_panics`, `message`. A delivery may be nested in another delivery.
     ///
     /// ```
     /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
@@ -116,8 +116,8 @@ impl SqliteStore {
     }
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether the errors among them are
-/// recorded.
+/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether all errors that the attempts
+/// had recorded are recorded again.
 async fn count(connection: &mut Connection, journal: &Journal, clock: Arc<dyn Clock>) -> Result<bool, StoreError> {
     let failed = |error: rusqlite::Error| aborted(&error.into());
     let begun = connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(failed)?;

@@ -15,11 +15,11 @@ use crate::engine::{TransactionEnd, settle, unreached, unsettled};
 use crate::store::StoreError;
 use crate::store::transaction::DriverTransaction;
 
-/// Number of tries of a transaction that conflicts with others.
+/// Largest number of tries of a transaction that conflicts with other transactions.
 #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 const TRIES: u32 = 5;
 
-/// Notes that no transaction could be begun for the delivery, mostly for lack of a connection.
+/// Notes that no transaction could be begun for the delivery, in most cases because no connection is available.
 pub(super) fn not_begun() {
     settle(TransactionEnd::NotBegun { again: unreached() });
 }
@@ -50,8 +50,8 @@ pub(super) fn committed<T>(done: T) -> T {
     done
 }
 
-/// Ends a delivery whose transaction was rolled back. `count` writes the attempts that began in it, and returns whether
-/// the errors among them are recorded again. Returns the error of the work.
+/// Ends a delivery whose transaction was rolled back. `count` writes the ends of the attempts in the transaction, and
+/// returns whether all errors that the attempts had recorded are recorded again. Returns the error of the work.
 ///
 /// # Panics
 /// If the work panicked.
@@ -75,7 +75,7 @@ pub(super) async fn rolled_back<E>(
 /// Failure of one try of a transaction.
 pub(super) struct TryFailure<E> {
     cause: FailureCause<E>,
-    /// True if the server undid the transaction in favour of another one.
+    /// True if the server aborted the transaction because of a conflict with another transaction.
     #[cfg_attr(
         not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
         expect(dead_code, reason = "SQLite has no conflicts of transactions")
@@ -107,7 +107,7 @@ pub(super) async fn pause_after(number: u32, clock: &Arc<dyn Clock>) {
     clock.sleep(Duration::from_millis(10 << number.min(6))).await;
 }
 
-/// The work in a transaction, whose panic does not end the transaction: the attempt that panicked is written after the
+/// The work in a transaction, whose panic is caught, because the end of the panicked attempt must be written after the
 /// rollback. `None` once the work has ended.
 ///
 /// Boxed: a call in a transaction is large, and its caller's future would store it more than once.

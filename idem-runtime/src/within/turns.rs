@@ -48,7 +48,7 @@ impl CallNode {
     }
 }
 
-/// Marks a call as the one that is being polled on this thread, until this guard is dropped.
+/// Guard during which a call counts as the call that is being polled on this thread.
 pub(super) struct PolledCall(Option<Arc<CallNode>>);
 
 impl PolledCall {
@@ -63,7 +63,7 @@ impl Drop for PolledCall {
     }
 }
 
-/// Stack of the calls under way in one transaction: each call is made in the body of the call below it.
+/// Stack of the running calls in one transaction: each call is made in the body of the call below it.
 #[derive(Default)]
 pub(super) struct CallStack {
     stack: Mutex<Vec<u64>>,
@@ -71,7 +71,7 @@ pub(super) struct CallStack {
 }
 
 impl CallStack {
-    /// Pushes a call if no other call is under way except those that enclose it.
+    /// Pushes a call if all running calls enclose it.
     fn try_push(&self, node: &CallNode) -> bool {
         let mut stack = lock(&self.stack);
         let is_free = stack.last().is_none_or(|last| node.is_inside(*last));
@@ -100,7 +100,7 @@ pub(super) struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until no call is under way except those that enclose this one.
+    /// Waits until all running calls in the transaction enclose this call.
     pub(super) async fn take(calls: &'a CallStack, node: &CallNode, clock: &dyn Clock) -> Result<Self, StoreError> {
         let mut pushed = pin!(calls.push(node));
         // Most calls don't have to wait, and then need no timer.
