@@ -8,11 +8,11 @@ const UNITS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), ("m", 60_0
 /// Longest duration that the runtime and every store accept: 100 years.
 const MAX_MILLIS: u64 = 100 * 366 * 86_400_000;
 
-/// Reads a duration. The error message quotes the text, says what is wrong and what to write instead.
+/// Reads a duration. The error message quotes the text, and names the mistake and a correction.
 pub(crate) fn parse(text: &str) -> Result<Duration, String> {
     let mut rest = text.trim();
     let mut millis: u64 = 0;
-    // Index of the first unit that may still follow: `30m 1h` is more likely a slip than an intention.
+    // Index of the largest unit that may still follow. A larger unit (as in `30m 1h`) is probably a mistake.
     let mut next = 0;
     if rest.is_empty() {
         return Err(unreadable(text));
@@ -58,7 +58,8 @@ fn unreadable(text: &str) -> String {
     }
 }
 
-/// Returns the text that `7 days`, `1 hour 30 minutes` or `2w` probably stands for. `None` for `90`, which has no unit.
+/// Returns the duration that a text such as `7 days`, `1 hour 30 minutes` or `2w` probably means, in valid form; `None`
+/// for a text such as `90`, which has no unit.
 fn suggestion(text: &str) -> Option<String> {
     let mut rest = text.trim();
     let mut parts = Vec::new();
@@ -79,7 +80,7 @@ fn suggestion(text: &str) -> Option<String> {
         rest = after.trim_start_matches([' ', ',']);
     }
     let better = parts.join(" ");
-    // Offer only a text that `parse` accepts. An empty text has no parts.
+    // Offers only a text that `parse` accepts.
     (!better.is_empty() && parse(&better).is_ok()).then_some(better)
 }
 
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slip_gets_a_correction() {
+    fn a_mistyped_duration_gets_a_correction() {
         let cases = [
             ("7 days", "write `7d`"),
             ("1 hour, 30 minutes", "write `1h 30m`"),

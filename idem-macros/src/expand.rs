@@ -1,4 +1,4 @@
-//! Turns a checked call into tokens.
+//! Turns a checked use of the attribute into tokens.
 //!
 //! ```text
 //! Input:   #[idempotent(key = "order:{event.id}", ttl = "7d", store = app.store)]
@@ -24,10 +24,10 @@
 //!          }
 //! ```
 //!
-//! Generated locals have the hygiene of this macro, so they shadow no name of the user. Generated locals have unusual
-//! names: if the user had a constant of the same name, `let NAME = …` would be a pattern that compares with the
-//! constant, not a binding. Items are not hygienic: each `static` stands in a block without tokens of the user, and
-//! traits are imported without a name.
+//! Generated locals have the hygiene of this macro, so they shadow no name of the user. Their names are unusual, too:
+//! if the user had a constant called `NAME`, `let NAME = …` would compare with that constant instead of binding a new
+//! name. Items are not hygienic, so each `static` stands in a block without tokens of the user, and traits are imported
+//! without a name.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
     let output = expansion.output();
     let operation = expansion.operation();
     let run = expansion.run(&operation);
-    // A single import: a wrong path to the crate then causes one error, not one for each use.
+    // The output has a single import, so that a wrong path to the crate causes only one error.
     let body = quote_spanned! {site=>
         use #krate::__private as __idem;
         #output
@@ -58,8 +58,8 @@ pub(crate) fn expand(call: &Call, function: &Function) -> TokenStream {
     function.with_body(&call.handler.frame(body))
 }
 
-/// Names the function, on a path that is never taken. The name has the hygiene of a macro, so it can't resolve to an
-/// argument of the same name.
+/// Makes code that names the function but never runs, so that the compiler checks the name. The name has the hygiene of
+/// a macro, so it can't resolve to an argument with the same name.
 pub(crate) fn named(function: &TokenStream) -> TokenStream {
     let site = Span::mixed_site();
     let name = function.clone().into_iter().map(|mut token| {
@@ -77,12 +77,12 @@ pub(crate) fn named(function: &TokenStream) -> TokenStream {
 struct Expansion<'a> {
     call: &'a Call,
     function: &'a Function,
-    /// Hygiene of the generated names.
+    /// Span of the generated names, which gives them their hygiene.
     site: Span,
 }
 
 impl Expansion<'_> {
-    /// `let operation = ..;`: all code that must run before the body takes the arguments.
+    /// Makes `let operation = ..;`, with all code that must run before the body takes the arguments.
     fn operation(&self) -> TokenStream {
         let Self { call, site, .. } = self;
         let key = self.key();
@@ -118,7 +118,8 @@ impl Expansion<'_> {
             Part::Value(value) => self.part(value, parts.get(at + 1)),
         });
         let scope = self.scope();
-        // Each scope has one type of recorded results.
+        // The function that builds the key also registers the type of the recorded results, of which each scope has
+        // one.
         let recorded = match self.call.on_error {
             OnError::Release => quote_spanned!(site=> key_of_values),
             OnError::Record(_) | OnError::Decide(_) => quote_spanned!(site=> key_of_results),
@@ -135,14 +136,14 @@ impl Expansion<'_> {
         }
     }
 
-    /// The `static` that holds the scope.
+    /// Makes the `static` that holds the scope.
     fn scope(&self) -> TokenStream {
         let site = self.site;
         let Some(Scope { name, shared }) = &self.call.scope else {
             let function = &self.function.signature.ident;
             let name = function.unraw().to_string();
             return quote_spanned! {site=>
-                // Only a function outside of every `impl` and `trait` can be named like this.
+                // Only a function outside of every `impl` and `trait` can be named by its plain name.
                 __idem::a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own!(#function);
                 static SCOPE: __idem::Scope =
                     __idem::scope(__idem::concat!(__idem::module_path!(), "::", #name), false);
@@ -162,7 +163,8 @@ impl Expansion<'_> {
         let site = self.site;
         let method = Ident::new("idem_append", blamed(value));
         let value = self.written(value);
-        // Inside the value, the character that follows it in the template is escaped. Only text can follow a value.
+        // The character that follows a value in the template is escaped inside of the value. Only text can follow a
+        // value.
         let next = match next {
             Some(Part::Text(text)) => text.chars().next(),
             _ => None,
@@ -232,7 +234,7 @@ impl Expansion<'_> {
                 quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
             }
             Setting::Migrate(function) => {
-                // Spanned at the function, so that a message about its signature points only there.
+                // The span is that of the function, so that a message about its signature points there.
                 let migrate = quote_spanned!(blamed(function)=> __idem::OnUndecodable::Migrate(#function));
                 quote_spanned!(site=> .on_undecodable(#migrate))
             }
@@ -254,10 +256,10 @@ impl Expansion<'_> {
         }
     }
 
-    /// `let output = ..;`: checks the types one after another, each at the token to blame.
+    /// Makes `let output = ..;`, which checks the types one after another, each at the token to blame.
     ///
-    /// Each check is a method. If a type lacks one, the compiler reports that once, with the message of the method's
-    /// trait, and skips the checks after it.
+    /// Each check is a method. If a type lacks such a method, the compiler reports one error, with the message of the
+    /// method's trait, and skips the later checks.
     fn output(&self) -> TokenStream {
         let output = without_impl_trait(&self.call.output.ty);
         let [value, error] = [self.call.output.value, self.call.output.error];
@@ -272,12 +274,12 @@ impl Expansion<'_> {
         }
     }
 
-    /// Runs the body, after `operation`.
+    /// Makes the code that runs the body, after `operation`.
     fn run(&self, operation: &TokenStream) -> TokenStream {
         let Self { call, site, .. } = self;
         let output = without_impl_trait(&call.output.ty);
         let value = call.output.value;
-        // The codec: its check is spanned at the user's type.
+        // The check of the codec has the span of the user's type.
         let codec = if let Some(codec) = &call.codec {
             let method = Ident::new("idem_codec", codec.span());
             quote_spanned!(value=> __idem::returning::<#codec>().#method())
@@ -299,13 +301,13 @@ impl Expansion<'_> {
         };
         // A `return` that is never taken fixes the output type, as in `tracing`: the compiler then reports a mismatch
         // inside of the user's body, and `?` has its target type. The type is named outside of the body, because the
-        // body may give the names in it another meaning: `use Kind::*;`, or a struct of its own. A function item of no
-        // size carries the type into the body.
+        // body may give its names another meaning, by `use Kind::*;` or by a struct of its own. A function item, which
+        // has no size, carries the type into the body.
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
-        // An argument that the body does not mention would stay outside of the body. It would be dropped only after the
-        // key is freed, when another attempt may already run.
+        // The body also owns the arguments that it does not mention. Otherwise such an argument would be dropped only
+        // after the key is freed, when another attempt may already run.
         let used = quote_spanned!(*site=> #operation #recorder #body);
         let owned = call.handler.owned.iter().map(|argument| argument.moved(&used));
         let block = quote_spanned! {*site=>
@@ -317,8 +319,8 @@ impl Expansion<'_> {
                 #body
             }
         };
-        // Spanned at the value: any other error is about the value too, for example a lifetime that a replay can't
-        // have.
+        // The span is that of the value type, because every remaining error is about the value, for example about a
+        // lifetime that a replay can't have.
         let [checked, operation] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
         quote_spanned! {value=>
             let __idem_handler = {
@@ -330,12 +332,12 @@ impl Expansion<'_> {
         }
     }
 
-    /// Returns the user's expression, with the name that `self` has in the body.
+    /// Returns the user's expression, in which `self` has the name that it has in the body.
     fn written(&self, expr: &Expr) -> TokenStream {
         self.call.handler.rename_self(expr.to_token_stream())
     }
 
-    /// Dereferences a reference argument, so that a message is about the type that it points to.
+    /// Dereferences an argument that is a reference, so that a message names the type behind the reference.
     fn place(&self, expr: &Expr) -> TokenStream {
         let written = self.written(expr);
         let references = match expr {
@@ -346,7 +348,7 @@ impl Expansion<'_> {
         quote_spanned!(self.site=> #(#stars)* #written)
     }
 
-    /// Like `place`. A tuple becomes a tuple of references, so that its elements aren't moved.
+    /// Dereferences like `place`. A tuple becomes a tuple of references, so that its elements aren't moved.
     fn unmoved(&self, expr: &Expr) -> TokenStream {
         match expr {
             Expr::Tuple(tuple) => {
@@ -369,7 +371,8 @@ fn is_number(expr: &Expr) -> bool {
     }
 }
 
-/// Token at which the compiler should report that a value lacks a trait: the last name in `app.clients.store`.
+/// Returns the token at which the compiler should report that a value lacks a trait: for example the last name in
+/// `app.clients.store`.
 fn blamed(expr: &Expr) -> Span {
     match expr {
         Expr::Field(field) => field.member.span(),

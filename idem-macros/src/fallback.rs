@@ -1,4 +1,4 @@
-//! Code that is emitted next to errors: the function as written, so that no other error follows from its absence.
+//! Code that is emitted next to error messages: the function as written, so that its absence causes no further errors.
 
 use proc_macro2::TokenStream;
 use quote::quote;
@@ -10,7 +10,7 @@ pub(crate) fn keep(function: &Function, problems: &syn::Error) -> TokenStream {
     let messages = problems.to_compile_error();
     let arguments = function.argument_names();
     let body = function.body();
-    // Uses each argument: an argument that only the attribute uses must cause no warning.
+    // Each argument is used, because an argument that only the attribute uses must cause no warning.
     let function = function.with_body(&quote! { let _ = (#(&#arguments,)*); #body });
     quote! { #messages #function }
 }

@@ -12,8 +12,8 @@ use syn::{
 
 /// A function with a body.
 ///
-/// The body stays a stream of tokens. The macro does not need its structure, parsing would take most of the time of an
-/// expansion, and syntax newer than `syn` passes through.
+/// The body stays a stream of tokens. The macro does not need the structure of the body, parsing it would take most of
+/// the time of an expansion, and so syntax that `syn` does not know passes unchanged.
 pub(crate) struct Function {
     attributes: Vec<Attribute>,
     visibility: Visibility,
@@ -55,7 +55,7 @@ fn find(tokens: TokenStream, word: &str) -> Option<Span> {
 }
 
 fn is_function(item: ParseStream<'_>) -> bool {
-    // Only a function has `fn` before its first brace: no brace can stand before `fn`.
+    // A function has `fn` before its first brace, and no other item has.
     let tokens: TokenStream = item.fork().parse().unwrap_or_default();
     let is_braces =
         |token: &TokenTree| matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace);
@@ -78,7 +78,7 @@ impl Function {
         &self.body
     }
 
-    /// Names of the arguments that have one.
+    /// Returns the names of the arguments. An argument that is a pattern has no name.
     pub(crate) fn argument_names(&self) -> impl Iterator<Item = &Ident> {
         self.arguments().map(|(name, _)| name)
     }
@@ -93,7 +93,7 @@ impl Function {
         })
     }
 
-    /// Number of `&` at the start of the type of an argument, or of `self`.
+    /// Returns the number of `&` at the start of the type of an argument, or of `self`.
     pub(crate) fn references(&self, name: &Ident) -> usize {
         if name == "self" {
             let kind = self.signature.receiver().map(|receiver| &receiver.kind);
@@ -108,14 +108,14 @@ impl Function {
         count
     }
 
-    /// Span of `Self` in the signature. Only a function in an `impl` or a `trait` can use it.
+    /// Returns the span of `Self` in the signature. Only a function in an `impl` or a `trait` can use `Self`.
     pub(crate) fn mentions_self(&self) -> Option<Span> {
         let Signature { inputs, output, generics, .. } = &self.signature;
         let where_clause = &generics.where_clause;
         find(quote!(#generics #inputs #output #where_clause), "Self")
     }
 
-    /// Span of a parameter that is not a lifetime: `T`, `const N: usize`, `impl Trait`.
+    /// Returns the span of a generic parameter that is not a lifetime: `T`, `const N: usize`, `impl Trait`.
     pub(crate) fn generic(&self) -> Option<Span> {
         let parameter = self.signature.generics.params.iter().find_map(|parameter| match parameter {
             GenericParam::Type(parameter) => Some(parameter.ident.span()),
@@ -125,7 +125,7 @@ impl Function {
         parameter.or_else(|| find(self.signature.inputs.to_token_stream(), "impl"))
     }
 
-    /// Span of a second use of the attribute.
+    /// Returns the span of a second use of the attribute.
     pub(crate) fn repeated(&self) -> Option<Span> {
         let names = self.attributes.iter().filter_map(|attribute| attribute.path().segments.last());
         names.map(|last| &last.ident).find(|name| *name == "idempotent").map(Ident::span)
@@ -188,8 +188,8 @@ impl Function {
     }
 }
 
-/// Gives a name to each argument, and to each element of a tuple, that is written as `_`. A value without a name can't
-/// be moved into the body.
+/// Gives a name to each argument, and to each element of a tuple, that is written as `_`, because a value without a
+/// name can't be moved into the body.
 fn name_arguments(signature: &mut Signature) {
     fn name(pattern: &mut Pat, count: &mut usize) {
         match pattern {
@@ -204,7 +204,7 @@ fn name_arguments(signature: &mut Signature) {
             _ => {}
         }
     }
-    // Only an `async fn` needs it: in the output of `#[async_trait]` every argument has a name.
+    // Only an `async fn` needs names: in the output of `#[async_trait]` every argument already has a name.
     if signature.asyncness.is_none() {
         return;
     }
@@ -225,11 +225,11 @@ pub(crate) struct OwnedName {
 }
 
 impl OwnedName {
-    /// Returns a statement that moves the value into the `async move` block around it. `used`: all tokens that the user
-    /// wrote.
+    /// Returns a statement that moves the value into the surrounding `async move` block. `used` are all tokens that the
+    /// user wrote.
     pub(crate) fn moved(&self, used: &TokenStream) -> TokenStream {
         let Self { attributes, name } = self;
-        // The user did not write this use of `_name`, so no lint may report it.
+        // The macro, not the user, writes this use of `_name`, so no lint may report it.
         let quiet = quote_spanned!(Span::mixed_site()=> #[allow(clippy::used_underscore_binding, clippy::no_effect_underscore_binding)]);
         if name == "self" || find(used.clone(), &name.to_string()).is_some() {
             let compiled = attributes.iter().filter(|attribute| attribute.path().is_ident("cfg"));
@@ -240,7 +240,7 @@ impl OwnedName {
     }
 }
 
-/// Names that `pattern` binds by value. `attributes`: the attributes of the argument.
+/// Returns the names that `pattern` binds by value. `attributes` are the attributes of the argument.
 fn owned(attributes: &[Attribute], pattern: &Pat) -> Vec<OwnedName> {
     let each =
         |patterns: &mut dyn Iterator<Item = &Pat>| patterns.flat_map(|pattern| owned(attributes, pattern)).collect();
@@ -276,7 +276,7 @@ pub(crate) struct Handler {
     pub(crate) owned: Vec<OwnedName>,
     /// Name of `self` in the statements, if they use another name.
     this: Option<Ident>,
-    /// Code around the statements; `None` if only the braces of the function surround them.
+    /// Code around the statements; `None` if only the braces of the function surround the statements.
     frame: Option<Block>,
 }
 
@@ -312,7 +312,7 @@ impl Handler {
     }
 }
 
-/// Returns `R` of `Pin<Box<dyn Future<Output = R> + ..>>`.
+/// Returns the type `R` in `Pin<Box<dyn Future<Output = R> + ..>>`.
 fn boxed_output(ty: &Type) -> Option<&Type> {
     let Type::TraitObject(object) = type_argument(type_argument(ty, "Pin")?, "Box")? else { return None };
     object.bounds.iter().find_map(|bound| {
@@ -350,10 +350,10 @@ fn pinned(block: &mut Block) -> Option<&mut Block> {
     }
 }
 
-/// Returns the block of the user's statements: the block in `let __ret: R = { .. };`, or all of `block` without such a
-/// statement.
+/// Returns the block of the user's statements: the block in `let __ret: R = { .. };`, or `block` itself if it has no
+/// such statement.
 ///
-/// The arguments are destructured before `__ret`, so the key can be read only inside of its block.
+/// The arguments are destructured before `__ret`, so only code inside of this block can read the parts of the key.
 fn written(block: &mut Block) -> &mut Block {
     match block.stmts.iter_mut().position(|stmt| returned(stmt).is_some()) {
         Some(at) => returned(&mut block.stmts[at]).expect("it was found there"),
@@ -369,7 +369,7 @@ fn returned(stmt: &mut Stmt) -> Option<&mut Block> {
     }
 }
 
-/// Returns `__self` of `let __self = self;`.
+/// Returns the name `__self` in `let __self = self;`.
 fn alias_of_self(stmt: &Stmt) -> Option<Ident> {
     let Stmt::Local(local) = stmt else { return None };
     match (&local.pat, &*local.init.as_ref()?.expr) {

@@ -53,10 +53,11 @@ use crate::validate::Call;
 /// ```
 ///
 /// The attribute goes on free functions and methods with every form of `self`, in traits and `impl`s, under
-/// `#[async_trait]`, and above or below attributes such as `#[tracing::instrument]`. Its expressions see the names that
-/// the body sees at its beginning: the arguments, `self`, statics. They are evaluated before the body runs and only
-/// borrow, so the body may move the arguments. The body owns all arguments, even those that it does not mention: they
-/// are dropped before the key is freed. Only values that a pattern leaves unnamed (`..`) are dropped later.
+/// `#[async_trait]`, and above or below attributes such as `#[tracing::instrument]`. The expressions in the attribute
+/// see the names that the body sees at its beginning: the arguments, `self`, statics. These expressions are evaluated
+/// before the body runs, and only borrow, so the body may move the arguments. The body owns all arguments, even
+/// arguments that it does not mention, so all are dropped before the key is freed. Only values that a pattern leaves
+/// unnamed (`..`) are dropped later.
 ///
 /// # Options
 ///
@@ -87,20 +88,21 @@ use crate::validate::Call;
 ///
 /// ## `key`
 ///
-/// A template, `key = "order:{event.order_id}:{event.line()}"`. Each pair of braces holds an expression; `{{` and `}}`
-/// are braces. Text, numbers and every type with `Display` or `idem_runtime::KeyPart` can stand in a key. Inside each
-/// value, the separator that follows the value is escaped, so different values never make the same key.
+/// A template, `key = "order:{event.order_id}:{event.line()}"`. Each pair of braces contains an expression; `{{` and
+/// `}}` stand for literal braces. Text, numbers and every type with `Display` or `idem_runtime::KeyPart` can be part of
+/// a key. Inside each value, the separator that follows the value is escaped, so different values never make the same
+/// key.
 ///
 /// A tuple of expressions, `key = (tenant, event.order_id)`, is the same as the template `"{tenant}:{event.order_id}"`.
 /// Any other expression is a key of one part: `key = message.header("Idempotency-Key")`.
 ///
-/// A part that is `None`, empty or blank makes the whole key [missing](#missing_key). A value is blank if it holds
-/// nothing but white space (no-break spaces included), control characters and characters of no width.
+/// A part that is `None`, empty or blank makes the whole key [missing](#missing_key). A value is blank if it contains
+/// only white space (including no-break spaces), control characters and characters of no width.
 ///
 /// ## `ttl`
 ///
-/// Retention of a finished record, counted from the completion of the operation. The `ttl` must be longer than the
-/// broker may deliver the message again. `ttl = "7d"`, or `ttl = app.retention`.
+/// Retention of a finished record, counted from the completion of the operation. The `ttl` must be longer than the time
+/// for which the broker may deliver the message again. `ttl = "7d"`, or `ttl = app.retention`.
 ///
 /// ## `store`
 ///
@@ -109,19 +111,20 @@ use crate::validate::Call;
 ///
 /// ## `scope`
 ///
-/// The same key under two scopes names two operations. The default, module path and function name, changes when the
-/// function moves or is renamed, and the keys change with it; `scope = "ship_order"` stays. The scope is a string
-/// literal, or `concat!(..)` or `stringify!(..)` of literals in a macro of yours.
+/// The same key under two scopes names two operations. The default scope is the module path and function name: if the
+/// function moves or is renamed, its keys change. A written scope, `scope = "ship_order"`, stays the same. The scope is
+/// a string literal, or `concat!(..)` or `stringify!(..)` of literals in a macro of yours.
 ///
-/// Only a plain function has a default. Functions of one name in one module would share it, and no record shows whose
-/// result it holds: a function in an `impl` or a `trait` has to name its scope. A generic function (`impl Trait`
-/// arguments make a function generic) has to name its scope too. All its instantiations share that scope, and so do all
-/// types that use a default method of a trait. If they do different things, put the difference into the key.
+/// Only a plain function has a default scope. A function in an `impl` or a `trait` has to name its scope, because
+/// functions with the same name in one module would share a default scope, and would replay each other's results. A
+/// generic function (`impl Trait` arguments make a function generic) has to name its scope too. All its instantiations
+/// share that scope, and so do all types that use a default method of a trait. If two instantiations have different
+/// effects, put the difference into the key.
 ///
 /// In one process a scope belongs to one function. A second function with the same scope is refused when it is called
-/// (`Error::InvalidKey`). A generic function that returns another type than before is refused in the same way, because
-/// it would replay a result of that type. If handlers replay each other's results on purpose, all of them declare
-/// `scope = shared("ship_order")`:
+/// (`Error::InvalidKey`). A call of a generic function with another return type than an earlier call is refused in the
+/// same way, because the call might replay a result of the earlier type. If handlers replay each other's results on
+/// purpose, all of them declare `scope = shared("ship_order")`:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, idempotent};
@@ -147,15 +150,16 @@ use crate::validate::Call;
 ///
 /// ## `lease`
 ///
-/// Time that a pending record is honoured without a renewal. While the body runs, however long, the lease is renewed
-/// after every third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
+/// Time that a pending record is honoured without a renewal. While the body runs, the lease is renewed after every
+/// third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
 ///
 /// ## `timeout`
 ///
 /// Longest run of the body. After this time the body is cancelled, the key is freed, and the caller gets
-/// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. A body that hangs holds its key no
-/// longer than this, although its lease is renewed. Choose a time that is longer than the body ever needs:
-/// `timeout = "10m"`. A body that blocks its thread can't be cancelled; its lease is no longer renewed, and lapses.
+/// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. So a body that hangs holds its key no
+/// longer than this time, although its lease is renewed. Choose a time that is longer than the body ever needs:
+/// `timeout = "10m"`. A body that blocks its thread can't be cancelled; after this time its lease is no longer renewed,
+/// and lapses.
 ///
 /// ## `in_progress`
 ///
@@ -167,7 +171,7 @@ use crate::validate::Call;
 /// `release` frees the key, and the next delivery runs the body again. `record` stores the error as a result and
 /// replays it; it needs `E: Serialize + DeserializeOwned`. An error is never recorded if the library temporarily
 /// refused a call inside the same body (`InProgress`, `Store`, `confirm_lease`, …): the refusal alone may have caused
-/// the error. A function decides for each other error:
+/// the error. A function decides for each error:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, OnError, idempotent};
@@ -236,14 +240,14 @@ use crate::validate::Call;
 ///
 /// ## `on_store_error`
 ///
-/// `fail`: `Error::Store` when the key can't be reserved. `run`: the body runs without protection, and the outcome says
-/// so.
+/// `fail`: `Error::Store` when the key can't be reserved. `run`: the body runs without protection, and the outcome
+/// shows this.
 ///
 /// ## `codec`
 ///
-/// A type that implements `Codec`, which turns results into bytes and back: `Json`, `MessagePack` and `Postcard` (each
-/// with a feature of its own), or yours. A record carries the name of its codec. A handler with one of the library's
-/// codecs also reads results of the others, so you can change the codec while records exist.
+/// A type that implements `Codec`, which turns results into bytes and back: `Json`, `MessagePack`, `Postcard` (each
+/// codec has a feature), or your own codec. A record contains the name of its codec. A handler with one of the
+/// library's codecs also reads results of the library's other codecs, so you can change the codec while records exist.
 ///
 /// A result that consists of bytes only, a `Vec<u8>` or a `Bytes`, is recorded as these bytes, not as JSON.
 ///
@@ -289,20 +293,20 @@ use crate::validate::Call;
 /// ## `max_result_bytes`
 ///
 /// Size of the largest encoded result that is recorded, in bytes: `max_result_bytes = 64 * 1024`. A larger result is
-/// still returned to its caller, and the operation is completed without it: duplicates get `Error::ResultUnavailable`,
-/// never another run.
+/// still returned to its caller, but the operation is recorded without the result: duplicates get
+/// `Error::ResultUnavailable`, and the body never runs again.
 ///
 /// ## `mode`
 ///
-/// `enforce`: duplicates are suppressed. `shadow`: everything is recorded and compared, and the outcome names what
-/// `enforce` would have suppressed, but the body always runs; use it to try the library on live traffic. `off`: the
+/// `enforce`: duplicates are suppressed. `shadow`: each step happens, and the outcome shows whether `enforce` would
+/// have suppressed the call, but the body always runs; use this mode to try the library on live traffic. `off`: the
 /// body runs without a store call. To change the mode while the process runs, give a [`policy`](#policy) with a
 /// `ModeSwitch`.
 ///
 /// ## `policy`
 ///
-/// An expression that is or derefs to a `Policy`. Options next to it override its settings. A policy also holds
-/// settings that have no option, such as a mode that is switched at run time.
+/// An expression that is, or derefs to, a `Policy`. Other options of the attribute override its settings. A policy also
+/// holds settings that have no option, such as a mode that is switched at run time.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -342,15 +346,15 @@ use crate::validate::Call;
 ///
 /// # Expansion
 ///
-/// A single call of `idem_runtime::run`, which you can also write by hand: the store, the key, a `const` policy and the
-/// body as an `async` block.
+/// The expansion is a single call of `idem_runtime::run` with the store, the key, a `const` policy and the body as an
+/// `async` block. You can also write this call by hand.
 #[proc_macro_attribute]
 pub fn idempotent(args: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     attribute(args.into(), &item.into()).into()
 }
 
-/// Names the annotated function without a path. In an `impl` or a `trait` no such name exists, and the compiler's
-/// message then shows the name of this macro, which says what is missing.
+/// Expands to code that names the annotated function without a path. In an `impl` or a `trait` no such name exists, and
+/// the compiler's message then shows the name of this macro, which states the problem.
 #[doc(hidden)]
 #[proc_macro]
 pub fn a_function_in_an_impl_or_a_trait_needs_a_scope_of_its_own(
@@ -410,8 +414,8 @@ mod tests {
     }
 
     #[test]
-    fn odd_input_is_answered() {
-        // Each token removed, each token doubled, and the input cut before each token.
+    fn damaged_options_cause_no_panic() {
+        // Removes each token, doubles each token, and cuts the input before each token.
         let all: Vec<_> = tokens(ARGS).into_iter().collect();
         for at in 0..all.len() {
             let (before, after) = (&all[..at], &all[at + 1..]);
@@ -424,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_items_are_kept() {
+    fn an_item_that_can_not_be_protected_is_kept() {
         let items = [
             "struct S;",
             "impl S { async fn f() -> Result<(), E> { Ok(()) } }",
@@ -444,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_boxed_future_keeps_its_frame() {
+    fn the_code_around_a_boxed_body_is_kept() {
         let item = "fn f<'a>(&'a self, __arg1: (u8, u8)) -> Pin<Box<dyn Future<Output = Result<u8, E>> + Send + 'a>> {
             Box::pin(async move {
                 if let Some(__ret) = None::<Result<u8, E>> { return __ret; }

@@ -5,11 +5,12 @@ pub(crate) fn nearest<'a>(word: &str, candidates: &[&'a str]) -> Option<&'a str>
     let word = word.to_lowercase();
     let scored = candidates.iter().map(|candidate| (distance(&word, candidate), *candidate));
     let (distance, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
-    // At most a third of the letters may be wrong, and one always may: `tll`, `fingerprnit`, but not `abc`.
+    // A third of the letters may be wrong, and at least one: `tll` and `fingerprnit` are close to an option, `abc` is
+    // not.
     (distance <= (candidate.len() / 3).max(1)).then_some(candidate)
 }
 
-/// Number of letters to insert, remove, replace, or swap with their neighbour.
+/// Returns the number of letters to insert, remove, replace, or swap with their neighbour to turn `from` into `to`.
 pub(crate) fn distance(from: &str, to: &str) -> usize {
     let (from, to): (Vec<char>, Vec<char>) = (from.chars().collect(), to.chars().collect());
     let mut table = vec![vec![0; to.len() + 1]; from.len() + 1];
@@ -35,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn letters_are_counted() {
+    fn the_distance_is_the_number_of_wrong_letters() {
         let cases =
             [("", "abc", 3), ("ttl", "ttl", 0), ("tll", "ttl", 1), ("recrod", "record", 1), ("leese", "lease", 1)];
         for (from, to, expected) in cases {

@@ -57,9 +57,9 @@ pub(crate) struct Args {
     pub(crate) mode: Option<Arg<Expr>>,
     pub(crate) policy: Option<Arg<Expr>>,
     pub(crate) krate: Option<Arg<Path>>,
-    /// Names of all options, including options whose value can't be read.
+    /// Names of all options that the user wrote, including options whose value can't be read.
     given: Vec<String>,
-    /// Options that misspelt names stand for. A second message that these options are missing would be noise.
+    /// Options that the user probably meant by a misspelt name. No further message reports these options as missing.
     meant: Vec<&'static str>,
 }
 
@@ -84,7 +84,7 @@ pub(crate) fn args(input: ParseStream<'_>, problems: &mut Problems) -> Args {
             problems.push(missing_comma(input, &mut args));
             skip_value(input);
         }
-        // A missing comma means the end of the input: otherwise `skip_value` would have continued.
+        // If there is no comma, the input has ended, because `skip_value` skips everything before the next option.
         let _ = input.parse::<Token![,]>();
     }
     args
@@ -95,7 +95,7 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         args.meant.push("key");
         return Err(input.error("name the option, for example `key = \"order:{event.id}\"`"));
     }
-    // Read the name, and look it up.
+    // Reads the name of the option, and looks it up.
     let name = Ident::parse_any(input).map_err(|error| {
         syn::Error::new(error.span(), format!("write options as `name = value`, for example `{}`", example("key")))
     })?;
@@ -106,11 +106,12 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         return Err(syn::Error::new(name.span(), unknown(&word, meant)));
     }
     if args.is_given(&word) {
-        // Reported here and not returned, so that the value is still read and an error in it is reported too.
+        // The problem is collected instead of returned, so that the value is still read, and an error in the value is
+        // reported, too.
         problems.at(name.span(), format_args!("`{word}` is given twice; keep one of them"));
     }
     args.given.push(word.clone());
-    // Require a value. `==` belongs to an expression, not to an option.
+    // Requires a value. `==` belongs to an expression, not to an option.
     if !input.peek(Token![=]) || input.peek(Token![==]) {
         return Err(syn::Error::new(name.span(), format!("`{word}` has no value; write `{}`", example(&word))));
     }
@@ -147,7 +148,7 @@ fn set_once<T: Value>(slot: &mut Option<Arg<T>>, name: Ident, input: ParseStream
         if !input.is_empty() {
             return error;
         }
-        // The error of `syn` points at the whole attribute; point at the name instead.
+        // The error of `syn` points at the whole attribute, so this error points at the name of the option.
         syn::Error::new(name.span(), format!("can't read the value of `{}`: {error}", name.unraw()))
     })?;
     slot.get_or_insert(Arg { name, value });
@@ -192,7 +193,7 @@ pub(crate) fn ungroup(expr: Expr) -> Expr {
 }
 
 fn meant(word: &str) -> Option<&'static str> {
-    // Names that other libraries give to an option are too far from ours for a comparison of letters.
+    // Names that other libraries use for an option are listed, because their letters differ too much from our names.
     let elsewhere = match word {
         "expires" | "expires_in" | "expiry" | "retention" => Some("ttl"),
         "id" | "idempotency_key" => Some("key"),
@@ -242,7 +243,7 @@ fn skip_value(input: ParseStream<'_>) {
     }
 }
 
-/// Example of the option, for messages.
+/// Returns an example of the option, for messages.
 pub(crate) fn example(option: &str) -> &'static str {
     match option {
         "key" => "key = \"order:{event.id}\"",

@@ -11,7 +11,7 @@ pub(crate) enum Part {
 }
 
 /// Reads a key template. Every expression gets the span and the hygiene of the literal. So the expression sees the same
-/// names as code next to the literal, even inside `macro_rules!`.
+/// names as code next to the literal, even inside of a `macro_rules!` macro.
 pub(crate) fn parse(literal: &LitStr) -> syn::Result<Vec<Part>> {
     let fail = |message| syn::Error::new(literal.span(), message);
     let pieces = split(&literal.value()).map_err(fail)?;
@@ -109,16 +109,16 @@ fn push_placeholder(pieces: &mut Vec<Piece>, source: &str) -> Result<(), String>
         return Err("`{}` is empty; write an expression over the arguments in it, for example `{event.id}`".to_owned());
     }
     if let Some(Piece::Placeholder(before)) = pieces.last() {
-        // `{a}{b}` would be the same key for `1`, `23` and for `12`, `3`.
+        // `{a}{b}` would make the same key from `1` and `23` as from `12` and `3`.
         return Err(format!("nothing separates `{{{before}}}` from `{{{source}}}`; write `{{{before}}}:{{{source}}}`"));
     }
     pieces.push(Piece::Placeholder(source.to_owned()));
     Ok(())
 }
 
-/// Position of the `}` that closes a placeholder, outside of nested brackets, strings and characters.
+/// Returns the position of the `}` that closes a placeholder, outside of nested brackets, strings and characters.
 ///
-/// The compiler's own lexer can't be used here: it reports errors directly, in its own words.
+/// The compiler's lexer can't be used here, because it reports errors directly to the user, with its own messages.
 fn end(source: &str) -> Option<usize> {
     let mut open = Vec::new();
     let mut at = 0;
@@ -139,7 +139,7 @@ fn end(source: &str) -> Option<usize> {
     None
 }
 
-/// Length of the rest of a string, with its closing quote.
+/// Returns the length of the rest of a string, including its closing quote.
 fn string_end(rest: &str) -> Option<usize> {
     let mut escaped = false;
     let end = rest.find(|c| {
@@ -150,11 +150,11 @@ fn string_end(rest: &str) -> Option<usize> {
     end.map(|end| end + 1)
 }
 
-/// Length of the rest of a character, with its closing quote; 0 for a lifetime or a label.
+/// Returns the length of the rest of a character, including its closing quote; 0 for a lifetime or a label.
 fn char_end(rest: &str) -> usize {
     let mut chars = rest.char_indices();
     match chars.next() {
-        // The character after the backslash may be a quote; the next quote closes.
+        // The character after the backslash may be a quote, so the closing quote is the next one.
         Some((_, '\\')) => rest.get(2..).and_then(|tail| tail.find('\'')).map_or(0, |end| end + 3),
         Some(_) => chars.next().filter(|(_, c)| *c == '\'').map_or(0, |(end, _)| end + 1),
         None => 0,

@@ -1,4 +1,4 @@
-//! All rules about the options of the attribute and the function below it.
+//! The rules for the options of the attribute, and for the function below the attribute.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -50,11 +50,11 @@ pub(crate) struct Scope {
 
 pub(crate) enum ScopeName {
     Literal(LitStr),
-    /// `concat!(..)` or `stringify!(..)`: the compiler checks the text after it expands the macro.
+    /// A `concat!(..)` or `stringify!(..)`, whose text the compiler checks after it expands the macro.
     Made(ExprMacro),
 }
 
-/// The policy that the options start from.
+/// The policy that the other options change.
 pub(crate) enum Base {
     Ttl(Time),
     Policy(Expr, Option<Time>),
@@ -100,7 +100,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     let key = args.key.and_then(|arg| problems.note(key(arg)));
     let store = args.store.and_then(|arg| problems.note(place(arg)));
     let lease = args.lease.and_then(|arg| problems.note(lease(arg)));
-    // A literal `ttl` is checked against the lease, if the lease is a literal or the default.
+    // The lease is known if it is a literal or the default; a literal `ttl` is then compared with it.
     let known_lease = match &lease {
         Some(Time::Literal(lease)) => Some(*lease),
         _ => default_lease,
@@ -130,7 +130,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     settings.extend(args.on_undecodable.and_then(|arg| problems.note(on_undecodable(arg, function))));
     settings.extend(args.max_result_bytes.and_then(|arg| problems.note(max_result_bytes(arg))));
     settings.extend(args.mode.and_then(|arg| problems.note(mode(&arg))));
-    // Problems are collected above, so a missing part simply ends here.
+    // A missing part has caused a problem above, so this function just returns `None`.
     Some(Call {
         handler: handler?,
         output: output?,
@@ -147,13 +147,13 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
 }
 
 fn missing(args: &Args, problems: &mut Problems) {
-    // A policy already has a `ttl`.
+    // A `policy` contains a `ttl`, so the option `ttl` is then not required.
     let is_missing = |name: &&str| args.is_missing(name) && (*name != "ttl" || args.is_missing("policy"));
     let names: Vec<_> = ["key", "ttl", "store"].into_iter().filter(is_missing).collect();
     if !names.is_empty() {
         let examples: Vec<_> = names.iter().map(|name| example(name)).collect();
         let (names, examples) = (names.join("`, `"), examples.join(", "));
-        // Spanned at the whole attribute, because no token belongs to a missing option.
+        // The span is the whole attribute, because no token belongs to a missing option.
         problems.at(Span::call_site(), format_args!("missing `{names}`; write for example `{examples}`"));
     }
 }
@@ -174,7 +174,7 @@ fn output(function: &Function, handler: &Handler, problems: &mut Problems) -> Op
     };
     let mut types = type_arguments(&ty);
     let (value, error) = (types.next(), types.next());
-    // The value is decoded from a record, so it can't borrow. The traits of the error are checked where it is recorded.
+    // The value is decoded from a record, so it can't borrow. The error type is checked later, if errors are recorded.
     let borrowed = value.map_or_else(|| find_reference(&ty), find_reference);
     if let Some(span) = borrowed {
         problems.at(span, "a replay has nothing to borrow from; return an owned value, for example `String`");
@@ -210,7 +210,7 @@ fn find_reference(ty: &Type) -> Option<Span> {
     find(ty.to_token_stream())
 }
 
-/// Token at which the compiler should report that a type lacks a trait.
+/// Returns the token at which the compiler should report that a type lacks a trait.
 fn blamed(ty: &Type) -> Span {
     match ty {
         Type::Path(path) => path.path.segments.last().map_or_else(|| ty.span(), |last| last.ident.span()),
@@ -320,9 +320,10 @@ fn fail<T>(tokens: impl ToTokens, message: impl Display) -> syn::Result<T> {
     Err(syn::Error::new_spanned(tokens, message))
 }
 
-/// Reports a function whose default scope, module path and name, may belong to another function too.
+/// Reports a function whose default scope (module path and name) another function may also have.
 ///
-/// A function in an `impl` or a `trait` without these marks is detected later, when names are resolved.
+/// A function in an `impl` or a `trait` whose signature does not show this is detected later, when the compiler
+/// resolves names.
 fn own_scope(function: &Function, problems: &mut Problems) {
     let signature = &function.signature;
     let write = format!("write for example `scope = \"orders::{}\"`", signature.ident.unraw());
@@ -471,7 +472,7 @@ fn mode(arg: &Arg<Expr>) -> syn::Result<Setting> {
     Ok(Setting::Choice("mode", "Mode", variant))
 }
 
-/// Reads one of two words.
+/// Reads an option whose value is one of two words.
 fn choose(option: &str, value: &Expr, words: [&'static str; 2]) -> syn::Result<&'static str> {
     if let Some(found) = known(value, words)? {
         return Ok(found);
@@ -480,7 +481,7 @@ fn choose(option: &str, value: &Expr, words: [&'static str; 2]) -> syn::Result<&
     fail(value, format!("`{option}` is `{first}` or `{second}`"))
 }
 
-/// Returns the word in `words` that is written here. Returns an error if another word is close to one of them.
+/// Returns the word in `words` that the user wrote. Returns an error if the user wrote a similar word.
 fn known<const N: usize>(value: &Expr, words: [&'static str; N]) -> syn::Result<Option<&'static str>> {
     if let Some(word) = word(value) {
         if let Some(found) = words.iter().find(|known| word == *known) {
@@ -650,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_has_a_ttl() {
+    fn a_policy_makes_the_ttl_optional() {
         assert!(check(r#"key = "{id}", store = store, policy = P"#).is_ok());
         // The macro can't see the lease of the policy.
         assert!(check(r#"key = "{id}", store = store, policy = P, ttl = "1s""#).is_ok());
@@ -660,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn problems_come_together_and_once() {
+    fn all_problems_are_reported_together_and_once() {
         refused("tll = 1", &["did you mean `ttl`"]);
         refused("ttl = 1, ttl = \"x\"", &["`ttl` is given twice", "`ttl` is given twice"]);
         refused("lease = \"x\", scope = \"\"", &["can't read `x`", "an empty `scope`"]);
@@ -670,7 +671,7 @@ mod tests {
         refused("in_progress = a::<b, c>(), lease = \"1ms\"", &["at least `100ms`", "`in_progress` is"]);
         let Err(problems) = check("") else { panic!("nothing is required") };
         assert_eq!(problems.len(), 1, "{problems:?}");
-        // A misspelt option is not reported as missing too.
+        // A misspelt option is not also reported as missing.
         let Err(problems) = check(r#"key = "{id}", tll = "7d", store = store"#) else { panic!("`tll` is accepted") };
         assert_eq!(problems.len(), 1, "{problems:?}");
     }
@@ -710,7 +711,7 @@ mod tests {
             assert!(matches!(&*refused, [one] if one.contains("generic function")), "{generic}: {refused:?}");
             assert!(check_on(&format!("{args}, scope = concat!(\"f\", 1)"), generic).is_ok(), "{generic}");
         }
-        // A misspelt scope is not reported as missing too.
+        // A misspelt scope is not also reported as missing.
         let Err(problems) = check_on(&format!("{args}, scop = \"f\""), "async fn f<T>(a: A) -> R<(), E> {}") else {
             panic!("`scop` is accepted")
         };
@@ -718,7 +719,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_times_and_modes() {
+    fn wrong_numbers_durations_and_modes_are_refused() {
         refused("timeout = \"0s\"", &["a `timeout` of zero"]);
         refused("timeout = 10", &["a duration needs a unit"]);
         refused("time_out = \"10m\"", &["did you mean `timeout`"]);
@@ -737,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_of_the_word_s_name_have_a_way_out() {
+    fn a_function_named_like_a_word_is_reached_by_its_path() {
         refused("on_error = records", &["write `self::records`"]);
         for function in
             ["decide", "self::records", "record::decide", "|error| decide(error)", "{ decide }", "app.decide"]
@@ -747,7 +748,7 @@ mod tests {
     }
 
     #[test]
-    fn migrations_are_functions() {
+    fn only_a_function_can_migrate_results() {
         for function in ["migrate", "self::error", "Self::migrate::<T>", "<T as Old>::migrate", "r#fn"] {
             assert!(check(&format!("{REQUIRED}, on_undecodable = {function}")).is_ok(), "{function}");
         }
@@ -764,7 +765,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_are_owned() {
+    fn a_borrowed_output_is_refused() {
         let output =
             |output: &str| check_on(REQUIRED, &format!("async fn f() {output} {{}}")).err().unwrap_or_default();
         for fine in ["Result<T, E>", "Alias", "Alias<T>", "Result<Cow<'a, str>, E>", "Result<T, E<&'static str>>"] {
