@@ -18,7 +18,7 @@ pub(crate) struct Completions {
 /// Prints the manual page, or writes one page for each command into a folder.
 #[derive(clap::Args)]
 pub(crate) struct Man {
-    /// The folder for `idem.1`, `idem-show.1` and the others
+    /// The folder for the pages: `idem.1`, `idem-show.1` and so on
     #[arg(long, value_name = "FOLDER")]
     dir: Option<PathBuf>,
 }

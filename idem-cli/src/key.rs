@@ -83,7 +83,7 @@ fn key(arguments: &KeyArguments) -> Result<Key, Stop> {
         [one] => Ok(one),
         _ => Err(Stop::Usage("one key at a time; several values need `--template` or `--tuple`".to_owned())),
     };
-    // The layer builds the keys of HTTP requests in its own form.
+    // The keys of HTTP requests have their own form, which the HTTP layer builds.
     if *http {
         let name = unquoted(one()?);
         return idem_runtime::http::request_key(scope.as_deref(), method, route, caller, &name).map_err(wrong);
@@ -95,7 +95,8 @@ fn key(arguments: &KeyArguments) -> Result<Key, Stop> {
             Stop::Usage(format!("`{shown}` is no key: {error}; write `<scope>/<text>`, or give `--scope`"))
         });
     };
-    // The other forms become a template: a tuple has one place per value, a plain key one place.
+    // A tuple and a plain key become a template: a tuple with one placeholder per value, a plain key with one
+    // placeholder.
     let template = match (template, tuple) {
         (Some(template), _) => template.clone(),
         (None, true) => vec!["{}"; values.len()].join(":"),
@@ -109,7 +110,7 @@ fn key(arguments: &KeyArguments) -> Result<Key, Stop> {
         let places = parts.iter().filter(|part| part.is_none()).count();
         return Err(Stop::Usage(format!("the template has {places} places for values, {} are given", values.len())));
     }
-    // Leaked, because a scope lives as long as the program; this program makes one key.
+    // The text is leaked, because a `Scope` needs a `'static` text; this program makes only one key.
     let scope = Scope::named(String::leak(scope.clone()));
     let mut builder = KeyBuilder::new(&scope);
     let mut values = values.iter();
@@ -125,7 +126,7 @@ fn key(arguments: &KeyArguments) -> Result<Key, Stop> {
     builder.build().map_err(wrong)
 }
 
-/// Returns the literal texts of a template, and `None` for each place of a value.
+/// Returns the literal texts of a template, and `None` for each placeholder.
 fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
     if template.contains(|c: char| c == '%' || c.is_control()) {
         return Err("a template has no `%` and no control characters".to_owned());
@@ -135,7 +136,7 @@ fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
     let mut rest = template.chars().peekable();
     while let Some(c) = rest.next() {
         match c {
-            // A doubled brace stands for itself.
+            // A doubled brace stands for one literal brace.
             '{' | '}' if rest.peek() == Some(&c) => {
                 rest.next();
                 text.push(c);

@@ -21,8 +21,8 @@ pub(crate) struct Which {
     /// `damaged`; may be given more than once
     #[arg(long = "state", value_name = "NAME", value_parser = standing)]
     standings: Vec<Standing>,
-    /// Only records whose effect may have happened although the record does not show it: lapsed, interrupted and
-    /// damaged ones
+    /// Only records whose effect may have happened although the record does not show this: lapsed, interrupted and
+    /// damaged records
     #[arg(long)]
     uncertain: bool,
     /// Only records of this scope
@@ -126,7 +126,7 @@ pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
     let output = Output { json: arguments.json };
     let mut shown = 0;
     let limit = arguments.limit.max(1);
-    // A page is always printed whole, so that the next cursor skips no record.
+    // Each page is printed completely, so that the next cursor skips no record.
     let page = u32::try_from(limit).unwrap_or(u32::MAX).min(Filter::MAX_LIMIT);
     let filter = arguments.which.filter(arguments.after.as_deref()).limit(page);
     let end = each(&store.operator(), filter, |key, found| {
@@ -180,7 +180,7 @@ pub(crate) async fn stats(arguments: &StatsOf) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Counts of a scope, or of all scopes, as JSON.
+/// Returns the counts of a scope, or of all scopes, as JSON.
 pub(crate) fn counted(scope: Option<&str>, counts: &Counts) -> Value {
     let mut object = Map::new();
     object.insert("scope".to_owned(), scope.into());
@@ -189,7 +189,7 @@ pub(crate) fn counted(scope: Option<&str>, counts: &Counts) -> Value {
     Value::Object(object)
 }
 
-/// Counts in words, without zeros.
+/// Returns the counts as text, without standings that have no record.
 pub(crate) fn summed(counts: &Counts) -> String {
     let some = Standing::ALL.into_iter().filter(|standing| counts.of(*standing) > 0);
     let some: Vec<_> = some.map(|standing| format!("{} {standing}", counts.of(standing))).collect();

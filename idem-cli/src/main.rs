@@ -1,5 +1,5 @@
 //! The command `idem`, described in docs/cli.md.
-// The command works across processes, in real time.
+// The command runs in real time next to other processes, so it may read the clock directly.
 #![allow(clippy::disallowed_methods)]
 
 mod conformance;
@@ -111,7 +111,7 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments.command,
         Err(error) => return misused(&error),
     };
-    // This command builds its own runtime.
+    // The checker of HTTP servers builds its own runtime.
     if let Command::Conformance(Conformance::Http(arguments)) = &command {
         return conformance::http::main(arguments);
     }
@@ -120,7 +120,7 @@ fn main() -> ExitCode {
     done.unwrap_or_else(|stop| stop.report(command.json()))
 }
 
-/// Prints clap's message without passwords: URLs may stand in the wrong place.
+/// Prints clap's message without passwords: the message may quote a URL that the user wrote in the wrong place.
 fn misused(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         return match report::print(error.to_string().as_bytes()) {

@@ -45,7 +45,7 @@ pub(crate) struct Show {
 /// Author of a change, and the confirmation.
 #[derive(clap::Args)]
 struct Change {
-    /// Revision that `idem show` printed when you looked; refused if the record has changed since (default: the
+    /// Revision that `idem show` printed; the decision is refused if the record has changed since (default: the
     /// revision shown before the question)
     #[arg(long, value_name = "REVISION")]
     seen: Option<Revision>,
@@ -250,8 +250,8 @@ pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a result as text if it is text, otherwise as hexadecimal digits. JSON stays text, so its numbers keep their
-/// form.
+/// Returns a result as text if its bytes are text, otherwise as hexadecimal digits. JSON is not parsed, so its numbers
+/// keep their form.
 fn content(bytes: &Bytes) -> (&'static str, String) {
     match std::str::from_utf8(bytes) {
         Ok(text) if !text.contains(|c: char| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
@@ -299,7 +299,7 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         object["on_crash"] = format!("{on_crash:?}").to_lowercase().into();
     }
     if let Some(result) = record.state.result() {
-        // Kind and size alone: the content may be confidential.
+        // The object shows only the kind and the size of the result, because the content may be confidential.
         object["result"] = match result {
             StoredResult::Encoded { codec, bytes } => {
                 json!({ "is": "encoded", "codec": codec.as_str(), "bytes": bytes.len() })
@@ -364,7 +364,7 @@ fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
     };
     line("attempt", &format!("{}{counted}", record.attempt));
     line("revision", &found.revision().to_string());
-    // The lines below appear only if the store holds the fact.
+    // Each of the next lines appears only if the record contains the fact.
     if let Some(holder) = found.holder() {
         let process = holder.process().map_or(String::new(), |process| format!(", process {process}"));
         let name = holder.name().map_or(String::new(), |name| format!(", {name}"));
@@ -447,7 +447,7 @@ enum Act {
 }
 
 impl Act {
-    /// Returns the question, and the message after the decision.
+    /// Returns the question before the decision, and the message after the decision.
     fn words(&self, key: &Key, found: &Inspection, attempt: u32) -> (String, String) {
         let about = match found.damage {
             Some(_) => format!("`{key}`, which is damaged"),
@@ -500,7 +500,7 @@ impl Act {
 
 pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
     let Resolve { key, completed, http_response, failed, without_result, codec, replace, change } = arguments;
-    // Read before the question is asked, so that nothing but the person's answer is missing then.
+    // The result is read before the question is asked, so that only the person's answer is missing afterwards.
     let (resolution, end) = match (completed, http_response, failed, without_result) {
         (_, Some(file), ..) => {
             let result = response::read(&bytes_of(file)?).map_err(|problem| wrong(file, &problem))?;
@@ -558,7 +558,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let mut filter = Filter::new().scope(scope).limit(Filter::MAX_LIMIT);
     filter.scan = *scan;
-    // Collect first, so that each decision names the revision that was listed.
+    // All records are collected before the first decision, so that each decision names the revision that was listed.
     let mut found = Vec::new();
     scan::each(&operator, filter, |key, inspection| {
         if key.to_string().starts_with(prefix) {
@@ -582,7 +582,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
         return Ok(ExitCode::SUCCESS);
     }
     let count = found.len();
-    // The question shows the first records, so that a wrong prefix is noticed.
+    // The question shows the first ten records, so that the person notices a wrong prefix.
     let mut some = String::new();
     for (key, seen) in found.iter().take(10) {
         let _ = writeln!(some, "{key}, attempt {}, {}", seen.attempt(), seen.standing());
@@ -595,7 +595,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     let mut refused = 0;
     for (key, seen) in found {
         let attempt = seen.attempt();
-        // The handler of a damaged record may be running, so a person has to look at each.
+        // The handler of a damaged record may be running, so a person has to decide about each damaged record.
         if seen.standing() == Standing::Damaged {
             refused += 1;
             said(&key, attempt, "refused", "left")?;
@@ -637,7 +637,7 @@ async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop
                     .to_owned(),
             ));
         }
-        // The question shows this revision.
+        // Without `--seen`, the decision names the revision that the question shows.
         None => found.revision(),
     };
     let attempt = seen.attempt();
@@ -684,7 +684,7 @@ fn bytes_of(path: &Path) -> Result<Bytes, Stop> {
     Ok(Bytes::from(bytes))
 }
 
-/// Reads the result in a file, in the form of this codec.
+/// Reads the result in the file at `path`, in the form of `codec`.
 fn read(path: &Path, codec: &str) -> Result<StoredResult, Stop> {
     let Some(codec) = CodecName::new(codec.as_bytes()) else {
         return Err(Stop::Usage(format!("`{codec}` is no codec: its name has 1 to 15 bytes of ASCII")));
@@ -692,7 +692,7 @@ fn read(path: &Path, codec: &str) -> Result<StoredResult, Stop> {
     let mut bytes = bytes_of(path)?;
     if codec.as_str() == "json" {
         bytes = bytes.slice_ref(bytes.trim_ascii());
-        // The error names the position, never the content: the file holds customer data.
+        // The error names the position but never the content, because the file may contain customer data.
         if let Err(error) = serde_json::from_slice::<IgnoredAny>(&bytes) {
             return Err(wrong(path, &format!("it is not JSON, at line {} column {}", error.line(), error.column())));
         }

@@ -10,7 +10,7 @@ use idem_runtime::operator::OperatorError;
 use idem_runtime::{StoreError, StoreErrorKind};
 use serde_json::{Value, json};
 
-/// Exit status of a program that a closed pipe has ended.
+/// Exit status of a program that ended because of a closed pipe.
 pub(crate) const CLOSED_PIPE: u8 = 141;
 
 /// Exit statuses, for the end of every help text.
@@ -23,7 +23,7 @@ Exit status: 0 done, 1 refused or something is wrong, 2 wrong use, 3 the store c
 pub(crate) enum Stop {
     /// The store or the person refused, or the stored data is wrong.
     Refused(String),
-    /// Wrong use.
+    /// The user used the command in a wrong way.
     Usage(String),
     /// The store can't be reached or used.
     Unreachable(String),
@@ -93,7 +93,7 @@ impl Stop {
     }
 }
 
-/// Adds advice about certificates: the drivers report only the problem.
+/// Adds advice about certificates, because the drivers report only the problem.
 fn advised(mut text: String) -> String {
     if text.contains("invalid peer certificate") {
         text.push_str("; trusted are the certificates of this system, or those in the file that SSL_CERT_FILE names");
@@ -101,7 +101,7 @@ fn advised(mut text: String) -> String {
     text
 }
 
-/// Joins an error with its causes, each mentioned once.
+/// Joins the texts of an error and its causes, without repetitions.
 pub(crate) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -115,7 +115,7 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Removes the logins of URLs from a text, so that a URL in the wrong place leaves no password in a log.
+/// Removes the logins of URLs from a text, so that a URL in a message leaves no password in a log.
 pub(crate) fn hidden(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
@@ -123,8 +123,8 @@ pub(crate) fn hidden(text: &str) -> String {
         let is_end = |c: char| c.is_whitespace() || matches!(c, '/' | '?' | '`' | '"' | '\'');
         let authority = &after[..after.find(is_end).unwrap_or(after.len())];
         shown.extend([before, "://"]);
-        // A password may contain any character that should have been escaped: it extends to the last `@` before white
-        // space.
+        // A password may contain characters that should have been escaped, so the login extends to the last `@` before
+        // white space.
         let word = &after[..after.find(char::is_whitespace).unwrap_or(after.len())];
         let login = word.rfind('@').filter(|at| authority.contains('@') || word[..*at].contains(':'));
         rest = match login {
@@ -152,12 +152,12 @@ fn without_parameters(text: &str) -> String {
     shown
 }
 
-/// Returns the text on one line, without control characters for the terminal: names and reasons are arbitrary text.
+/// Returns the text on one line, without control characters, because names and reasons may contain any text.
 pub(crate) fn printable(text: &str) -> String {
     text.replace(char::is_control, "�")
 }
 
-/// Escapes the control characters that JSON allows in texts: terminals obey some of them.
+/// Escapes the control characters that JSON allows in texts, because a terminal would execute some of them.
 fn escaped(json: &str) -> String {
     let mut escaped = String::with_capacity(json.len());
     for c in json.chars() {
@@ -178,7 +178,7 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Prints the object, or the text in its place.
+    /// Prints `object` if the output is JSON, otherwise `text`.
     pub(crate) fn line(&self, object: &Value, text: &str) -> Result<(), Stop> {
         let mut output = io::stdout().lock();
         match self.json {
@@ -227,7 +227,7 @@ pub(crate) fn time_limit(text: &str) -> Result<Duration, String> {
     limit.ok_or_else(|| "a time limit is written as `10`, `10s` or `2m`: from one second to one hour".to_owned())
 }
 
-/// Formats a duration for a person: its two largest units.
+/// Formats a duration for a person, in its two largest units.
 pub(crate) fn human(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let of = |large: u64, small: u64| (seconds / large, seconds % large / small);
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_login_is_shown() {
+    fn the_logins_of_urls_are_hidden() {
         let shown = [
             ("no record", "no record"),
             ("redis://host:6379/0", "redis://host:6379/0"),
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn no_name_steers_a_terminal() {
+    fn control_characters_in_names_do_not_reach_the_terminal() {
         assert_eq!(printable("a\u{1b}[2J\nb"), "a�[2J�b");
         assert_eq!(printable("a\u{9b}2Jb"), "a�2Jb");
         let object = serde_json::json!({ "reason": "a\u{9b}2J\u{1b}é" });
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_short() {
+    fn a_duration_is_shown_in_its_two_largest_units() {
         let shown = [(0, "0 ms"), (999, "999 ms"), (1_500, "1.5 s"), (60_000, "1 min"), (3_690_000, "1 h 1 min")];
         for (millis, expected) in shown.into_iter().chain([(604_800_000, "7 d"), (608_400_000, "7 d 1 h")]) {
             assert_eq!(human(Duration::from_millis(millis)), expected);

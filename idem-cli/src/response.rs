@@ -1,4 +1,4 @@
-//! Converts HTTP responses between a file as `curl -i` prints it and the form that the layer records.
+//! Converts HTTP responses from the form that `curl -i` prints to the form that the layer records, and back.
 
 use std::fmt::Write as _;
 
@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use crate::report::printable;
 
-/// Returns the response in `file`, as the layer would have recorded it. The error names lines, never their content: the
-/// file holds customer data.
+/// Returns the response in `file`, as the layer would have recorded it. The error names lines but never their content,
+/// because the file may contain customer data.
 pub(crate) fn read(file: &Bytes) -> Result<StoredResult, String> {
     let response = parse(file)?;
     recorded_response(&response).ok_or_else(|| "a header is larger than a record can hold".to_owned())
@@ -77,7 +77,8 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
     if body.starts_with(b"HTTP/") {
         return Err("its body begins with another status line: leave the last response alone in it".to_owned());
     }
-    // The layer does not record encoded responses either: another client may not accept the encoding.
+    // Encoded responses are refused, as the layer does not record them either: another client may not accept the
+    // encoding.
     if headers.get_all(CONTENT_ENCODING).iter().any(|encoding| encoding != "identity") {
         return Err("it is compressed (`Content-Encoding`): ask for it without compression".to_owned());
     }
@@ -85,7 +86,7 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
     if has_none && !body.is_empty() {
         return Err(format!("a response with the status {} has no body", response.status().as_u16()));
     }
-    // A chunked response was joined by the tool that printed it, so its length is not compared.
+    // The tool that printed a chunked response has joined its chunks, so there is no length to compare.
     if headers.contains_key(TRANSFER_ENCODING) {
         return match begins_with_chunk(body) {
             true => Err("its body holds the lengths of its chunks (`curl --raw`): print it without them, or leave \
@@ -107,7 +108,7 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns whether a body begins with the length of a chunk, a line in hexadecimal, and has more lines.
+/// Returns whether a body begins with the length of a chunk (a line of hexadecimal digits) and has more lines.
 fn begins_with_chunk(body: &[u8]) -> bool {
     let Some(end) = body.windows(2).position(|end| end == b"\r\n") else { return false };
     let length = body[..end].split(|byte| *byte == b';').next().unwrap_or_default();
@@ -161,12 +162,12 @@ mod tests {
         for body in ["", "{\"a\":1}", "42", "42\r\n", "42\n43\n", "no number\r\nat all", "\r\n\r\n"] {
             assert_eq!(problem(&format!("{HEAD}{body}")), None, "{body:?}");
         }
-        // A body without the field is what it is.
+        // Without `Transfer-Encoding`, the same body is accepted as it is.
         assert_eq!(problem("HTTP/1.1 200 OK\r\n\r\n6\r\n{\"a\":1\r\n0\r\n\r\n"), None);
     }
 
     #[test]
-    fn each_length_is_that_of_the_body() {
+    fn a_content_length_of_another_body_is_refused() {
         let with = |lengths: &str| problem(&format!("HTTP/1.1 200 OK\r\n{lengths}\r\nbody"));
         for right in ["", "Content-Length: 4\r\n", "Content-Length: 4\r\nContent-Length: 4\r\n"] {
             assert_eq!(with(right), None, "{right:?}");

@@ -1,4 +1,4 @@
-//! Pages of records, one after the other.
+//! Reads records page by page.
 
 use idem_runtime::operator::Operator;
 use idem_runtime::store::{Cursor, Filter, Inspection};
@@ -6,7 +6,7 @@ use idem_runtime::{Key, Store};
 
 use crate::report::Stop;
 
-/// Refuses a scan that costs more than its user may expect, unless the user asked for it.
+/// Refuses a scan of a whole store, which may cost more than the user expects, unless the user passed `--scan`.
 pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
     let cost = match kind {
         _ if scan => return Ok(()),
@@ -34,7 +34,7 @@ impl ListEnd {
     }
 }
 
-/// Passes each record of `filter` to `take`, until there are no more or `take` returns false.
+/// Passes each record that `filter` selects to `take`, until there are no more records or `take` returns false.
 pub(crate) async fn each<S: Store + ?Sized>(
     operator: &Operator<'_, S>,
     mut filter: Filter,

@@ -59,8 +59,8 @@ enum Kind {
     Dynamodb,
 }
 
-/// Compares the table in the server with the one that this release needs. Exit status 1 if they differ, 4 if there is
-/// none.
+/// Compares the table in the server with the table that this release needs. Exit status 1 if they differ, 4 if there is
+/// no table.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Diff {
@@ -99,7 +99,7 @@ pub(crate) async fn main(schema: &Schema) -> Result<ExitCode, Stop> {
     }
 }
 
-/// Refuses partitions for a store that has none.
+/// Refuses `--partitions` for a store that supports no partitions.
 fn for_postgres(partitions: Option<u16>, is_postgres: bool) -> Result<(), Stop> {
     match partitions {
         Some(_) if !is_postgres => Err(Stop::Usage("only PostgreSQL has --partitions".to_owned())),
@@ -126,7 +126,7 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
         Kind::Postgres => {
             let quoted = |name: &str| format!("\"{}\"", name.replace('"', "\"\""));
             let (schema, login) = (quoted(&arguments.schema), quoted(&arguments.login));
-            // Deletion is granted separately: handlers never need it.
+            // The right to delete is granted separately, because handlers never need it.
             let grants = format!(
                 "-- For handlers.\nGRANT USAGE ON SCHEMA {schema} TO {login};\n\
                  GRANT SELECT, INSERT, UPDATE ON {schema}.records TO {login};\n\

@@ -6,8 +6,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// Returns a TLS connector that trusts the certificates of this system, or those in the file that `SSL_CERT_FILE`
-/// names.
+/// Returns a TLS connector that trusts the certificates of this system, or the certificates in the file that
+/// `SSL_CERT_FILE` names.
 pub(crate) fn connector() -> Result<TlsConnector, String> {
     let mut roots = RootCertStore::empty();
     let found = rustls_native_certs::load_native_certs();
@@ -21,7 +21,8 @@ pub(crate) fn connector() -> Result<TlsConnector, String> {
     Ok(TlsConnector::from(Arc::new(config.with_root_certificates(roots).with_no_client_auth())))
 }
 
-/// Chooses the cryptography of the drivers, unless it is chosen already: without any, they would panic.
+/// Installs a cryptography provider for the drivers, unless one is installed already: without a provider, the drivers
+/// would panic.
 #[cfg(any(feature = "postgres", feature = "redis"))]
 pub(crate) fn provide() {
     let _ = ring::default_provider().install_default();

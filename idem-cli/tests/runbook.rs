@@ -1,5 +1,5 @@
-//! The incidents of docs/operations.md: each is produced with a real store, and resolved with the commands of that page
-//! (`./scripts/test -p idem-cli --test runbook`).
+//! Tests of the incidents in docs/operations.md. Each test produces an incident with a real store, and resolves it with
+//! the commands of that page (`./scripts/test -p idem-cli --test runbook`).
 
 #[path = "runbook/alerts.rs"]
 mod alerts;
@@ -25,7 +25,7 @@ const INCIDENTS: [&str; 10] = [
 ];
 
 #[test]
-fn the_page_has_each_incident_and_the_table_leads_to_it() {
+fn the_page_has_each_incident_and_a_link_to_it() {
     assert_eq!(page::titles(), INCIDENTS);
     let (table, source) = (page::table(), include_str!("runbook/incidents.rs"));
     for title in INCIDENTS {

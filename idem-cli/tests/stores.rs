@@ -1,4 +1,5 @@
-//! The commands for stores, as a program: on SQLite files, and on real servers (`./scripts/test -p idem-cli`).
+//! Tests of the commands for stores. They run the program on SQLite files and on real servers (`./scripts/test -p
+//! idem-cli`).
 
 #[path = "stores/records.rs"]
 mod records;

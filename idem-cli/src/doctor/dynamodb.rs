@@ -9,7 +9,7 @@ use super::Findings;
 use crate::report::Stop;
 use crate::store::dynamodb::{TTL, Table, differences, in_time, unreachable};
 
-/// The default of `DynamoOptions::max_clock_skew`.
+/// The default of `DynamoOptions::max_clock_skew`, in seconds.
 const MAX_CLOCK_SKEW: i128 = 1;
 
 pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
@@ -55,7 +55,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
         }
     }
     clock(date.get().as_deref(), findings);
-    // The store itself removes no expired record; DynamoDB does, by its TTL.
+    // The store removes no expired record, so DynamoDB has to remove them by its TTL.
     let ttl = in_time(timeout, client.describe_time_to_live().table_name(&table.name).send()).await?;
     let ttl = match ttl {
         Ok(ttl) => ttl,
@@ -85,7 +85,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
     Ok(())
 }
 
-/// Compares this machine's clock with DynamoDB's, by the `Date` of an answer: whole seconds.
+/// Compares this machine's clock with the `Date` of DynamoDB's answer, which has whole seconds.
 fn clock(date: Option<&str>, findings: &mut Findings) {
     let theirs = date.and_then(|date| DateTime::from_str(date, DateTimeFormat::HttpDate).ok());
     let ours = SystemTime::now().duration_since(UNIX_EPOCH).map(|now| i128::from(now.as_secs()));

@@ -22,8 +22,8 @@ use crate::store::{Server, StoreArguments};
 
 /// Checks the server of a store: durability, rights of the login, and a probe key through all operations.
 ///
-/// Each finding states its consequence and a remedy. Exit status 1 if one of them is an error. Changes nothing but the
-/// record of the probe, in the scope `idem-doctor`, and removes it again.
+/// Each finding states its consequence and a remedy. Exit status 1 if a finding is an error. Writes only the record of
+/// a probe key, in the scope `idem-doctor`, and removes this record at the end.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct DoctorArguments {
@@ -62,12 +62,12 @@ pub(crate) struct Finding {
     check: &'static str,
     level: Level,
     found: String,
-    /// Consequence and remedy; both are empty if all is well.
+    /// Consequence of the finding; empty if the check found no problem, like `remedy`.
     consequence: String,
     remedy: String,
 }
 
-/// Findings so far.
+/// The findings of all checks so far.
 #[derive(Default)]
 pub(crate) struct Findings(Vec<Finding>);
 
@@ -97,7 +97,7 @@ impl Findings {
     }
 }
 
-/// Adds findings about the server, which only its own driver can ask.
+/// Adds findings about the server, which are read through the server's own driver.
 #[allow(unused_variables, reason = "a build without stores examines none")]
 async fn examine(
     server: Server<'_>,

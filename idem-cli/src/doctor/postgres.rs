@@ -9,20 +9,20 @@ use super::Findings;
 use crate::report::{Stop, human};
 use crate::store::postgres::{Database, VERSION, ask, differences, refused};
 
-/// Number of dead rows above which they cost more than the records.
+/// Number of dead rows above which dead rows cost more than the records.
 const MANY_DEAD: i64 = 10_000;
 /// Limit for counting expired rows that no purge has removed.
 const MANY_EXPIRED: i64 = 10_000;
-/// Highest fill factor that leaves room for small results (measured: benches/README.md).
+/// Highest fill factor that leaves space for small results in a page (measured: benches/README.md).
 const FULLEST: f64 = 50.0;
-/// Fewest updates for a statement about future ones.
+/// Smallest number of updates from which the share of updates that stay in their page is meaningful.
 const MANY_UPDATES: i64 = 10_000;
-/// Number of dead rows that start an autovacuum: above this limit it starts too late for a table whose purge removes
-/// many.
+/// Highest good threshold of autovacuum, in dead rows. With a higher threshold, autovacuum starts too late for a table
+/// whose purge removes many rows.
 const LATE_VACUUM: f64 = 1e6;
 /// An autovacuum run that sleeps longer than this, in seconds, is slow.
 const SLOW_VACUUM: f64 = 3600.0;
-/// Pages of 64 MB: the bloat of a smaller table does not matter.
+/// Number of pages in 64 MB. The bloat of a smaller table does not matter.
 const LARGE_PAGES: f64 = 8192.0;
 /// Ratios of the size of a table, and of its indexes, to the size of its rows, above which an operator should look. The
 /// fill factor alone doubles a table with small results, and triples a table that holds only reservations.
@@ -89,7 +89,7 @@ async fn check(database: &Database, client: &Client, findings: &mut Findings) ->
 /// Checks whether a failover loses confirmed records.
 async fn replication(client: &Client, findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let names: String = one(client, "SELECT current_setting('synchronous_standby_names')", &[]).await?;
-    // A login without the right to see other sessions sees standbys without their names, but sees them.
+    // A login without the right to see other sessions can still count the standbys.
     let standbys: i64 = one(client, "SELECT count(*) FROM pg_stat_replication", &[]).await?;
     match (standbys, names.as_str()) {
         (0, "") => findings.ok("replication", "no standby follows this server"),
@@ -104,7 +104,7 @@ async fn replication(client: &Client, findings: &mut Findings) -> Result<(), tok
     Ok(())
 }
 
-/// Returns the single value that answers the question.
+/// Returns the first value in the answer to `question`; the default value if the answer has no row.
 async fn one<T>(client: &Client, question: &str, texts: &[&str]) -> Result<T, tokio_postgres::Error>
 where
     T: for<'a> FromSql<'a> + Default,
@@ -112,7 +112,7 @@ where
     Ok(ask(client, question, texts).await?.first().map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Checks the number of dead rows, and of rows that should be dead.
+/// Checks the number of dead rows, and of expired rows that no purge has removed.
 async fn rows(database: &Database, client: &Client, findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let tables = tables(client, &database.schema).await?;
     let [live, dead] = [tables.iter().map(|it| it.live).sum::<i64>(), tables.iter().map(|it| it.dead).sum()];
@@ -139,11 +139,11 @@ async fn rows(database: &Database, client: &Client, findings: &mut Findings) -> 
     purge(database, client, findings).await
 }
 
-/// The table, or one of its partitions: a table that holds rows.
+/// A table that holds rows: the table of the records, or one of its partitions.
 struct Table {
     /// Name with its schema, quoted where needed.
     name: String,
-    /// Number of rows and of pages at the last `VACUUM` or `ANALYZE`; below 0 if there was none.
+    /// Number of rows at the last `VACUUM` or `ANALYZE`; negative if neither has run.
     rows: f64,
     pages: f64,
     index_pages: f64,
@@ -169,7 +169,8 @@ impl Table {
 
 /// Returns the tables that hold the rows of the records.
 async fn tables(client: &Client, schema: &str) -> Result<Vec<Table>, tokio_postgres::Error> {
-    // A vacuum pauses each time it has used up its cost limit. A page that it changes costs one read and one write.
+    // A vacuum pauses each time it has used up its cost limit. Each page that the vacuum changes costs one read and one
+    // write.
     let question = "
         WITH held AS (
             SELECT p.oid, p.reltuples::float8 AS tuples, p.relpages::float8 AS pages,
@@ -256,7 +257,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
             &format!("`ALTER SYSTEM SET autovacuum = on`, or `ALTER TABLE {} RESET (autovacuum_enabled)`", table.name),
         ),
     }
-    // The threshold grows with the table, and so does the space that dead rows take until then.
+    // The threshold grows with the table, and so does the space that dead rows take before an autovacuum starts.
     match tables.iter().find(|it| it.until_vacuum > LATE_VACUUM) {
         None => findings.ok("autovacuum threshold", "within a million dead rows"),
         Some(table) => findings.warning(
@@ -307,8 +308,7 @@ async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Re
         if width == 0.0 {
             continue;
         }
-        // Each row has a header and a pointer, each index entry has both as well, and pages of random keys are two
-        // thirds full.
+        // Each row, and each index entry, has a header and a pointer. Index pages of random keys are two thirds full.
         let (rows, per_page) = (table.rows.max(1.0), 8192.0);
         let (heap, indexes) = (rows * (width + 36.0) / per_page, rows * (key + 16.0 + 24.0) / 0.66 / per_page);
         let times = [table.pages / heap, table.index_pages / indexes];
@@ -342,7 +342,7 @@ async fn purge(database: &Database, client: &Client, findings: &mut Findings) ->
          (SELECT listed_at FROM \"{schema}\".records WHERE listed_at < statement_timestamp() - interval '1 day' \
          ORDER BY listed_at LIMIT {limit}) AS due"
     );
-    // If the login lacks the right to read, the probe reports it.
+    // An error is ignored here: if the login lacks the right to read, the probe reports the missing right.
     let Ok(rows) = ask(client, &question, &[]).await else { return Ok(()) };
     let (due, oldest): (i64, i64) = rows.first().map_or((0, 0), |row| (row.get(0), row.get(1)));
     let oldest = human(Duration::from_secs(oldest.unsigned_abs()));
@@ -359,8 +359,8 @@ async fn purge(database: &Database, client: &Client, findings: &mut Findings) ->
     Ok(())
 }
 
-/// Checks whether a connection is a session. Under a pooler, two open connections share a backend, or one changes its
-/// backend.
+/// Checks whether each connection is a session of its own. Behind a pooler, two open connections share a backend, or a
+/// connection changes its backend.
 async fn pooler(database: &Database, client: &Client, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
     let other = database.connect(timeout).await?;
     let backend = async |client: &Client| one::<i32>(client, "SELECT pg_backend_pid()", &[]).await;

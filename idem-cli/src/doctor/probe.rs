@@ -28,7 +28,7 @@ impl From<StoreError> for WrongAnswer {
     }
 }
 
-/// Operations so far, and the slowest of them.
+/// The operations of a probe so far, and the slowest operation.
 struct Probe<'a> {
     store: &'a dyn Store,
     step: &'static str,
@@ -73,7 +73,7 @@ impl Probe<'_> {
             Reservation::Finished { record, .. } if record.state.result().is_some_and(|it| it.stored_bytes() == 7) => {}
             other => return Err(unexpected(&other)),
         }
-        // Each decision names the record seen right before it.
+        // Each decision names the record that was inspected just before.
         for (look, step, action) in
             [("inspect", "discard", Action::Discard), ("inspect again", "forget", Action::Forget)]
         {

@@ -91,7 +91,8 @@ async fn persistence(info: &Info<'_>, server: &mut MultiplexedConnection, findin
     let check = "persistence";
     let fsync = setting(server, "appendfsync").await;
     let snapshots = setting(server, "save").await;
-    // The append-only file decides what a crash loses; without it, the snapshots do.
+    // The settings of the append-only file decide which records a crash loses; without such a file, the settings of
+    // snapshots do.
     match (info.get("aof_enabled"), fsync.as_deref(), snapshots.as_deref()) {
         ("1", Some("no"), _) => findings.warning(
             check,
@@ -266,7 +267,7 @@ async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findin
     };
     let found = |names: &str| format!("`{user}` may not send {names}");
     let remedy = format!("`ACL SETUSER NAME ~{namespace}* &{namespace}* +COMMAND` for each of them");
-    // Without these, calls fail. The others are needed only for replicas and lists.
+    // Calls fail without these rights. The rights checked below are needed only for replicas and lists.
     match lacks(&[Purpose::Opening, Purpose::Calls, Purpose::Wakes]) {
         None => findings.ok(check, format!("`{user}` may send each command that calls need")),
         Some(names) => findings.error(

@@ -10,7 +10,7 @@ use crate::store::sqlite::File;
 
 /// File systems whose locks or shared memory do not reach other machines.
 const REMOTE: [&str; 9] = ["nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs"];
-/// Size from which the WAL has not been copied into the file for long.
+/// Size of a WAL that has not been copied into the file for a long time.
 const LARGE_WAL: u64 = 64 << 20;
 
 pub(crate) fn examine(file: &File, findings: &mut Findings) -> Result<(), Stop> {
@@ -30,7 +30,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
             "make sure that this is the right file",
         ),
     }
-    // Damage shows here first: later checks do not read the table.
+    // The integrity check comes first, because the other checks do not read the table.
     let damage: String = connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))?;
     match damage.as_str() {
         "ok" => findings.ok("integrity", "quick_check finds nothing"),
@@ -41,7 +41,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
             "stop all processes, keep a copy of the file, and restore the last good one",
         ),
     }
-    // The exclusion of two processes relies on file locks, so the file system must support them.
+    // SQLite excludes other processes by file locks, which the file system must support.
     match file_system(&file.path) {
         Some(kind) if REMOTE.contains(&kind.as_str()) => findings.error(
             "file system",
@@ -70,7 +70,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
         ),
         bytes => findings.ok("WAL", format!("{} KiB", bytes >> 10)),
     }
-    // Tried for real: the mode of a file does not show ACLs or a read-only mount.
+    // The check opens the file for writing, because the mode of a file shows neither ACLs nor a read-only mount.
     match std::fs::OpenOptions::new().append(true).open(&file.path) {
         Ok(_) => findings.ok("permissions", "the file can be written"),
         Err(error) => findings.error(
@@ -92,6 +92,6 @@ fn file_system(path: &Path) -> Option<String> {
         let (point, kind) = (fields.next()?.replace("\\040", " "), fields.next()?.to_owned());
         path.starts_with(&point).then_some((point.len(), kind))
     };
-    // Of several mounts at one place the last is in effect.
+    // If several file systems are mounted at one path, the last mount is in effect.
     mounts.lines().filter_map(of).max_by_key(|(len, _)| *len).map(|(_, kind)| kind)
 }

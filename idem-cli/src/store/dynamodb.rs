@@ -1,7 +1,8 @@
 //! `dynamodb://TABLE?region=NAME[&endpoint=URL]`.
 //!
-//! The SDK is used without its HTTP client and without its search for credentials, which would be larger than the rest
-//! of this program. A plain HTTP/1.1 client is enough for a command, and credentials come from the usual variables.
+//! This program uses the SDK without its HTTP client and without its search for credentials, which would be larger than
+//! the whole program. A plain HTTP/1.1 client is enough for a command, and credentials come from the usual environment
+//! variables.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -61,7 +62,7 @@ impl Table {
         Ok(Self { name: name.to_owned(), region, endpoint })
     }
 
-    /// Returns a client, and the last `Date` of its answers.
+    /// Returns a client, and the cell that receives the `Date` of its last answer.
     pub(crate) fn client(&self) -> Result<(Client, Date), Stop> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let (Some(id), Some(secret)) = (variable("AWS_ACCESS_KEY_ID"), variable("AWS_SECRET_ACCESS_KEY")) else {
@@ -142,7 +143,7 @@ pub(crate) fn unreachable<E: std::error::Error + 'static>(error: &SdkError<E>) -
 /// Attribute by which DynamoDB deletes records.
 pub(crate) const TTL: &str = "purge_at";
 
-/// Lists the differences between the table and the required one.
+/// Lists the differences between the table and the table that this release needs.
 pub(crate) fn differences(table: &TableDescription) -> Vec<String> {
     let keys: Vec<&str> = table.key_schema().iter().map(KeySchemaElement::attribute_name).collect();
     let is_text = table
@@ -158,7 +159,7 @@ pub(crate) fn differences(table: &TableDescription) -> Vec<String> {
     }
 }
 
-/// Last `Date` of an answer, as written.
+/// The `Date` field of the last answer.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Date(Arc<Mutex<Option<String>>>);
 

@@ -69,13 +69,13 @@ impl StoreArguments {
         place(&url).map_err(Stop::Usage)
     }
 
-    /// Opens the store. The store must exist: nothing is created.
+    /// Opens the store, which must exist.
     pub(crate) async fn open(&self) -> Result<Arc<dyn Store>, Stop> {
         self.place()?.open(self.namespace()?, self.timeout()).await
     }
 }
 
-/// Returns an environment variable. An empty one counts as not set.
+/// Returns an environment variable. An empty variable counts as not set.
 fn variable(name: &str) -> Result<Option<String>, Stop> {
     match std::env::var(name) {
         Ok(value) if !value.is_empty() => Ok(Some(value)),
@@ -84,7 +84,7 @@ fn variable(name: &str) -> Result<Option<String>, Stop> {
     }
 }
 
-/// The answer of a place, as a future.
+/// The future of a [`Place`]'s answer.
 pub(crate) type PlaceFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
 /// Location of records, for one kind of store.
@@ -96,21 +96,21 @@ pub(crate) trait Place {
     /// the record.
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String);
 
-    /// Opens the store. The store must exist: nothing is created.
+    /// Opens the store, which must exist.
     fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>>;
 
-    /// Creates the missing parts of the schema, in PostgreSQL with this number of partitions.
+    /// Creates the missing parts of the schema (in PostgreSQL, with this number of partitions).
     fn create(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()>;
 
-    /// Lists the differences between the schema and the required one, in PostgreSQL with this number of partitions;
-    /// `None` if the schema does not exist.
+    /// Lists the differences between the schema and the schema that this release needs (in PostgreSQL, with this number
+    /// of partitions); `None` if the schema does not exist.
     fn differences(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, Option<Vec<String>>>;
 
-    /// Returns the place by its kind, for what only one kind of store has.
+    /// Returns this place as its concrete type, for commands that treat the kinds of stores differently.
     fn server(&self) -> Server<'_>;
 }
 
-/// A [`Place`] by its kind.
+/// A [`Place`] as its concrete type.
 pub(crate) enum Server<'a> {
     #[cfg(feature = "dynamodb")]
     Dynamo(&'a dynamodb::Table),
@@ -173,7 +173,7 @@ fn columns(sql: &str) -> Vec<&str> {
     lines.filter_map(|line| line.split_whitespace().next()).collect()
 }
 
-/// Lists the differences between the columns that exist and those that the statement creates.
+/// Lists the differences between the existing columns and the columns that the statement creates.
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 fn compare(sql: &str, found: &[String]) -> Vec<String> {
     let needed = columns(sql);

@@ -17,7 +17,7 @@ pub(crate) const VERSION: &str = "idem 1";
 /// Default schema.
 const SCHEMA: &str = "idem";
 
-/// A database, and the schema in it.
+/// A database, and the schema that contains the table.
 pub(crate) struct Database {
     url: String,
     pub(crate) schema: String,
@@ -35,7 +35,7 @@ impl Database {
                 ("schema", name) => name.clone_into(&mut schema),
                 ("pgbouncer", "true" | "false") => behind_pgbouncer = value == "true",
                 ("pgbouncer", _) => return Err("`pgbouncer` is `true` or `false`".to_owned()),
-                // The TLS of this store checks every certificate in full, so both words mean the same.
+                // The TLS of this store checks every certificate in full, so `verify-full` and `require` mean the same.
                 ("sslmode", "verify-full") => theirs.push("sslmode=require".to_owned()),
                 _ => theirs.push(format!("{name}={value}")),
             }
@@ -122,7 +122,7 @@ impl Place for Database {
     }
 }
 
-/// Sends a question as an unnamed statement: a pooler would not keep a named one.
+/// Sends `question` as an unnamed statement, because a pooler would not keep a named statement.
 pub(crate) async fn ask(client: &Client, question: &str, texts: &[&str]) -> Result<Vec<Row>, tokio_postgres::Error> {
     let params: Vec<_> = texts.iter().map(|text| (text as &(dyn ToSql + Sync), Type::TEXT)).collect();
     client.query_typed(question, &params).await
@@ -143,7 +143,7 @@ async fn partitions(client: &Client, schema: &str) -> Result<Vec<(String, String
     Ok(ask(client, question, &[schema]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Describes a wrong number of partitions, and how to change it.
+/// Describes a wrong number of partitions, and refers to the page about changing that number.
 async fn other_partitions(
     client: &Client,
     schema: &str,
@@ -162,7 +162,7 @@ async fn other_partitions(
     }))
 }
 
-/// Lists the differences between the table and the required one; `None` if there is no table.
+/// Lists the differences between the table and the table that this release needs; `None` if there is no table.
 pub(crate) async fn differences(client: &Client, schema: &str) -> Result<Option<Vec<String>>, tokio_postgres::Error> {
     let question = "SELECT obj_description(c.oid, 'pg_class'), \
                     c.relkind = 'p' OR coalesce(array_to_string(c.reloptions, ',') ~ 'fillfactor', false), \

@@ -22,7 +22,7 @@ pub(crate) enum Topology {
     One(String),
     /// Some nodes of a cluster, by their URLs.
     Cluster(Vec<String>),
-    /// The primary with this `name`, found by the sentinels at these URLs. `primary` is a template for its URL, with
+    /// The primary that the sentinels at these URLs call `name`. `primary` is a template of the primary's URL, with
     /// `{}` for host and port.
     Sentinels { sentinels: Vec<String>, name: String, primary: String },
 }
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_of_several_servers_are_taken_apart() {
+    fn urls_of_several_servers_are_parsed() {
         let of = |url: &str| Servers::parse(url).map(|servers| servers.topology);
         let cluster = Topology::Cluster(vec!["redis://u:p@a:6379/0".to_owned(), "redis://u:p@b:7000/0".to_owned()]);
         assert_eq!(of("redis-cluster://u:p@a,b:7000"), Ok(cluster));

@@ -13,7 +13,7 @@ use crate::report::Stop;
 /// Default table.
 pub(crate) const TABLE: &str = "idem_records";
 
-/// A file, and the table in it.
+/// A file, and the name of the table in this file.
 pub(crate) struct File {
     pub(crate) path: PathBuf,
     pub(crate) table: String,
@@ -49,7 +49,7 @@ impl File {
         Connection::open_with_flags(&self.path, flags).map_err(|error| self.failed(&error))
     }
 
-    /// Returns the columns of the table; none if the table does not exist.
+    /// Returns the columns of the table; an empty list if the table does not exist.
     pub(crate) fn columns(&self, connection: &Connection) -> Result<Vec<String>, Stop> {
         let columns = || -> rusqlite::Result<Vec<String>> {
             let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
@@ -63,7 +63,7 @@ impl File {
     }
 
     async fn open_store(&self, namespace: Option<String>, timeout: Duration) -> Result<Arc<dyn Store>, Stop> {
-        // The store would create the file and the table, even for a mistyped path.
+        // The table is checked first, because the store would create file and table even for a mistyped path.
         if self.columns(&self.read()?)?.is_empty() {
             return Err(Stop::Unreachable(format!(
                 "there is no table `{}` in `{}`; name another with `?table=`, or make it with `idem schema migrate`",

@@ -37,7 +37,8 @@ pub(crate) struct WatchArguments {
     /// Maximum number of records per look
     #[arg(long, value_name = "N", default_value = "1000")]
     limit: usize,
-    /// Also counts all records in each look, and shows how many operations end per second; this reads all records
+    /// Also counts all records at each look, and shows the number of operations that end per second; this reads all
+    /// records
     #[arg(long)]
     counts: bool,
     /// Prints each look below the last, even on a terminal
@@ -67,13 +68,13 @@ struct Look {
     store: &'static str,
     /// Time that the store took for the whole look.
     took: Duration,
-    /// Records that need an operator first, then running ones, oldest first.
+    /// Records that need an operator, then running records; in each group the oldest first.
     records: Vec<(Key, Inspection)>,
     /// True if there are more records.
     more: bool,
-    /// Counts of all records, if requested, and their time.
+    /// Counts of all records, if requested, and the time of counting.
     stats: Option<(Stats, Instant)>,
-    /// Operations that ended per second since the last look.
+    /// Number of operations that ended per second since the last look.
     ended: Option<f64>,
 }
 
@@ -110,7 +111,7 @@ impl Look {
         let ended = match (before.and_then(|look| look.stats.as_ref()), &stats) {
             (Some((before, then)), Some((now, at))) => {
                 let of = |stats: &Stats| stats.total().of(Standing::Completed) + stats.total().of(Standing::Failed);
-                // The count is lower than before if more records expired than ended.
+                // The difference may be negative, if more records have expired than ended.
                 let ended = u32::try_from(of(now).saturating_sub(of(before))).unwrap_or(u32::MAX);
                 Some(f64::from(ended) / at.duration_since(*then).as_secs_f64().max(0.001))
             }
@@ -170,7 +171,7 @@ impl Look {
     }
 }
 
-/// A record in words.
+/// The columns of a record, as text.
 struct Row {
     standing: &'static str,
     began: String,
@@ -205,7 +206,7 @@ pub(crate) async fn main(arguments: &WatchArguments) -> Result<ExitCode, Stop> {
     let mut before = None;
     let mut left = arguments.times;
     loop {
-        // The first failure ends the command: there may be no reader for later ones.
+        // A failure ends the command, because a script that reads the output could not see later failures.
         let look = Look::at(&*store, arguments, before.as_ref()).await?;
         output.line(&look.json(), &look.text())?;
         left = left.map(|left| left.saturating_sub(1));

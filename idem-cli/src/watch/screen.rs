@@ -30,7 +30,7 @@ struct View {
 }
 
 pub(super) async fn run(store: &dyn Store, arguments: &WatchArguments) -> Result<ExitCode, Stop> {
-    // The first look may fail with its own exit status. From then on the screen shows failures.
+    // A failure of the first look ends the command with its exit status. The screen shows the failures of later looks.
     let first = Look::at(store, arguments, None).await?;
     let mut terminal = ratatui::try_init()?;
     let mut view = View { look: Some(first), ..View::default() };
@@ -58,7 +58,7 @@ async fn watch(
             if rest.is_zero() {
                 break;
             }
-            // Blocking is fine: nothing else runs on this thread, and leases have their own thread.
+            // Blocking this thread is fine: no other task runs on it, and leases are renewed on another thread.
             let event =
                 tokio::task::block_in_place(|| if event::poll(rest)? { event::read().map(Some) } else { Ok(None) })?;
             if event.is_some_and(|event| view.ends(&event)) {
@@ -97,7 +97,7 @@ impl View {
         let width = frame.area().width;
         let lines = head.iter().map(|text| height(text, width)).sum();
         let head = Paragraph::new(head.join("\n")).wrap(Wrap { trim: true });
-        // Wrapped lines of the head must not be cut off, so the table gets the remaining height.
+        // The lines at the top must not be cut off when they wrap, so the table gets only the remaining height.
         let parts = [Constraint::Length(lines), Constraint::Min(1), Constraint::Length(1)];
         let [top, middle, bottom] = Layout::vertical(parts).areas(frame.area());
         let head = if self.failure.is_some() { head.style(Style::new().fg(Color::Red)) } else { head };
@@ -136,7 +136,7 @@ impl View {
     }
 }
 
-/// Returns the end of a key that does not fit: scopes are long, and keys differ in their last part.
+/// Returns the end of a key that does not fit into the column, because keys differ in their last part.
 fn end_of(key: &str, width: u16) -> String {
     let (length, width) = (key.chars().count(), usize::from(width.max(10)));
     match length > width {
@@ -145,7 +145,8 @@ fn end_of(key: &str, width: u16) -> String {
     }
 }
 
-/// Returns the maximum number of lines that a text takes: words that don't fit leave space at the end of a line.
+/// Returns the maximum number of lines that a wrapped text takes. A word that does not fit leaves space at the end of
+/// its line.
 fn height(text: &str, width: u16) -> u16 {
     let (length, width) = (text.chars().count(), usize::from(width.max(1)));
     u16::try_from(if length <= width { 1 } else { length.div_ceil(width * 3 / 4 + 1) }).unwrap_or(u16::MAX)
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn forty_columns_are_enough() {
+    fn a_screen_of_forty_columns_shows_the_ends_of_keys() {
         let lines = drawn(&mut view(), 40, 12);
         assert_eq!(lines[0], "redis, answered in 30.0 s");
         assert_eq!(lines[1], "1 running, 1 lapsed, 1 interrupted");
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_scroll_and_end_it() {
+    fn keys_scroll_and_end_the_screen() {
         let mut view = view();
         let mut press = |code, modifiers| view.ends(&Event::Key(KeyEvent::new(code, modifiers)));
         assert!(!press(KeyCode::Down, KeyModifiers::NONE) && !press(KeyCode::Char('c'), KeyModifiers::NONE));

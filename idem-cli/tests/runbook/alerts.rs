@@ -1,6 +1,6 @@
-//! Checks whether an alert fires and a panel shows data, between two snapshots of a store's exported metrics.
+//! Evaluates alerts and panels with two snapshots of a store's exported metrics.
 //!
-//! This needs no Prometheus: the rules compare increases of counters, with a number or with each other.
+//! No Prometheus is needed, because the rules only compare increases of counters with a number or with each other.
 
 use serde_json::Value;
 
@@ -49,7 +49,7 @@ pub(crate) struct Looks {
 }
 
 impl Looks {
-    /// Returns the increase of each series that the first selector of `expr` names; for a gauge, its value.
+    /// Returns the increase of each series that the first selector of `expr` selects; for a gauge, its value.
     fn grown(&self, expr: &str) -> Vec<Series<'_>> {
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let from = &expr[expr.find("idem_").expect("a metric")..];

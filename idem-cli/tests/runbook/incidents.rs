@@ -40,12 +40,12 @@ async fn a_worker_dies_under_on_crash_fail() {
     })
     .await;
     scene.is_seen(&store);
-    // An operator has looked at the payment provider: the customer was charged.
+    // An operator has asked the payment provider: the customer was charged.
     scene.play();
     let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
     assert_eq!((result.unwrap(), outcome.disposition()), (json!({ "receipt": "r-42" }), Disposition::Ack));
     assert_eq!(scene.charges("42"), 1);
-    // The provider knows nothing about another order.
+    // For another order, the provider has no charge.
     let mut worker = scene.worker("43", OnCrash::Fail, SECOND).await;
     worker.kill();
     until("nobody may run it", async || {
@@ -62,7 +62,7 @@ async fn a_worker_dies_under_on_crash_fail() {
 #[tokio::test]
 async fn a_process_hangs_and_holds_its_lease() {
     let (scene, store) = Scene::on_file("A process hangs and holds its lease").await;
-    // A lease too long to wait for.
+    // The lease is so long that the test can't wait for its lapse.
     let policy = PAY.lease(HOUR);
     let mut worker = scene.worker("42", OnCrash::Retry, HOUR).await;
     for _ in 0..4 {
@@ -104,7 +104,7 @@ async fn a_result_grew_too_large() {
     scene.ends();
 }
 
-/// The results of the previous release and of this one.
+/// The result type of the previous release. `Now` is the result type of this release.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Before {
     receipt: String,
@@ -138,7 +138,7 @@ async fn a_deployment_changed_a_return_type() {
     assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
     assert!(comes_again(&outcome) && outcome.misconfigured(), "{outcome:?}");
     scene.is_seen(&store);
-    // First the old release again; then the new one with a migration.
+    // The old release still replays the result. The new release replays it with a migration.
     assert_eq!(before().await.0.unwrap(), first);
     let (result, outcome) = now(PAY.on_undecodable(OnUndecodable::Migrate(migrate))).await;
     let expected = Now { receipt: "r-42".to_owned(), amount: "19.99 EUR".to_owned() };
@@ -153,7 +153,7 @@ async fn a_ttl_is_too_short() {
     let clock = ManualClock::new();
     let mut scene = Scene::at("A `ttl` is too short", "");
     scene.url = format!("sqlite:{}", scene.folder.file().display());
-    // The test ends at the current wall time, which the command uses.
+    // The clock of the test ends at the present wall time, because the command uses the real clock.
     clock.set_wall(SystemClock::default().wall().saturating_sub(HOUR + HOUR / 12));
     let options = SqliteStore::options().holder("payments").clock(clock.clone());
     let store = options.open(scene.folder.file()).await.unwrap();
@@ -163,7 +163,7 @@ async fn a_ttl_is_too_short() {
         assert!(deliver(&store, order, policy, scene.charge(order)).await.1.executed());
     }
     clock.advance(HOUR * 11 / 12);
-    // The broker is late, but within the `ttl`.
+    // The broker delivers the message again late, but within the `ttl`.
     for _ in 0..3 {
         assert!(deliver(&store, "42", policy, scene.charge("42")).await.1.replayed());
     }
@@ -217,7 +217,7 @@ async fn postgresql_failed_over() {
     let line = Proxy::to(primary.port()).await;
     let standby = PostgresServer::standby_of(&primary, line.port());
     let mut scene = Scene::at("PostgreSQL failed over", &standby.url());
-    // Both hosts, as an application configures them.
+    // The URL names both hosts, as the URL of an application does.
     let both = format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres", primary.port(), standby.port());
     let store = PostgresStore::options().holder("payments").connect(&both).await.unwrap();
     scene.begins(&store);
@@ -241,7 +241,7 @@ async fn postgresql_failed_over() {
     let failover = async {
         began.notified().await;
         primary.kill();
-        // Deliveries while neither server answers.
+        // Delivers messages while neither server answers.
         for _ in 0..3 {
             let (result, outcome) = deliver(&store, "44", policy, scene.charge("44")).await;
             assert!(matches!(result, Err(Failure::Refused(Error::Store { .. }))), "{result:?}");
@@ -254,7 +254,7 @@ async fn postgresql_failed_over() {
     assert!(comes_again(&outcome), "{outcome:?}");
     scene.is_seen(&store);
     scene.play();
-    // Records that had reached the standby are replayed; the others run again.
+    // Operations whose records had reached the standby are replayed; all other operations run again.
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.replayed());
     until("it is known that the store is back", async || {
         deliver(&store, "44", policy, scene.charge("44")).await.1.executed()
@@ -300,7 +300,7 @@ async fn a_key_is_too_coarse() {
     assert!(matches!(result, Err(Failure::Refused(Error::FingerprintMismatch { .. }))), "{result:?}");
     assert_eq!((outcome.disposition(), scene.charges("bolt")), (Disposition::DeadLetter, 0));
     scene.is_seen(&store);
-    // After the deployment of another template, the message is delivered again from the dead letters.
+    // After a deployment with a finer key, the message is delivered again from the dead-letter queue.
     let (_, outcome) = deliver("order:bolt:7", "bolt").await;
     assert!(outcome.executed(), "{outcome:?}");
     assert_eq!(["acme", "bolt"].map(|shop| scene.charges(shop)), [1, 1]);
@@ -314,7 +314,7 @@ async fn the_store_was_away_for_an_hour() {
     let mut scene = Scene::at("The store was away for an hour", &server.url());
     let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
     scene.begins(&store);
-    // A few leases stand for an hour of 120 leases: in both, every earlier attempt's lease has lapsed.
+    // The test waits for a few leases instead of an hour: in both cases the leases of all earlier attempts have lapsed.
     let policy = PAY.lease(Duration::from_secs(3));
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.executed());
     let (result, outcome) = deliver(&store, "42", policy, async {

@@ -1,4 +1,4 @@
-//! Reads the page: its incidents, and the commands of each with their expected output.
+//! Reads docs/operations.md: the incidents, and their commands with the expected output.
 
 use std::process::{Command, Stdio};
 
@@ -6,7 +6,7 @@ use super::scene::Scene;
 
 const PAGE: &str = include_str!("../../../docs/operations.md");
 
-/// Host and process of the holder in the page's output.
+/// Host and process of the holder, as the page shows them.
 const HOLDER: (&str, &str) = ("worker-3", "4711");
 
 fn incidents() -> &'static str {
@@ -34,13 +34,13 @@ pub(crate) fn anchor(title: &str) -> String {
 pub(crate) struct Section {
     title: &'static str,
     text: &'static str,
-    /// The part of the text after the commands that were played.
+    /// The part of the text after the commands that have been run.
     rest: &'static str,
-    /// Pairs of revisions: the one on the page, and the real one.
+    /// Pairs of a revision on the page and the real revision.
     revisions: Vec<(String, String)>,
 }
 
-/// A command of the page, and its output there.
+/// A command of the page, and its output on the page.
 struct Line {
     command: &'static str,
     prints: Vec<&'static str>,
@@ -73,7 +73,7 @@ impl Section {
                 here = here.replace(shown, own);
             }
             let (status, printed) = run(&here, scene);
-            // Revisions differ in each run. They are matched by their order of appearance.
+            // Revisions differ in each run, so a real revision is matched with a revision on the page by their order.
             let revisions = |lines: &mut dyn Iterator<Item = &str>| -> Vec<String> {
                 lines.filter_map(|line| Some(line.strip_prefix("revision ")?.trim().to_owned())).collect()
             };
@@ -100,7 +100,7 @@ impl Section {
         }
     }
 
-    /// Asserts that every block of commands was played.
+    /// Asserts that every block of commands was run.
     #[track_caller]
     pub(crate) fn ends(&self) {
         assert!(!self.rest.contains("\n```console\n"), "{}: nobody has played{}", self.title, self.rest);
@@ -122,9 +122,9 @@ fn lines(block: &'static str) -> Vec<Line> {
     lines
 }
 
-/// Runs a line of a shell. Returns its exit status and its output, with the names of the page's host.
+/// Runs a command line in a shell. Returns its exit status, and its output with the names that the page uses.
 fn run(command: &str, scene: &Scene) -> (i32, String) {
-    // There is no terminal for a confirmation.
+    // `--yes` replaces the confirmation, because the test has no terminal.
     let changes =
         ["resolve", "reopen", "forget", "release"].iter().any(|verb| command.contains(&format!("idem {verb}")));
     let yes = if changes { " --yes" } else { "" };
@@ -172,7 +172,7 @@ fn tidy(line: &str) -> String {
     words.join(" ")
 }
 
-/// Returns whether the output matches the page: `…` alone stands for any lines, and inside a line for any text.
+/// Returns whether the output matches the page. A line `…` stands for any lines, and `…` inside of a line for any text.
 fn agree(expected: &[String], printed: &[String]) -> bool {
     match (expected.split_first(), printed.split_first()) {
         (None, None) => true,

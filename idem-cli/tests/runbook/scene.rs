@@ -1,4 +1,4 @@
-//! The scene of an incident: a store, the process that causes the trouble, deliveries of messages, and the charges.
+//! The scene of an incident: a store, the worker process that causes the incident, deliveries of messages, and charges.
 
 use std::cell::{Cell, RefCell};
 use std::io::Write as _;
@@ -16,10 +16,10 @@ use serde_json::{Value, json};
 use super::alerts::Looks;
 use super::page::Section;
 
-/// A week: longer than the broker keeps messages.
+/// Policy with a retention of a week, which is longer than the broker keeps messages.
 pub(crate) const PAY: Policy = Policy::new(Duration::from_secs(7 * 86_400));
 
-/// Error of a delivery: the body's, or the reason why it did not run.
+/// Error of a delivery: the error of the body, or the reason why the body did not run.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Refused(Error),
@@ -48,12 +48,12 @@ pub(crate) fn key(order: &str) -> Result<Key, idem_runtime::key::KeyError> {
     Key::new("pay", format!("order:{order}"))
 }
 
-/// An incident, both as it happens here and as the page describes it.
+/// An incident: its state in this test, and its description on the page.
 pub(crate) struct Scene {
     pub(crate) folder: Folder,
     pub(crate) url: String,
     pub(crate) host: String,
-    /// Process that holds the keys.
+    /// Id of the process that holds the keys.
     pub(crate) process: Cell<u32>,
     section: RefCell<Section>,
     before: String,
@@ -106,7 +106,7 @@ impl Scene {
             "file": self.folder.file(), "folder": self.folder.path(), "order": order,
             "fail": on_crash == OnCrash::Fail, "lease": lease.as_secs(),
         });
-        // The kernel kills it if this process dies first.
+        // The kernel kills the worker if this process dies first.
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL"])
             .arg(std::env::current_exe().expect("a program"))
@@ -121,7 +121,7 @@ impl Scene {
         worker
     }
 
-    /// Asserts that the alerts named on the page fire, and that the panels named there show the data described.
+    /// Asserts that the alerts named on the page fire, and that the panels named on the page show the described data.
     #[track_caller]
     pub(crate) fn is_seen(&self, store: &(impl Store + ?Sized)) {
         let section = self.section.borrow();
@@ -167,11 +167,11 @@ fn charge(folder: &Path, order: &str) {
     writeln!(file.expect("a file"), "{order}").expect("can be written");
 }
 
-/// A separate process, killed when dropped.
+/// A worker process, which is killed when this value is dropped.
 pub(crate) struct Worker(Child);
 
 impl Worker {
-    /// `kill -9`.
+    /// Kills the process, as `kill -9` does.
     pub(crate) fn kill(&mut self) {
         self.0.kill().expect("it runs");
         self.0.wait().expect("it has ended");
@@ -188,7 +188,7 @@ impl Drop for Worker {
 /// Variable that marks a process as a worker.
 const ORDERS: &str = "IDEM_RUNBOOK_WORKER";
 
-/// The body of a worker, for a process that an incident starts. Run as an ordinary test, it does nothing.
+/// The body of a worker process, which an incident starts. As an ordinary test, this function does nothing.
 #[tokio::test]
 async fn works_for_an_incident() {
     let Ok(orders) = std::env::var(ORDERS) else { return };

@@ -1,4 +1,4 @@
-//! Commands for records, in SQLite files.
+//! Tests of the commands for records, with SQLite files.
 
 use std::process::Stdio;
 
@@ -23,7 +23,7 @@ async fn a_stuck_key_is_shown_and_understood() {
     assert!(shown.out.contains("attempt      1\n") && shown.err.is_empty(), "{shown:?}");
     let here = format!("held by      {}, process {}", hostname(), std::process::id());
     assert!(shown.out.contains(&here), "no `{here}` in {shown:?}");
-    // In the forms that are copied from an error, from a row, and from a shell.
+    // The key is accepted as it is copied from a row, from an error, and from a shell.
     for typed in ["1/pay/42", "`pay/42`", " \"pay/42\" "] {
         let object = records.idem(&["show", typed, "--json"]).ends(0).json();
         assert_eq!(object["key"], "pay/42");
@@ -99,7 +99,7 @@ async fn an_interrupted_operation_is_resolved_with_its_result() {
     assert_eq!(result.stored_bytes(), br#"{"receipt": 7}"#.len(), "without the white space around it");
     assert_eq!((found.decided_by(), found.decided_reason()), (Some("alice"), Some("INC-7")));
     records.idem(&["show", "pay/42"]).says("decided by   alice: INC-7\n");
-    // The same decision again changes nothing; another result is refused.
+    // A repetition of the decision changes nothing; another result is refused.
     records.idem(&resolve).ends(0).says("resolved `pay/42`");
     let file = records.file(b"{\"receipt\": 8}");
     records.idem(&resolve).ends(1).complains("alice has decided about it, and it is completed; nothing was changed");
@@ -185,7 +185,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
 
     let records = Records::new().await;
     let began = Arc::new(Semaphore::new(0));
-    // A new server each time, on the same file.
+    // Each call starts a new server on the same file.
     let serve = async || {
         let store = SqliteStore::open(records.folder.file()).await.unwrap();
         let policy = Policy::new(Duration::from_secs(3600)).on_crash(OnCrash::Fail);
@@ -208,7 +208,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     let shown = listed[0]["key"].as_str().unwrap().to_owned();
     assert!(shown.ends_with("order-42"), "{shown}");
     let shown = shown.as_str();
-    // The process is gone; an operator knows this, and has the bank's answer.
+    // The process is gone. An operator knows this, and has the bank's answer.
     crash(&store);
     records.decides(&["release", "--break-lease"], shown).ends(0);
     let body = b"{\"paid\":true,\n \"note\":\"\xc3\xbc\x00\"}\n\n";
@@ -243,7 +243,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
     assert_eq!(began.available_permits(), 0, "no handler has run again");
     store.flush().await;
 
-    // `show` prints the response as given, and the same decision again changes nothing.
+    // A repetition of the decision changes nothing, and `show` prints the response as given.
     records.idem(&resolve).ends(0);
     let shown_again =
         records.idem(&["show", shown, "--result"]).ends(0).says("HTTP/1.1 201 Created\nlocation: /payments/7\n");
@@ -285,7 +285,7 @@ async fn a_file_that_is_no_response_is_refused_and_not_quoted() {
     let both = ["resolve", "pay/42", "--http-response", "-", "--codec", "own"];
     records.idem(&both).ends(2).complains("cannot be used with");
     assert_eq!(state(&records.store, "42").await, Some("interrupted"));
-    // The smallest valid response.
+    // The smallest valid response is accepted.
     let file = records.file(b"HTTP/1.0 204\n\n");
     records.decides(&["resolve", "--http-response", file.to_str().unwrap()], "pay/42").ends(0);
     records.idem(&["show", "pay/42", "--result"]).ends(0).says("HTTP/1.1 204 No Content\n");
@@ -373,7 +373,7 @@ async fn on_a_terminal_a_question_is_asked() {
     let (status, said) = ask("y\n");
     assert_eq!(status, 0, "{said}");
     assert_eq!(state(&records.store, "42").await, Some("released"));
-    // The question names the record that would be given up.
+    // The question names the result that would be lost.
     completed(&records.store, "43", b"7").await;
     for (verb, question) in [("discard", "Let `pay/43`, attempt 1 run again"), ("forget", "Forget `pay/43`, attempt 1")]
     {
@@ -409,7 +409,7 @@ async fn purge_removes_only_expired_records() {
 }
 
 #[tokio::test]
-async fn a_purge_that_fails_says_how_far_it_came_and_is_finished_by_another() {
+async fn a_failed_purge_reports_its_progress_and_another_purge_finishes() {
     let records = Records::new().await;
     for at in 0..6 {
         expired(&records.store, &at.to_string()).await;
@@ -432,7 +432,7 @@ async fn a_missing_store_is_not_created() {
     idem_at(&format!("sqlite:{}", missing.display()), &["show", "pay/42"]).ends(3).complains("No such file");
     assert!(!missing.exists());
     idem_at(&format!("sqlite:{}", folder.path().display()), &["show", "pay/42"]).ends(3).complains("is not a file");
-    // A file of another program stays unchanged.
+    // The command leaves a file of another program unchanged.
     let theirs = folder.path().join("theirs.db");
     raw(&theirs).execute_batch("CREATE TABLE orders (id INTEGER)").unwrap();
     let before = std::fs::read(&theirs).unwrap();
@@ -502,7 +502,7 @@ async fn a_damaged_record_is_shown_listed_and_only_forgotten() {
         .idem(&["forget", "pay/b"])
         .ends(2)
         .complains("Forget `pay/b`, which is damaged, whether its handler is running");
-    // The record was written again after `seen`, and is still damaged.
+    // The record is written again after its revision was read, and is still damaged.
     let seen = records.revision("pay/b");
     file.execute_batch("UPDATE idem_records SET state = 'half gone' WHERE key = '1/pay/b'").unwrap();
     let stale = records.idem(&["forget", "pay/b", "--seen", &seen, "--yes"]).ends(1);
@@ -552,7 +552,7 @@ async fn errors_of_wrong_use_show_no_passwords() {
     for (key, text) in [("order42", "is no key"), ("", "is no key"), ("shop:1/pay/42", "leave out the namespace")] {
         records.idem(&["show", key]).ends(2).complains(text);
     }
-    // Passwords in unexpected places.
+    // No password is shown, even if its URL stands in the wrong place.
     for arguments in [
         &["show", "redis://bob:secret@host", "x"][..],
         &["redis://bob:secret@host"],
@@ -566,7 +566,7 @@ async fn errors_of_wrong_use_show_no_passwords() {
 }
 
 #[test]
-fn a_store_that_is_away_is_status_3() {
+fn an_unreachable_store_is_status_3() {
     for url in [
         "redis://bob:secret@127.0.0.1:1",
         "redis-cluster://bob:secret@127.0.0.1:1",
@@ -584,7 +584,7 @@ fn a_store_that_is_away_is_status_3() {
 }
 
 #[test]
-fn a_pipe_that_is_closed_ends_it_quietly() {
+fn a_closed_pipe_ends_the_program_quietly() {
     for arguments in
         [&["schema", "print", "sqlite"][..], &["key", "pay/42"], &["man"], &["completions", "bash"], &["--help"]]
     {
@@ -598,10 +598,10 @@ fn a_pipe_that_is_closed_ends_it_quietly() {
 }
 
 #[tokio::test]
-async fn a_pipe_that_is_closed_in_the_middle_ends_it_quietly() {
+async fn a_pipe_that_closes_during_the_output_ends_the_program_quietly() {
     use std::io::BufRead;
     let records = Records::new().await;
-    // More output than a pipe holds.
+    // The list is longer than the buffer of a pipe.
     for at in 0..400 {
         interrupted(&records.store, &at.to_string()).await;
     }
@@ -637,7 +637,7 @@ async fn a_terminal_of_forty_columns_shows_stuck_records() {
 }
 
 #[tokio::test]
-async fn keys_are_those_of_the_handlers() {
+async fn printed_keys_equal_the_keys_of_handlers() {
     use idem_runtime::{Error, MemoryStore, idempotent};
 
     #[idempotent(key = "order:{tenant}:{id}", ttl = "1h", store = store, scope = "ship", on_error = release)]
@@ -670,7 +670,7 @@ async fn keys_are_those_of_the_handlers() {
 }
 
 #[test]
-fn keys_of_requests_are_those_of_the_layer() {
+fn printed_keys_of_requests_equal_the_keys_of_the_layer() {
     let asked = |arguments: &[&str]| run(&mut command([&["key", "--http"], arguments].concat())).ends(0);
     let of = ["--route", "/payments", "--caller", "alice"];
     let expected = "key     http/POST /payments:alice:order-42\n";
@@ -739,7 +739,7 @@ async fn stuck_records_are_listed_page_by_page() {
     assert_eq!(keys(&list(&["--uncertain"])), keys(&stuck));
     assert_eq!(keys(&list(&["--state", "running"])), ["pay/runs"]);
     assert!(!list(&["--state", "completed"]).ends(0).out.contains("4111"), "a list shows no results");
-    // Page by page, no record is left out and none is shown twice.
+    // Reading page by page shows each record once.
     let mut seen = Vec::new();
     let mut after = String::new();
     loop {
@@ -886,7 +886,7 @@ async fn a_handler_replays_a_resolution() {
         }
         store.flush().await;
         let error = charge(store, order, &began).await.unwrap_err();
-        // The form of the key in a log: between the quotes of the message.
+        // The operator copies the key from a log, where it stands between quotes.
         let text = error.to_string();
         let shown = text.split('`').nth(1).unwrap();
         let file = records.file(b"[\"receipt\", \"7\"]");

@@ -1,4 +1,4 @@
-//! The same commands on real servers, and the doctor's findings there.
+//! Tests of the commands on real servers, and of the doctor's findings there.
 
 use std::process::Stdio;
 
@@ -53,7 +53,7 @@ async fn settles(url: &str, store: &dyn Store) {
     assert!(verdicts.len() == 2 && verdicts.iter().all(|it| it["passed"] == true), "{verdicts:?}");
 }
 
-/// Returns the doctor's finding for a check: its level, and all of it.
+/// Returns the doctor's finding for a check: the level, and the whole finding.
 fn found(run: &Run, check: &str) -> (String, Value) {
     let all = run.lines();
     let finding = all.iter().find(|it| it["check"] == check).unwrap_or_else(|| panic!("no `{check}` in {all:#?}"));
@@ -119,12 +119,12 @@ async fn redis() {
     idem_at(&url, &["show", "pay/odd"]).ends(4);
     let _: () = redis::cmd("RPUSH").arg("idem:1/pay/odd").arg("x").query_async(&mut raw).await.unwrap();
     idem_at(&url, &["show", "pay/odd"]).ends(1).complains("another type of Redis").complains("`TYPE`");
-    // The key in the server's form, and the same key in another namespace.
+    // The key is accepted in the server's form. In another namespace, it has no record.
     idem_at(&url, &["show", "idem:1/pay/kept"]).ends(0).says("completed");
     idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(4);
 }
 
-/// A server that also speaks TLS, with a certificate that is not trusted by default.
+/// The test's server also speaks TLS, with a certificate that is not trusted by default.
 #[test]
 fn redis_by_tls_if_its_certificate_is_trusted() {
     let folder = Folder::new();
@@ -156,7 +156,8 @@ fn redis_by_tls_if_its_certificate_is_trusted() {
     let verdicts =
         with(&url, true, &["conformance", "store", "--yes", "--json", "--case", "first_reservation"]).ends(0);
     assert_eq!(verdicts.json()["passed"], true);
-    // An untrusted certificate; the certificate of another host; a port without TLS; a wrong password.
+    // The cases are an untrusted certificate, the certificate of another host, a port without TLS, and a wrong
+    // password.
     for (url, trusted, text) in [
         (url.clone(), false, "certificate: "),
         (format!("rediss://:secret@127.0.0.1:{port}"), true, "not valid for name"),
@@ -212,7 +213,7 @@ async fn the_doctor_of_redis_finds_settings_that_lose_records() {
     let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
     finds(&doctor, "persistence", "warning", "snapshots only");
     finds(&doctor, "eviction", "warning", "without a limit");
-    // A login that may not publish, and so wakes no waiting duplicates.
+    // The login `bob` may not publish, and so can't wake waiting duplicates.
     let acl = ["SETUSER", "bob", "on", ">secret", "~idem:*", "&idem:*", "+@all", "-publish"];
     let _: () = redis::cmd("ACL").arg(&acl).query_async(&mut raw).await.unwrap();
     let login = url.replace("redis://", "redis://bob:secret@");
@@ -221,7 +222,7 @@ async fn the_doctor_of_redis_finds_settings_that_lose_records() {
     assert!(!doctor.out.contains("secret"));
     let _: () = redis::cmd("ACL").arg(&["SETUSER", "bob", "-acl"]).query_async(&mut raw).await.unwrap();
     finds(&idem_at(&login, &["doctor", "--json"]).ends(0), "permissions", "unknown", "may not ask");
-    // A login with exactly the rights that the guide lists for calls, in its own namespace.
+    // The login `carol` has exactly the rights that the guide lists for calls, in its own namespace.
     let rights = "+info +script|load +eval +evalsha +set +get +mget +pttl +pexpire +pexpiretime +getrange +setrange +publish +subscribe +ping";
     let acl = ["SETUSER", "carol", "on", ">secret", "~shop:*", "&shop:*", "+acl|whoami", "+acl|dryrun"];
     let _: () =
@@ -283,7 +284,7 @@ async fn postgres() {
     let doctor = idem_at(&format!("{}?pgbouncer=true", pooler.url()), &["doctor", "--json"]).ends(0);
     finds(&doctor, "pooler", "ok", "share sessions");
     finds(&idem_at(&format!("{url}?pgbouncer=true"), &["doctor", "--json"]).ends(0), "pooler", "warning", "");
-    // Settings that lose records in a crash, and a table of a later release.
+    // The doctor finds settings that lose records in a crash, and `schema diff` finds a table of a later release.
     raw.batch_execute("ALTER ROLE postgres SET synchronous_commit = off").await.unwrap();
     finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "synchronous_commit", "error", "off");
     raw.batch_execute("ALTER ROLE postgres RESET synchronous_commit").await.unwrap();
@@ -408,7 +409,7 @@ async fn partitions_of_postgres() {
     let other = format!("{url}?schema=plain");
     idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);
     idem_at(&other, &["schema", "migrate", "--partitions", "8", "--yes"]).ends(1).complains("the table is plain");
-    // A single partition with other settings is found.
+    // The doctor finds a single partition with other settings.
     let raw = postgres::raw(&url).await;
     raw.batch_execute("ALTER TABLE idem.records_2 SET (autovacuum_enabled = off, fillfactor = 90)").await.unwrap();
     let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
@@ -429,8 +430,8 @@ async fn partitions_of_postgres() {
     }
 }
 
-/// Asserts that the doctor warns about `check` after the statement `bad`, with the text `found`, and no longer after
-/// `mended`.
+/// Asserts that the doctor warns about `check`, with the text `found`, after the statement `bad`, and no longer after
+/// the statement `mended`.
 async fn warns(url: &str, check: &str, found: &str, bad: &str, mended: &str) {
     let raw = postgres::raw(url).await;
     raw.batch_execute(bad).await.unwrap();
@@ -454,7 +455,7 @@ async fn the_doctor_of_postgres_finds_settings_that_are_slow_at_size() {
         "ALTER TABLE idem.records RESET (autovacuum_enabled)",
     )
     .await;
-    // The statistics that a hundred million records would have.
+    // Sets the statistics that a table of a hundred million records would have.
     let size = "UPDATE pg_class SET reltuples = 1e8, relpages = 1e7 WHERE oid = 'idem.records'::regclass";
     let small = "UPDATE pg_class SET reltuples = 0, relpages = 0 WHERE oid = 'idem.records'::regclass";
     let fewer = format!("{size}; {}", set("autovacuum_vacuum_scale_factor = 0.005"));
@@ -470,7 +471,7 @@ async fn the_doctor_of_postgres_finds_settings_that_are_slow_at_size() {
     .await;
     let raw = postgres::raw(&url).await;
     raw.batch_execute(small).await.unwrap();
-    // Completions that find no space in the pages of their reservations.
+    // Makes completions that find no space in the pages of their reservations.
     let rows = "INSERT INTO idem.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, \
                 expires_at, listed_at, first_seen_at, began_at) SELECT '1/pay/' || n, '\\x00112233445566778899aabbccddeeff', 1, \
                 'pending', 1, 1, false, now(), now() + interval '1 day', now() + interval '1 day', now(), now() \
@@ -485,7 +486,7 @@ async fn the_doctor_of_postgres_finds_settings_that_are_slow_at_size() {
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "updates", "warning", "of 100 updates stay in their page");
     raw.batch_execute("SELECT pg_stat_reset()").await.unwrap();
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "updates", "ok", "");
-    // Expired records, before and after a purge.
+    // The doctor warns about expired records before a purge, and no longer after it.
     raw.batch_execute(
         "UPDATE idem.records SET listed_at = now() - interval '3 days', expires_at = now() - interval '3 days'",
     )
@@ -494,7 +495,7 @@ async fn the_doctor_of_postgres_finds_settings_that_are_slow_at_size() {
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "warning", "the oldest 3 d");
     idem_at(&url, &["purge"]).ends(0).says("20000");
     finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "ok", "");
-    // Empty pages, except for a record in the last one.
+    // Leaves empty pages, with a single record in the last page.
     raw.batch_execute(&rows.replace("20000", "200000")).await.unwrap();
     raw.batch_execute(
         "DELETE FROM idem.records WHERE key <> (SELECT key FROM idem.records ORDER BY ctid DESC LIMIT 1)",

@@ -1,4 +1,4 @@
-//! Helpers: the program, and records to use it on.
+//! Helpers that run the program, and that write records.
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -30,7 +30,7 @@ impl Run {
         serde_json::from_str(lines[0]).unwrap()
     }
 
-    /// Returns the error, printed as JSON.
+    /// Returns the error that the program printed as JSON.
     pub(crate) fn error(&self) -> Value {
         serde_json::from_str(&self.err).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
@@ -59,7 +59,7 @@ impl Run {
     }
 }
 
-/// Builds a command of the program, without this process's environment variables that the program reads.
+/// Builds a command of the program, and removes the environment variables that the program would read.
 pub(crate) fn command(arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_idem"));
     command.args(arguments).stdin(Stdio::null());
@@ -107,7 +107,7 @@ impl Records {
         revision(&self.url(), key)
     }
 
-    /// Looks at this key, then decides about the record that it saw, without a question.
+    /// Reads the revision of the key, then decides about the record with this revision, without a question.
     pub(crate) fn decides(&self, verb: &[&str], key: &str) -> Run {
         let seen = self.revision(key);
         self.idem(&[verb, &[key, "--seen", &seen, "--yes"]].concat())
