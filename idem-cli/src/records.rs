@@ -632,7 +632,7 @@ async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop
         Some(seen) => seen,
         None if change.yes => {
             return Err(Stop::Usage(
-                "nothing says which record you have looked at; nothing was changed; add `--seen` with the revision that `idem \
+                "no revision shows which record you have seen; nothing was changed; add `--seen` with the revision that `idem \
                  show` prints"
                     .to_owned(),
             ));

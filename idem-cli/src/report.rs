@@ -96,7 +96,7 @@ impl Stop {
 /// Adds advice about certificates, because the drivers report only the problem.
 fn advised(mut text: String) -> String {
     if text.contains("invalid peer certificate") {
-        text.push_str("; trusted are the certificates of this system, or those in the file that SSL_CERT_FILE names");
+        text.push_str("; this program trusts the certificates of this system, or in the file that SSL_CERT_FILE names");
     }
     text
 }

@@ -75,7 +75,7 @@ fn header(line: &[u8]) -> Option<(HeaderName, HeaderValue)> {
 fn check(response: &Response<Bytes>) -> Result<(), String> {
     let (body, headers) = (response.body(), response.headers());
     if body.starts_with(b"HTTP/") {
-        return Err("its body begins with another status line: leave the last response alone in it".to_owned());
+        return Err("its body begins with another status line: keep only the last response in the file".to_owned());
     }
     // Encoded responses are refused, as the layer does not record them either: another client may not accept the
     // encoding.
@@ -101,7 +101,7 @@ fn check(response: &Response<Bytes>) -> Result<(), String> {
     };
     if !has_none && !headers.get_all(CONTENT_LENGTH).iter().all(is_length) {
         return Err(format!(
-            "its `Content-Length` is not that of its body, which has {} bytes: mend the body, or leave the header out",
+            "its `Content-Length` is not that of its body, which has {} bytes: correct the body, or leave the header out",
             body.len()
         ));
     }

@@ -24,10 +24,10 @@
 //!          }
 //! ```
 //!
-//! Generated locals have the hygiene of this macro, so they shadow no name of the user. Their names are unusual, too:
-//! if the user had a constant called `NAME`, `let NAME = …` would compare with that constant instead of binding a new
-//! name. Items are not hygienic, so each `static` stands in a block without tokens of the user, and traits are imported
-//! without a name.
+//! Generated locals have the hygiene of this macro, so they shadow no name of the user. The names of generated locals
+//! are unusual, too: if the user had a constant called `NAME`, `let NAME = …` would compare with that constant instead
+//! of binding a new name. Items are not hygienic, so each `static` stands in a block without tokens of the user, and
+//! traits are imported without a name.
 
 use std::time::Duration;
 
@@ -306,8 +306,8 @@ impl Expansion<'_> {
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
-        // The body also owns the arguments that it does not mention. Otherwise such an argument would be dropped only
-        // after the key is freed, when another attempt may already run.
+        // The body also owns the arguments that it does not mention. If the body did not own such an argument, it would
+        // be dropped only after the key is freed, when another attempt may already run.
         let used = quote_spanned!(*site=> #operation #recorder #body);
         let owned = call.handler.owned.iter().map(|argument| argument.moved(&used));
         let block = quote_spanned! {*site=>
@@ -390,7 +390,7 @@ fn blamed(expr: &Expr) -> Span {
     }
 }
 
-/// Replaces every `impl Trait` in the type by `_`, because it has no name inside of the function.
+/// Replaces every `impl Trait` in the type by `_`, because an `impl Trait` has no name inside of the function.
 fn without_impl_trait(ty: &Type) -> Type {
     let mut ty = ty.clone();
     erase(&mut ty);

@@ -123,8 +123,8 @@ use crate::validate::Call;
 ///
 /// In one process a scope belongs to one function. A second function with the same scope is refused when it is called
 /// (`Error::InvalidKey`). A call of a generic function with another return type than an earlier call is refused in the
-/// same way, because the call might replay a result of the earlier type. If handlers replay each other's results on
-/// purpose, all of them declare `scope = shared("ship_order")`:
+/// same way, because the call might replay a result of the earlier type. If several handlers share their results on
+/// purpose, each of these handlers declares `scope = shared("ship_order")`:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, idempotent};
@@ -156,8 +156,8 @@ use crate::validate::Call;
 /// ## `timeout`
 ///
 /// Longest run of the body. After this time the body is cancelled, the key is freed, and the caller gets
-/// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. So a body that hangs holds its key no
-/// longer than this time, although its lease is renewed. Choose a time that is longer than the body ever needs:
+/// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. A body that hangs thus holds its key
+/// no longer than this time, although its lease is renewed. Choose a time that is longer than the body ever needs:
 /// `timeout = "10m"`. A body that blocks its thread can't be cancelled; after this time its lease is no longer renewed,
 /// and lapses.
 ///

@@ -14,7 +14,7 @@ const MAX_CLOCK_SKEW: i128 = 1;
 
 pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
     let (client, date) = table.client()?;
-    // Without the right to describe the table, the other checks still run.
+    // If the credentials may not describe the table, all further checks still run.
     let described = in_time(timeout, client.describe_table().table_name(&table.name).send()).await?;
     let described = match described {
         Ok(described) => Some(described),
@@ -49,7 +49,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
             _ => findings.warning(
                 "deletion protection",
                 "off",
-                "whoever deletes the table forgets all records, and their operations run again",
+                "if the table is deleted, all records are forgotten, and their operations run again",
                 "`aws dynamodb update-table --deletion-protection-enabled`",
             ),
         }
@@ -94,12 +94,12 @@ fn clock(date: Option<&str>, findings: &mut Findings) {
         return;
     };
     let off = ours - i128::from(theirs.secs());
-    // One second of tolerance: the answer took time, and `Date` has no fractions.
+    // The check tolerates one more second, because the answer took time, and `Date` has no fractions of a second.
     match off.abs() > MAX_CLOCK_SKEW + 1 {
         true => findings.error(
             "clock",
             format!("{} s {} DynamoDB's", off.abs(), if off > 0 { "ahead of" } else { "behind" }),
-            "times are those of the machines here: live leases may be taken over, or hold for too long",
+            "the clocks of the machines measure leases: a live lease may be taken over, or may hold for too long",
             "let this machine follow a time server; otherwise raise `DynamoOptions::max_clock_skew` everywhere",
         ),
         false => findings.ok("clock", "within a second or two of DynamoDB's"),

@@ -84,7 +84,7 @@ impl Findings {
     /// Adds a check that the server did not answer.
     #[allow(dead_code, reason = "some stores tell everything")]
     pub(crate) fn unknown(&mut self, check: &'static str, found: impl Into<String>, remedy: &str) {
-        self.add(check, Level::Unknown, &found.into(), "nobody has checked this", remedy);
+        self.add(check, Level::Unknown, &found.into(), "this was not checked", remedy);
     }
 
     #[allow(dead_code, reason = "without a store there is nothing to warn of")]

@@ -96,7 +96,7 @@ async fn replication(client: &Client, findings: &mut Findings) -> Result<(), tok
         (count, "") => findings.warning(
             "replication",
             format!("no commit waits for a standby, and {count} follow"),
-            "a failover forgets what they have not received yet, and those operations run again",
+            "a failover forgets the records that no standby has received yet, and their operations run again",
             "`synchronous_standby_names = 'ANY 1 (*)'`, which costs each commit a round trip",
         ),
         (_, names) => findings.ok("replication", format!("commits wait for standbys: {names}")),
@@ -227,7 +227,7 @@ fn updates(tables: &[Table], findings: &mut Findings) {
         findings.warning(
             "fill factor",
             format!("{} of {}", table.fill_factor, table.name),
-            "a record that completes finds no room in its page: it moves to another one, and changes both indexes",
+            "a completed record finds no space in its page: the record moves to another page, and both indexes change",
             &format!("{}; it holds for the pages that are filled from then on", table.alter("fillfactor = 30")),
         );
     } else if let Some(table) = tables.first() {
@@ -239,8 +239,8 @@ fn updates(tables: &[Table], findings: &mut Findings) {
         Some(table) => findings.warning(
             "updates",
             format!("{}, in {}", percent(table), table.name),
-            "each of the others changes both indexes: completions and renewals cost twice as much, and the indexes grow",
-            "a fillfactor of 20; results from some 300 bytes to 2 KB find no room: `Compressed`, or `Offloaded`",
+            "every other update changes both indexes: completions and renewals cost twice as much, and the indexes grow",
+            "a fillfactor of 20; results of about 300 bytes to 2 KB still find no space: use `Compressed` or `Offloaded`",
         ),
         None => findings.ok("updates", tables.first().map_or_else(|| "none".to_owned(), percent)),
     }
@@ -263,7 +263,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
         Some(table) => findings.warning(
             "autovacuum threshold",
             format!("{:.0} dead rows in {}", table.until_vacuum, table.name),
-            "room is used again only after so many rows were purged: the table and its indexes are larger by as many",
+            "space is reused only after this many rows were purged: the table and its indexes are larger by this many rows",
             &format!(
                 "{}; from some ten million records on, partitions",
                 table.alter("autovacuum_vacuum_scale_factor = 0.02")
@@ -322,7 +322,7 @@ async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Re
         Some((table, [heap, indexes])) => findings.warning(
             "bloat",
             format!("{} has {heap:.1} times the pages of its records, its indexes have {indexes:.1} times theirs", table.name),
-            "it costs disk and cache; the room is used again by new records, and is given back to nobody",
+            "unused space costs disk and cache; new records reuse it, but the server does not return it to the disk",
             &format!(
                 "purge more often; `REINDEX TABLE CONCURRENTLY {0}`; for the table itself `VACUUM FULL {0}`, during which no \
                  call gets through, or `pg_repack`",

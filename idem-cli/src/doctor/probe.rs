@@ -137,7 +137,7 @@ pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
             "probe",
             format!("`{step}` failed: {said}"),
             "handlers meet the same failure; the probe's record expires within two minutes",
-            "if it is about permissions, give the login what docs/cli.md and `idem schema print` list",
+            "if a permission is missing, give the login the rights that docs/cli.md and `idem schema print` list",
         ),
     }
 }

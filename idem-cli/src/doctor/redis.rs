@@ -147,7 +147,7 @@ fn eviction(info: &Info<'_>, findings: &mut Findings) {
         policy if most == 0 => findings.warning(
             "eviction",
             format!("maxmemory-policy {policy}, without a limit of memory"),
-            "as soon as somebody sets a limit, records are evicted, and their operations run again",
+            "as soon as an operator sets a limit, records are evicted, and their operations run again",
             NOEVICTION,
         ),
         policy => findings.error(
@@ -244,7 +244,7 @@ async fn cluster(server: &mut MultiplexedConnection, findings: &mut Findings) {
 async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findings: &mut Findings) {
     let check = "permissions";
     let Ok(user) = ask::<String>(server, &["ACL", "WHOAMI"]).await else {
-        findings.unknown(check, "this login may not ask (`ACL WHOAMI`)", "the probe below tries most of it");
+        findings.unknown(check, "this login may not ask (`ACL WHOAMI`)", "the probe below tests most rights");
         return;
     };
     let key = format!("{namespace}probe");
@@ -256,7 +256,7 @@ async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findin
             Ok(Value::Okay) => {}
             Ok(_) => refused.push(right),
             Err(_) => {
-                findings.unknown(check, "this login may not ask (`ACL DRYRUN`)", "the probe below tries most of it");
+                findings.unknown(check, "this login may not ask (`ACL DRYRUN`)", "the probe below tests most rights");
                 return;
             }
         }
@@ -266,7 +266,7 @@ async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findin
         Some(names.collect::<Vec<_>>().join(", ")).filter(|names| !names.is_empty())
     };
     let found = |names: &str| format!("`{user}` may not send {names}");
-    let remedy = format!("`ACL SETUSER NAME ~{namespace}* &{namespace}* +COMMAND` for each of them");
+    let remedy = format!("`ACL SETUSER NAME ~{namespace}* &{namespace}* +COMMAND` for each of these commands");
     // Calls fail without these rights. The rights checked below are needed only for replicas and lists.
     match lacks(&[Purpose::Opening, Purpose::Calls, Purpose::Wakes]) {
         None => findings.ok(check, format!("`{user}` may send each command that calls need")),
@@ -281,7 +281,7 @@ async fn permissions(server: &mut MultiplexedConnection, namespace: &str, findin
         (
             "permissions for replicas",
             Purpose::Replicas,
-            "a store with `min_replicas` refuses to open; without PEXPIRETIME records don't tell since when they are held",
+            "a store with `min_replicas` refuses to open; without PEXPIRETIME it is unknown since when a record is held",
         ),
         ("permissions for lists", Purpose::Lists, "`idem list`, `stats` and `watch` fail"),
     ] {

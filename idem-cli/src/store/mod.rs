@@ -158,7 +158,7 @@ fn boxed(parsed: Result<impl Place + 'static, String>) -> Result<Box<dyn Place>,
 }
 
 /// Splits a URL into the part before its query, and the parameters of the query.
-#[allow(dead_code, reason = "without a store nobody reads a URL")]
+#[allow(dead_code, reason = "a build without stores reads no URL")]
 pub(crate) fn parameters(url: &str) -> (&str, Vec<(&str, &str)>) {
     let (url, query) = url.split_once('?').unwrap_or((url, ""));
     let parameters = query.split('&').filter(|it| !it.is_empty());

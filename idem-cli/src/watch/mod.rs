@@ -23,7 +23,7 @@ use crate::store::StoreArguments;
 /// last.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
-#[expect(clippy::struct_excessive_bools, reason = "switches, each by itself")]
+#[expect(clippy::struct_excessive_bools, reason = "independent switches")]
 pub(crate) struct WatchArguments {
     /// Only records of this scope
     #[arg(long, value_name = "NAME")]

@@ -32,7 +32,7 @@ async fn a_worker_dies_under_on_crash_fail() {
     let mut worker = scene.worker("42", OnCrash::Fail, SECOND).await;
     worker.kill();
     // The broker keeps delivering until the lease has lapsed.
-    until("nobody may run it", async || {
+    until("the operation is interrupted", async || {
         let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
         let refused = matches!(result, Err(Failure::Refused(Error::Interrupted { .. })));
         assert!(if refused { outcome.disposition() == Disposition::DeadLetter } else { comes_again(&outcome) });
@@ -48,7 +48,7 @@ async fn a_worker_dies_under_on_crash_fail() {
     // For another order, the provider has no charge.
     let mut worker = scene.worker("43", OnCrash::Fail, SECOND).await;
     worker.kill();
-    until("nobody may run it", async || {
+    until("the operation is interrupted", async || {
         let (result, _) = deliver(&store, "43", policy, scene.charge("43")).await;
         matches!(result, Err(Failure::Refused(Error::Interrupted { .. })))
     })
@@ -91,7 +91,7 @@ async fn a_result_grew_too_large() {
         Ok(receipt)
     };
     let (result, outcome) = deliver(&store, "42", policy, large).await;
-    assert!(result.is_ok() && outcome.disposition() == Disposition::Ack, "who called has the result");
+    assert!(result.is_ok() && outcome.disposition() == Disposition::Ack, "the caller has the result");
     let duplicate = async || deliver(&store, "42", policy, scene.charge("42")).await;
     let (result, outcome) = duplicate().await;
     assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
@@ -132,7 +132,7 @@ async fn a_deployment_changed_a_return_type() {
         };
         deliver(&store, "42", PAY, body).await
     };
-    let now = async |policy| deliver::<Now>(&store, "42", policy, async { panic!("it has run before") }).await;
+    let now = async |policy| deliver::<Now>(&store, "42", policy, async { panic!("the body runs again") }).await;
     let first = before().await.0.unwrap();
     let (result, outcome) = now(PAY).await;
     assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
@@ -169,7 +169,10 @@ async fn a_ttl_is_too_short() {
     }
     clock.advance(HOUR / 6);
     let (_, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
-    assert!(outcome.executed() && outcome.attempt() == Some(1), "as if it had never been there: {outcome:?}");
+    assert!(
+        outcome.executed() && outcome.attempt() == Some(1),
+        "the record is gone, so this attempt is the first: {outcome:?}"
+    );
     assert_eq!(scene.charges("42"), 2);
     scene.is_seen(&store);
     scene.play();
@@ -204,7 +207,7 @@ async fn redis_was_flushed() {
     scene.is_seen(&store);
     scene.play();
     let (_, outcome) = deliver(&store, "42", policy, charge("42")).await;
-    assert!(outcome.executed(), "nothing is known of it: {outcome:?}");
+    assert!(outcome.executed(), "the flush removed the record: {outcome:?}");
     assert_eq!((scene.charges("42"), provider.lock().unwrap().len()), (2, 1), "the child key is the same as before");
     scene.ends();
 }
@@ -224,7 +227,7 @@ async fn postgresql_failed_over() {
     let policy = PAY.lease(SECOND);
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.executed());
     let raw = standby.raw().await;
-    until("the standby has it", async || {
+    until("the standby has the record", async || {
         let rows = raw.query("SELECT state FROM idem.records WHERE key = '1/pay/order:41'", &[]).await.unwrap();
         rows.first().is_some_and(|row| row.get::<_, &str>(0) == "completed")
     })
@@ -256,7 +259,7 @@ async fn postgresql_failed_over() {
     scene.play();
     // Operations whose records had reached the standby are replayed; all other operations run again.
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.replayed());
-    until("it is known that the store is back", async || {
+    until("the library notices that the store is back", async || {
         deliver(&store, "44", policy, scene.charge("44")).await.1.executed()
     })
     .await;
@@ -334,7 +337,7 @@ async fn the_store_was_away_for_an_hour() {
     scene.play();
     server.run();
     let looks = RedisStore::connect(&server.url()).await.unwrap();
-    until("its lease has lapsed", async || {
+    until("the lease has lapsed", async || {
         use idem_runtime::Store as _;
         let found = looks.inspect(&key("42").unwrap()).await.unwrap().unwrap();
         found.standing() == idem_runtime::store::Standing::Lapsed
@@ -344,7 +347,7 @@ async fn the_store_was_away_for_an_hour() {
     let (result, _) = deliver(&store, "42", policy, scene.charge("42")).await;
     assert_eq!(result.unwrap(), json!({ "receipt": "r-42" }));
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.replayed());
-    until("it is known that the store is back", async || {
+    until("the library notices that the store is back", async || {
         deliver(&store, "43", policy, scene.charge("43")).await.1.executed()
     })
     .await;

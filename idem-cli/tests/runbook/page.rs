@@ -103,7 +103,7 @@ impl Section {
     /// Asserts that every block of commands was run.
     #[track_caller]
     pub(crate) fn ends(&self) {
-        assert!(!self.rest.contains("\n```console\n"), "{}: nobody has played{}", self.title, self.rest);
+        assert!(!self.rest.contains("\n```console\n"), "{}: these commands were not run:{}", self.title, self.rest);
         let names: Vec<_> = self.text.lines().filter_map(|line| line.strip_prefix("- *")?.split_once("*: ")).collect();
         let names: Vec<_> = names.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["Alert", "Dashboard", "Customer", "Cause", "Do"], "{}: all have the same shape", self.title);

@@ -552,7 +552,7 @@ async fn errors_of_wrong_use_show_no_passwords() {
     for (key, text) in [("order42", "is no key"), ("", "is no key"), ("shop:1/pay/42", "leave out the namespace")] {
         records.idem(&["show", key]).ends(2).complains(text);
     }
-    // No password is shown, even if its URL stands in the wrong place.
+    // No password is shown, even if a URL stands in the wrong place.
     for arguments in [
         &["show", "redis://bob:secret@host", "x"][..],
         &["redis://bob:secret@host"],

@@ -119,7 +119,7 @@ async fn redis() {
     idem_at(&url, &["show", "pay/odd"]).ends(4);
     let _: () = redis::cmd("RPUSH").arg("idem:1/pay/odd").arg("x").query_async(&mut raw).await.unwrap();
     idem_at(&url, &["show", "pay/odd"]).ends(1).complains("another type of Redis").complains("`TYPE`");
-    // The key is accepted in the server's form. In another namespace, it has no record.
+    // The key is accepted in the server's form. In another namespace, the key has no record.
     idem_at(&url, &["show", "idem:1/pay/kept"]).ends(0).says("completed");
     idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(4);
 }

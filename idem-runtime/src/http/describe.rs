@@ -94,7 +94,7 @@ fn text(settings: &Settings, problems: &[(ProblemKind, u16)]) -> String {
     let format = if settings.key_format.is_some() { " The service checks its form." } else { "" };
     let hosts = if settings.separate_hosts { " Each host has keys of its own." } else { "" };
     let echo = if profile.echoes_key { " Every response repeats the field of the key." } else { "" };
-    // One table row for each problem that can happen.
+    // The table has a row for each problem that can happen.
     let mut rows = String::new();
     for (kind, status) in problems {
         let (base, name) = (&settings.problem_base, kind.name());

@@ -54,7 +54,7 @@ fn trim(line: &[u8]) -> &[u8] {
     &line[start..end]
 }
 
-/// Reads a `String`. Its parameters (`;name=value`) do not belong to the key.
+/// Reads a `String`. The parameters (`;name=value`) of the field do not belong to the key.
 fn string(quoted: &[u8]) -> Option<String> {
     let text = Parser::new(quoted).parse_item::<Cow<'_, StringRef>>().ok()?;
     Some(text.into_owned().into())

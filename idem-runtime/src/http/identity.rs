@@ -21,11 +21,11 @@ const SCOPE: &str = "http";
 /// Returns the key under which the layer records a request, so that the record can be looked up:
 /// `<method> <route>:<caller>:<the client's key>`, in the `scope` of the layer, or in `http` if it has none.
 ///
-/// Under a profile that compares JSON, `route` is the path of the request. Otherwise it is the template of an axum
-/// route, without the names of its parameters (`/payments/{}`, `/files/{*}`), or empty if the layer has a scope or the
-/// template is not known. With [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host precedes it:
-/// `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty. The client's `key` is
-/// written without the quotes that its header may have.
+/// Under a profile that compares JSON, `route` is the path of the request. Under other profiles, `route` is the
+/// template of an axum route, without the names of its parameters (`/payments/{}`, `/files/{*}`), or empty if the layer
+/// has a scope or the template is not known. With [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host
+/// precedes it: `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty. The
+/// client's `key` is written without the quotes that its header may have.
 ///
 /// # Errors
 /// [`KeyError`] if the scope is invalid, the key is blank, or the result is too long.
@@ -155,7 +155,7 @@ impl BodyPrint {
     }
 
     /// Makes the print of `bytes`, or of the `chosen` members, by their meaning as JSON. If `bytes` are not JSON, the
-    /// print is that of the bytes.
+    /// print is the hash of the bytes.
     ///
     /// # Errors
     /// The body nests too deep, or an object has two members of one name.

@@ -415,7 +415,7 @@ fn low_byte(unit: u16) -> u8 {
     unit.to_le_bytes()[0]
 }
 
-/// Reads four hexadecimal digits. Returns their number and the rest.
+/// Reads four hexadecimal digits. Returns the number that they form, and the remaining bytes.
 fn code_unit(digits: &[u8]) -> Option<(u16, &[u8])> {
     let (digits, rest) = digits.split_at_checked(4)?;
     let unit = digits.iter().try_fold(0, |unit, digit| Some(unit << 4 | char::from(*digit).to_digit(16)?))?;

@@ -151,7 +151,7 @@ impl Profile {
     pub const fn ucp() -> Self {
         Self {
             name: "ucp",
-            // PATCH is not in the protocol; PATCH requests are protected as under the other profiles.
+            // PATCH is not in the protocol; PATCH requests are protected, as by all other profiles.
             methods: &[Method::POST, Method::PUT, Method::PATCH],
             reads: &["/catalog/search", "/catalog/lookup", "/catalog/product"],
             requires_key: true,

@@ -118,7 +118,7 @@ pub(super) struct KeyedRequest {
     digests: Digests,
     /// Digest that stands for a body that is streamed to the handler; `None` if the layer reads the body first.
     streams: Option<[u8; 32]>,
-    /// The trace that the request belongs to. Boxed: most requests have none.
+    /// The trace that the request belongs to. Boxed: most requests have no trace.
     traceparent: Option<Box<Traceparent>>,
 }
 
@@ -359,8 +359,8 @@ impl Settings {
     /// Runs `handler` once for the key of the request, or answers without running it. Records the response before
     /// returning it. The request counts as in flight until its future is dropped.
     ///
-    /// Not an `async fn`, and no statement here moves an argument: an `async fn` stores a moved argument twice, and the
-    /// arguments make up most of the size of the future.
+    /// This is no `async fn`, and no statement here moves an argument: an `async fn` stores a moved argument twice, and
+    /// the arguments make up most of the size of the future.
     pub(super) fn run<S, F, H, R, E>(
         settings: S,
         request: PreparedRequest,
@@ -378,8 +378,8 @@ impl Settings {
             let (this, PreparedRequest { asked, print, claim, on_error, place: _place }, handler) =
                 (&*settings, &request, &mut handler);
             let enforced = this.policy.current_mode() == Mode::Enforce;
-            // The body of the call stores the response here and returns only the recordable result to the engine. So a
-            // response whose recording fails can still be sent.
+            // The body of the call stores the response here and returns only the recordable result to the engine. A
+            // response whose recording fails can thus still be sent.
             let answered = Mutex::new(None);
             let body = async {
                 gate.pass().await;

@@ -219,7 +219,7 @@ impl Store for CompressedInner {
     forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

@@ -253,8 +253,8 @@ impl OffloadedInner {
         }
     }
 
-    /// Writes `finish`. Its result goes into an object if it is large, or into an envelope if its codec name requires
-    /// one.
+    /// Writes `finish`. A large result goes into an object, and a result whose codec name requires an envelope goes
+    /// into an envelope.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         let StoredResult::Encoded { codec, bytes } = finish.result() else {
             return self.inner.finish(lease, finish).await;
@@ -290,8 +290,8 @@ impl OffloadedInner {
         }
     }
 
-    /// Applies a decision. Its result goes into an object if it is large. A failed upload is an error, because an
-    /// operator can repeat the decision.
+    /// Applies a decision. A large result goes into an object. A failed upload is an error, because an operator can
+    /// repeat the decision.
     async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<DecisionAnswer, StoreError> {
         let with = |finish| Decision { action: decision.action.with_finish(finish), ..decision.clone() };
         let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };
@@ -393,7 +393,7 @@ impl Store for OffloadedInner {
     forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

@@ -19,7 +19,7 @@ pub(crate) fn upkeep<W: Store>(
     let its = inner.upkeep();
     match Arc::ptr_eq(&its, inner) {
         // This handle is not stored in `made`: the wrapper would hold a reference to itself and never be dropped.
-        true => this.upgrade().expect("alive while it is borrowed"),
+        true => this.upgrade().expect("a borrowed store is alive"),
         false => Arc::clone(made.get_or_init(|| around(its))) as _,
     }
 }

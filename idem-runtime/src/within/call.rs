@@ -69,7 +69,7 @@ impl<R, C: TransactionStore> Operation<R, InTransaction<'_, C>> {
 pin_project! {
     /// A call, and the answers to the requests of its engine.
     struct TransactionCall<F, A, R: Future, U> {
-        // This field is dropped before the engine, so that the engine's late writes find the mailbox closed.
+        // The receiver is dropped before the engine, so that the engine's late writes find the mailbox closed.
         asked: mpsc::UnboundedReceiver<MailboxRequest>,
         act: F,
         #[pin]
@@ -78,7 +78,7 @@ pin_project! {
         run: R,
         result: Option<R::Output>,
         node: Option<Arc<CallNode>>,
-        // This field is dropped after the body, and after the calls inside of the body.
+        // The guard is dropped after the body, and after the calls inside of the body.
         _undo: U,
     }
 }

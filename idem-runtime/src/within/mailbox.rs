@@ -92,7 +92,7 @@ impl Mailbox {
 
 impl Store for Mailbox {
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {

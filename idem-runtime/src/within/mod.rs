@@ -30,10 +30,10 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 /// Records inside your open transaction; made by `PostgresStore::within` and `SqliteStore::within`, for
 /// `store = PostgresStore::within(tx)`.
 ///
-/// The record, and the writes that the body makes through the same transaction, commit together or not at all. So the
-/// effect happens exactly once, even if any step fails. `PostgresStore::transact`, `PostgresStore::transact_sqlx` and
-/// `SqliteStore::transact` begin the transaction, call, commit and return the action for the message: use them to
-/// handle messages.
+/// The record, and the writes that the body makes through the same transaction, commit together or not at all. The
+/// effect thus happens exactly once, no matter which step fails. `PostgresStore::transact`,
+/// `PostgresStore::transact_sqlx` and `SqliteStore::transact` begin the transaction, call, commit and return the action
+/// for the message: use them to handle messages.
 ///
 /// - *The commit* is up to you after the call has returned `Ok`, or to `transact`. The record and the result become
 ///   visible to other transactions at the commit; before the commit, it is unknown whether the operation takes effect.

@@ -32,7 +32,7 @@ pub(super) struct SavepointScope<'a, C> {
 
 struct CallState<'a> {
     turn: Option<Turn<'a>>,
-    /// Number of open savepoints of the call: its own, and one of a write.
+    /// Number of open savepoints of the call: one of the call itself, and one of a write in the call.
     saved: usize,
     /// The reservation of the call.
     reserved: Option<ReserveRequest>,

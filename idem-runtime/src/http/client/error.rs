@@ -218,8 +218,8 @@ impl<E: fmt::Display> fmt::Display for RetryError<E> {
     }
 }
 
-// Most clients use boxed errors, which do not implement `Error`. So the text contains the client's message, and there
-// is no `source`.
+// Most clients use boxed errors, which do not implement `Error`. The text therefore contains the client's message, and
+// there is no `source`.
 impl<E: fmt::Debug + fmt::Display> std::error::Error for RetryError<E> {}
 
 /// Reason why a request is not sent.

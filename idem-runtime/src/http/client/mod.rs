@@ -1,8 +1,8 @@
 //! The client side: sends keys, and retries requests that are safe to retry.
 //!
 //! A key makes a payment safe only if the *next* request for the same payment has the same key, even after this process
-//! has died. So the application makes the key, stores it with the order, and sends the same key again for as long as it
-//! has no answer:
+//! has died. The application therefore makes the key, stores it with the order, and sends the same key again for as
+//! long as it has no answer:
 //!
 //! ```
 //! # use std::convert::Infallible;
@@ -89,9 +89,9 @@
 //! # Bodies
 //!
 //! The layer reads the body of a response before it decides, up to [`RetryLayer::max_body_bytes`]; [`ReplyBody`] holds
-//! the bytes. A larger body streams: its beginning has been read, and the rest comes as the server sends it. Event
-//! streams are not read at all. If a streamed body breaks off, the application gets the error of the body, and sends
-//! the request again with the same key.
+//! the bytes. A larger body streams: the layer has read its beginning, and passes on the remaining frames as the server
+//! sends them. Event streams are not read at all. If a streamed body breaks off, the application gets the error of the
+//! body, and sends the request again with the same key.
 //!
 //! The body of a request is cloned for each try. Each clone must yield the whole body, as a clone of
 //! `http_body_util::Full` does. If clones share one stream, a later try sends a shorter body, which the server refuses

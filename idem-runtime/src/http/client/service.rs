@@ -1,9 +1,9 @@
 //! The tries of a request.
 //!
-//! The future is written by hand and boxes nothing, so it is `Send` whenever its fields are. A boxed future would
-//! require `Send` and `'static` of the client's types in the bounds of `Service`. Within another future, where
-//! lifetimes are erased, the compiler can't prove these bounds for a boxed error or a borrowing future, so a handler
-//! that calls the client could not be spawned.
+//! The future of this module is written by hand and boxes nothing, so it is `Send` whenever its fields are. A boxed
+//! future would require `Send` and `'static` of the client's types in the bounds of `Service`. Within another future,
+//! where lifetimes are erased, the compiler can't prove these bounds for a boxed error or a borrowing future, so a
+//! handler that calls the client could not be spawned.
 
 use std::fmt;
 use std::future::Future;

@@ -230,7 +230,8 @@ struct Flight {
     record: OnceLock<(Record, Option<Duration>)>,
 }
 
-/// Guard of a reservation that other calls may join. Its drop wakes the joined calls, however the reservation ends.
+/// Guard of a reservation that other calls may join. The guard's drop wakes the joined calls, however the reservation
+/// ends.
 struct LeadGuard<'a> {
     cache: &'a Cache,
     key: &'a Key,
@@ -476,7 +477,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Notes a write of `owner`. Returns whether this write is the only one of this owner that may take effect.
+    /// Notes a write of `owner`. Returns whether this write is the owner's only write that may take effect.
     fn note_writer(&self, key: &Key, owner: OwnerToken) -> bool {
         let mut shard = self.shard(key);
         if shard.writers.contains(&owner) {
@@ -549,7 +550,7 @@ impl CachedInner {
         if let Ok(Reservation::Finished { record, age }) = &answer
             && is_final(record)
         {
-            // Only the leader sets the record, so it is empty here.
+            // Only the leader sets the record, so the record is not set yet.
             let _ = leading.flight.record.set((record.clone(), *age));
         }
         answer
@@ -601,7 +602,7 @@ impl Store for CachedInner {
     forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, inspect, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation> {

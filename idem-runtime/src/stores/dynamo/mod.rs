@@ -87,16 +87,16 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Clones share the client, leases and waiting duplicates.
 ///
 /// **Separate connections for leases.** Renewals and late writes run on a thread of the library, so that a handler that
-/// blocks its runtime keeps its lease. Their connections must not be opened on that runtime: a request over such a
-/// connection would wait for the blocked runtime. If your client was made without an HTTP client, the store makes a
-/// second client for renewals and late writes, with the same settings but separate connections and separately cached
-/// credentials. If your client was given an HTTP client (`http_client`), the second client would use the same HTTP
-/// client. In that case, pass a client with another HTTP client to [`upkeep_client`](DynamoOptions::upkeep_client).
+/// blocks its runtime keeps its lease. The connections of renewals must not be opened on the handler's runtime: a
+/// request over such a connection would wait for the blocked runtime. If your client was made without an HTTP client,
+/// the store makes a second client for renewals and late writes, with the same settings but separate connections and
+/// separately cached credentials. If your client was given an HTTP client (`http_client`), the second client would use
+/// the same HTTP client. So pass a client with another HTTP client to [`upkeep_client`](DynamoOptions::upkeep_client).
 ///
 /// **`fork`.** A forked child makes its own client in the same way. If your client was given an HTTP client, calls of
 /// the child may use connections of the parent: no answer arrives, and each such call takes
-/// [`response_timeout`](DynamoOptions::response_timeout) until all these connections have failed. In that case, make
-/// client and store in the child.
+/// [`response_timeout`](DynamoOptions::response_timeout) until all these connections have failed. So make client and
+/// store in the child.
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -127,9 +127,9 @@ impl DynamoStore {
         DynamoOptions::default()
     }
 
-    /// Creates the table, billed by request, unless the table exists, and waits until the table can be used. This is
-    /// for tests and first steps. In production, create the table with [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION)
-    /// or a similar template.
+    /// Creates the table, billed by request, unless the table exists, and waits until the table can be used. Use this
+    /// function in tests and for first steps. In production, create the table with
+    /// [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a similar template.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the
@@ -864,7 +864,7 @@ impl DynamoInner {
     async fn examine(&self, until: Instant, name: &str) -> Result<Option<(Inspection, Attributes)>, StoreError> {
         let Some(item) = self.get(until, name, &[]).await? else { return Ok(None) };
         let now = self.now();
-        // A copy is read, because reading an item takes the result out of it.
+        // A copy is read, because reading an item removes its result.
         let found = match item::read(item.clone()) {
             Ok(found) if self.is_expired(&found, now) => return Ok(None),
             Ok(found) => self.inspection(found, now),
@@ -929,7 +929,7 @@ fn held() -> String {
 
 impl Store for DynamoInner {
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {

@@ -74,7 +74,7 @@ impl DynamoOptions {
     }
 
     /// Largest difference between the clocks of two machines that use the table (default: 1 s). Machines that follow a
-    /// time server stay far below that. Use the same value on all of them.
+    /// time server stay far below that. Use the same value on all machines.
     ///
     /// DynamoDB has no clock that a condition could read, so a record contains the time at which its lease lapses by
     /// the clock of its owner. Other machines take over only after that time *and this skew* have passed by their own
@@ -105,8 +105,9 @@ impl DynamoOptions {
     /// settings of the client given to [`build`](DynamoOptions::build). The two clients share no connection, unless the
     /// client given to `build` was made with an HTTP client.
     ///
-    /// In that case, pass a client with another HTTP client here. A request over a connection waits for the runtime
-    /// that opened the connection: if a handler blocked that runtime, leases would be lost.
+    /// If the client given to `build` has an HTTP client, pass a client with another HTTP client here. A request over a
+    /// connection waits for the runtime that opened the connection: if a handler blocked that runtime, leases would be
+    /// lost.
     #[must_use]
     pub fn upkeep_client(self, upkeep_client: Client) -> Self {
         Self { upkeep_client: Some(upkeep_client), ..self }

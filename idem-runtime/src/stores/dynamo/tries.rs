@@ -10,8 +10,8 @@ use aws_sdk_dynamodb::config::{ConfigBag, Intercept, RuntimeComponents};
 use aws_sdk_dynamodb::error::BoxError;
 use aws_sdk_dynamodb::primitives::{DateTime, DateTimeFormat};
 
-/// The tries that the SDK makes of one call. The SDK repeats a failed call, as configured in the user's client. So a
-/// call that ends with a refusal may have taken effect in an earlier try.
+/// The tries that the SDK makes of one call. The SDK repeats a failed call, as configured in the user's client. A call
+/// that ends with a refusal may thus have taken effect in an earlier try.
 #[derive(Clone, Default, Debug)]
 pub(super) struct Tries(Arc<TryCounts>);
 

@@ -41,7 +41,7 @@ const LOOKED_AT: usize = 10_000;
 ///
 /// - *Atomicity*: one lock per shard decides which attempt wins.
 /// - *Clock*: the process's monotonic clock, or the clock given to [`clock`](MemoryOptions::clock).
-/// - *Durability*: none. A restart forgets all records, and other processes don't see them.
+/// - *Durability*: a restart of the process forgets all records, and other processes don't see them.
 /// - *Limits*: as many records as [`max_records`](MemoryOptions::max_records) allows. A full store refuses new keys
 ///   with [`StoreErrorKind::Full`]; the store never forgets a record before its retention ends. Each new record removes
 ///   some expired records.
@@ -198,8 +198,8 @@ impl Shard {
     fn list(&mut self, place: u32) {
         let slot = self.slots.get_mut(place);
         if slot.expires_at < slot.listed_at {
-            // This case is rare (the `ttl` has become shorter, or the attempt has run for longer than the `ttl`), so a
-            // linear search is cheap enough.
+            // Records rarely expire before their `listed_at` (only if the `ttl` has become shorter, or the attempt has
+            // run for longer than the `ttl`), so a linear search is cheap enough.
             slot.listed_at = slot.expires_at;
             self.next_due = self.next_due.min(slot.listed_at);
             self.order.sooner(place, &self.slots);
@@ -447,7 +447,7 @@ impl MemoryInner {
 
 impl Store for MemoryInner {
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {

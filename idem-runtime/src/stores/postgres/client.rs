@@ -77,8 +77,8 @@ impl Database {
         self.ready_in(statement, None).await?.query(params, effect).await
     }
 
-    /// Returns a connection that can send `statement` immediately. The caller can thus check right before the statement
-    /// is sent whether it is still wanted.
+    /// Returns a connection that can send `statement` immediately. So the caller can check, right before sending,
+    /// whether the statement is still wanted.
     pub(super) async fn ready<'a>(&'a self, statement: &'a Statement) -> Result<Ready<'a>, OpFailure> {
         let room = match &self.spare {
             Some(spare) => {

@@ -90,8 +90,8 @@ fn held_by_another(key: &Key, attempt: u32) -> Reservation {
 
 /// A store in a PostgreSQL server, 12 or newer.
 ///
-/// - *Atomicity*: the primary key decides which attempt reserves a key. `UPDATE`s that compare the owner token decide
-///   the rest. Each statement is its own transaction.
+/// - *Atomicity*: the primary key decides which attempt reserves a key. All later changes are `UPDATE`s that compare
+///   the owner token. Each statement is its own transaction.
 /// - *Clock*: the server's clock. A step of that clock, or a failover to a server whose clock differs, shifts leases
 ///   and retentions.
 /// - *Durability*: the server's settings decide. With `fsync` and `synchronous_commit` on (the server's default), a
@@ -167,7 +167,7 @@ struct PostgresInner {
     /// process.
     upkeep: SharedOnce<Arc<PostgresInner>>,
     runtimes: PerRuntime<Local>,
-    /// Ends the background purge when it is dropped.
+    /// Handle of the background purge, which ends when this field is dropped.
     purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
 }
 
@@ -213,7 +213,7 @@ impl PostgresCore {
         let source = match &self.calls {
             _ if is_upkeep => self.upkeep.clone(),
             // The connections of the user's pool end with the runtime that opened them, and in a forked process they
-            // belong to the parent. So other runtimes and processes open their own connections.
+            // belong to the parent. Other runtimes and processes therefore open their own connections.
             ConnectionSource::Pool(pool) if !is_first || !self.process.is_this() => {
                 ConnectionSource::LikePool(pool.clone())
             }
@@ -426,8 +426,8 @@ impl PostgresInner {
     async fn purge_batch(&self, batch: u32) -> Result<(u64, u64), StoreError> {
         let from = Micros(self.common.purged_to.load(Ordering::Relaxed));
         let (mut gone, mut kept) = self.purge_from(from, batch).await?;
-        // A second purge starts from the beginning. It takes records that were locked during an earlier purge, or whose
-        // `listed_at` has been set to an earlier time since.
+        // A second purge starts from the beginning. This purge finds records that were locked during an earlier purge,
+        // or whose `listed_at` has been set to an earlier time since.
         let rest = u64::from(batch).saturating_sub(gone + kept);
         if rest > 0 && from != Micros::FIRST {
             let more = self.purge_from(Micros::FIRST, u32::try_from(rest).unwrap_or(batch)).await?;
@@ -515,7 +515,7 @@ impl<'a> LeaseParams<'a> {
 
 impl Store for PostgresInner {
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {
@@ -649,7 +649,8 @@ impl Store for PostgresInner {
             match rows.first().and_then(|row| row.try_get(0).ok()) {
                 Some(false) => Ok(()),
                 _ => {
-                    let message = "the server only reads: it is a standby, or is set so";
+                    let message =
+                        "the server allows only reading: it is a standby, or `default_transaction_read_only` is on";
                     Err(StoreError::new(StoreErrorKind::Unavailable, message))
                 }
             }

@@ -192,8 +192,9 @@ impl PostgresOptions {
     ///
     /// The type is the pool of deadpool-postgres 0.14 (feature `with-deadpool-postgres-0_14`).
     ///
-    /// The pool decides on size, TLS and login. Its connections can't listen, so a duplicate that waits for a running
-    /// attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) a notification wakes the duplicate.
+    /// The pool decides on size, TLS and login. The pool's connections can't listen, so a duplicate that waits for a
+    /// running attempt polls every 50 ms; with [`connect`](PostgresOptions::connect) a notification wakes the
+    /// duplicate.
     ///
     /// # Errors
     /// The errors of [`PostgresStore::connect`].
@@ -220,7 +221,7 @@ impl PostgresOptions {
             // store gives up an exchange, it cancels the statement itself.
             let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
             // The planner can reach a row only by its key, in a fixed order of joins, even right after the table was
-            // empty. So every call has the same plan, and the server plans each statement only once.
+            // empty. A statement thus has only one possible plan, and the server plans each statement only once.
             let ours = format!(
                 "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \

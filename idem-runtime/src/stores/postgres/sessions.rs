@@ -109,7 +109,7 @@ pub(super) struct Session {
 
 enum SomeClient {
     Ours(Client, AbortHandle),
-    /// A client of the user's pool, which ends the task of its connection when it is dropped.
+    /// A client of the user's pool. The drop of this client ends the task of its connection.
     Theirs(ClientWrapper),
 }
 
@@ -219,7 +219,7 @@ impl Sessions {
             }
             drop(Object::take(object));
         }
-        Err(OpFailure::not_sent("every new connection broke at once"))
+        Err(OpFailure::not_sent("every new connection broke immediately"))
     }
 
     async fn connect(&self) -> Result<Session, OpFailure> {

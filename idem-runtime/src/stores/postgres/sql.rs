@@ -46,7 +46,7 @@ fn quoted(name: &str) -> String {
 /// Largest number of hash partitions. Each statement locks all partitions, and the server's memory for locks has
 /// limits.
 pub(super) const MAX_PARTITIONS: u16 = 128;
-/// The storage parameters in [`DDL`]. A partitioned table takes none: its partitions have them.
+/// The storage parameters in [`DDL`]. A partitioned table takes no storage parameters, but its partitions do.
 const STORAGE: &str = " WITH (fillfactor = 30)";
 
 /// Returns the statements of [`DDL`] for a schema of this name, and a table with this number of hash partitions (0: a

@@ -1,5 +1,5 @@
-//! Transactions of `sqlx`. The statements are those of all drivers; parameters and rows are passed in the binary format
-//! of the protocol.
+//! Transactions of `sqlx`. The statements are the same for all drivers; parameters and rows are passed in the binary
+//! format of the protocol.
 
 use std::fmt;
 use std::pin::Pin;
@@ -139,8 +139,8 @@ impl TransactionSession for InSqlx<'_, '_> {
 type Manager = <Postgres as Database>::TransactionManager;
 
 /// A savepoint that is being made. If the driver's future were dropped halfway, the driver would undo the whole
-/// transaction, but a later commit would report success. So `drop` leaks the future instead, which may leave an unused
-/// savepoint.
+/// transaction, but a later commit would report success. Therefore `drop` leaks the driver's future, which may leave an
+/// unused savepoint.
 struct SavepointGuard<'a>(Option<SavepointFuture<'a>>);
 
 type SavepointFuture<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;

@@ -89,7 +89,7 @@ pub trait TransactionSession: Sealed + Clone {
 pub struct StatementError {
     /// The `SQLSTATE`, if the server answered.
     pub(super) code: Option<String>,
-    /// Text of the error. It contains no values, because the server quotes values only in the `DETAIL`.
+    /// Text of the error. The text contains no values, because the server quotes values only in the `DETAIL`.
     pub(super) message: String,
 }
 

@@ -56,8 +56,8 @@ impl Core {
     }
 
     /// Returns the age of an attempt that began at `began`. The clock of the holder or of the server set `began`, but
-    /// no answer contains the present time of that clock. So this function uses the wall clock of this host, and the
-    /// age is wrong by the difference of the two clocks.
+    /// no answer contains the present time of that clock. Thus the wall clock of this host measures the age, which is
+    /// wrong by the difference of the two clocks.
     pub(super) fn age(&self, began: Option<u64>) -> Option<Duration> {
         let now = self.wall_millis();
         began.map(|began| Duration::from_millis(now.saturating_sub(began)))

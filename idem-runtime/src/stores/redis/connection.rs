@@ -87,7 +87,7 @@ impl Place for Client {
     }
 }
 
-/// A connection to the server at a place, with time limits.
+/// A connection, with time limits, to the server at a [`Place`].
 pub(super) struct Connection<P> {
     clock: Arc<dyn Clock>,
     timeout: Duration,
@@ -188,7 +188,7 @@ impl<P: Place> Connection<P> {
 
     /// Sends the commands in one write. The error of a single command is one of the returned values.
     pub(super) async fn many(&self, commands: &Pipeline) -> Result<Vec<Value>, ExchangeFailure> {
-        // Not `query_async`: it turns the error of one command into the failure of the whole pipeline.
+        // `query_async` is not used, because it turns the error of one command into the failure of the whole pipeline.
         let count = commands.len();
         self.check_process()?;
         let answers = match &self.end {
@@ -317,7 +317,7 @@ impl<P: Place> Own<P> {
             // The channel is closed when the task ends.
             let _ = connecting.changed().await;
         }
-        Err((ErrorKind::Io, "every new connection was replaced at once").into())
+        Err((ErrorKind::Io, "every new connection was replaced immediately").into())
     }
 
     fn get(&self) -> Option<OpenConnection> {
@@ -347,7 +347,7 @@ impl<P: Place> Own<P> {
         drop(done);
     }
 
-    /// Opens a new connection. Returns it with the version of its place.
+    /// Opens a new connection. Returns the connection, and the version of the server's place.
     async fn try_connect(&self) -> Result<(OpenedStream, u64), RedisError> {
         let (client, version) = self.place.client().await?;
         let connecting = async {

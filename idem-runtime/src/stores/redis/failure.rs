@@ -25,7 +25,7 @@ pub(super) enum ExchangeFailure {
     /// the operation may have taken effect.
     Lost,
     /// The server gave this answer, but too few replicas have the write: the write may get lost with the server. The
-    /// second field is the reason that the server gave, if any.
+    /// second field is the server's reason for that, if the server gave one.
     Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 
@@ -37,7 +37,7 @@ pub(super) struct ErrorReply {
 }
 
 impl ErrorReply {
-    /// Reads the text of an error that a script returned. The first word is the error's code.
+    /// Reads the text of an error that a script returned. The first word of the text is the error's code.
     pub(super) fn read(text: &str) -> Self {
         let (code, message) = text.split_once(' ').unwrap_or((text, ""));
         Self { code: code.into(), message: message.into() }
@@ -57,18 +57,18 @@ impl From<&ServerError> for ExchangeFailure {
 }
 
 impl ExchangeFailure {
-    /// Returns whether the server has forgotten a script. In that case nothing was written.
+    /// Returns whether the server has forgotten a script. A command with an unknown script has written nothing.
     pub(super) fn is_unknown_script(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "NOSCRIPT")
     }
 
-    /// Returns whether the keys of a command are on two nodes, because their slot migrates. In that case nothing was
-    /// written.
+    /// Returns whether the keys of a command are on two nodes, because their slot migrates. Such a command has written
+    /// nothing.
     pub(super) fn is_split_slot(&self) -> bool {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "TRYAGAIN")
     }
 
-    /// Returns whether the server does not support an option of a command. In that case nothing was written. Every
+    /// Returns whether the server does not support an option of a command. Such a command has written nothing. Every
     /// error with the general code `ERR` counts, because the text differs from server to server. A request that the
     /// server could not read (`Protocol error`) does not count.
     pub(super) fn is_unknown_option(&self) -> bool {

@@ -31,8 +31,8 @@ pub(super) async fn renew(access: &Access<'_>, leases: &[Lease], answer: &Answer
     }
     let groups = places.chunk_by(|a, b| a.0 == b.0).flat_map(|of_slot| of_slot.chunks(RENEWED_AT_ONCE));
     let calls = groups.map(|group| renew_group(access, leases, group, answer));
-    // `join_all` polls only the calls that are woken. With many thousands of calls, polling all of them after each
-    // answer would take longer than the servers take to answer.
+    // `join_all` polls only the calls that are woken. With thousands of calls, polling every call after each answer
+    // would take longer than the servers take to answer.
     join_all(calls).await.into_iter().collect()
 }
 

@@ -73,7 +73,7 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
 }
 
 /// Answers with the found record if the answer does not depend on an unknown lease. `left` is the rest of the lease, if
-/// known. Otherwise returns the record, and the decision that holds if its lease has lapsed.
+/// known. If the lease must be asked for, returns the record, and the decision that applies if the lease has lapsed.
 fn answer_found(
     access: &Access<'_>,
     request: &ReserveRequest,
@@ -115,7 +115,7 @@ enum TakeoverAnswer {
     Held(Duration),
 }
 
-/// Replaces the record `met` if it is still the same and its lease has lapsed. If `meeting` holds no replacement,
+/// Replaces the record `met` if the record is unchanged and its lease has lapsed. If `meeting` holds no replacement,
 /// writes nothing and returns the state of the lease.
 async fn take(
     access: &Access<'_>,

@@ -2,8 +2,9 @@
 //!
 //! - Every new connection asks all sentinels. The answer of the latest failover (its *epoch*) wins: a sentinel that was
 //!   cut off still names the old primary. The named server must report itself as the primary.
-//! - The store asks the sentinels again when one of them announces a failover, and every five seconds. A connection to
-//!   a server that is no longer named is closed, and a late answer from it is not trusted.
+//! - The store asks the sentinels again when one of them announces a failover, and every five seconds. When the
+//!   sentinels name another server, the store closes its connection to the old server, and does not trust a late answer
+//!   from there.
 
 use std::collections::HashMap;
 use std::future::poll_fn;

@@ -24,8 +24,8 @@ use crate::sync::SharedOnce;
 
 /// A store in Redis 7.0 or newer, or Valkey 8 or newer: one server, a primary with sentinels, or a cluster.
 ///
-/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key. `SET … IFEQ` (Valkey 8.1, Redis 8.4) or scripts
-///   that compare the owner token decide the rest. Each command names keys of one slot only.
+/// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key. All later changes are `SET … IFEQ` (Valkey 8.1,
+///   Redis 8.4) or scripts that compare the owner token. Each command names keys of one slot only.
 /// - *Clock*: the server's clock. A step of that clock shifts leases and retentions. After a failover the new primary's
 ///   clock counts. For operators only, a completion notes when its attempt began: by the wall clock of its process, or
 ///   by the server's clock if the lease was renewed before.
@@ -107,7 +107,7 @@ fn unchanged_since(lease: &Lease, core: &Core) -> Option<u64> {
 
 impl Store for RedisInner {
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {

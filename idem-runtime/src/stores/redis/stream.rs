@@ -63,7 +63,7 @@ impl Meter for Pulse {
 pub(super) struct OpenedStream {
     pub(super) connection: MultiplexedConnection,
     pub(super) pulse: Arc<Pulse>,
-    /// True if each byte updates the pulse. Otherwise only complete answers update it.
+    /// True if each byte updates the pulse, false if only complete answers do.
     pub(super) sees_bytes: bool,
     /// The task that reads and writes; `None` if the client has started its own task.
     pub(super) driver: Option<OwnedTask>,
@@ -154,8 +154,8 @@ mod tls {
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
 
-    /// Returns whether the operating system trusts any certificate authority. Otherwise the client's own list may
-    /// contain some.
+    /// Returns whether the operating system trusts any certificate authority. If it trusts none, the client's own list
+    /// may still contain some.
     pub(super) fn trusts_somebody() -> bool {
         !rustls_native_certs::load_native_certs().certs.is_empty()
     }

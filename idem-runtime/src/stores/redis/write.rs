@@ -71,7 +71,7 @@ impl WriteLayout {
     }
 }
 
-/// An encoded write. Its value contains the owner token and the number of the attempt.
+/// An encoded write. Like every record, the value contains the owner token and the number of the attempt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EncodedWrite<'a> {
     pub(super) key: &'a [u8],
@@ -82,7 +82,7 @@ pub(super) struct EncodedWrite<'a> {
 }
 
 impl EncodedWrite<'_> {
-    /// Makes the command that reserves an absent key. Its answer is nil, or the existing value.
+    /// Makes the command that reserves an absent key. The answer of this command is nil, or the existing value.
     pub(super) fn reserve(self) -> Cmd {
         let mut command = Cmd::with_capacity(7, self.key.len() + self.value.len() + 32);
         command.arg("SET").arg(self.key).arg(self.value).arg("NX").arg("GET").arg("PX").arg(self.ttl_ms);

@@ -18,7 +18,7 @@ use crate::record::Finish;
 use crate::store::StoreError;
 
 /// First pause between two tries to get a lock that another connection holds; the pause doubles up to
-/// [`LONGEST_PAUSE`]. Both are shorter than `TURN`, for which the upkeep thread leaves the lock free between two
+/// [`LONGEST_PAUSE`]. Every pause is shorter than `TURN`, for which the upkeep thread leaves the lock free between two
 /// transactions.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
@@ -295,8 +295,8 @@ impl Files {
 }
 
 /// Closes a connection whose files may have been removed or replaced. Normally the last connection to a file copies the
-/// log into the file, and removes log and index. This connection must not do so, because the files at the path may
-/// belong to other processes.
+/// log into the file, and removes log and index. A connection whose files are outdated must not do so, because the
+/// files at the path may belong to other processes.
 pub(super) fn abandon(connection: Connection) {
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).ok();
     drop(connection);

@@ -131,8 +131,8 @@ fn read(
 }
 
 /// Limits the time that slow reads take. Each slow read adds to a debt, which is paid off as time passes. So lone
-/// callers stop reading while the cache is cold or the disk is slow. They try again after a while: the slower the reads
-/// were, the later.
+/// callers stop reading while the cache is cold or the disk is slow. Lone callers try again after a while: the slower
+/// the reads were, the later.
 #[derive(Default, Debug)]
 struct Pace {
     debt: Duration,

@@ -103,7 +103,8 @@ struct SqliteInner {
     upkeep: SharedOnce<Arc<SqliteInner>>,
 }
 
-/// The open file, which the handles for calls and for upkeep share. Its drop ends the threads of this process.
+/// The open file, which the handles for calls and for upkeep share. When the file is dropped, the threads of this
+/// process end.
 struct OpenFile(PerProcess<Arc<Core>>);
 
 impl OpenFile {
@@ -175,7 +176,7 @@ fn readable(found: Option<Inspection>) -> Result<Option<Inspection>, StoreError>
 
 impl Store for SqliteInner {
     fn handle(&self) -> Arc<dyn Store> {
-        self.this.upgrade().expect("alive while it is borrowed")
+        self.this.upgrade().expect("a borrowed store is alive")
     }
 
     fn upkeep(&self) -> Arc<dyn Store> {

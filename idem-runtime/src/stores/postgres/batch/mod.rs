@@ -2,8 +2,8 @@
 //!
 //! - A lone operation never waits: while no other operation of its kind is in flight, its caller sends it, as one plain
 //!   statement.
-//! - Otherwise operations gather, and each [lane](crate::kit::lanes) sends all gathered operations as one statement of
-//!   many rows, with a single commit.
+//! - While an operation is in flight, further operations gather. A [lane](crate::kit::lanes) sends all gathered
+//!   operations as one statement of many rows, with a single commit.
 //! - An operation whose caller is gone is not sent, unless the operation has to outlive its caller
 //!   ([`Work::OUTLIVES`]). After the lane has sent an operation, its caller can't stop it.
 //! - An operation that fails because another session's transaction holds its key is sent alone from then on, so that it

@@ -158,7 +158,7 @@ impl Cluster {
     }
 
     /// Checks that the primaries are usable; at least one of them must be reachable. Returns the size limits that hold
-    /// for all of them.
+    /// for all primaries.
     pub(super) async fn prepare(&self, prefix: &str) -> Result<Arc<Limits>, StoreError> {
         let primaries = self.primaries();
         let limits = Arc::new(Limits::default());
@@ -180,8 +180,8 @@ impl Cluster {
         }
         let (usable, mut rest) = first(tries).await;
         usable?;
-        // One primary is usable. The other primaries get [`PATIENCE`] to report a misconfiguration. An unreachable
-        // primary is no error, because the store also tolerates one that fails later.
+        // One primary is usable. All other primaries have the time [`PATIENCE`] to report a misconfiguration. An
+        // unreachable primary is no error, because the store also tolerates one that fails later.
         let prepared = race(all(&mut rest), self.terms.clock.sleep(PATIENCE)).await;
         let mut mistakes = prepared.into_iter().flatten().filter_map(Result::err);
         match mistakes.find(|error| error.kind() == StoreErrorKind::Misconfigured) {

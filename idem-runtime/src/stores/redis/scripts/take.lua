@@ -20,7 +20,7 @@ if not ours or identity(record) ~= ARGV[1] then
   return { record, left }
 end
 if pending then
-  -- Every renewal sets the full retention anew, so the elapsed part of it is the age of the lease.
+  -- Every renewal sets the full retention anew, so the elapsed part of the retention is the age of the lease.
   local left = tonumber(ARGV[2]) - (tonumber(ARGV[3]) - retention)
   if left > 0 then return left end
 end

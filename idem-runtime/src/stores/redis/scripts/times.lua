@@ -1,4 +1,4 @@
--- This text is put in front of the scripts that write records. Bytes 33 to 48 of a record are two times, in
+-- The text of this file precedes each script that writes records. Bytes 33 to 48 of a record are two times, in
 -- milliseconds since 1970: the first sight of its key and the begin of its attempt; zeros if unknown. A pending record
 -- that was not renewed yet has no such times: its retention runs since it was reserved. No decision depends on these
 -- times, so a login without the right to ask for them causes no failure.

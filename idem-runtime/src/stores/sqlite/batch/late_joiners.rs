@@ -9,9 +9,9 @@ const COMPANY: usize = 4;
 /// Largest number of batches without a wait after the writer has waited in vain.
 const LONGEST_SKIP: u32 = 64;
 
-/// The callers that the last batch has answered. Most of them soon send their next operation, one by one. A commit that
-/// does not wait for these operations would contain only a few. So a batch takes more operations before its commit, and
-/// waits a little for the answered callers. A lone call is not delayed.
+/// The callers that the last batch has answered. Most of these callers soon send their next operation, one by one. A
+/// commit that does not wait for these operations would contain only a few. So a batch takes more operations before its
+/// commit, and waits a little for the answered callers. A lone call is not delayed.
 pub(super) struct LateJoiners<'a> {
     queue: &'a Queue,
     /// Number of operations that the last batch answered.

@@ -8,10 +8,10 @@
 //!   waiting for a lock. While most reservations turn out to be replays, reservations go to the reader. The reader
 //!   passes a reservation that has to write on to the writer, which decides anew. While duplicates wait, the reader
 //!   also checks for commits of other handles; after such a commit the duplicates read their records again.
-//! - The *upkeep* thread renews leases and makes late writes. Its operations do not wait in the queue of calls. While
-//!   another connection holds the lock, the upkeep thread keeps trying to get it, and the writer of the same handle
-//!   lets the upkeep thread go first. The renewal of many leases takes several short transactions; between two of them
-//!   the upkeep thread leaves the lock to other writers.
+//! - The *upkeep* thread renews leases and makes late writes. Renewals and late writes do not wait in the queue of
+//!   calls. While another connection holds the lock, the upkeep thread keeps trying to get it, and the writer of the
+//!   same handle lets the upkeep thread go first. The renewal of many leases takes several short transactions; between
+//!   two of them the upkeep thread leaves the lock to other writers.
 //!
 //! An operation whose caller is gone is not run, unless the operation ends an attempt. A transaction ends after some
 //! time, or after some bytes of requests or answers; the next transaction takes the remaining operations.
@@ -55,8 +55,8 @@ const TURNS: u32 = 4;
 /// for each waiting duplicate.
 const POLL: Duration = Duration::from_millis(5);
 const POLL_FOR_EACH: Duration = Duration::from_micros(100);
-/// First pause of the upkeep thread between two tries to get the lock; the pause doubles up to [`LONGEST_PAUSE`]. Both
-/// are short, because another writer may release the lock only briefly.
+/// First pause of the upkeep thread between two tries to get the lock; the pause doubles up to [`LONGEST_PAUSE`]. The
+/// pauses are short, because another writer may release the lock only briefly.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 
@@ -168,7 +168,7 @@ impl Core {
         self.ask_one(queue, ask, self.limit())
     }
 
-    /// Not an `async fn`: an `async fn` stores its argument twice, which enlarges every enclosing future.
+    /// This is no `async fn`, because an `async fn` stores its argument twice, which enlarges every enclosing future.
     #[expect(clippy::manual_async_fn, reason = "see above")]
     fn ask_one(self: &Arc<Self>, queue: &Queue, ask: SqliteRequest, limit: Duration) -> impl Future<Output = OpResult> {
         async move {

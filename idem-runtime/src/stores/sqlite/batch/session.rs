@@ -75,8 +75,8 @@ pub(super) struct Session<'c> {
     table: Table<'c>,
     /// Answers of the open transaction, which count only after the commit.
     answers: Vec<OpResult>,
-    /// Answers of committed operations. They are sent only when the thread no longer uses the connection, because a
-    /// caller that has its answer may fork.
+    /// Answers of committed operations. The answers are sent only when the thread no longer uses the connection,
+    /// because a caller that has its answer may fork.
     told: &'c mut PendingAnswers,
     /// True if the session waits for the lock, up to the busy timeout.
     patient: bool,
@@ -349,7 +349,8 @@ impl<'c> Session<'c> {
         }
         self.commit()?;
         if self.state.wall_millis() - asked.wall >= LONG_LOCK {
-            // The noted time is the one of this request, not of an earlier one, so that a lease is spared only once.
+            // The time of this request is noted, not the time of an earlier request, so that a lease is spared only
+            // once.
             self.state.was_locked_since(asked.wall, SPARED);
         }
         Ok(())
