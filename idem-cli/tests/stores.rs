@@ -1,4 +1,4 @@
-//! Tests of the commands for stores. They run the program on SQLite files and on real servers (`./scripts/test -p
+//! Tests of the commands for stores, which run the program on SQLite files and on real servers (`./scripts/test -p
 //! idem-cli`).
 
 #[path = "stores/records.rs"]

@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn units_and_sums_are_read() {
+    fn durations_with_units_and_sums_are_read() {
         let cases = [
             ("500ms", 500),
             ("30s", 30_000),

@@ -20,9 +20,9 @@ use crate::validate::Call;
 
 /// Runs the body of an `async fn` once for each key, and replays its recorded result to every duplicate.
 ///
-/// The signature does not change. The function returns a `Result<T, E>`, under any alias. Its value can be recorded
-/// (`T: Serialize + DeserializeOwned`), and its error can hold the reason why there is no result
-/// (`E: From<idem_runtime::Error>`, which `anyhow::Error`, `std::io::Error` and boxed errors implement).
+/// The signature does not change. The function returns a `Result<T, E>`, under any alias. The value can be recorded
+/// (`T: Serialize + DeserializeOwned`), and the error can hold the reason why there is no result (`E:
+/// From<idem_runtime::Error>`, which `anyhow::Error`, `std::io::Error` and boxed errors implement).
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, idempotent};
@@ -117,9 +117,9 @@ use crate::validate::Call;
 ///
 /// Only a plain function has a default scope. A function in an `impl` or a `trait` has to name its scope, because
 /// functions with the same name in one module would share a default scope, and would replay each other's results. A
-/// generic function (`impl Trait` arguments make a function generic) has to name its scope too. All its instantiations
-/// share that scope, and so do all types that use a default method of a trait. If two instantiations have different
-/// effects, put the difference into the key.
+/// generic function (`impl Trait` arguments make a function generic) has to name its scope too. All instantiations of a
+/// generic function share its scope, and so do all types that use a default method of a trait. If two instantiations
+/// have different effects, put the difference into the key.
 ///
 /// In one process a scope belongs to one function. A second function with the same scope is refused when it is called
 /// (`Error::InvalidKey`). A call of a generic function with another return type than an earlier call is refused in the
@@ -288,7 +288,7 @@ use crate::validate::Call;
 /// ```
 ///
 /// With `on_error = record` the library calls the function for recorded errors as well; `Undecodable::is_error`
-/// distinguishes them.
+/// distinguishes recorded errors from results.
 ///
 /// ## `max_result_bytes`
 ///

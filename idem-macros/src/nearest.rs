@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn only_close_names_are_offered() {
+    fn only_names_with_few_wrong_letters_are_offered() {
         let options = ["key", "ttl", "store", "fingerprint"];
         assert_eq!(nearest("tll", &options), Some("ttl"));
         assert_eq!(nearest("KEY", &options), Some("key"));

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn templates_are_split() {
+    fn templates_are_split_into_text_and_expressions() {
         let cases = [
             ("order:{id}", vec![text("order:"), value("id")]),
             ("{a}:{b}", vec![value("a"), text(":"), value("b")]),
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_get_a_correction() {
+    fn a_wrong_template_gets_a_correction() {
         let cases = [
             ("", "every call would have the same key"),
             ("orders", "every call would have the same key"),

@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_left_to_the_runtime() {
+    fn options_that_are_not_given_are_left_to_the_runtime() {
         let call = check(REQUIRED).unwrap_or_else(|problems| panic!("{problems:?}"));
         assert!(call.settings.is_empty());
         assert!(matches!(call.policy, Base::Ttl(Time::Literal(ttl)) if ttl == Duration::from_secs(7 * 86_400)));

@@ -32,10 +32,10 @@ use crate::sync::{Mutex, lock};
 /// the message.
 ///
 /// - *Readiness* is the readiness of the inner service. A request holds this readiness (the permit of a concurrency
-///   limit, for example) until its body runs. It gives the readiness back if the answer is a replay, or when it starts
-///   to wait for another attempt. So a concurrency limit or a buffer inside of this layer counts bodies, and outside of
-///   this layer it counts all calls, including replays. A request that has waited and then runs the body first waits
-///   for the readiness of the service again, with its key reserved.
+///   limit, for example) until its body runs. The request gives the readiness back if the answer is a replay, or when
+///   the request starts to wait for another attempt. So a concurrency limit or a buffer inside of this layer counts
+///   bodies, and outside of this layer it counts all calls, including replays. A request that has waited and then runs
+///   the body first waits for the readiness of the service again, with its key reserved.
 /// - *A middleware that retries* belongs outside of this layer: each try is a separate attempt.
 ///
 /// # Cancel safety

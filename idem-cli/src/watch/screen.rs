@@ -74,7 +74,7 @@ async fn watch(
 }
 
 impl View {
-    /// Handles a key. Returns whether it ends the program.
+    /// Handles a key. Returns whether the key ends the program.
     fn ends(&mut self, event: &Event) -> bool {
         let Event::Key(key) = event else { return false };
         match (key.kind, key.code) {

@@ -138,7 +138,7 @@ async fn a_deployment_changed_a_return_type() {
     assert!(matches!(result, Err(Failure::Refused(Error::ResultUnavailable { .. }))), "{result:?}");
     assert!(comes_again(&outcome) && outcome.misconfigured(), "{outcome:?}");
     scene.is_seen(&store);
-    // The old release still replays the result. The new release replays it with a migration.
+    // The old release still replays the result. The new release replays the result with a migration.
     assert_eq!(before().await.0.unwrap(), first);
     let (result, outcome) = now(PAY.on_undecodable(OnUndecodable::Migrate(migrate))).await;
     let expected = Now { receipt: "r-42".to_owned(), amount: "19.99 EUR".to_owned() };

@@ -16,7 +16,7 @@ fn hostname() -> String {
 }
 
 #[tokio::test]
-async fn a_stuck_key_is_shown_and_understood() {
+async fn a_stuck_key_is_shown_with_advice() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let shown = records.idem(&["show", "pay/42"]).ends(0).says("state        interrupted").says("idem resolve");
@@ -292,7 +292,7 @@ async fn a_file_that_is_no_response_is_refused_and_not_quoted() {
 }
 
 #[tokio::test]
-async fn a_live_lease_is_only_broken_on_purpose() {
+async fn only_release_breaks_a_live_lease() {
     let records = Records::new().await;
     let lease = pending(&records.store, "42").await;
     for verb in [&["reopen"][..], &["forget"], &["resolve", "--without-result"]] {
@@ -443,7 +443,7 @@ async fn a_missing_store_is_not_created() {
 }
 
 #[tokio::test]
-async fn a_table_of_its_own_is_named_in_the_url() {
+async fn a_url_can_name_another_table() {
     let folder = Folder::new();
     let url = format!("sqlite:{}?table=shop", folder.file().display());
     idem_at(&url, &["schema", "migrate"]).ends(2).complains("add --yes");
@@ -781,7 +781,7 @@ async fn records_are_counted_by_scope() {
 }
 
 #[tokio::test]
-async fn all_keys_with_a_prefix_are_forgotten_after_a_look_at_them() {
+async fn all_keys_with_a_prefix_are_listed_and_then_forgotten() {
     let records = Records::new().await;
     for name in ["acme:1", "acme:2", "acmeist:1"] {
         completed(&records.store, name, b"1").await;

@@ -126,7 +126,7 @@ async fn redis() {
 
 /// The test's server also speaks TLS, with a certificate that is not trusted by default.
 #[test]
-fn redis_by_tls_if_its_certificate_is_trusted() {
+fn commands_reach_redis_by_tls_if_its_certificate_is_trusted() {
     let folder = Folder::new();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let made = std::process::Command::new("openssl")
@@ -173,7 +173,7 @@ fn redis_by_tls_if_its_certificate_is_trusted() {
 }
 
 #[tokio::test]
-async fn redis_in_a_cluster() {
+async fn commands_work_on_a_redis_cluster() {
     let cluster = Cluster::start(5000);
     let url = cluster.url();
     settles(&url, &RedisStore::connect(&url).await.unwrap()).await;
@@ -186,7 +186,7 @@ async fn redis_in_a_cluster() {
 }
 
 #[tokio::test]
-async fn redis_behind_sentinels() {
+async fn commands_work_on_redis_with_sentinels() {
     let watched = Watched::start(30_000);
     let url = watched.url();
     settles(&url, &RedisStore::connect(&url).await.unwrap()).await;
@@ -382,7 +382,7 @@ async fn dynamodb() {
 }
 
 #[tokio::test]
-async fn partitions_of_postgres() {
+async fn commands_work_on_a_partitioned_table() {
     let server = PostgresServer::start();
     let url = server.url();
     let migrate = ["schema", "migrate", "--partitions", "4", "--yes"];

@@ -10,7 +10,7 @@ use std::hash::Hash;
 /// not settled.
 ///
 /// - A message that is never settled, because its handler was dropped, holds the commit at its offset: the message is
-///   delivered again after a restart. Settled messages behind it take no memory.
+///   delivered again after a restart. Settled messages behind this offset take no memory.
 /// - [`assigned`](OffsetTracker::assigned) begins a generation of a partition, and [`revoked`](OffsetTracker::revoked)
 ///   ends it. A message belongs to the generation in which it was started. A message that is settled after the end of
 ///   its generation commits nothing, even if the partition has come back meanwhile: the consumer that had the partition
@@ -50,7 +50,7 @@ struct Generation {
     committed: Option<i64>,
 }
 
-/// A message that has started; [`OffsetTracker::settled`] takes it.
+/// A message that has started, as the argument of [`OffsetTracker::settled`].
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "an offset that is never settled holds up the commits of its partition"]
 pub struct StartedMessage {

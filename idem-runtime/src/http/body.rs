@@ -427,7 +427,7 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
 pub(super) enum RecordableBody<B: Body> {
     /// The whole body, with its trailers.
     Whole(Bytes, Option<HeaderMap>),
-    /// The body is longer than the limit. The number is its minimum length in bytes.
+    /// The body is longer than the limit. The number is the minimum length of the body, in bytes.
     TooLarge(u64, ResponseBody<B>),
     /// The body broke off.
     Broken(ResponseBody<B>),

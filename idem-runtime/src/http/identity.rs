@@ -24,8 +24,8 @@ const SCOPE: &str = "http";
 /// Under a profile that compares JSON, `route` is the path of the request. Under other profiles, `route` is the
 /// template of an axum route, without the names of its parameters (`/payments/{}`, `/files/{*}`), or empty if the layer
 /// has a scope or the template is not known. With [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host
-/// precedes it: `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty. The
-/// client's `key` is written without the quotes that its header may have.
+/// precedes the route: `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty.
+/// The client's `key` is written without the quotes that its header may have.
 ///
 /// # Errors
 /// [`KeyError`] if the scope is invalid, the key is blank, or the result is too long.
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_has_one_form() {
+    fn spellings_of_one_host_give_one_form() {
         let of = |target: &str, fields: &[&str]| {
             let mut headers = HeaderMap::new();
             for field in fields {

@@ -415,7 +415,7 @@ fn low_byte(unit: u16) -> u8 {
     unit.to_le_bytes()[0]
 }
 
-/// Reads four hexadecimal digits. Returns the number that they form, and the remaining bytes.
+/// Reads four hexadecimal digits. Returns the number that the digits form, and the remaining bytes.
 fn code_unit(digits: &[u8]) -> Option<(u16, &[u8])> {
     let (digits, rest) = digits.split_at_checked(4)?;
     let unit = digits.iter().try_fold(0, |unit, digit| Some(unit << 4 | char::from(*digit).to_digit(16)?))?;
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn defects_are_distinguished() {
+    fn defects_of_json_are_distinguished() {
         for twice in
             [r#"{"a":1,"a":1}"#, r#"[{"b":{"a":1,"\u0061":2}}]"#, r#"{"a":0,"b":{},"a":"a long value, hashed"}"#]
         {
@@ -575,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn the_depth_is_bounded() {
+    fn the_nesting_of_json_is_bounded() {
         for (open, close) in [("[", "]"), ("{\"a\":", "}"), ("[{\"a\":", "}]")] {
             let levels = open.matches(['[', '{']).count();
             let nested = |depth: usize| [&*open.repeat(depth / levels), "1", &*close.repeat(depth / levels)].concat();

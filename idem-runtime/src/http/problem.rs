@@ -356,7 +356,7 @@ impl Problem {
         &self.type_uri
     }
 
-    /// The `instance` of RFC 9457: a random URI that names this occurrence. The layer's log contains it, too.
+    /// The `instance` of RFC 9457: a random URI that names this occurrence. The layer's log contains this URI, too.
     pub fn instance(&self) -> &str {
         &self.instance
     }
@@ -429,14 +429,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_has_a_type_and_a_text_of_its_own() {
+    fn every_kind_of_problem_has_its_own_type_and_text() {
         let names: HashSet<_> = ProblemKind::ALL.iter().map(|kind| kind.name()).collect();
         let titles: HashSet<_> = ProblemKind::ALL.iter().map(|kind| kind.title()).collect();
         assert_eq!((names.len(), titles.len()), (ProblemKind::ALL.len(), ProblemKind::ALL.len()));
     }
 
     #[test]
-    fn seconds_are_whole_and_at_least_one() {
+    fn the_retry_time_is_in_whole_seconds_and_at_least_one() {
         let seconds =
             |millis| Problem::new(ProblemKind::Busy).retry_after(Duration::from_millis(millis)).retry_after_seconds();
         assert_eq!([0, 1, 1000, 1001, 30_000].map(seconds), [1, 1, 1, 2, 30].map(Some));

@@ -63,8 +63,8 @@ pub struct Profile {
     /// Methods of the requests that the layer covers, unless the layer sets [other
     /// methods](super::IdempotencyLayer::methods).
     pub methods: &'static [Method],
-    /// Ends of paths whose requests only read, whatever their method. Such requests pass, with or without a key. If
-    /// [`covers`](super::IdempotencyLayer::covers) is set, it decides in place of this list.
+    /// Ends of paths whose requests only read, whatever their method. Such requests pass, with or without a key. The
+    /// function [`covers`](super::IdempotencyLayer::covers), if set, decides in place of this list.
     pub reads: &'static [&'static str],
     /// True if every request of a covered method needs a key, regardless of the policy's `missing_key`.
     pub requires_key: bool,

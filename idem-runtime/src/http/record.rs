@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_is_sorted() {
+    fn the_list_of_headers_never_replayed_is_sorted() {
         assert!(NEVER.is_sorted());
     }
 

@@ -64,7 +64,7 @@ impl fmt::Debug for Caller {
     }
 }
 
-/// The key of a request, without its quotes. Handlers behind the layer find it in the request's extensions.
+/// The key of a request, without its quotes. Handlers behind the layer find the key in the request's extensions.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct IdempotencyKey(pub String);
 

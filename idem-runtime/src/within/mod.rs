@@ -42,7 +42,7 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 ///   [`Outcome::committed`](crate::Outcome::committed) notes that the commit succeeded; the library logs a warning
 ///   about a pending outcome. The next delivery replays the committed result, and is acknowledged. A driver may answer
 ///   `Ok` to the `COMMIT` of a transaction in which a statement has failed, although the server has rolled it back;
-///   `transact` detects that.
+///   `transact` detects such a rollback.
 /// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
 ///   After a rollback `transact` writes the ends of the attempts in a separate transaction, so that the attempts count
 ///   and the pauses grow. A process that dies leaves no trace of its attempt. `max_attempts` is refused in a
@@ -52,8 +52,8 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 ///   when the body returns an error, panics or is cancelled. All other writes through the transaction during the call
 ///   are undone as well. If you then commit the transaction, the record of a body that returned an error shows that the
 ///   attempt ended without a result, and the next delivery runs the body; under `on_error = record` the record holds
-///   the error. A call that was cancelled or panicked leaves no record. Under `on_crash = fail` it leaves a record of
-///   an attempt that died, and the operation counts as interrupted when the lease has lapsed.
+///   the error. A call that was cancelled or panicked leaves no record. Under `on_crash = fail` such a call leaves the
+///   record of an attempt that died, and the operation counts as interrupted when the lease has lapsed.
 /// - *To keep the writes of a failing body*, return a value instead of an error: `Ok(Declined)` is committed together
 ///   with the writes.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.

@@ -46,7 +46,8 @@ impl Default for RetryBudget {
 /// Units of a token. A bucket gains one unit each millisecond.
 const TOKEN: u64 = 1000;
 
-/// The tokens of a [`RetryBudget`]. Atomics hold them, because the child of a fork could wait forever for a lock.
+/// The tokens of a [`RetryBudget`]. The tokens are held in atomics, because the child of a fork could wait forever for
+/// a lock.
 #[derive(Debug)]
 pub(super) struct TokenBucket {
     budget: RetryBudget,

@@ -142,8 +142,8 @@ impl CallName {
         Self { name: name.into(), key: None }
     }
 
-    /// Makes a name that contains its key. Use it if the client runs in another task than the handler: behind a
-    /// `tower::buffer::Buffer`, or in a task that the handler spawns.
+    /// Makes a name that contains its key. Use such a name if the client runs in another task than the handler: behind
+    /// a `tower::buffer::Buffer`, or in a task that the handler spawns.
     ///
     /// ```
     /// # use http::Request;

@@ -59,7 +59,7 @@
 //! The key of a request comes from the first of these that is present: the header field, the extension [`CallKey`], the
 //! extension [`CallName`], a random UUID. A random key protects only the tries of one request: an application that
 //! sends the request again gets a new key. [`RetryLayer::require_key`] refuses requests without a key. Every response
-//! has the key that was sent as its extension [`CallKey`], and every error has it in [`RetryError::key`].
+//! has the sent key as its extension [`CallKey`], and every error has the sent key in [`RetryError::key`].
 //!
 //! Inside of an idempotent handler a [`CallName`] takes the place of a stored key: the key derives from the handler's
 //! own key. A request that is sent from another task (a `tower::buffer::Buffer`, `tokio::spawn`) needs a name that
@@ -81,7 +81,7 @@
 //!
 //! Every other response is final. A request without a key, such as a GET, is sent once.
 //!
-//! `Retry-After` may hold seconds or a date. The pause is the one that the server asks for, but at least the
+//! `Retry-After` may hold seconds or a date. The layer pauses as long as the server asks for, but at least for the
 //! [`Backoff`](crate::policy::Backoff). A random part of up to a quarter is added, so that clients don't return at the
 //! same time. A [`RetryBudget`] bounds all retries of a layer and its clones, so that an outage is not multiplied. A
 //! response that the layer would have retried has the extension [`RetryLimit`], with the limit that ended the tries.

@@ -88,9 +88,9 @@ impl Cached {
         CachedOptions::default()
     }
 
-    /// Returns the same cache in front of `store`, which must be another handle to the same records. Use it in a
-    /// process with several handles, for example one per runtime. With separate caches, each handle would notice a
-    /// `reopen` through the other handle only after [`max_age`](CachedOptions::max_age).
+    /// Returns the same cache in front of `store`, which must be another handle to the same records. Use such a peer in
+    /// a process with several handles, for example one handle per runtime. With separate caches, each handle would
+    /// notice a `reopen` through the other handle only after [`max_age`](CachedOptions::max_age).
     #[must_use]
     #[expect(clippy::needless_pass_by_value, reason = "a wrapper takes its store; handles are cheap to clone")]
     pub fn peer(&self, store: impl Store) -> Self {
@@ -417,7 +417,7 @@ impl Cache {
         }
     }
 
-    /// Notes that `key` is finished. The end of its retention is unknown.
+    /// Notes that `key` is finished, with an unknown end of its retention.
     fn note_finished(&self, key: &Key) {
         let mut shard = self.shard(key);
         if !shard.entries.contains_key(key) {

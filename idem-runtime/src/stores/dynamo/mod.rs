@@ -75,11 +75,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 ///   and less often, down to once a second.
 ///
 /// The user's client decides on region, credentials, HTTPS and retries. The table has a partition key `key` (a string),
-/// no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) creates it. The store
-/// needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`. An operator needs
-/// `dynamodb:DeleteItem` to forget records, and `dynamodb:Scan` to list them. DynamoDB reveals a missing permission
-/// only to a request that uses it, and opening a store sends no request: `idem doctor` tries each operation on a key
-/// that no record has.
+/// no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) is a template of this
+/// table. The store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`. An operator
+/// needs `dynamodb:DeleteItem` to forget records, and `dynamodb:Scan` to list them. DynamoDB reveals a missing
+/// permission only to a request that uses it, and opening a store sends no request: `idem doctor` tries each operation
+/// on a key that no record has.
 ///
 /// A list is a `Scan` with consistent reads, page by page. A list, and a count, reads every item of the table with its
 /// result, and DynamoDB bills all of them (a read unit for each 4 KB), even the items that the filter leaves out.
@@ -256,9 +256,9 @@ impl DynamoInner {
         found.expires_at <= self.passed(now)
     }
 
-    /// Compares the clock of this machine with the `Date` of DynamoDB's answer. Warns once if they differ by more than
-    /// `max_clock_skew`. `began` is the begin of the call, by the clock of this machine. No decision depends on this
-    /// comparison.
+    /// Compares the clock of this machine with the `Date` of DynamoDB's answer. Warns once if the two clocks differ by
+    /// more than `max_clock_skew`. `began` is the begin of the call, by the clock of this machine. No decision depends
+    /// on this comparison.
     fn compare_clocks(&self, began: i64, tries: &Tries) {
         let Some(date) = tries.date() else { return };
         let earliest = date.saturating_mul(1000);
@@ -902,7 +902,7 @@ impl DynamoInner {
     }
 }
 
-/// A renewal in flight. `at` is the index of its lease.
+/// A renewal in flight. `at` is the index of the renewed lease.
 struct Renewal<'a> {
     at: usize,
     call: Pin<Box<dyn Future<Output = Result<Verdict, StoreError>> + Send + 'a>>,

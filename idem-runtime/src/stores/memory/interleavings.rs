@@ -137,7 +137,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
 
 /// Waiters that give up leave no entry behind, and the remaining waiters are woken.
 #[test]
-fn a_cancelled_waiter_leaves_nothing() {
+fn a_cancelled_waiter_leaves_no_entry() {
     explore(|| {
         let store = MemoryStore::options().clock(TestClock::default()).build();
         let running = request(&store, 0);

@@ -68,8 +68,8 @@ impl MemoryStore {
         Self(Arc::new_cyclic(|this| MemoryInner { this: Weak::clone(this), context, records, namespace }))
     }
 
-    /// Returns another handle to the same records, with separate leases, as another process would have. Use it in tests
-    /// of processes that die, or as one handle per runtime in a process with several runtimes.
+    /// Returns another handle to the same records, with separate leases, as another process would have. Use a peer in
+    /// tests of processes that die, or as one handle per runtime in a process with several runtimes.
     #[must_use]
     pub fn peer(&self) -> Self {
         let ours = &self.0.context;

@@ -163,8 +163,8 @@ struct PostgresInner {
     connections: usize,
     /// True for the handle that makes renewals and late writes.
     is_upkeep: bool,
-    /// The handle for upkeep. Forked processes may share it, because it opens no connection before its first use in a
-    /// process.
+    /// The handle for upkeep. Forked processes may share this handle, because it opens no connection before its first
+    /// use in a process.
     upkeep: SharedOnce<Arc<PostgresInner>>,
     runtimes: PerRuntime<Local>,
     /// Handle of the background purge, which ends when this field is dropped.

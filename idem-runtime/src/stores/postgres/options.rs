@@ -80,10 +80,10 @@ impl PostgresOptions {
     }
 
     /// Name of this application, for its child keys ([`Attempt::child_key`](crate::Attempt::child_key); default: none).
-    /// Two applications with separate tables may have the same scope and key. With different names they never pass the
-    /// same child key to a third party. The name has no other effect. Don't change the name once child keys are in use:
-    /// a retried operation would get another child key. [`Within::namespace`](crate::within::Within::namespace) sets
-    /// this name for a transaction.
+    /// Two applications with separate tables may have the same scope and key. With different names, these applications
+    /// never pass the same child key to a third party. The name has no other effect. Don't change the name once child
+    /// keys are in use: a retried operation would get another child key.
+    /// [`Within::namespace`](crate::within::Within::namespace) sets this name for a transaction.
     #[must_use]
     pub fn namespace(self, namespace: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), ..self }

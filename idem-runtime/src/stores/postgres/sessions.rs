@@ -292,7 +292,7 @@ impl Deref for TakenSession<'_> {
 }
 
 impl TakenSession<'_> {
-    /// Returns `statement` as prepared in this session. Prepares it at its first use.
+    /// Returns `statement` as prepared in this session. Prepares the statement at its first use.
     pub(super) async fn prepare(&self, statement: &Statement) -> Result<tokio_postgres::Statement, Error> {
         match &self.0 {
             SessionKind::Ours { session: Some(session), .. } => {

@@ -144,7 +144,7 @@ pub(super) struct Statements {
     /// Arrays of the columns of [`RESERVE`]: like `reserve`, without results of more than [`IN_A_BATCH`] bytes.
     pub(super) reserve_many: Statement,
     /// The columns of [`RESERVE`]: like `reserve` inside the user's transaction, unless another transaction holds the
-    /// key. Always returns one row; see [`WithinAnswer`].
+    /// key. The statement always returns one row; see [`WithinAnswer`].
     pub(super) reserve_within: Statement,
     /// Replaces a record by the record of a new attempt, if the record is unchanged since it was read.
     pub(super) replace: Statement,
@@ -850,12 +850,12 @@ pub(super) enum AdmissionOutcome {
 pub(super) enum LookupResult {
     /// This statement made the record.
     Made,
-    /// There is a record, or a row that is no record.
+    /// The key has a row: a record, or a row that can't be read.
     Found(Result<Box<FoundRow>, FormatError>),
     /// The statement did not see the record of the key: another session has not committed the record, or committed it
     /// too late for the statement.
     Unseen,
-    /// There is a record, but its result was left out.
+    /// The key has a record, whose result the statement left out.
     LeftOut,
 }
 

@@ -32,8 +32,8 @@ pub(super) struct Core {
     pub(super) terms: ExchangeTerms,
     pub(super) prefix: Box<str>,
     pub(super) limits: Arc<Limits>,
-    /// Times until which leases of other handles certainly hold. With them, a duplicate of a hot key costs one round
-    /// trip.
+    /// Times until which leases of other handles certainly hold. With these times, a duplicate of a hot key costs one
+    /// round trip.
     pub(super) held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 

@@ -88,7 +88,7 @@ impl StoredValue {
 /// A negative number stands for a missing expiry; a negative `expires_at` also for a time that the login may not ask
 /// for.
 fn inspection(record: Record, value: &Bytes, left: i64, expires_at: i64) -> Result<Inspection, StoreError> {
-    // `left` is negative for a value without an expiry. A record that has neither expiry nor lease is kept forever.
+    // `left` is negative for a value without an expiry. A record without an expiry and without a lease is kept forever.
     let expires_in = u64::try_from(left).map_or(Duration::MAX, Duration::from_millis);
     let [mut seen, mut began] = format::times(value);
     let lapses_in = match record.state {

@@ -22,8 +22,9 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Makes a node whose connections `connect` makes, each at first use. `plain` is a connection that is already open,
-    /// if there is one. A node for upkeep renews leases over its own connection, so that no late result delays them.
+    /// Makes a node whose connections `connect` makes, each at first use. `plain` is a connection that is already open;
+    /// `None` if `connect` has to make it. A node for upkeep renews leases over its own connection, so that no late
+    /// result delays them.
     pub(super) fn new(
         plain: Option<ServerConnection>,
         connect: impl Fn(Duration) -> ServerConnection,

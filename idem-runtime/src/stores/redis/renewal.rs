@@ -36,7 +36,7 @@ pub(super) async fn renew(access: &Access<'_>, leases: &[Lease], answer: &Answer
     join_all(calls).await.into_iter().collect()
 }
 
-/// Renews the `leases` in `group`, in one call of the script. In a cluster all their keys have one slot.
+/// Renews the `leases` in `group`, in one call of the script. In a cluster, the keys of these leases have one slot.
 async fn renew_group(
     access: &Access<'_>,
     leases: &[Lease],

@@ -198,7 +198,7 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
     }
 }
 
-/// Returns the answer of one sentinel; `None` if it watches no primary of that name.
+/// Returns the answer of one sentinel; `None` if the sentinel watches no primary called `name`.
 async fn ask(sentinel: &Connection<Client>, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
     let mut questions = Pipeline::new();
     // The address changes as soon as a replica is promoted; the details change only at the end of the failover.

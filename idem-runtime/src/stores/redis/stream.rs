@@ -154,8 +154,8 @@ mod tls {
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
 
-    /// Returns whether the operating system trusts any certificate authority. If it trusts none, the client's own list
-    /// may still contain some.
+    /// Returns whether the operating system trusts any certificate authority. If not, the client's own list of
+    /// authorities may still have some.
     pub(super) fn trusts_somebody() -> bool {
         !rustls_native_certs::load_native_certs().certs.is_empty()
     }

@@ -19,7 +19,7 @@ pub(super) struct ExchangeTerms {
     pub(super) clock: Arc<dyn Clock>,
     /// Time limit of one exchange that waits for no replica.
     pub(super) timeout: Duration,
-    /// The replicas that confirm a write; `None` if its answer counts without them.
+    /// The replicas that confirm a write; `None` if the answer to a write counts without replicas.
     pub(super) replicas: Option<Replicas>,
     /// Channel on which ends of attempts are published.
     pub(super) channel: Arc<str>,

@@ -75,7 +75,8 @@ struct Subscription {
 }
 
 impl Wakeups {
-    /// Makes the wake-ups of `channel` at `source`. Without a source, waiters poll.
+    /// Makes the state of the waiters of one runtime, which publications on `channel` wake. Without a `source` of
+    /// publications, waiters poll.
     pub(super) fn new(source: Option<PublicationSource>, channel: &str) -> Self {
         let (waiting, subscription) = (Arc::default(), OnceLock::new());
         Self { source, channel: channel.to_owned(), waiting, subscription }

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_failure_of_sqlite_has_its_kind() {
+    fn each_error_of_sqlite_has_the_expected_kind() {
         use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
         // Columns: SQLite's code; kind of the error before a commit; kind as the answer to a commit; whether the
         // connection must be reopened.

@@ -26,8 +26,8 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 const EMPTY_FILE: u64 = 4 * 4096;
 /// Number of pages of a file with a size limit that are reserved for clean-up.
 const RESERVED_PAGES: i64 = 8;
-/// Number of pages in the WAL from which a renewal or a late write copies the WAL into the file. Other writes copy it
-/// from 1000 pages on, so a renewal pays for the copy only if there are no other writes.
+/// Number of pages in the WAL from which a renewal or a late write copies the WAL into the file. Other writes copy the
+/// WAL from 1000 pages on, so a renewal pays for the copy only if there are no other writes.
 const UPKEEP_CHECKPOINT: u32 = 4000;
 /// Number of prepared statements that a connection keeps.
 const STATEMENTS: usize = 32;

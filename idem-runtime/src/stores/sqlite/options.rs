@@ -93,7 +93,8 @@ impl SqliteOptions {
 
     /// Largest size of the file in bytes, including your own tables in it (default: no limit but the disk). A full
     /// store refuses writes that need more space, with [`StoreErrorKind::Full`](crate::StoreErrorKind::Full); it
-    /// forgets no record early. An attempt that has begun can always end without a result, because that needs no space.
+    /// forgets no record early. An attempt that has begun can always end without a result, because such an end needs no
+    /// space.
     #[must_use]
     pub fn max_bytes(self, max_bytes: u64) -> Self {
         Self { settings: SqliteSettings { max_bytes: Some(max_bytes), ..self.settings }, ..self }

@@ -54,7 +54,7 @@ const COLUMNS: [&str; 23] = [
     "result",
 ];
 
-/// Columns that a replay reads, in this order. The result follows them.
+/// Columns that a replay reads before the result, in this order.
 const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
                       lapses_at, traceparent, began_at, begun, codec, result_bytes";
 /// Columns that follow the result in all other look-ups.
@@ -377,7 +377,7 @@ impl<'c> DerefMut for ReadyStatement<'c> {
     }
 }
 
-/// The table of records on one connection. Its statements are prepared at first use.
+/// The table of records on one connection. A statement is prepared at its first use.
 pub(crate) struct Table<'c> {
     connection: &'c Connection,
     source: StatementSource<'c>,

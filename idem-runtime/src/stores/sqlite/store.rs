@@ -34,7 +34,7 @@ use crate::sync::{PerProcess, SharedOnce};
 ///   [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB; a larger result is
 ///   [`StoreErrorKind::TooLarge`]. A full disk, or [`max_bytes`](super::SqliteOptions::max_bytes), is
 ///   [`StoreErrorKind::Full`]. New records, and [`purge`](SqliteStore::purge), remove expired records. SQLite reuses
-///   their space, but the file never shrinks.
+///   the space of removed records, but the file never shrinks.
 /// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay. A heartbeat of up to
 ///   about a thousand leases is one transaction. A larger heartbeat takes several transactions of about 8 ms, between
 ///   which other writers get the lock. A completion in the same process wakes a waiting duplicate immediately; a

@@ -149,7 +149,7 @@ fn each_operation_gets_its_own_answer() {
 
 /// Each operation gets its own answer if only one batch may be in flight.
 #[test]
-fn each_operation_gets_its_own_answer_in_turn() {
+fn each_operation_gets_its_own_answer_with_one_batch_in_flight() {
     explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));
 }
 
@@ -248,7 +248,7 @@ fn an_operation_without_a_caller_is_not_sent() {
 
 /// An operation that outlives its caller is sent even if the caller drops the operation after any poll.
 #[test]
-fn an_operation_that_outlives_its_caller_is_done() {
+fn an_operation_that_outlives_its_caller_is_sent() {
     explore(|| {
         for kind in ["", "large-"] {
             let (lanes, server) = open::<true>(None);

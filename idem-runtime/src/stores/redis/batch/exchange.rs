@@ -63,9 +63,9 @@ impl Exchanges {
     /// Sends the commands of `pipeline`, and waits until the replicas confirm.
     ///
     /// `WAIT` covers only the writes of its own connection. A replay writes nothing, nor does an operation that finds
-    /// its write already done. `WAIT` alone would confirm their answers although perhaps no replica has the record.
-    /// Replicas apply all writes in one order, so one further write after the commands covers every record in the
-    /// answers.
+    /// its write already done. `WAIT` alone would confirm the answers of both, although perhaps no replica has the
+    /// record. Replicas apply all writes in one order, so one further write after the commands covers every record in
+    /// the answers.
     async fn confirmed(&self, pipeline: &mut Pipeline, replicas: Replicas) -> Result<ExchangeAnswers, ExchangeFailure> {
         let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
             [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),
@@ -83,8 +83,8 @@ impl Exchanges {
             values.pop();
         } else if matches!(&touched, Some(Value::ServerError(error)) if is_redirect(error)) {
             // The slot of the first key is migrating, so the server refused the confirming write to that key. Repeats
-            // that write with a key that this server did serve. The connection stays the same: another connection may
-            // lead to a server that lacks the writes to confirm.
+            // the confirming write with a key that this server did serve. The connection stays the same: another
+            // connection may lead to a server that lacks the writes to confirm.
             let mut served = pipeline.cmd_iter().zip(&values).filter(|(_, it)| !matches!(it, Value::ServerError(_)));
             if let Some((command, _)) = served.next() {
                 let mut again = Pipeline::with_capacity(2);

@@ -216,7 +216,7 @@ fn an_operation_without_a_caller_is_not_sent() {
 
 /// A completion that its caller drives is sent even if the caller drops the completion after any poll.
 #[test]
-fn an_end_is_written_although_its_caller_goes() {
+fn a_completion_is_sent_although_its_caller_drops_it() {
     explore(|| {
         let (dispatch, server) = open();
         let leaving: Vec<_> = (0..3)

@@ -237,7 +237,8 @@ impl Queue {
         at.and_then(|at| gathered.ops.remove(at)).is_some()
     }
 
-    /// Notes whether the thread of the queue was started. If it could not be started, drops the waiting operations.
+    /// Notes whether the thread of the queue was started. If the thread could not be started, drops the waiting
+    /// operations.
     pub(super) fn set_started(&self, started: bool) {
         let mut gathered = lock(&self.gathered);
         gathered.started = started;
