@@ -1,10 +1,8 @@
 //! Allocations of a call, and memory of a record. The tests count instead of measuring time, so every machine has the
-//! same
-//! results.
+//! same results.
 //!
 //! Bytes are those that the code requests, without the allocator's overhead, which `benches/footprint.rs` measures.
-//! Only
-//! allocations of the test's own thread count.
+//! Only allocations of the test's own thread count.
 
 use std::hint::black_box;
 use std::pin::pin;
@@ -113,12 +111,10 @@ fn over_redis_each_call_is_encoded_once_and_decoded_in_place() {
     let [replay, replay_bytes] = of_64_at_once(&runtime, 40, ships);
     println!("first run: {first} ({first_bytes} bytes), replay: {replay} ({replay_bytes} bytes)");
     // A replay allocates the key, the store's future, the returned value, its provenance, and the texts of two copies
-    // of the
-    // result; the task of `join_all`; and a share of the batch.
+    // of the result; the task of `join_all`; and a share of the batch.
     assert!(replay < 4 + 2 * TEXTS + 1 + 2, "{replay}");
     // A first run allocates the key, two futures of the store, the encoded result, the texts of two copies of the
-    // result, and
-    // two commands with their arguments; the task of `join_all`; and a share of two batches.
+    // result, and two commands with their arguments; the task of `join_all`; and a share of two batches.
     assert!(first < 4 + 2 * TEXTS + 4 + 1 + 3 + of_the_check(), "{first}");
 }
 

@@ -1,6 +1,5 @@
 //! `RedisStore` on clusters, behind sentinels, and with replicas that must confirm writes: failovers, and the writes
-//! that a
-//! failover loses.
+//! that a failover loses.
 #![allow(
     clippy::similar_names,
     clippy::maybe_infinite_iter,
@@ -202,8 +201,7 @@ async fn run_again(store: &RedisStore, lost: &[String]) {
 // Clusters.
 
 /// Opens a store on `cluster`, and then resets the nodes' counts of commands and errors, because `connect` sends
-/// commands
-/// for a key that another node may serve.
+/// commands for a key that another node may serve.
 async fn connected(cluster: &Cluster) -> RedisStore {
     let store = RedisStore::connect(&cluster.url()).await.unwrap();
     for port in cluster.ports() {
@@ -364,8 +362,7 @@ async fn a_store_leaves_a_primary_that_stopped_and_was_replaced() {
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
     // The stopped node continues as a primary and executes requests that it received before its stop. The node discards
-    // the
-    // effects when it learns of the new primary.
+    // the effects when it learns of the new primary.
     cluster.nodes[1].signal("-CONT");
     load.serves(500).await;
     assert_eq!(load.audit().await, [""; 0]);
@@ -400,8 +397,7 @@ async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
 }
 
 /// Renews `leases` by `handle`. The leases that `silent` marks are on a stopped node: their renewals hang, and all
-/// other
-/// leases must be renewed meanwhile.
+/// other leases must be renewed meanwhile.
 async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: &str) {
     let answered = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
@@ -667,8 +663,7 @@ async fn processes_race_while_the_sentinels_fail_over() {
         watched.servers[0].kill();
         until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
         // The promoted node confirms no write until it has a replica. The old primary gets the command here that the
-        // sentinels
-        // would send later.
+        // sentinels would send later.
         watched.servers[0].run();
         ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
     })
@@ -768,8 +763,7 @@ fn an_unreplicated_result_is_lost_with_the_primary_and_runs_again() {
         let (result, outcome) = call(&store, &finished, &runs).await;
         assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
         // The pending reservation is forgotten too: another attempt runs concurrently under the same number. The first
-        // attempt
-        // loses its lease at its next write.
+        // attempt loses its lease at its next write.
         let other = reserved(&store, &running).await;
         assert_eq!((lease.attempt, other.attempt), (1, 1));
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused);
@@ -811,8 +805,7 @@ fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
         assert_eq!(source.kind(), StoreErrorKind::Unconfirmed, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
         // A renewal without a replica's confirmation fails. A duplicate still gets `InProgress`, because a caller
-        // relies on
-        // nothing in this answer.
+        // relies on nothing in this answer.
         let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();
@@ -971,8 +964,7 @@ async fn a_store_logs_in_to_clusters_and_sentinels() {
     ask::<Value>(port, "CONFIG SET requirepass se@cret").unwrap();
     for server in &watched.servers[..1] {
         // The sentinels use the server's default user, whose rights are reduced; only the user `shop` may access keys.
-        // The
-        // replica has no logins, because no store connects to it.
+        // The replica has no logins, because no store connects to it.
         ask::<Value>(server.port(), "ACL SETUSER shop on >se@cret ~* &* +@all").unwrap();
         ask::<Value>(
             server.port(),

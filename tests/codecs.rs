@@ -801,8 +801,7 @@ async fn a_users_codec_reads_other_codecs_only_with_reads_others() {
 // ---- Bytes -------------------------------------------------------------------------------------------------------------
 
 /// Returns the codec and the bytes that a handler with the codec `C` records for `value`. The result is then replayed
-/// to a
-/// handler of every codec.
+/// to a handler of every codec.
 async fn recorded<C: Codec, T>(value: T) -> (String, Vec<u8>)
 where
     T: Serialize + DeserializeOwned + PartialEq + Debug + Clone,

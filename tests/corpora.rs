@@ -9,8 +9,7 @@ use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
 /// Largest memory that one input may take beyond the peak of the inputs before it. An input has at most 512 bytes,
-/// which
-/// hold no more data, even if they are compressed.
+/// which hold no more data, even if they are compressed.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {

@@ -2,10 +2,8 @@
 //!
 //! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
 //! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. After the
-//! late
-//! writes, every key must be free, recorded, or interrupted by a body that did not return, and must stay so. Then calls
-//! are
-//! dropped while their store does not answer for two leases.
+//! late writes, every key must be free, recorded, or interrupted by a body that did not return, and must stay so. Then
+//! calls are dropped while their store does not answer for two leases.
 //!
 //! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which the servers work.
 #![allow(

@@ -435,8 +435,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
             refused("a moment too early").await;
         }
         // By its own clock, the other machine takes over one skew after the lapse; by true time, that is at most two
-        // skews after
-        // the lapse.
+        // skews after the lapse.
         let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
         assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
         machines.at(free - 1);
@@ -489,8 +488,7 @@ async fn a_change_before_a_takeover_prevents_the_takeover() {
             let options = options("between").max_clock_skew(Duration::ZERO);
             let other = options.clock(clock).build(client(&wire), TABLE);
             // The first request of the other process finds the lapsed lease. The second request, which takes the lease
-            // over, is held
-            // back.
+            // over, is held back.
             let may = Arc::new(Semaphore::new(0));
             // An operator inspects the record first.
             wire.script(

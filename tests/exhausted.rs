@@ -1,12 +1,10 @@
 //! Processes that can start no thread (`RLIMIT_NPROC`, `pids.max`) or open no descriptor (`RLIMIT_NOFILE`).
 //!
 //! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` check workers in such processes, for every
-//! store.
-//! The tests here check the errors when a store is opened, and the store in memory.
+//! store. The tests here check the errors when a store is opened, and the store in memory.
 //!
 //! Each test runs itself in another process with low limits. No limit of threads binds root, so root runs this process
-//! as
-//! another user.
+//! as another user.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::fs::{File, Permissions};

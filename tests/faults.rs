@@ -70,33 +70,39 @@ const FAULTS: &[(Fault, &str)] = &[
     ),
     (failover, "a replica replaces the primary; `min_replicas` is set"),
     (connections_cut, "connections are reset, lose answers, lose requests, are refused"),
-    (connections_delayed, "everything takes 100 ms longer, in both directions"),
+    (connections_delayed, "every line takes 100 ms longer, in both directions"),
     (connections_half_closed, "connections end in one direction, then in the other one"),
-    (out_of_memory, "the server has no memory for more"),
+    (out_of_memory, "the server has no memory for further records"),
     (disk_full, "the disk is full (`ENOSPC`)"),
-    (read_only, "the store can be read only"),
+    (read_only, "the store accepts no writes"),
     (records_deleted, "all records are deleted (`FLUSHALL`, `TRUNCATE`, `DELETE`)"),
-    (table_removed, "table or file is removed, and made or put back"),
+    (table_removed, "the table or the file is removed, and later created or put back"),
     (index_removed, "the index of the file's log (`-shm`) is removed while no transaction is open"),
     (clock_stepped, "the clock of a client is set an hour forward, then an hour back"),
-    (clock_stepped_within_the_skew, "the same, with a `max_clock_skew` of two hours"),
+    (
+        clock_stepped_within_the_skew,
+        "the clock of a client is set an hour forward, then an hour back, with a `max_clock_skew` of two hours",
+    ),
     (threads_blocked, "bodies block their threads for ten leases, with and without `block_in_place`"),
-    (runtimes_stand_still, "a runtime stands still for ten leases: that of the store, or that of its first body"),
+    (runtimes_stand_still, "the runtime of the store, or that of the first body, stands still for ten leases"),
     (
         process_forked,
-        "a process that has run a body forks off two children, and all three serve the same keys and others",
+        "a process that has run a body forks two children, and all three processes serve the same keys and then keys of their own",
     ),
     (bodies_paused, "a worker is stopped beyond its lease, in the middle of its body"),
-    (lines_slow, "everything shares 2 MB per second, and results have 1 MiB (DynamoDB: 100 KiB)"),
-    (record_locked, "somebody else locks the record of one key for three leases (SQLite: the file, for half a lease)"),
+    (lines_slow, "all connections share 2 MB per second, and results have 1 MiB (DynamoDB: 100 KiB)"),
+    (
+        record_locked,
+        "another session locks the record of one key for three leases (SQLite: the file, for half a lease)",
+    ),
     (insert_uncommitted, "a transaction inserts the record of one key, and stays open for three leases"),
     (node_stopped, "one of several nodes is stopped for three leases"),
-    (full_for_a_moment, "the store is full, or can be read only, for half a second in which bodies end"),
+    (full_for_a_moment, "the store is full, or accepts no writes, for half a second in which bodies end"),
     (
         renewals_refused,
-        "the store refuses renewals for good: a right is taken from the login of the workers (SQLite: a trigger refuses)",
+        "the store permanently refuses renewals: a right is taken from the login of the workers (SQLite: a trigger refuses)",
     ),
-    (threads_exhausted, "a worker can start no thread (`RLIMIT_NPROC`) from its start on, and then it can"),
+    (threads_exhausted, "a worker can start no thread at first (`RLIMIT_NPROC`), and is later allowed to"),
     (descriptors_exhausted, "a worker can open no descriptor (`RLIMIT_NOFILE`) for two leases"),
 ];
 
@@ -123,60 +129,56 @@ const SEEN: &[(VisibleEffect, &str, &str)] = &[
     (
         VisibleEffect::TakenOver,
         "taken over",
-        "the key is held for a lease, then the next delivery runs the body again; under `on_crash = fail` it gets \
-         `Interrupted`, until an operator decides",
+        "the key is held for a lease, then the next delivery runs the body again; under `on_crash = fail` the next \
+         delivery gets `Interrupted`, until an operator decides",
     ),
     (
         VisibleEffect::LeaseLost,
         "lease lost",
-        "as before; the worker that wakes gets `LeaseLost`, records nothing, and is replayed the other's result; under \
-         `on_crash = fail` its own result is recorded, as no other body runs",
+        "the key is taken over; the worker that continues gets `LeaseLost` and records nothing, and its next call replays \
+         the other worker's result; under `on_crash = fail` its own result is recorded, because no other body runs",
     ),
     (
         VisibleEffect::Refused,
         "refused",
-        "`Error::Store` while it lasts, and no body begins; results of bodies that end are recorded once that can be done, \
-         as long as their lease is held; afterwards everything goes on, and nothing is forgotten",
+        "calls get `Error::Store` during the fault, and no body begins; the result of a body that ends is recorded if the \
+         store recovers while the lease is held; after the fault all calls go on, and no record is forgotten",
     ),
-    (
-        VisibleEffect::Retried,
-        "retried",
-        "calls under way may get `Error::Store`; nothing that was acknowledged is forgotten",
-    ),
+    (VisibleEffect::Retried, "retried", "calls under way may get `Error::Store`; no acknowledged result is forgotten"),
     (
         VisibleEffect::RunsAgain,
         "runs again",
-        "forgotten: finished operations run again, with attempts from 1, and running ones get `LeaseLost`",
+        "records are forgotten: finished operations run again, with attempts from 1, and running calls get `LeaseLost`",
     ),
-    (VisibleEffect::Slower, "slower", "nothing else"),
-    (VisibleEffect::GoesOn, "goes on", "nothing, but for calls under way that are asked again"),
+    (VisibleEffect::Slower, "slower", "calls take longer, without any other effect"),
+    (VisibleEffect::GoesOn, "goes on", "no effect, except that requests under way are repeated"),
     (
         VisibleEffect::LeasesMove,
         "leases shift",
-        "leases end early or late by the step, so bodies may overlap; one outcome is recorded all the same",
+        "leases end early or late by the step, so bodies may overlap; still only one result is recorded",
     ),
     (
         VisibleEffect::Kept,
         "kept",
-        "nothing: every lease is kept, every body runs once, and its result is recorded and replayed",
+        "no effect: every lease is kept, every body runs once, and its result is recorded and replayed",
     ),
     (
         VisibleEffect::OthersKept,
         "others kept",
-        "who wants what is stuck waits, or gets `Error::Store`; all other keys keep their leases, and go on meanwhile",
+        "a call for the stuck key waits, or gets `Error::Store`; calls for all other keys keep their leases and go on",
     ),
     (
         VisibleEffect::Fenced,
         "fenced",
-        "the body is polled once more at most; then it gets `LeaseLost`, or goes on if nobody took over, as always under \
-         `on_crash = fail`",
+        "the body is polled once more at most; then its call gets `LeaseLost`, or goes on if no other attempt took over, \
+         as always under `on_crash = fail`",
     ),
     (VisibleEffect::Recorded, "recorded", "results are recorded half a second later; every body runs once"),
     (
         VisibleEffect::Unrenewed,
         "not renewed",
-        "each body ends when its lease lapses, with `LeaseLost` that holds what the store said; once the store renews leases \
-         again, everything goes on",
+        "each body ends when its lease lapses, and `LeaseLost` holds the store's error; once the store renews leases \
+         again, all calls go on",
     ),
 ];
 

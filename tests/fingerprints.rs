@@ -1,6 +1,5 @@
 //! Fingerprints compared with JSON, for all data that serde accepts: payloads with equal JSON have equal fingerprints,
-//! and
-//! payloads with different JSON have different fingerprints.
+//! and payloads with different JSON have different fingerprints.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, LinkedList, VecDeque};
 use std::hash::{Hash, Hasher};
@@ -627,8 +626,7 @@ fn tree() -> impl Strategy<Value = Tree> {
 #[derive(Debug)]
 struct Node {
     /// Text of the tree, in which the order of tables has no effect. `Some` is written like its value, as in JSON and
-    /// in a
-    /// fingerprint.
+    /// in a fingerprint.
     text: String,
     built: Built,
 }
@@ -724,8 +722,7 @@ impl Tree {
 
 proptest! {
     /// The same message has the same fingerprint in every process, and a different message has a different one. The
-    /// order of
-    /// elements counts, except in hash tables.
+    /// order of elements counts, except in hash tables.
     #[test]
     fn hash_tables_are_unordered_and_lists_are_ordered(one in tree(), other in tree(), turn in 1..4_usize) {
         let of = |tree: &Tree, turn| { let node = tree.build(turn); (Fingerprint::of(&node).unwrap(), node.text) };

@@ -1,10 +1,8 @@
 //! Processes that fork in the middle of calls: no child waits for a lock that a thread of its parent holds.
 //!
 //! A fork copies every lock in its present state, but of all threads only the forking one. The parents in these tests
-//! have
-//! threads in every part of the library while they fork, and each child calls handlers. `IDEM_FORKS` is the number of
-//! forks
-//! for each store (default: 60).
+//! have threads in every part of the library while they fork, and each child calls handlers. `IDEM_FORKS` is the number
+//! of forks for each store (default: 60).
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -42,8 +40,7 @@ const LEASE: Duration = Duration::from_millis(100);
 const BUSY: u64 = 32;
 
 /// Returns true in a process that runs only the test `name`. In any other process, runs the test alone in a new
-/// process,
-/// which must pass, and returns false.
+/// process, which must pass, and returns false.
 fn is_alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
@@ -171,8 +168,7 @@ fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc
     }
     let child = |number| {
         // The child's runtime has one thread. With tokio's feature `parking_lot`, which any crate may enable, several
-        // threads
-        // would share a table of the process, and a fork may copy this table in the middle of a change.
+        // threads would share a table of the process, and a fork may copy this table in the middle of a change.
         let own = Builder::new_current_thread().enable_all().build().unwrap();
         let refused = own.block_on(child(Arc::clone(&store), number));
         for error in refused {
@@ -210,8 +206,7 @@ const STEPS: usize = 2000;
 
 impl Steps {
     /// Forks children that run `child` while threads repeat `step`. `step` takes its own number; `child` takes the
-    /// number of
-    /// the fork and the number of the latest step.
+    /// number of the fork and the number of the latest step.
     fn fork(step: impl Fn(usize) + Send + Sync + 'static, child: impl Fn(usize, usize)) {
         let (taken, allowed) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let steps = Arc::new(Self { taken, allowed, paused: AtomicBool::new(true) });
@@ -332,8 +327,7 @@ fn a_child_never_hangs_where_the_store_of_its_parent_fails() {
 }
 
 /// Exporter that stops the first thread of the parent that makes a counter while `is_armed`, until `goes_on`. Threads
-/// of a
-/// child are never stopped.
+/// of a child are never stopped.
 #[cfg(feature = "metrics")]
 #[derive(Default)]
 struct SlowExporter {

@@ -1,8 +1,7 @@
 //! Random histories, in which every answer of a store is compared with the answer of a simple reference.
 //!
 //! `IDEM_HISTORIES_SEED` (64 hexadecimal digits, which a failure prints) repeats a run. `IDEM_HISTORIES_TIMES=10` makes
-//! the
-//! run ten times as long.
+//! the run ten times as long.
 
 use std::fmt::Write as _;
 use std::num::NonZeroU32;
@@ -39,8 +38,7 @@ enum Time {
     /// The test advances the clock, so every answer is predicted to the nanosecond.
     ByHand(ManualClock),
     /// Time is real. A step that begins a short lease or retention is followed by a pause that ends it, so that no
-    /// answer
-    /// depends on the speed of the machine. The remaining time of a long lease is checked only roughly.
+    /// answer depends on the speed of the machine. The remaining time of a long lease is checked only roughly.
     Real,
 }
 

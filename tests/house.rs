@@ -76,8 +76,7 @@ fn imports_go_down_from_floor_to_floor() {
 }
 
 /// The rows of the picture are in the order of the floors: no module of an upper row is below a module of a lower row.
-/// The
-/// stores have their own column.
+/// The stores have their own column.
 #[test]
 fn the_picture_of_the_modules_agrees_with_the_table() {
     let page = read(&root().join("ARCHITECTURE.md"));
@@ -101,8 +100,7 @@ fn the_picture_of_the_modules_agrees_with_the_table() {
 }
 
 /// Code takes its clock as an argument, because times of two clocks can't be compared, and a test controls only the
-/// clock
-/// that it passes. `MADE` lists the files that make a clock; the list only shrinks.
+/// clock that it passes. `MADE` lists the files that make a clock; the list only shrinks.
 #[test]
 fn every_clock_is_passed_as_an_argument() {
     const MADE: [(&str, &str); 13] = [

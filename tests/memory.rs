@@ -110,8 +110,7 @@ async fn every_expired_record_makes_room_in_a_full_store() {
 }
 
 /// A later write may shorten a record's retention: another version of the handler has a shorter `ttl`, or an attempt
-/// ends
-/// after a lease that was longer than the `ttl`.
+/// ends after a lease that was longer than the `ttl`.
 #[tokio::test]
 async fn a_record_makes_room_when_its_own_retention_ends() {
     let short = Duration::from_secs(1);
@@ -236,8 +235,7 @@ async fn a_store_without_room_refuses_every_key() {
 }
 
 /// The entry of a waiter must be removed with the waiter, however the wait ends, because the record may never be
-/// written
-/// again.
+/// written again.
 #[tokio::test]
 async fn an_ended_wait_leaves_no_entry() {
     let world = World::new(usize::MAX);

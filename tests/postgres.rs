@@ -599,8 +599,7 @@ async fn a_replay_locks_and_writes_nothing() {
         call(&store, name, &runs).await.0.unwrap();
     }
     // Duplicates make their reservations one by one and concurrently, on a store that reads first and on a store that
-    // inserts
-    // first. The count before lets the server clean its pages.
+    // inserts first. The count before lets the server clean its pages.
     let other = connect(&server.url()).await;
     number(&raw, "SELECT count(*) FROM idem.records").await;
     let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";

@@ -1,6 +1,5 @@
 //! Model of the protocol, checked in every state that it can reach. Messages between calls and store may be lost,
-//! delayed,
-//! doubled and reordered; processes may die, and leases may lapse, at any time.
+//! delayed, doubled and reordered; processes may die, and leases may lapse, at any time.
 //!
 //! # Scope of the model
 //!

@@ -206,8 +206,7 @@ async fn expired_records_are_cleaned_up() {
         .unwrap();
     assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
     // Every eighth reservation deletes sixteen expired rows, two for each reservation, so that rows can't pile up. The
-    // last
-    // reservation before was the 101st.
+    // last reservation before was the 101st.
     for n in 0..11 {
         reserved(&store, &format!("new{n}")).await;
     }
@@ -585,8 +584,7 @@ async fn a_file_that_was_removed_or_replaced_is_never_read_as_empty() {
         assert!(!folder.file().exists(), "an empty file would be a store without records");
     }
     // The store refuses another file at the same path. A file with a table of records would be accepted: an operator
-    // may
-    // restore one.
+    // may restore one.
     raw(&folder.file()).execute_batch("CREATE TABLE something (id)").unwrap();
     for _ in 0..3 {
         assert!(call(&store, "k", &runs).await.0.is_err());
@@ -916,8 +914,7 @@ async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     let folder = Folder::new();
     drop(open(&folder.file()).await);
     // At each reading of the clock by the upkeep thread, another connection tries to lock the file. In the first gap
-    // between
-    // transactions the upkeep thread waits for a reservation by the writer.
+    // between transactions the upkeep thread waits for a reservation by the writer.
     let other = raw(&folder.file());
     other.busy_timeout(Duration::ZERO).unwrap();
     let other = std::sync::Mutex::new(other);
@@ -1150,8 +1147,7 @@ async fn callers_leave_a_slow_disk_to_the_reader_thread_for_a_while() {
     }
     assert_eq!(looks.now(), (callers + 2, reader + 8), "one may be slow by chance");
     // A caller may spend 5 ms immediately, and beyond that a twentieth of the elapsed time. The last read took 15 ms,
-    // so the
-    // next one is allowed after 200 ms, of which 15 ms have passed.
+    // so the next one is allowed after 200 ms, of which 15 ms have passed.
     clock.advance(Duration::from_millis(184));
     assert!(replays(&store, "k").await);
     assert_eq!(looks.now(), (callers + 2, reader + 9));

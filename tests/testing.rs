@@ -114,7 +114,7 @@ mod simulation {
 
         simulation.limit_polls(1000);
         let spinning = async {
-            // This task never ends and never awaits.
+            // This task never ends, and can always run.
             loop {
                 tokio::task::yield_now().await;
             }
@@ -498,8 +498,7 @@ mod explorer {
     fn a_charge_before_its_check_is_found() {
         let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
         // At awaits 1 and 2 the key is reserved, and at await 3 the charge is requested. From await 4 until the answer
-        // to the
-        // record's write, the charge has happened.
+        // to the record's write, the charge has happened.
         for cut in ["cancel@await:4", "crash@await:4", "crash@await:7", "answer-lost@effect:1", "pause@effect:1"] {
             assert!(found.contains(cut), "{cut} in {found:?}");
         }

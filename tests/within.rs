@@ -745,8 +745,7 @@ async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output 
 }
 
 /// Rule L6 for a key whose record is inserted and not committed: other keys of the same batches are reserved, finished
-/// and
-/// replayed without waiting, and calls for the key itself get `InProgress`.
+/// and replayed without waiting, and calls for the key itself get `InProgress`.
 #[tokio::test]
 async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
     for bank in Bank::of_each_kind().await {

@@ -174,8 +174,7 @@ async fn each_item_keeps_the_attributes_of_its_delivery() {
 }
 
 /// Batches of ten thousand items, with one key for all or a key for each: the number of polls of an item does not grow
-/// with
-/// the batch.
+/// with the batch.
 #[tokio::test]
 async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
     const ITEMS: usize = 10_000;

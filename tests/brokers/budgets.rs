@@ -37,8 +37,7 @@ struct DeliveryOutput {
 }
 
 /// Delivers one message to its consumer until it is acknowledged or set aside. `knows`: the consumer states the number
-/// of
-/// the delivery and the limit.
+/// of the delivery and the limit.
 async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> DeliveryOutput {
     let mut deliveries = 0;
     loop {

@@ -14,8 +14,7 @@ enum Step {
     /// A rebalance takes the partition away from this consumer.
     Revoke { partition: u8 },
     /// A rebalance assigns the partition to this consumer, with or without a revocation before. Other consumers have
-    /// handled
-    /// `others` messages meanwhile.
+    /// handled `others` messages meanwhile.
     Assign { partition: u8, others: i64 },
     /// The consumer's position moves back by `by` messages, without the tracker's knowledge.
     Rewind { partition: u8, by: i64 },

@@ -1,8 +1,7 @@
 //! Minimal second store, which makes one mistake on request.
 //!
 //! The store shares no decision with the library, not even `Record::admit`, so the suite is checked by a second
-//! opinion.
-//! Most of the mistakes occurred in real stores.
+//! opinion. Most of the mistakes occurred in real stores.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::poll_fn;
@@ -450,7 +449,7 @@ impl Plain {
         if request.max_attempts.is_some_and(|max| counted >= max.get()) {
             return Reservation::AttemptsExhausted { attempts: counted };
         }
-        // The next attempt has the next number, and waits for the previous attempt end.
+        // The next attempt has a larger number. All waits for the previous attempt must end.
         let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
         let starts = counted + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
         let next = self.pending(request, attempt, starts, Some(found));
@@ -802,7 +801,7 @@ impl Plain {
                 found.record.provenance = found.record.provenance.with_decision(&decision.by, &decision.reason);
             }
         }
-        // Waits for the attempt end after a decision.
+        // A decision ends all waits for the attempt.
         if !self.is(M::DecisionsWakeNobody) {
             self.wake(false);
         }

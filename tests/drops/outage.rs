@@ -2,8 +2,7 @@
 //!
 //! After the outage and all late writes, every key is free, recorded, or interrupted by a body that began and did not
 //! return. Under `on_crash = retry` a key may be held until its lease has lapsed, because clean-ups and releases are
-//! given
-//! up after a lease. The counted attempts are those whose body began.
+//! given up after a lease. The counted attempts are those whose body began.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

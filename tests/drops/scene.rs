@@ -162,8 +162,7 @@ impl Books {
 }
 
 /// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes
-/// some
-/// time, like that of a transaction or a temporary directory.
+/// some time, like that of a transaction or a temporary directory.
 struct Guard {
     calls: Arc<Calls>,
     key: usize,

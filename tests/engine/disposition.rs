@@ -1,6 +1,5 @@
 //! Disposition of a delivery, for every sequence of up to four calls with every ending, every nesting, and every result
-//! of
-//! the delivery.
+//! of the delivery.
 
 use std::future::ready;
 

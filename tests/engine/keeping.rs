@@ -1,6 +1,5 @@
 //! Leases that are kept and lost: beats on the library's own thread, bodies that block or hang, and stores that accept
-//! no
-//! results.
+//! no results.
 
 use std::sync::Arc;
 use std::thread;
@@ -350,8 +349,7 @@ async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
         calls.push(call);
     }
     // The error of a call that renews both leases does not name the damaged record. When each lease is renewed alone,
-    // the
-    // store is away.
+    // the store is away.
     for _ in 0..60 {
         let both = world.clock.now().since_origin() < LEASE;
         let kind = if both { StoreErrorKind::Corrupt } else { StoreErrorKind::Unavailable };

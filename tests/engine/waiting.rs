@@ -141,8 +141,7 @@ async fn many_duplicates_share_one_wait() {
 }
 
 /// A duplicate must not use a record that was read before its own reservation, because the key may have been forgotten
-/// and
-/// reserved again since.
+/// and reserved again since.
 #[tokio::test]
 async fn no_duplicate_gets_a_record_read_before_its_request() {
     let hall = Hall::new();
@@ -289,8 +288,7 @@ async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
 }
 
 /// One duplicate at a time may reserve. If it is dropped, the next one reserves; if it stands still, the next one
-/// reserves
-/// after 100 ms.
+/// reserves after 100 ms.
 #[tokio::test]
 async fn a_stalled_duplicate_lets_the_next_one_reserve() {
     for dropped in [true, false] {

@@ -1,6 +1,5 @@
 //! Faults that cost no lease except of the keys that they affect. Bodies go on while their processes, runtimes, lines
-//! and
-//! stores are disturbed, and waiting duplicates would take over a lapsed lease.
+//! and stores are disturbed, and waiting duplicates would take over a lapsed lease.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -98,8 +97,7 @@ impl<R: Rig> Scene<R> {
     }
 
     /// Opens the gates of `holders`, waits until all processes have ended, and checks that one body ran for each of
-    /// `keys`.
-    /// `all` is the number of all keys.
+    /// `keys`. `all` is the number of all keys.
     pub async fn ran_once(&mut self, holders: &[u32], keys: impl IntoIterator<Item = usize>, all: usize) {
         for holder in holders {
             self.crew.open_gate(*holder);
@@ -206,8 +204,7 @@ impl<R: Rig> Scene<R> {
             .await;
         let told = self.told(holder, since);
         // The worker opens its first connections over the busy line. A call that fails for this reason has not begun,
-        // and is
-        // repeated.
+        // and is repeated.
         let has_not_begun = |(key, event): &(usize, Event)| *key < held && matches!(event, Event::Store(_));
         let replayed_or_to_come = |it: &&(usize, Event)| matches!(it.1, Event::Replayed(_)) || has_not_begun(it);
         let lost: Vec<_> = told.iter().filter(|it| !replayed_or_to_come(it)).collect();
@@ -235,8 +232,7 @@ impl<R: Rig> Scene<R> {
 
     async fn insert_uncommitted(&mut self) {
         // Key 0 is inserted by the open transaction. Of the other keys, some are held, some are replayed repeatedly,
-        // and the rest
-        // begin meanwhile.
+        // and the rest begin meanwhile.
         let (beside, all) = (2, 40);
         self.rig.break_down(Fault::insert_uncommitted).await;
         let holder = self.crew.start(0, Keys::Beside(1 + HELD, beside), Work::Quiet);

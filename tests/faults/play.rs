@@ -151,10 +151,8 @@ impl<R: Rig> Scene<R> {
     }
 
     /// Waits until the store has failed for every worker, in calls made from now on. A worker whose body has ended gets
-    /// no
-    /// answer: it repeats the write of the result for as long as its lease can be renewed. Even after the call has
-    /// ended with
-    /// `Unrecorded`, its process repeats the write, and further calls for the key get `InProgress`.
+    /// no answer: it repeats the write of the result for as long as its lease can be renewed. Even after the call has
+    /// ended with `Unrecorded`, its process repeats the write, and further calls for the key get `InProgress`.
     async fn told(&self) {
         let now = race::now();
         self.until("everybody is refused", |seen| {
@@ -260,8 +258,7 @@ impl<R: Rig> Scene<R> {
     }
 
     /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed: the server
-    /// executes
-    /// their requests when it continues.
+    /// executes their requests when it continues.
     async fn is_stopped(&mut self) -> Rules {
         let fault = Fault::server_stopped_and_continued;
         let victim = self.crew.start(1, Keys::Gated(GATED), Work::Some);

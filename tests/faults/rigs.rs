@@ -365,8 +365,7 @@ impl Redis {
                 watched.servers[0].kill();
                 until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
                 // The promoted server confirms no write until it has a replica. The old primary gets the command here
-                // that the sentinels
-                // would send later.
+                // that the sentinels would send later.
                 watched.servers[0].run();
                 ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
             }
@@ -578,8 +577,7 @@ impl Rig for Postgres {
             }
             Fault::disk_full => {
                 // The server gets its next log segment while the disk works: a server that can't write its log ends
-                // itself, which is
-                // another fault.
+                // itself, which is another fault.
                 self.say("SELECT pg_switch_wal();CHECKPOINT").await;
                 self.disk.fail(FULL);
             }

@@ -1,6 +1,5 @@
 //! Faults of the machine that affected processes can't see: a failing disk, a clock that is set, and limits of threads
-//! and
-//! descriptors.
+//! and descriptors.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};

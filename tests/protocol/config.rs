@@ -203,7 +203,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Replay, InProgress, LeaseLost, StoreFailed, LateCompletion]),
         config(
             "crashes",
-            "processes that die at every step, takeovers, and what the dead have still under way",
+            "processes that die at every step, takeovers, and requests that dead processes have under way",
             &[CALL, SUCCEEDS, SUCCEEDS],
             2,
             Budget { crashes: 2, ticks: 3, ..nothing },
@@ -211,7 +211,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Replay, Takeover, LeaseLost, InProgress]),
         config(
             "beats",
-            "heartbeats that are late, lost and refused, and bodies that learn that their lease is gone",
+            "heartbeats that are late, lost and refused, and bodies that are cancelled for a lost lease",
             &[SUCCEEDS, SUCCEEDS],
             2,
             Budget { faults: 1, beats: 2, polls: 1, ticks: 3, ..nothing },
@@ -219,7 +219,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[LeaseLost, BelievesAfterRenewal, Unrecorded]),
         config(
             "polls",
-            "bodies that are polled again and again, that block in a poll, and whose lease lapses in between",
+            "bodies that are polled repeatedly or block in a poll, and whose lease lapses between polls",
             &[SUCCEEDS, SUCCEEDS],
             2,
             Budget { polls: 2, beats: 1, ticks: 4, ..nothing },
@@ -227,7 +227,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[LeaseLost, PolledAgain]),
         config(
             "stuck_keys",
-            "renewals of two keys, of which one is not answered",
+            "renewals of two keys, one of which gets no answer",
             &[SUCCEEDS, Plan { key: 1, ..SUCCEEDS }],
             2,
             Budget { beats: 2, ticks: 3, ..nothing },
@@ -235,7 +235,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[BelievesAfterRenewal]),
         config(
             "hangs",
-            "a body that does not return, with and without polls that block, and who comes after it",
+            "a body that does not return, with and without polls that block, and the next attempt",
             &[Plan { timeout: Some(1), may_succeed: false, may_fail: false, ..CALL }, SUCCEEDS],
             2,
             Budget { faults: 1, beats: 1, ticks: 4, ..nothing },
@@ -259,7 +259,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Replay, InProgress]),
         config(
             "drops_in_one_step",
-            "one call, dropped at every step, and a store that reserves in one step whichever record it meets",
+            "one call, dropped at every step, and a store that decides each reservation in one step",
             &[CALL],
             1,
             Budget { cancels: 1, faults: 2, ticks: 2, ..nothing },
@@ -267,7 +267,7 @@ pub(crate) fn all() -> Vec<Config> {
         .in_one_step(),
         config(
             "late_takeovers",
-            "takeovers that arrive when the attempt they were for has come back, and died after all",
+            "takeovers that arrive late, after the lapsed attempt has renewed its lease and then died",
             &[CALL, CALL],
             2,
             Budget { cancels: 1, crashes: 1, beats: 1, ticks: 2, ..nothing },
@@ -292,7 +292,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Interrupted]),
         config(
             "late_landings_counted",
-            "`max_attempts = 1`, and the same",
+            "`max_attempts = 1`, and requests of calls that are gone or dead, which land after a lease or two",
             &[Plan { max_attempts: Some(1), ..CALL }, Plan { max_attempts: Some(1), ..CALL }],
             1,
             Budget { crashes: 1, faults: 1, ticks: 3, ..nothing },
@@ -301,7 +301,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Exhausted]),
         config(
             "one_side_fails",
-            "`on_crash = fail` on one side only, whichever came first",
+            "`on_crash = fail` for the earlier or for the later call only",
             &[FAIL, CALL, FAIL],
             2,
             Budget { crashes: 1, ticks: 2, ..nothing },
@@ -317,7 +317,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[TooLarge, ErrorRecorded, Replay]),
         config(
             "waiting",
-            "duplicates that wait: for a completion, an error, a takeover, a restart, or in vain",
+            "duplicates that wait: for a completion, an error, a takeover, a restart, or until their time is over",
             &[CALL, WAITS, WAITS],
             3,
             Budget { crashes: 1, restarts: 1, ticks: 1, ..nothing },
@@ -367,7 +367,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Takeover]),
         config(
             "fingerprints",
-            "one key for two payloads, and a caller that names none",
+            "one key for two payloads, and a caller without a fingerprint",
             &[Plan { mark: Some(1), ..CALL }, Plan { mark: Some(2), ..CALL }, CALL],
             2,
             Budget { crashes: 1, ticks: 2, ..nothing },
@@ -375,7 +375,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Mismatch, Replay]),
         config(
             "refusals",
-            "a store that can't, now or ever, and callers that run all the same (`on_store_error = run`)",
+            "a store that refuses requests, for a while or permanently, and bodies that run unprotected (`on_store_error = run`)",
             &[Plan { open: true, ..CALL }, SUCCEEDS],
             2,
             Budget { faults: 2, ticks: 3, ..nothing },
@@ -384,7 +384,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Unprotected, Unrecorded, StoreFailed, Replay]),
         config(
             "refused_renewals",
-            "a store that refuses renewals for good, and bodies that learn it when their lease lapses",
+            "a store that permanently refuses renewals, and bodies that end when their lease lapses",
             &[SUCCEEDS, SUCCEEDS],
             2,
             Budget { faults: 1, beats: 1, polls: 1, ticks: 3, ..nothing },
@@ -393,7 +393,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[LeaseLost, Replay]),
         config(
             "shadow",
-            "`mode = shadow` beside calls that are enforced: it refuses nothing, and changes nothing for them",
+            "a call with `mode = shadow` next to enforced calls: its body always runs, and the other calls behave as without it",
             &[Plan { shadow: true, ..CALL }, SUCCEEDS],
             2,
             Budget { faults: 1, crashes: 1, beats: 1, ticks: 2, ..nothing },
@@ -433,7 +433,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Interrupted, LeaseLost, Replay]),
         config(
             "two_operators",
-            "a record that two operators look at, and let run again one after the other",
+            "a record that two operators inspect, and reopen one after the other",
             &[FAIL, CALL],
             2,
             Budget { reopens: 2, crashes: 1, ticks: 2, ..nothing },
@@ -450,7 +450,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Takeover, InProgress, LeaseLost]),
         config(
             "late_renewals_between_clocks",
-            "renewals that overtake each other where the times are the senders'",
+            "renewals that overtake each other, in a store without a clock, where senders set the times",
             &[SUCCEEDS, Plan { ahead: 2, ..SUCCEEDS }],
             2,
             Budget { faults: 1, beats: 2, ticks: 5, ..nothing },
@@ -459,7 +459,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[BelievesAfterRenewal]),
         config(
             "marks_between_clocks",
-            "bodies that have to be marked where clocks differ: a mark may come after its lease",
+            "bodies that need a mark while clocks differ, so that a mark may come after the lapse",
             &[FAIL, Plan { ahead: 2, ..FAIL }],
             2,
             Budget { crashes: 1, ticks: 5, ..nothing },
@@ -477,7 +477,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[Replay, Takeover, LeaseLost]),
         config(
             "doubled_reservation",
-            "the same store, and a reservation that arrives again when another attempt has come and gone",
+            "a store that replaces the whole record, and a reservation that arrives again after another attempt has ended",
             &[CALL, CALL],
             2,
             Budget { duplicates: 1, beats: 1, ticks: 2, ..nothing },

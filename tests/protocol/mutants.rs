@@ -196,9 +196,9 @@ mutants! {
     LateReservationPasses => Rule::S12, "drops_in_one_step";
     /// The clean-up of an unanswered reservation only releases, and ends with a refusal.
     CleanUpOnlyReleases => Rule::S12, "drops";
-    /// A dropped call frees nothing.
+    /// A dropped call writes nothing, and so frees no key.
     DropWritesNothing => Rule::S12, "drops";
-    /// A dropped call writes nothing, and so frees nothing.
+    /// A reservation is not released if its call does not await the answer.
     UnansweredNotReleased => Rule::S12, "drops";
     /// A key is freed before the values of its body are dropped.
     ReleasedBeforeValues => Rule::S17, "drops";

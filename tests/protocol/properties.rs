@@ -85,33 +85,33 @@ impl Rule {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::S1 => "S1 at most one attempt holds a live lease",
-            Self::S1Belief => "S1 nobody believes in a lease for longer than it holds",
-            Self::S1Start => "S1 no body starts without a lease to believe in",
-            Self::S2 => "S2 only its attempt changes a pending record, and whoever lost it is told",
+            Self::S1Belief => "S1 no call counts on a lease for longer than the store does",
+            Self::S1Start => "S1 no body starts without a lease that its call counts on",
+            Self::S2 => "S2 only its own attempt changes a pending record, and a former owner is refused",
             Self::S3 => "S3 a finished record never changes, and every replay is the same",
             Self::S4 => "S4 attempt numbers strictly increase",
             Self::S5 => "S5 under on_crash = fail a body that did not return is not followed by another",
             Self::S6 => "S6 no body starts under a reservation that the store never made",
-            Self::S7 => "S7 Ok is told after the result is recorded",
-            Self::S7Retry => "S7 recording is not given up for a lease while that can be held",
+            Self::S7 => "S7 a caller gets Ok only after the result is recorded",
+            Self::S7Retry => "S7 recording is repeated for one lease while the lease can be held",
             Self::S8 => "S8 a repeated request is recognised and changes nothing",
-            Self::LateEnd => "a lapsed attempt may still end if nobody took over",
+            Self::LateEnd => "a lapsed attempt may still end if no other attempt took over",
             Self::SuccessHeld => "a success that could not be recorded is never released",
-            Self::Fingerprint => "another payload is told so in every state",
+            Self::Fingerprint => "a request with another payload gets a mismatch in every state",
             Self::MaxAttempts => {
                 "no more bodies start than max_attempts, and one if the first attempt lapsed before its end was recorded"
             }
-            Self::KeysApart => "one key never touches another",
-            Self::L1 => "L1 a lapsed lease blocks nobody",
-            Self::L2 => "L2 once all is quiet, nothing that ended in order holds its key",
-            Self::L3 => "L3 whoever waits for an attempt that has ended is woken",
-            Self::L3Outage => "L3 a store that fails for the moment ends no wait",
-            Self::L6 => "L6 a lease does not lapse for want of a renewal, or of an answer that is there",
+            Self::KeysApart => "a request for one key never changes the record of another key",
+            Self::L1 => "L1 a lapsed lease blocks no call",
+            Self::L2 => "L2 once no request is under way, no attempt that ended in order holds its key",
+            Self::L3 => "L3 a duplicate that waits for an ended attempt is woken",
+            Self::L3Outage => "L3 a temporary failure of the store ends no wait",
+            Self::L6 => "L6 no lease lapses because a renewal was not sent or its answer not processed",
             Self::L7 => "L7 no lease is renewed for a body that has run for too long",
             Self::S11 => "S11 no body is polled beyond its lease",
             Self::S15 => "S15 a decision is applied only to the record that its operator saw",
             Self::S17 => "S17 the values of a body are dropped before its key is freed",
-            Self::Told => "nobody is told that a lease was lost whose result is recorded",
+            Self::Told => "no call whose result is recorded gets LeaseLost",
             Self::EndsInTime => "the end of an attempt is written within one lease, or given up",
             Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
             Self::S14 => "S14 no key is interrupted and no attempt counted for a body that did not begin",
@@ -135,8 +135,8 @@ impl Rule {
 }
 
 /// Every call ends. The model has no cycle, which a test of its own shows, so every path leads to a state without
-/// steps,
-/// and a call that has ended stays ended. Therefore the checker may treat two paths to one state as the same path.
+/// steps, and a call that has ended stays ended. Therefore the checker may treat two paths to one state as the same
+/// path.
 pub(crate) const ENDS: &str = "every call ends";
 
 /// Set of the rules that were broken on the way to a state.
@@ -530,8 +530,7 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told
 }
 
 /// Checks a call that gives up the last write of its attempt. Only an outage of more than a lease, or a permanent
-/// refusal,
-/// is a reason. `is_late`: no caller waits for the write.
+/// refusal, is a reason. `is_late`: no caller waits for the write.
 pub(crate) fn gives_up(config: &Config, world: &mut World, who: CallId, trouble: Trouble, is_late: bool) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);
@@ -556,8 +555,7 @@ pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();
     // For each call: a body that lost its lease is not polled, no renewal follows a time-out, a waiter waits for a
-    // running
-    // attempt, and a lease that the call counts on is real.
+    // running attempt, and a lease that the call counts on is real.
     for who in 0..config.count() {
         let call = world.call(who);
         let key = usize::from(config.plans[usize::from(who)].key);
@@ -590,8 +588,7 @@ pub(crate) fn look(config: &Config, world: &mut World) {
 }
 
 /// Checks a record when no call and no request is under way, however late, lost or reordered messages were. Only a
-/// crash,
-/// or an outage of more than a lease, may leave a key held, and only until its lease lapses.
+/// crash, or an outage of more than a lease, may leave a key held, and only until its lease lapses.
 fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let past = world.history[usize::from(key)];
     let Some(slot) = world.slots[usize::from(key)] else { return };

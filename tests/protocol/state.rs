@@ -41,8 +41,7 @@ pub(crate) struct World {
     pub(crate) slots: [Option<Slot>; KEYS],
     pub(crate) calls: [Call; CALLS],
     /// Requests under way whose answer no call awaits: late requests, and duplicates. They arrive in any order, or
-    /// never. The
-    /// list is sorted, because its order has no meaning.
+    /// never. The list is sorted, because its order has no meaning.
     pub(crate) net: Vec<Request>,
     /// Number of events outside of the protocol that may still happen.
     pub(crate) left: Budget,
@@ -80,8 +79,7 @@ pub(crate) struct Slot {
     /// record.
     pub(crate) lapses_at: u8,
     /// Number of renewals after the lapse of the lease. If senders set the times, number of all renewals that extended
-    /// the
-    /// lease.
+    /// the lease.
     pub(crate) revived: u8,
 }
 
@@ -131,8 +129,7 @@ pub(crate) struct Request {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum RequestKind {
     /// Inserts a record, or replaces the record `over` that the sender has seen. `sent`: true time of the request if
-    /// the
-    /// senders' clocks count, otherwise 0.
+    /// the senders' clocks count, otherwise 0.
     Reserve {
         sent: u8,
         over: Option<Met>,
@@ -311,8 +308,7 @@ pub(crate) enum Phase {
     /// A reservation is under way. `landed`: an earlier try without an answer may have taken effect.
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
     /// The reservation was answered after the lapse of its lease. A renewal, sent at `at`, must confirm the lease
-    /// before the
-    /// body may start.
+    /// before the body may start.
     Confirming { at: u8, line: Line },
     /// The record is being marked as begun. The request was sent at `at`.
     Marking { tries: u8, at: u8, line: Line },
@@ -378,8 +374,7 @@ pub(crate) enum Ending {
         ok: bool,
     },
     /// Clean-up after a reservation without an answer, which may have landed or may still land: reserves the key again,
-    /// and
-    /// then releases it.
+    /// and then releases it.
     CleanUp(Reserving),
     /// Release of the key that the clean-up has reserved.
     GiveBack,
@@ -423,8 +418,7 @@ pub(crate) struct CallFacts {
     /// True if the reservation was released.
     pub(crate) released: bool,
     /// True if the call has given up its last write: the store can't execute the write, or was unreachable for the
-    /// length of a
-    /// lease. A call in shadow mode gives up immediately.
+    /// length of a lease. A call in shadow mode gives up immediately.
     pub(crate) abandoned: bool,
     /// Time until which the store has promised to keep other attempts out.
     pub(crate) promised_until: u8,

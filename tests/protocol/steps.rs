@@ -1,6 +1,5 @@
 //! Steps of the model: the steps of a call (as in `engine/` and `store/heartbeat/`), the steps of the store, and events
-//! of
-//! network, processes and time.
+//! of network, processes and time.
 //!
 //! `traces.rs` compares the calls of this file with the engine's calls.
 
@@ -560,8 +559,7 @@ impl World {
     }
 
     /// Time for which the lease may be held although a heartbeat was refused: the store also refuses a heartbeat after
-    /// the end
-    /// of the same attempt has taken effect.
+    /// the end of the same attempt has taken effect.
     pub(crate) fn may_be_held(&self, config: &Config, who: CallId) -> u8 {
         (self.call(who).asked_at + config.span()).saturating_sub(self.now)
     }
@@ -1147,8 +1145,7 @@ fn ending_fails(
 }
 
 /// True if a late write is repeated beyond the lease: the end of a body after which no other body may run, and the
-/// clean-up
-/// of a mark.
+/// clean-up of a mark.
 fn outlasts_lease(config: &Config, world: &World, who: CallId, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {
@@ -1235,8 +1232,7 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
 }
 
 /// Drops the values of a body that has ended early, before its key is freed. Meanwhile the lease is renewed, also
-/// beyond
-/// the time-out of the body.
+/// beyond the time-out of the body.
 fn drops_values(config: &Config, world: &mut World, who: CallId, how: ReleaseKind, told: Class) {
     let ending = Ending::Release(how);
     if config.is(Mutant::ReleasedBeforeValues) {

@@ -205,8 +205,7 @@ fn in_one_step(config: &Config) -> bool {
 /// Reserves the key of `slot` for `token`: replaces the record `over`, or inserts a record if `over` is `None`.
 ///
 /// A store either decides in one step, or compares the record with `over`, which the sender has seen. With a
-/// comparison, a
-/// late request changes no record that its sender has not seen.
+/// comparison, a late request changes no record that its sender has not seen.
 pub(crate) fn reserves(
     config: &Config,
     slot: &mut Option<Slot>,

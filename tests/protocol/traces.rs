@@ -1,10 +1,8 @@
 //! Random traces that compare the model with the real code: the model's store with the memory store, and the model's
-//! calls
-//! with the engine.
+//! calls with the engine.
 //!
 //! A failure prints the shortest trace that proptest finds, and a seed. `IDEM_PROTOCOL_SEED=…` runs the traces of that
-//! seed
-//! again, and `IDEM_PROTOCOL_TIMES=10` runs ten times as many traces.
+//! seed again, and `IDEM_PROTOCOL_TIMES=10` runs ten times as many traces.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -863,8 +861,7 @@ fn class((result, outcome): &Ended) -> Option<Class> {
 }
 
 /// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer.
-/// This
-/// holds for all answers of the store, at all times, and with all other calls.
+/// This holds for all answers of the store, at all times, and with all other calls.
 #[test]
 fn the_models_calls_agree_with_the_engine() {
     let runtime = runtime();

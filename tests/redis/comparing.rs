@@ -139,8 +139,7 @@ async fn every_other_completion_is_decided_by_a_script() {
 }
 
 /// A completion that `SET … IFEQ` did not apply is decided by a script in the next exchange, whose source is sent along
-/// if
-/// the server has lost it.
+/// if the server has lost it.
 #[tokio::test]
 async fn a_batch_mixes_comparisons_and_scripts() {
     let server = RedisServer::start(Kind::Valkey);

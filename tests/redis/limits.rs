@@ -1,6 +1,5 @@
 //! Values that a server can't take: the store returns an error that differs from a passing failure, and other callers
-//! lose
-//! few connections.
+//! lose few connections.
 
 use super::*;
 
@@ -95,8 +94,7 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
 }
 
 /// The server refuses the value and closes the connection, and its reason may get lost. After a few tries the store
-/// knows
-/// the limit.
+/// knows the limit.
 #[tokio::test]
 async fn a_store_learns_a_limit_that_it_may_not_read() {
     for kind in [Kind::Redis, Kind::Valkey] {

@@ -192,8 +192,7 @@ async fn a_call_that_is_dropped_between_two_exchanges_reserves_nothing() {
 }
 
 /// Calls are dropped at random moments, singly, together, and among replays. Then every key must be free, or
-/// interrupted
-/// if a body ran for it.
+/// interrupted if a body ran for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_calls_leave_their_keys_as_promised() {
     const CALLS: usize = 1500;

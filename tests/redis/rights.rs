@@ -1,6 +1,5 @@
 //! Missing rights of the store's Redis login: the store reports them by an error of their own, and never reads a
-//! refusal as
-//! "no record" or as the record of another attempt.
+//! refusal as "no record" or as the record of another attempt.
 
 use idem_tests::Reopen as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};

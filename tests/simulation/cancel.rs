@@ -1,8 +1,6 @@
 //! Drops a call at each of its awaits: a first run counts the polls, and then each poll is the last one of a run. A
-//! call
-//! that its caller drops leaves its key free, interrupted or recorded immediately; a call that dies with its process
-//! does so
-//! within a lease.
+//! call that its caller drops leaves its key free, interrupted or recorded immediately; a call that dies with its
+//! process does so within a lease.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

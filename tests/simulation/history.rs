@@ -72,8 +72,7 @@ pub(crate) struct Op {
 }
 
 /// All operations of the store. Keys, owners and fingerprints are numbered in the order in which they appear, so that
-/// two
-/// runs of a seed have the same text. Times are nanoseconds of the clock that all processes and the store share.
+/// two runs of a seed have the same text. Times are nanoseconds of the clock that all processes and the store share.
 #[derive(Debug)]
 pub(crate) struct History {
     clock: SimulatedClock,
@@ -316,8 +315,7 @@ impl History {
     }
 
     /// Reports whether, during these events, attempt `attempt` of `key` sent a renewal and got the answer that its
-    /// lease is
-    /// lost.
+    /// lease is lost.
     pub(crate) fn was_refused(&self, key: usize, attempt: u32, during: &Range<u64>) -> bool {
         let owner = self.owner_of(key, attempt);
         self.ops.iter().filter(|op| op.key == key).any(|op| {
@@ -363,10 +361,8 @@ impl History {
     }
 
     /// Event and time of the latest answer `Interrupted` or `Exhausted` that `process` got for `key` before the event
-    /// `when`, to
-    /// a reservation that took effect at the time `since` or later. `None` if there is no such answer, for example
-    /// because a
-    /// waiting duplicate learned of the end without a reservation.
+    /// `when`, to a reservation that took effect at the time `since` or later. `None` if there is no such answer, for
+    /// example because a waiting duplicate learned of the end without a reservation.
     pub(crate) fn refused_at(&self, process: usize, key: usize, since: u64, when: u64) -> Option<(u64, u64)> {
         let is_refusal = |op: &&Op| {
             let said = matches!(
@@ -384,10 +380,8 @@ impl History {
     }
 
     /// Returns the process of attempt `attempt` of `key`, and the times of its mark and of its last request, if the
-    /// process was
-    /// in doubt about its mark at the event `when`: the mark had taken effect, and the last request, which is a mark or
-    /// a
-    /// clean-up, had no answer.
+    /// process was in doubt about its mark at the event `when`: the mark had taken effect, and the last request, which
+    /// is a mark or a clean-up, had no answer.
     pub(crate) fn doubts_its_mark(&self, key: usize, attempt: u32, when: u64) -> Option<(usize, [u64; 2])> {
         let first = self.marks(key, attempt, when).next()?;
         let OperationArgs::Begin(mark, _) = &first.asked else { return None };

@@ -21,8 +21,7 @@ pub(crate) enum Check {
     /// The search for such an order comes to an end.
     Undecided,
     /// A body starts under a lease, and a body that counts on a lease holds it for at least the time that it counts on.
-    /// Thus no
-    /// two bodies run under live leases.
+    /// Thus no two bodies run under live leases.
     Belief,
     /// Fencing tokens grow and never repeat, and each body gets the latest token.
     Fencing,
@@ -47,8 +46,7 @@ pub(crate) enum Check {
     /// A waiting duplicate is woken when the attempt for which it waits ends. A failing store ends no wait.
     Woken,
     /// An operator's decisions hold: while an attempt runs, only its lease can be broken; and after a resolution no
-    /// body runs
-    /// until a person allows it.
+    /// body runs until a person allows it.
     Decided,
     /// A body that needs a mark begins only after the store has marked its record.
     Marked,
@@ -143,8 +141,7 @@ pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
 impl Terms {
     /// True if the store forgets no record while the world lasts. Otherwise bodies run again and fencing tokens start
-    /// over, and
-    /// the only remaining check is that the store forgets in time.
+    /// over, and the only remaining check is that the store forgets in time.
     fn remembers(&self) -> bool {
         self.ttl == FOR_EVER
     }
@@ -426,8 +423,7 @@ impl Ledger {
                     continue;
                 }
                 // An operator who breaks a lease is responsible for its body, even for a body that begins later, when
-                // the answer to its
-                // reservation arrives.
+                // the answer to its reservation arrives.
                 if net.history().was_broken(key, run.attempt, later.started) {
                     continue;
                 }
@@ -552,10 +548,8 @@ impl Ledger {
     }
 
     /// Reports whether `call` may have been told that the body of attempt `attempt` began although it did not. One
-    /// reason is a
-    /// mark whose process had died by then, or was cut off and did not know of its mark; another is a lease that an
-    /// operator
-    /// broke. No request removes the mark after a takeover, so the time of the takeover decides.
+    /// reason is a mark whose process had died by then, or was cut off and did not know of its mark; another is a lease
+    /// that an operator broke. No request removes the mark after a takeover, so the time of the takeover decides.
     fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
         let history = net.history();
         let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);

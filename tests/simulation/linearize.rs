@@ -1,25 +1,20 @@
 //! Judges whether a store that executes one operation at a time could have given all answers of a history.
 //!
 //! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
-//! configurations
-//! by Lowe ("Testing for linearizability", 2017). It picks an operation that may be the next one, executes it on the
-//! sequential specification (`histories/reference.rs`), compares the answer, and continues. If no order of the
-//! remaining
-//! operations fits, the search takes the operation back. Linearizability is local to a key, so each key is searched
-//! alone.
+//! configurations by Lowe ("Testing for linearizability", 2017). It picks an operation that may be the next one,
+//! executes it on the sequential specification (`histories/reference.rs`), compares the answer, and continues. If no
+//! order of the remaining operations fits, the search takes the operation back. Linearizability is local to a key, so
+//! each key is searched alone.
 //!
 //! Time is part of the specification. An answer contains the reading of the store's clock, so an answered operation can
 //! have happened only at that time. This is stricter than any time between invocation and answer, and correct, because
-//! the
-//! clock of a simulation stands still while the store works. An operation without an answer can have happened at any
-//! time
-//! after its invocation, or never. For such an operation the search tries only the times at which the store executed
-//! some
-//! operation: no state changed at any other time. An operation is left out if the store answered that it had no effect.
+//! the clock of a simulation stands still while the store works. An operation without an answer can have happened at
+//! any time after its invocation, or never. For such an operation the search tries only the times at which the store
+//! executed some operation: no state changed at any other time. An operation is left out if the store answered that it
+//! had no effect.
 //!
 //! Operations are tried in the order in which the store executed them, as far as this order is known. For a correct
-//! history
-//! it explains all answers, and the search never takes an operation back.
+//! history it explains all answers, and the search never takes an operation back.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -33,8 +28,7 @@ use crate::reference::{Answer, Entry, Phase, Reference};
 
 /// Largest number of configurations in a search. A correct history with known times needs as many as it has operations;
 /// without the times, some three million worlds needed 47 578 at most. In a history with outages many operations have
-/// no
-/// answer, and a wrong history may remain undecided, which is a finding as well.
+/// no answer, and a wrong history may remain undecided, which is a finding as well.
 const LIMIT: usize = 1_000_000;
 const LIMIT_WITH_TIMES: usize = 5_000;
 
@@ -85,8 +79,7 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Returns whether the operations that are not `done` can follow on the state of `reference`; `None` if the search
-    /// exceeds
-    /// its limit. `reached`: event at which the store executed the previous operation.
+    /// exceeds its limit. `reached`: event at which the store executed the previous operation.
     fn explain(&mut self, done: &mut [bool], depth: usize, reached: u64, reference: &Reference) -> Option<bool> {
         let open = |done: &[bool], n: usize| !done[n];
         // An operation must come after every operation that ended before it began.
@@ -144,11 +137,9 @@ impl Search<'_> {
     }
 
     /// Operations that may happen next with their times, the likeliest first: in the order in which the store executed
-    /// them;
-    /// then operations answered at `next_at`; and last those without an answer, which mostly never happened or can
-    /// wait. An
-    /// unanswered operation that the store executed before `reached` belongs to the last, because it changed nothing
-    /// then.
+    /// them; then operations answered at `next_at`; and last those without an answer, which mostly never happened or
+    /// can wait. An unanswered operation that the store executed before `reached` belongs to the last, because it
+    /// changed nothing then.
     fn candidates(&self, done: &[bool], first_end: u64, reached: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();

@@ -1,6 +1,5 @@
 //! Faults that last: outages, after which the delayed requests take effect or are lost, and rights that a process loses
-//! for
-//! the rest of its life.
+//! for the rest of its life.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,8 +1,6 @@
 //! Store of a simulated process: a line with faults in front of a real store, which never breaks the contract. Calls on
-//! the
-//! line are slow, fail before or after their effect, hang, and overtake each other. A call may take effect after its
-//! caller
-//! has given up. Requests and answers are entered in the [`History`].
+//! the line are slow, fail before or after their effect, hang, and overtake each other. A call may take effect after
+//! its caller has given up. Requests and answers are entered in the [`History`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -62,8 +60,7 @@ pub(crate) enum DeliberateBreak {
     /// A mark is confirmed but not made, as if the engine started bodies without a mark.
     MarksNothing,
     /// A release of a process that was once cut off is confirmed but not executed, as if the engine gave up requests in
-    /// an
-    /// outage.
+    /// an outage.
     ReleasesNothingAfterOutages,
     /// The refusal of a lost right is reported as an outage.
     RefusalsAreOutages,
@@ -411,8 +408,7 @@ impl Line {
     }
 
     /// Kills the process: it sends no more requests, even while its parts are being dropped. Requests that are under
-    /// way may
-    /// still take effect.
+    /// way may still take effect.
     pub(crate) fn die(&self) {
         self.0.dead.store(true, Ordering::SeqCst);
     }

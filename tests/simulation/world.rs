@@ -1,8 +1,7 @@
 //! World: processes whose workers handle the messages of one broker. One seed decides all events.
 //!
 //! In the first phase, the *storm*, store calls fail, processes die, callers give up, bodies panic and operators
-//! decide.
-//! Then the faults stop, and all calls must end.
+//! decide. Then the faults stop, and all calls must end.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -95,8 +94,7 @@ impl Report {
 }
 
 /// Changes the seed for the dice of operators, so that operators' choices change no other choices of a world. The
-/// worlds of
-/// seeds that once found a problem stay the same.
+/// worlds of seeds that once found a problem stay the same.
 const DECIDERS: u64 = 0x6f70_6572;
 
 /// Changes the seed for the dice of outages and of lost rights.

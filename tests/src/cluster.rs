@@ -366,8 +366,7 @@ impl Drop for Sentinel {
 // Stores for the conformance suite.
 
 /// Stores for the conformance suite: one on a cluster that the whole test process shares, and a second handle as
-/// another
-/// process would open it.
+/// another process would open it.
 pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<Vec<u16>> = OnceLock::new();
     // A long time-out: no node is killed here, and a slow machine must not start a failover.
@@ -381,8 +380,7 @@ pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
 }
 
 /// Stores for the conformance suite: one on sentinels that the whole test process shares, and a second handle as
-/// another
-/// process would open it.
+/// another process would open it.
 pub async fn sentinel_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<(String, u16)> = OnceLock::new();
     let (url, primary) =

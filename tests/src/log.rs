@@ -7,8 +7,8 @@ use tracing::Dispatch;
 use tracing::subscriber::DefaultGuard;
 
 /// Makes `tracing` ask every subscriber about every event. With a single subscriber, the first thread that reaches an
-/// event
-/// decides for all threads whether the event is logged, and that thread may belong to a test without a subscriber.
+/// event decides for all threads whether the event is logged, and that thread may belong to a test without a
+/// subscriber.
 pub fn hear_all() {
     static ANOTHER: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(tracing_subscriber::registry()));
     LazyLock::force(&ANOTHER);

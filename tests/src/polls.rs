@@ -10,8 +10,7 @@ pub async fn poll_once<F: Future + ?Sized>(mut future: Pin<&mut F>) -> Poll<F::O
 }
 
 /// Polls `call` up to `polls` times, runs `before` before each poll, and then drops `call`. Returns whether `call`
-/// ended. A
-/// test that counts `polls` up from 0 until `call` ends drops the call at each of its awaits.
+/// ended. A test that counts `polls` up from 0 until `call` ends drops the call at each of its awaits.
 pub async fn dropped_after<F: Future>(polls: u32, call: F, mut before: impl AsyncFnMut()) -> bool {
     let mut call = Box::pin(call);
     for _ in 0..polls {

@@ -2,8 +2,7 @@
 //!
 //! The programs come from Debian's `postgresql` 15 and `pgbouncer`. `IDEM_TEST_POSTGRES` names another folder of
 //! programs, `IDEM_TEST_PGBOUNCER` another program. PostgreSQL and PgBouncer refuse to run as root, so root starts them
-//! as
-//! the user `postgres`.
+//! as the user `postgres`.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -191,8 +190,7 @@ impl PostgresServer {
     }
 
     /// Kills all processes of the server (`kill -9`). If only the postmaster died, the processes of its connections
-    /// would go on
-    /// answering for a while.
+    /// would go on answering for a while.
     pub fn kill(&mut self) {
         let Some(mut postmaster) = self.child.take() else { return };
         // The postmaster stops first, so that it starts no further process.
@@ -382,8 +380,7 @@ pub fn shared_schema() -> (String, String) {
 }
 
 /// Stores for the conformance suite: one on the shared server, in its own schema, and a second handle as another
-/// process
-/// would open it.
+/// process would open it.
 pub async fn subject() -> Subject {
     subject_at(shared().0, PostgresStore::options()).await
 }

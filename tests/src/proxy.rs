@@ -37,8 +37,7 @@ pub enum Line {
     /// Swallows all bytes on existing connections, and carries all bytes on new ones, like a changed route.
     Stale,
     /// On existing connections, ends the stream to the client and still carries the client's bytes. Carries all bytes
-    /// on new
-    /// connections.
+    /// on new connections.
     EndToClient,
     /// On existing connections, ends the stream to the server and sends the client nothing. Carries all bytes on new
     /// connections.

@@ -225,8 +225,7 @@ pub enum Keys {
     /// One key; after [`Crew::open_gate`], this many more keys concurrently.
     Gated(usize),
     /// The first number of keys, as with `Together`. Meanwhile the racer serves the second number of further keys
-    /// repeatedly,
-    /// with [`Work::Some`], until [`Crew::open_gate`].
+    /// repeatedly, with [`Work::Some`], until [`Crew::open_gate`].
     Beside(usize, usize),
 }
 
@@ -245,8 +244,7 @@ pub enum Work {
     /// Like `Held`, but only the heartbeat renews the lease.
     Quiet,
     /// Like `Quiet`, and the racer writes each poll of the body into the table. A racer that was stopped has many other
-    /// tasks
-    /// to poll first.
+    /// tasks to poll first.
     Polled,
     /// Like `Quiet`, but the body blocks the only thread of its runtime.
     Blocks,
@@ -262,8 +260,7 @@ pub enum Place {
     /// The racer works on one runtime. It opened the store on another runtime, whose only thread stands still.
     OpenedElsewhere,
     /// The racer works on one runtime. Its first body, a [long](Work::Long) one for its own key, ran on another
-    /// runtime, whose
-    /// only thread stands still.
+    /// runtime, whose only thread stands still.
     BegunElsewhere,
     /// The process opens the store, runs a [long](Work::Long) body for its own key, and forks two children. All three
     /// processes then serve the same keys, and after them each process serves as many keys of its own.
@@ -628,8 +625,7 @@ pub struct Rules {
     /// Start and end of the time in which the store lost records. The rules hold separately before and after that time.
     pub forgotten: Option<(u64, u64)>,
     /// Start and end of the time in which no server answered. A call that began and ended in that time began no body,
-    /// and left
-    /// no mark in the record.
+    /// and left no mark in the record.
     pub stopped: Option<(u64, u64)>,
 }
 
@@ -794,8 +790,7 @@ impl Rules {
     }
 
     /// Reports whether the body of `call` began, or the process was killed when the record may have had the mark that
-    /// it
-    /// began.
+    /// it began.
     fn may_have_begun(&self, call: &Call) -> bool {
         call.began.is_some() || (call.told.is_none() && !self.is_within_the_stop(call))
     }

@@ -28,8 +28,7 @@ impl<S: Store + ?Sized> Reopen for S {
 }
 
 /// Inspects a damaged record, whose reason contains `words`, and forgets the record. Checks that the store refuses
-/// every
-/// other decision.
+/// every other decision.
 pub async fn forget_damaged(store: &dyn Store, key: &Key, words: &str) {
     let found = store.inspect(key).await.unwrap().expect("a damaged record is a record");
     assert_eq!(found.standing(), Standing::Damaged, "{key}");

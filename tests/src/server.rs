@@ -198,8 +198,7 @@ pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
 /// Returns a port that no process listens on now.
 ///
 /// No port is returned twice: tests run concurrently, and each test frees its port before its server binds the port.
-/// The
-/// system assigns none of these ports to a client or to a process that lets the system choose.
+/// The system assigns none of these ports to a client or to a process that lets the system choose.
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut given = GIVEN.lock().unwrap();

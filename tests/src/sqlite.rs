@@ -49,8 +49,7 @@ pub fn raw(path: &Path) -> Connection {
 }
 
 /// Three stores for the conformance suite: one on a file that all clauses share, a second handle as another process
-/// would
-/// open it, and a store whose file is gone.
+/// would open it, and a store whose file is gone.
 pub async fn subject() -> Subject {
     static SHARED: OnceLock<Folder> = OnceLock::new();
     let path = SHARED.get_or_init(Folder::new).file();

@@ -13,8 +13,7 @@ use crate::proxy::{Line, Proxy};
 use crate::server::{Kind, raw};
 
 /// `Cached` around a store in memory. The second handle shares the cache, as the contract requires: a separate cache
-/// would
-/// notice another process's `reopen` in time, but not immediately.
+/// would notice another process's `reopen` in time, but not immediately.
 pub fn cached() -> Subject {
     let store = MemoryStore::new();
     let cached = Cached::new(store.clone());

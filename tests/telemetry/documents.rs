@@ -1,6 +1,5 @@
 //! Documents that are generated from the table of metrics, the scenarios and the alerts: the page of metrics, the rules
-//! for
-//! Prometheus and the dashboard for Grafana. `IDEM_UPDATE=1` rewrites the documents.
+//! for Prometheus and the dashboard for Grafana. `IDEM_UPDATE=1` rewrites the documents.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

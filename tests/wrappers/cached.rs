@@ -631,8 +631,7 @@ async fn a_cache_without_room_caches_nothing() {
 }
 
 /// Threads finish, replay and reopen the same keys through two handles. The cache never exceeds its limits, and no
-/// caller
-/// gets a result that was discarded before the caller's request.
+/// caller gets a result that was discarded before the caller's request.
 #[test]
 fn concurrent_threads_exceed_no_limit_and_get_no_discarded_result() {
     const ENTRIES: usize = 40;
@@ -766,8 +765,7 @@ async fn each_joined_caller_learns_of_another_payload() {
 }
 
 /// Callers share only a finished record. A reservation belongs to one caller, and an "in progress" answer depends on
-/// the
-/// caller's token.
+/// the caller's token.
 #[tokio::test]
 async fn an_unfinished_record_is_not_shared() {
     let world = World::new();

@@ -213,8 +213,7 @@ async fn a_repeated_finish_of_a_compressed_result_is_applied() {
 }
 
 /// If the result is too large for the store even when compressed, the caller gets the store's error. The completion is
-/// then
-/// recorded without the result.
+/// then recorded without the result.
 #[tokio::test]
 async fn an_error_of_the_store_about_a_too_large_result_is_passed_on() {
     let world = World::new();

@@ -545,8 +545,7 @@ async fn an_object_is_removed_only_if_no_record_can_name_it() {
         }
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()), "{fault:?}");
         // An operator discards the result, and then the finish is repeated: the store refuses it, and its object, which
-        // no record
-        // names, is removed.
+        // no record names, is removed.
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Applied);
         assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Refused);
         assert_eq!(objects.paths().await, []);

@@ -1,11 +1,9 @@
 //! Process that forks with an open SQLite store; `tests/sqlite.rs` starts it.
 //!
 //! Arguments: the path, and a case. `inherited`: the child uses the store of its parent. `anew`: the child opens its
-//! own
-//! store. `late`: the child opens a store after the parent has closed the file and a third process, which had the file
-//! open, was killed. `busy`: a write is under way at the fork, while another connection holds the lock. Exit status 0
-//! on
-//! success.
+//! own store. `late`: the child opens a store after the parent has closed the file and a third process, which had the
+//! file open, was killed. `busy`: a write is under way at the fork, while another connection holds the lock. Exit
+//! status 0 on success.
 #![allow(clippy::disallowed_methods)] // Two processes wait for each other.
 
 use std::io::{BufRead, BufReader, Read, Write as _, pipe};
@@ -108,8 +106,7 @@ fn main() {
                 to_parent.write_all(b"x").unwrap();
                 from_parent.read_exact(&mut [0]).unwrap();
                 // The parent has closed its store. If the child's locks had no effect, SQLite would take the parent for
-                // the last user of
-                // the file.
+                // the last user of the file.
                 for n in KEYS..2 * KEYS {
                     record(&own, &format!("child-{n}")).await;
                 }

@@ -1,6 +1,5 @@
 //! Racer: one of several processes that work on the same keys. `idem_tests::race` starts and kills racers; the
-//! arguments
-//! are `idem_tests::race::Orders`.
+//! arguments are `idem_tests::race::Orders`.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps, and some bodies block.
 
 use std::fs::File;
@@ -73,8 +72,7 @@ fn several_threads() -> Runtime {
 }
 
 /// Opens the store, runs a body, and forks two children. The three processes then serve the same keys, and after them
-/// each
-/// process serves as many keys of its own.
+/// each process serves as many keys of its own.
 fn forked(orders: Orders) {
     let Keys::Together(keys) = orders.keys else { panic!("{:?}", orders.keys) };
     let before = one_thread();

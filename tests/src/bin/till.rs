@@ -1,8 +1,7 @@
 //! Server with one route behind the idempotency layer: `till FILE`. The server prints its address, and tests kill it.
 //!
 //! `POST /charge` writes the number of its attempt to a file next to `FILE`, and answers with this number. If the
-//! request
-//! body is `stuck`, the first attempt never ends.
+//! request body is `stuck`, the first attempt never ends.
 
 use std::io::Write as _;
 use std::path::PathBuf;
