@@ -17,7 +17,7 @@ use idem_runtime::{MemoryStore, Policy, current};
 
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600));
 
-/// The real handler. It runs once for each key.
+/// The handler of payments. It runs once for each key.
 async fn charge(request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Infallible> {
     let payment = current().map_or_else(|_| "unprotected".to_owned(), |attempt| attempt.child_key("charge"));
     let amount = String::from_utf8_lossy(request.body()).into_owned();
@@ -31,7 +31,7 @@ async fn pay(layer: web::Data<IdempotencyLayer>, asked: HttpRequest, body: web::
         request = request.header(name.as_str(), value.as_bytes());
     }
     let Ok(request) = request.body(body) else { return HttpResponse::BadRequest().finish() };
-    // A separate task, so that the call outlives a client that hangs up.
+    // The call runs in a separate task, so that it outlives a client that hangs up.
     let answering = actix_web::rt::spawn(async move { layer.respond(request, charge).await });
     let Ok(Ok(response)) = answering.await else { return HttpResponse::InternalServerError().finish() };
     let (head, body) = response.into_parts();

@@ -56,7 +56,7 @@ pay nobody  order-4 '{"amount_cents":500}'                     # 403: nothing is
 curl -s localhost:8080/count                                   # {"charges":4}
 "#;
 
-/// The outside world: counts the charges.
+/// The payment provider, which counts its charges.
 #[derive(Clone, Default)]
 struct Bank {
     charges: Arc<AtomicU64>,
@@ -71,10 +71,10 @@ struct Payment {
     amount_cents: u64,
     #[serde(default)]
     takes_ms: u64,
-    /// Status that the bank answers with, for tests.
+    /// Status that the bank answers with, chosen by the request for tests.
     #[serde(default)]
     status: Option<u16>,
-    /// Length of the receipt, for tests.
+    /// Length of the receipt in bytes, chosen by the request for tests.
     #[serde(default)]
     bytes: usize,
 }
@@ -99,10 +99,10 @@ struct Count {
 
 async fn pay(State(bank): State<Bank>, Json(payment): Json<Payment>) -> Response {
     if payment.amount_cents == 0 {
-        // The answer depends on the request alone, so it is recorded.
+        // The response depends on the request alone, so the layer may record it.
         return (StatusCode::BAD_REQUEST, "nothing to pay\n").into_response();
     }
-    // A real provider gets this key: if this process dies here, the next attempt sends the same key.
+    // A real provider gets the attempt's key: if this process dies here, the next attempt sends the same key.
     let number = bank.charges.fetch_add(1, Ordering::SeqCst);
     let payment_id = current().map_or_else(|_| format!("unkeyed-{number}"), |attempt| attempt.child_key("charge"));
     tokio::time::sleep(Duration::from_millis(payment.takes_ms)).await;
@@ -120,7 +120,7 @@ async fn refund(State(bank): State<Bank>) -> Response {
 }
 
 /// Headers of a response. A replay has all of them except the cookie, which belongs to the first client's session.
-/// `no-store` binds caches, not the layer.
+/// `no-store` forbids HTTP caches to keep the response, but not the layer.
 fn headers_of(route: &str, id: &str) -> AppendHeaders<[(HeaderName, String); 5]> {
     let location = format!("/{route}/{id}");
     AppendHeaders([
@@ -136,7 +136,7 @@ async fn count(State(bank): State<Bank>) -> Json<Count> {
     Json(Count { charges: bank.charges.load(Ordering::SeqCst) })
 }
 
-/// Finds the customer of a token. Placed outside of the layer, which identifies callers by customer, not by token.
+/// Finds the customer of a token. It runs outside of the layer, which identifies callers by customer, not by token.
 async fn authenticate(mut request: Request, next: Next) -> Response {
     let token = request.headers().get(header::AUTHORIZATION).and_then(|it| it.to_str().ok()?.strip_prefix("Bearer "));
     let customer = match token {
@@ -178,7 +178,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let file = file.unwrap_or_else(|| std::env::temp_dir().join("idem-axum-payments.db"));
     let (profile, policy) = match arguments.next().as_deref() {
         None | Some("ietf") => (Profile::ietf(), PAYMENTS),
-        // In this profile, a request may have no key.
+        // In the Stripe profile, a request may have no key.
         Some("stripe") => (Profile::stripe(), PAYMENTS.missing_key(MissingKey::Run)),
         Some("acp") => (Profile::acp(), PAYMENTS),
         Some("ucp") => (Profile::ucp(), PAYMENTS.ttl(Duration::from_secs(48 * 3600))),
@@ -199,16 +199,16 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .route("/contract", get(async move || contract))
         .with_state(Bank::default());
 
-    // Before the first connection: until then a signal ends the process.
+    // The signal handler comes before the first connection: until then a signal ends the process.
     let stop = stop_signal()?;
     let listener = tokio::net::TcpListener::bind(&address).await?;
     println!("Listening on {}, records in {}. In another terminal:", listener.local_addr()?, file.display());
     println!("{}", LINES.replace("localhost:8080", &listener.local_addr()?.to_string()));
     axum::serve(listener, app)
-        // No new connections; requests in flight get their responses.
+        // The server accepts no new connections, and requests in flight get their responses.
         .with_graceful_shutdown(stop)
         .await?;
-    // Wait for payments whose clients have gone, and for late writes of the store.
+    // Waits for payments whose clients have hung up, and for late writes of the store.
     layer.drain().await;
     Ok(())
 }

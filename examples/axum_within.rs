@@ -8,8 +8,9 @@
 //! curl -s localhost:8081/accounts                  # {"alice":9500,"bob":10500}
 //! ```
 //!
-//! In any crash, record and transfer are both there, or neither. The price: the handler is a function of values, so
-//! values are replayed, not whole responses. A duplicate waits for the database, which the transaction holds.
+//! After any crash, the database has both the record and the transfer, or neither. The price: the handler is a function
+//! of values, so values are replayed, not whole responses. A duplicate waits for the database, which the transaction
+//! holds.
 
 use std::collections::BTreeMap;
 use std::error::Error;

@@ -50,7 +50,7 @@ struct App<B> {
     bank: B,
 }
 
-/// Charges first, and checks too late: a second attempt has already charged again.
+/// Charges first and checks too late: a second attempt has charged again before it checks.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_before_check")]
 async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     app.bank.charge(order, None).await?;
@@ -60,8 +60,8 @@ async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
     Ok(Receipt { order })
 }
 
-/// Checks, then charges. This protects against crashes, but not against a worker that stands still in between, for so
-/// long that another worker takes over.
+/// Checks, then charges. The check protects against crashes, but not against a worker that is paused in between until
+/// another worker takes over.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "check_before_charge")]
 async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if !app.bank.is_charged(order).await? {
@@ -131,7 +131,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(as_expected != [true; 4]))
 }
 
-/// Prints the findings, and returns whether they are as expected.
+/// Prints the findings, and returns whether the check found what it should.
 fn show(handler: &str, right: bool, report: &Report) -> bool {
     println!("{handler}: {report}\n");
     report.findings().is_empty() == right

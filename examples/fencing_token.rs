@@ -1,8 +1,8 @@
 //! Keeps a paused worker from overwriting its successor's work.
 //!
 //! A request that a paused worker has already sent may arrive after another worker has taken over. No library can call
-//! the request back, but the receiver can refuse it: `attempt.number()` grows with each attempt for a key, and the
-//! receiver stores the highest number so far. `cargo run --example fencing_token` plays this.
+//! such a request back, but its receiver can refuse it: `attempt.number()` grows with each attempt for a key, and the
+//! receiver stores the highest number so far. `cargo run --example fencing_token` plays this case.
 
 use std::collections::VecDeque;
 use std::error::Error;
@@ -20,7 +20,7 @@ use tokio::task::yield_now;
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// A request to write a price, on its way.
+/// A request to write a price, on its way to the storage service.
 struct Request {
     token: u32,
     price: u32,
@@ -72,7 +72,7 @@ fn run(claims: &mut Claims) -> Result<(), AnyError> {
 
     let paused = first.spawn(call(100));
     let late = first.block_on(request(&storage));
-    // No thread drives the first runtime now: its worker is paused and renews nothing, so its lease (30 s) lapses.
+    // No thread drives the first runtime now: its worker is paused and does not renew its lease (30 s), which lapses.
     clock.advance(Duration::from_secs(31));
 
     let successor = second.spawn(call(120));

@@ -3,12 +3,12 @@
 //! `cargo run --example kafka --features kafka` publishes orders with duplicates and charges each exactly once. Records
 //! are in a SQLite file, and the broker is librdkafka's own mock. `-- --url host:9092` uses a real cluster.
 //!
-//! - *Key*: the order, from the payload. Offsets count from 0 again in a topic that is created anew.
+//! - *Key*: the order, from the payload. In a topic that is created anew, offsets start at 0 again.
 //! - *Offsets*: several messages of a partition are handled concurrently, and settle out of order; `OffsetTracker`
 //!   returns the offset that may be stored. A rebalance begins or ends the generation of a partition, and a message
 //!   settled after its generation stores nothing.
 //! - *Slow handlers*: the consumer is polled all the time, and its partitions are paused while all handlers are busy.
-//!   So `max.poll.interval.ms` is kept however long a handler takes. There is nothing to extend.
+//!   So `max.poll.interval.ms` is kept however long a handler takes, and no extension is needed.
 //! - *Retry*: to a retry topic, in a message that contains its due time; order is lost for that message. (To keep
 //!   order, pause the partition, wait and seek: meanwhile no other message of the partition is handled.) *Poison*: to
 //!   its own topic.
@@ -91,7 +91,7 @@ async fn work(run: Run) -> Result<(), Failure> {
     let offsets = consumer.context();
     let mut handlers = JoinSet::new();
     loop {
-        // Paused partitions are still polled.
+        // Polling goes on while partitions are paused.
         let is_full = handlers.len() >= HANDLERS;
         if is_full != offsets.is_paused.swap(is_full, Ordering::Relaxed) {
             let partitions = consumer.assignment()?;
@@ -120,8 +120,8 @@ async fn work(run: Run) -> Result<(), Failure> {
             _ = consumer.recv() => {}
         }
     }
-    // librdkafka can hang forever when it closes a consumer during a rebalance (its issue 4884), so this waits for a
-    // limited time. After the same time (`session.timeout.ms`) the group removes the consumer.
+    // librdkafka can hang forever when it closes a consumer during a rebalance (its issue 4884), so the worker waits
+    // for a limited time. After the same time (`session.timeout.ms`) the group removes the consumer.
     let (closed, is_closed) = oneshot::channel();
     std::thread::spawn(move || {
         let _ = consumer.commit_consumer_state(CommitMode::Sync);
@@ -139,7 +139,7 @@ type Partition = (String, i32);
 fn settle(consumer: &Consumer, ended: (Partition, StartedMessage, Result<(), Failure>)) -> Result<(), Failure> {
     let (partition, started, delivered) = ended;
     delivered?;
-    // Locked until the offset is stored, so that no rebalance happens in between.
+    // The tracker is locked until the offset is stored, so that no rebalance happens in between.
     let mut offsets = lock(&consumer.context().tracker);
     if let Some(next) = offsets.settled(started) {
         let mut stored = TopicPartitionList::new();
@@ -170,7 +170,7 @@ impl ConsumerContext for Offsets {
                 }
             }
             Rebalance::Revoke(partitions) => {
-                // Otherwise these partitions would still be paused when they are assigned again.
+                // These partitions are resumed, or they would still be paused at their next assignment.
                 let _ = consumer.resume(partitions);
                 self.is_paused.store(false, Ordering::Relaxed);
                 for partition in partitions.elements() {

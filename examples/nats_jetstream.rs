@@ -1,14 +1,14 @@
 //! Shows a consumer of NATS JetStream that uses `#[idempotent]`, and survives the kill of its process.
 //!
 //! `cargo run --example nats_jetstream --features nats` publishes orders with duplicates and charges each exactly once.
-//! Records are in a SQLite file. `-- --url nats://host` uses another server than the local one (`nats-server -js`).
+//! Records are in a SQLite file. `-- --url nats://host` uses another server than the local `nats-server -js`.
 //!
 //! - *Key*: the order, from the payload. The sequence of a message changes with its stream, and a `Nats-Msg-Id` is
 //!   recognised for two minutes only.
-//! - *Slow handlers*: after `ack_wait` the message is delivered again. The beat sends `Progress`, with an acker that
-//!   outlives the message.
-//! - *Retry*: `Nak` with a delay. *Poison*: to a stream of our own, then `Term`; after `max_deliver` the server would
-//!   only stop delivering.
+//! - *Slow handlers*: after `ack_wait` the server delivers the message again. The beat sends `Progress`, with an acker
+//!   that outlives the message.
+//! - *Retry*: `Nak` with a delay. *Poison*: the worker copies the message to a stream of its own, then sends `Term`;
+//!   after `max_deliver` the server would only stop delivering.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ async fn deliver(app: App, message: Message) -> Result<(), Failure> {
     let (sequence, delivered) = (info.stream_sequence, u32::try_from(info.delivered)?);
     let (message, acker) = message.split();
     let acker = Arc::new(acker);
-    // Published before `Term`, so that a crash in between loses no message.
+    // The copy is published before `Term`, so that a crash in between loses no message.
     let set_aside = async |event: Option<&Event>| {
         app.run.set_aside(event)?;
         app.jetstream.publish(format!("{}.dead", app.run.name), message.payload.clone()).await?.await?;
@@ -76,7 +76,8 @@ async fn deliver(app: App, message: Message) -> Result<(), Failure> {
     match outcome.disposition() {
         Disposition::Ack => {
             app.run.acknowledged(&event, &outcome)?;
-            // The server confirms this acknowledgement. If that fails, the next delivery replays.
+            // The server confirms this acknowledgement. If the acknowledgement fails, the next delivery gets the
+            // recorded result.
             acker.double_ack().await
         }
         Disposition::Retry { after } => acker.ack_with(AckKind::Nak(Some(after))).await,

@@ -1,8 +1,8 @@
 //! Shows the effect of `#[idempotent]` on a consumer whose messages are delivered more than once.
 //!
 //! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers
-//! that fail and die. Its records are in a file: a second run replays everything, and the next run finishes one that
-//! was killed (`kill -9`, or `-- --die-after 700`). `-- --fresh` starts over, `-- --without-idempotency` shows the same
+//! that fail and die. Its records are in a file: a second run replays every result, and a run after a killed one (`kill
+//! -9`, or `-- --die-after 700`) finishes its work. `-- --fresh` starts over, `-- --without-idempotency` shows the same
 //! deliveries without the attribute, and `-- --help` lists all options.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
@@ -64,14 +64,14 @@ async fn consume(app: Arc<App>) {
                 if let Err(error) = result {
                     eprintln!("line {}: set aside: {error}", message.event.line);
                 }
-                // A real broker has a queue for such messages.
+                // A real broker has a dead-letter queue for such messages.
                 app.world.queue.ack(&message);
             }
         }
     }
 }
 
-/// The same consumer without the attribute: the deliveries, the faults and the provider's keys stay.
+/// The same consumer without the attribute: deliveries, faults and the provider's keys do not change.
 async fn consume_without_idempotency(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);
@@ -171,7 +171,7 @@ fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) ->
     let died = runtime.block_on(death.recv()).is_some();
     if died {
         lock(&world.counts).add(Count::WorkerDied, 1);
-        // As after `kill -9`: no key is released, and no lease is renewed.
+        // Behaves like `kill -9`: no key is released, and no lease is renewed.
         crash(&store);
     }
     Ok(!died)
@@ -245,7 +245,7 @@ impl Bank {
 /// Kills this process: no value is dropped, no output flushed.
 fn kill_this_process() -> ! {
     let _ = Command::new("kill").args(["-9", &process::id().to_string()]).status();
-    // Fallback without a `kill` program.
+    // A machine may have no `kill` program.
     process::abort()
 }
 

@@ -1,16 +1,16 @@
 //! Shows a consumer of RabbitMQ that uses `#[idempotent]`, and survives the kill of its process and a lost connection.
 //!
 //! `cargo run --example rabbitmq --features rabbitmq` publishes orders with duplicates and charges each exactly once.
-//! Records are in a SQLite file. `-- --url amqp://user:password@host` uses another server than the local one.
+//! Records are in a SQLite file. `-- --url amqp://user:password@host` uses another RabbitMQ than the local one.
 //!
 //! - *Key*: the order, from the payload. A delivery tag is a number of its channel, and the publisher chooses
 //!   `message_id`.
-//! - *Slow handlers*: there is nothing to extend. The server waits for `consumer_timeout` (30 minutes), and redelivers
-//!   all unacknowledged messages when their channel closes.
+//! - *Slow handlers*: no extension is needed. The server waits for `consumer_timeout` (30 minutes), and redelivers all
+//!   unacknowledged messages when their channel closes.
 //! - *Retry*: a copy in a queue whose messages dead-letter into the work queue after their time, then an
-//!   acknowledgement. There is one queue for each time, because only the first message of a queue expires; so times are
-//!   rounded up to powers of two.
-//! - *Poison*: refused without requeue, which dead-letters the message.
+//!   acknowledgement. There is one queue for each delay, because only the first message of a queue expires; so delays
+//!   are rounded up to powers of two.
+//! - *Poison*: the worker rejects the message without requeue, which dead-letters it.
 #![allow(clippy::disallowed_methods, reason = "a server that is away is given some time")]
 
 use std::process::ExitCode;
@@ -30,9 +30,9 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-/// Also the number of messages that are fetched: each gets a handler immediately.
+/// Number of handlers, and of messages that are fetched: each fetched message gets a handler immediately.
 const HANDLERS: u16 = 8;
-/// The example counts deliveries itself: for the server, a copy is a new message.
+/// Header with the number of the delivery. The server counts a copy of a message as a new message.
 const DELIVERY: &str = "x-delivery";
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .lease(Duration::from_secs(2))
@@ -100,7 +100,7 @@ async fn deliver_later(
     let queue = format!("{}.after-{millis}-ms", run.name);
     let mut settings = dead_letters_to(&run.name);
     settings.insert("x-message-ttl".into(), AMQPValue::LongUInt(millis));
-    // The server deletes the queue some time after its last message.
+    // The server deletes the queue of a delay some time after its last message.
     settings.insert("x-expires".into(), AMQPValue::LongUInt(millis.saturating_add(60_000)));
     channel.queue_declare(queue.as_str().into(), QueueDeclareOptions::durable(), settings).await?;
     let mut headers = FieldTable::default();
@@ -147,7 +147,7 @@ async fn session(app: &App, shutdown: &mut (impl Future<Output = ()> + Unpin)) -
         }
     };
     // Running handlers finish. On a lost connection they can't acknowledge; the broker delivers their messages again,
-    // and they are replayed. Messages that were fetched and not begun are redelivered when the connection closes.
+    // and the workers replay the results. The broker also redelivers fetched messages without a handler.
     while let Some(ended) = handlers.join_next().await {
         if let Err(error) = ended? {
             eprintln!("worker {}: a message could not be settled: {error}", std::process::id());

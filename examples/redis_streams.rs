@@ -1,7 +1,7 @@
 //! Shows a consumer of Redis Streams that uses `#[idempotent]`, and survives the kill of its process.
 //!
 //! `cargo run --example redis_streams --features redis` publishes orders with duplicates and charges each exactly once,
-//! with a Redis as broker and as store. `-- --url redis://host` uses another server than the local one.
+//! with one Redis as broker and as store. `-- --url redis://host` uses another Redis than the local one.
 //!
 //! - *Key*: the order, from the payload. The id of an entry changes when the producer adds it again.
 //! - *Slow handlers*: any consumer takes a message that has been idle for `BROKER_TIMEOUT`. The beat claims the message
@@ -93,7 +93,7 @@ async fn work(run: Run) -> Result<(), Failure> {
             slot = Arc::clone(&slots).acquire_owned() => slot?,
             () = &mut shutdown => break,
         };
-        // The read is never cancelled: a message that was read and dropped would be idle for a while.
+        // The read is never cancelled: a message of a cancelled read would be idle until another consumer claims it.
         if let Some(message) = app.receive(&mut reader).await? {
             let app = app.clone();
             handlers.spawn(async move {
@@ -122,7 +122,7 @@ struct App {
 }
 
 impl App {
-    /// Returns a message that no consumer has settled in time, or a new one.
+    /// Returns a message whose consumer did not settle it in time, or a new message.
     async fn receive(&self, reader: &mut MultiplexedConnection) -> RedisResult<Option<StreamId>> {
         let (stream, idle) = (stream(&self.run), BROKER_TIMEOUT.as_millis().to_string());
         let one = StreamAutoClaimOptions::default().count(1);

@@ -1,15 +1,17 @@
-//! Shows a tool of an agent that uses `#[idempotent]`: the model repeats calls, reconnects, and its server is killed.
+//! Shows a tool of an agent that uses `#[idempotent]`: the model repeats calls, the client reconnects, the server is
+//! killed.
 //!
 //! `cargo run --example refund_tool --features rmcp` is an MCP client that starts this program again as its server,
 //! over stdio, and kills it in the middle of a refund. Records are in a SQLite file.
 //!
 //! - *Key*: from the arguments if they identify the operation: `refund` happens once for each order, however often the
-//!   model calls. Otherwise from `_meta`: `credit` may be given twice, and the client's key identifies the call that it
-//!   repeats. The call's id can't be a key: it differs in each attempt, and starts at 1 again in each connection.
+//!   model calls. Otherwise from `_meta`: a customer may get two credits, so the client's key identifies the credit
+//!   whose call is repeated. The call's id can't be a key: it differs in each attempt, and starts at 1 in each
+//!   connection.
 //! - *Caller*: the first part of the key, so that no caller gets another caller's answers. Over stdio, the caller is
 //!   the user who started the server; over HTTP, it is the subject of the token. The name in `clientInfo` is
 //!   unverified.
-//! - *Answers*: an error is an answer to the model (`is_error`) and contains the next step: mostly the same call again.
+//! - *Answers*: an error is an answer to the model (`is_error`) and contains the next step, mostly to repeat the call.
 //!   A model that reads only "failed" tries another amount, another order or another key.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
@@ -56,7 +58,8 @@ async fn refund(desk: &Desk, refund: &Refund) -> Result<String, Answer> {
     Ok(format!("Refunded {} cents of order {}.", refund.cents, refund.order))
 }
 
-/// Gives one credit for each key of the client. The ledger of credits has no keys: after a crash a person has to look.
+/// Gives one credit for each key of the client. The ledger of credits has no keys: after a crash a person has to check
+/// it.
 #[idempotent(key = "{desk.caller}:{key}", policy = MONEY, store = desk.store, on_crash = fail, fingerprint = (credit.customer, credit.cents))]
 async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, Answer> {
     let payment = current()?.child_key("credit");
@@ -64,14 +67,14 @@ async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, 
     Ok(format!("Customer {} has {} cents more.", credit.customer, credit.cents))
 }
 
-/// Text for the model when there is no result. A type of our own: the errors of `rmcp` and of this library belong to
-/// other crates, so neither can convert into the other by `From`.
+/// Text for the model when a call has no result. Our own type: the errors of `rmcp` and of this library belong to other
+/// crates, so neither can convert into the other by `From`.
 #[derive(Debug)]
 struct Answer(String);
 
 impl From<Error> for Answer {
     fn from(error: Error) -> Self {
-        // The details are only for the log: keys name callers.
+        // The details of the error go only to the log: keys name callers.
         eprintln!("server {}: {error}", std::process::id());
         let again = match error.disposition() {
             Disposition::Retry { after } => {
@@ -140,7 +143,7 @@ async fn serve(folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Plays the model's client.
+/// Plays the client of the model.
 async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     let bank = Bank::at(folder);
     let alice = Connection::to(folder, "alice").await?;
@@ -154,7 +157,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     claims.check("the same refund with another amount is refused", refused);
     claims.check("order 1 was refunded once, by one body", bank.books("order 1") == (1, 1));
 
-    // 2. The model repeats a call that still runs.
+    // 2. The model repeats a call while its first call still runs.
     bank.slow(true)?;
     let arguments = json!({ "order": 2, "cents": 500 });
     let running = tokio::spawn(alice.call("refund", &arguments, None));
@@ -192,7 +195,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     mallory.call("credit", &json!({ "customer": 8, "cents": 300 }), Some("call-1")).await?;
     claims.check("another caller's key is another operation", bank.books("customer 8") == (1, 1));
 
-    // 5. The server is killed in the middle of a credit: at most once, so a person has to look.
+    // 5. The server is killed in the middle of a credit, which is given at most once, so a person has to check it.
     let arguments = json!({ "customer": 9, "cents": 300 });
     let call = alice.call("credit", &arguments, Some("call-3"));
     claims.check("the server is killed while it credits", alice.call_and_kill(&bank, call, "customer 9").await?);

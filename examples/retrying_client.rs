@@ -6,8 +6,9 @@
 //! ```
 //!
 //! The first try hangs up after a second, while the payment runs. The next tries get 409, wait for the time in
-//! `Retry-After`, and then get the receipt. The address of the server is an argument (default: `127.0.0.1:8080`), and
-//! the key another one: with the key of an earlier run, the server charges nothing and sends the same receipt.
+//! `Retry-After`, and then get the receipt. The first argument is the address of the server (default:
+//! `127.0.0.1:8080`), the second one the key: for the key of an earlier run, the server charges nothing and sends the
+//! same receipt.
 
 use std::error::Error;
 use std::time::Duration;

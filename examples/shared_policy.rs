@@ -16,14 +16,14 @@ type AnyError = Box<dyn StdError + Send + Sync>;
 /// Mode of all payment handlers.
 static PAYMENTS_MODE: ModeSwitch = ModeSwitch::new(Mode::Enforce);
 
-/// Settings of all payment handlers. A `static`, because it refers to another one; without a switch it can be a
-/// `const`.
+/// Settings of all payment handlers. They are a `static`, because they refer to the switch; settings without a switch
+/// can be a `const`.
 static PAYMENTS: Policy = Policy::new(Duration::from_secs(30 * 86_400))
     .lease(Duration::from_secs(60))
     .max_attempts(2)
     .backoff(Backoff::new(Duration::from_millis(500), Duration::from_secs(60)))
     .mode_switch(&PAYMENTS_MODE);
-// A lease or a retention that can't be honoured is a compile error here, not a refused message at night.
+// A lease or a retention that can't be honoured is a compile error here, not an error of each call.
 const _: () = assert!(PAYMENTS.check().is_ok());
 
 #[idempotent(key = "order:{order}", policy = PAYMENTS, store = store, scope = "charge")]

@@ -1,8 +1,8 @@
 //! Shuts down a consumer without leaving keys held.
 //!
 //! On SIGTERM the consumer takes no more messages, gives running handlers some time, drops those that need longer, and
-//! flushes the store: a dropped handler frees its key by a write that `flush` waits for.
-//! `cargo run --example shutdown --features shutdown` sends itself that signal.
+//! flushes the store: `flush` waits for the write with which a dropped handler frees its key. `cargo run --example
+//! shutdown --features shutdown` sends itself that signal.
 #![allow(clippy::disallowed_methods, reason = "handlers take real time")]
 
 use std::error::Error;
@@ -19,7 +19,7 @@ use tokio::time::{sleep, timeout};
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// Time for running handlers after the signal. The supervisor must wait longer before it kills.
+/// Time for running handlers after the signal. The supervisor must wait longer before it kills the process.
 const GRACE: Duration = Duration::from_millis(500);
 
 #[idempotent(key = "order:{order}", ttl = "7d", store = store, scope = "ship")]
@@ -34,17 +34,17 @@ async fn consume(store: &SqliteStore, mut messages: mpsc::Receiver<(u32, Duratio
     let mut running = JoinSet::new();
     loop {
         let (order, takes) = tokio::select! {
-            // 1. No more messages.
+            // 1. Take no more messages.
             told = &mut stop => break told?,
             Some(message) = messages.recv() => message,
         };
         let store = store.clone();
         running.spawn(async move { observe(ship(&store, order, takes)).await.1.disposition() });
     }
-    // 2. Handlers that are nearly done finish.
+    // 2. Give handlers that are nearly done the time to finish.
     let drained = timeout(GRACE, async { while running.join_next().await.is_some() {} }).await;
     println!("   {}", if drained.is_ok() { "all handlers have ended" } else { "some handlers are dropped" });
-    // 3. The others are dropped. Their messages are not acknowledged, so the broker delivers them again.
+    // 3. Drop the other handlers. Their messages are not acknowledged, so the broker delivers them again.
     running.shutdown().await;
     // 4. Write the releases of dropped handlers.
     store.flush().await;
@@ -73,7 +73,7 @@ async fn run(claims: &mut Claims, folder: &Path) -> Result<(), AnyError> {
     claims.check("SIGTERM was sent", signalled?.success());
     consumed?;
 
-    // The view of another process.
+    // Another handle shows what another process sees.
     let other = SqliteStore::open(&file).await?;
     let found =
         async |order: u32| Ok::<_, AnyError>(other.inspect(&Key::new("ship", format!("order:{order}"))?).await?);

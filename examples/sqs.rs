@@ -4,13 +4,13 @@
 //! exactly once, on an emulator of SQS. Records are in a SQLite file.
 //!
 //! - *Key*: the order, from the payload. Redrive gives a message a new `MessageId`, and so does a producer that sends
-//!   the message again: `redrive` below shows it.
+//!   the message again, as `redrive` below shows.
 //! - *Batches*: ten messages are received, handled concurrently and deleted by one request. A batch waits for its
-//!   slowest message. Meanwhile a message that ended long before may be delivered again, which is a replay. On Lambda,
-//!   return `Batch::item_failures` in place of all requests in `settle`.
-//! - *Slow handlers*: another consumer gets the message after its visibility time-out. The beat extends that, up to 12
-//!   hours after the message was received.
-//! - *Retry*: the visibility time-out again, in whole seconds. *Poison*: sent to the dead-letter queue, then deleted.
+//!   slowest message. Meanwhile SQS may deliver a settled message again, whose result is replayed. On Lambda, return
+//!   `Batch::item_failures` in place of all requests in `settle`.
+//! - *Slow handlers*: another consumer gets the message after its visibility time-out. The beat extends that time-out,
+//!   up to 12 hours after the message was received.
+//! - *Retry*: a new visibility time-out, in whole seconds. *Poison*: sent to the dead-letter queue, then deleted.
 
 use std::fmt;
 use std::process::ExitCode;
@@ -35,7 +35,7 @@ const EXTENDED_AT_MOST: Duration = Duration::from_secs(11 * 3_600);
 const MAX_RECEIVE_COUNT: u32 = 20;
 /// Number of messages that a worker receives in one request: 10 at most.
 const HANDLERS: i32 = 8;
-/// Time that a receive waits for a message. 20 s costs least; a shutdown may take as long.
+/// Time that a receive waits for a message. 20 s costs least, but a shutdown may then take 20 s.
 const LONG_POLL_SECONDS: i32 = 1;
 const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(28))
     .lease(Duration::from_secs(2))
@@ -50,7 +50,7 @@ async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// A message that was parsed.
+/// A message and its parsed content.
 struct Delivery {
     message: Message,
     event: Event,
@@ -106,8 +106,8 @@ async fn settle(app: &App, batch: Batch<&Delivery, Receipt, Failure>) -> Result<
             }
         }
     }
-    // Each entry has its own answer. A message that could not be deleted is delivered again and replayed; a message
-    // that could not be hidden is delivered again a little early.
+    // Each entry has its own answer. A message that could not be deleted is delivered again and gets its recorded
+    // result; a message whose time-out could not be changed is delivered again a little early.
     if !done.is_empty() {
         let answer = app.sqs.delete_message_batch().queue_url(&app.queue).set_entries(Some(done)).send().await?;
         for failed in answer.failed() {
@@ -125,7 +125,7 @@ async fn work(run: Run) -> Result<(), Failure> {
     let mut shutdown = run.shutdown()?;
     PAYMENTS.check_redelivery(&Redelivery::sqs(RETENTION).dlq(DEAD_LETTER_RETENTION))?;
     let app = App::new(run).await?;
-    // A receive is never cancelled: its messages would stay hidden for a while.
+    // A receive is never cancelled: messages of a cancelled receive would stay hidden for a while.
     loop {
         tokio::select! {
             biased;
@@ -179,7 +179,7 @@ impl App {
 
     async fn receive(&self) -> Result<Vec<Message>, Failure> {
         let receive = self.sqs.receive_message().queue_url(&self.queue).max_number_of_messages(HANDLERS);
-        // SQS returns this attribute only on request.
+        // SQS returns the number of deliveries only on request.
         let receive = receive.message_system_attribute_names(MessageSystemAttributeName::ApproximateReceiveCount);
         Ok(receive.wait_time_seconds(LONG_POLL_SECONDS).send().await?.messages.unwrap_or_default())
     }
@@ -205,7 +205,7 @@ fn retention(time: Duration) -> (QueueAttributeName, String) {
     (QueueAttributeName::MessageRetentionPeriod, seconds(time).to_string())
 }
 
-/// Rounds up, so that a pause is never zero.
+/// Converts to whole seconds, rounded up, so that a pause is never zero.
 fn seconds(time: Duration) -> i32 {
     i32::try_from(time.as_millis().div_ceil(1000)).unwrap_or(i32::MAX)
 }
@@ -220,8 +220,8 @@ async fn publish(run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure> {
     sqs::publish(&app.sqs, &app.queue, messages).await
 }
 
-/// Sends an already charged order through the dead-letter queue: as if its message could not be deleted, and an
-/// operator had redriven it.
+/// Sends the message of a charged order through the dead-letter queue, as if the worker had failed to delete the
+/// message, and an operator had redriven it.
 async fn redrive(app: &App) -> Result<(), Failure> {
     let charged = Event::plain(1);
     let body = serde_json::to_string(&charged)?;

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The example runs until it is killed, and causes trouble on purpose: repeated keys, processes that die, results that
-//! are too large, a store that is away.
+//! too large, an unreachable store.
 
 #![allow(clippy::disallowed_methods, reason = "traffic takes real time")]
 
@@ -34,7 +34,7 @@ async fn main() -> io::Result<()> {
     let address = arguments.next().unwrap_or_else(|| "127.0.0.1:9464".to_owned());
     let file = arguments.next().unwrap_or_else(|| "telemetry.db".to_owned());
     let records = SqliteStore::options().holder("payments").open(&file).await.map_err(io::Error::other)?;
-    // Between a process and its store: fails on request.
+    // A layer between a process and its store that fails on request.
     let store = FaultyStore::new(&records);
     let shown = store.clone();
     tokio::spawn(traffic(store.clone(), "shop::payments", 20));
@@ -66,7 +66,7 @@ fn operation(store: &impl Store, scope: &str, text: impl KeyPart, policy: Policy
     Operation::new(store, Key::new(scope, text), policy)
 }
 
-/// Sends orders. Some come twice, immediately or later, and some fail.
+/// Sends orders: some are sent twice, immediately or later, and some fail.
 async fn traffic(store: FaultyStore, scope: &'static str, millis: u64) -> Infallible {
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(1)));
     for order in 0_u64.. {
@@ -92,7 +92,7 @@ async fn traffic(store: FaultyStore, scope: &'static str, millis: u64) -> Infall
                 let _ = call().await;
             }
         });
-        // A wave, so that the graphs show changes.
+        // The pause varies, so that the graphs show changes.
         sleep(Duration::from_millis(millis + millis * (order / 200 % 4))).await;
     }
     unreachable!("numbers go on")
@@ -103,12 +103,12 @@ fn declined() -> Error {
     Key::new("shop", "").expect_err("blank").into()
 }
 
-/// Causes the conditions that pages and tickets are for, from time to time.
+/// Causes the conditions for which `ops/alerts.yaml` has alerts, from time to time.
 async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
     for n in 0_u64.. {
         let scope = "shop::trouble";
         let text = |what: &str| format!("{what}:{n}");
-        // Processes that died: under `on_crash = fail`, and one whose key another process took over.
+        // Processes that die: one under `on_crash = fail`, and one whose key another process takes over.
         for (what, on_crash) in [("dies", OnCrash::Fail), ("crashes", OnCrash::Retry)] {
             if on_crash == OnCrash::Fail && n % 6 > 0 {
                 continue;
@@ -121,12 +121,12 @@ async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
             sleep(LEASE / 5).await;
             let _ = operation(&store, scope, text(what), policy).run(ok(1)).await;
         }
-        // A shutdown that does not wait for its handlers.
+        // A shutdown that does not wait for its running handlers.
         if n % 6 == 3 {
             let call = operation(&store, scope, text("stopped"), POLICY.on_crash(OnCrash::Fail));
             let _ = tokio::time::timeout(LEASE / 10, call.run(pending::<Result<u32, Error>>())).await;
         }
-        // A result too large, another payload, exhausted attempts, a time-out, a missing key.
+        // Calls with a result too large, another payload, exhausted attempts, a time-out and a missing key.
         for _ in 0..2 {
             let policy = POLICY.max_result_bytes(1000);
             let _ = operation(&store, scope, text("large"), policy).run(ok("x".repeat(5000))).await;

@@ -37,7 +37,7 @@ async fn charge<B: Bank>(app: &App<B>, order: u32) -> io::Result<u32> {
 
 // ---- Its tests -----------------------------------------------------------------------------------------------------
 
-/// A bank that counts, and hangs on request.
+/// A bank that counts its charges, and hangs on request.
 #[derive(Clone, Default)]
 struct CountingBank {
     charges: Arc<AtomicU32>,
@@ -70,7 +70,7 @@ fn a_dead_worker_is_followed_after_its_lease() {
     block_on(async {
         let clock = ManualClock::new();
         let store = MemoryStore::options().clock(clock.clone()).build();
-        // A separate handle stands for a separate process. This one dies: it renews nothing and releases nothing.
+        // A separate handle stands for a separate process. This process dies: it renews and releases no lease.
         let dead = store.peer();
         let app = App { store: dead.handle(), bank: CountingBank { hangs: true, ..Default::default() } };
         let dying = tokio::spawn(async move { charge(&app, 42).await });
@@ -89,7 +89,7 @@ fn a_dead_worker_is_followed_after_its_lease() {
     });
 }
 
-/// A bank whose charges the simulation counts and disturbs.
+/// A bank whose charges the simulation counts, and whose answers it loses.
 impl Bank for Worker {
     async fn charge(&self, order: u32, key: String) -> io::Result<u32> {
         self.effect(format!("charge {order}")).key(key).await.map_err(io::Error::other)?;

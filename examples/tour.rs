@@ -57,8 +57,8 @@ enum Carrier {
 
 #[idempotent(key = "order:{order_id}", ttl = "10m", store = store, scope = "ship", lease = "1s")]
 async fn ship(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> Result<Parcel, ShipError> {
-    // The same key on every attempt: a carrier that accepts idempotency keys books one parcel, even if asked
-    // repeatedly.
+    // Every attempt gives the carrier the same key: a carrier that accepts idempotency keys books one parcel, even if
+    // it is asked repeatedly.
     let number = current()?.child_key("parcel");
     match carrier {
         Carrier::Answers => {}
@@ -77,7 +77,7 @@ async fn deliver(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> (Op
     }
     match outcome.disposition() {
         Disposition::Ack => println!("  acknowledged"),
-        // A broker would wait, and deliver the message again.
+        // A broker would wait, and then deliver the message again.
         Disposition::Retry { after } => sleep(after).await,
         Disposition::DeadLetter => println!("  set aside"),
     }
@@ -91,7 +91,7 @@ async fn work(store: Arc<dyn Store>, order_id: u32) {
 }
 
 async fn tour(store: &Arc<dyn Store>, lose_a_worker: impl FnOnce(u32)) {
-    // Each run of this program has its own orders.
+    // Each run of this program has its own order numbers.
     let order = process::id() * 10;
 
     println!("a duplicate");
@@ -128,8 +128,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     match &args[..] {
         [] => {
             let store = MemoryStore::new();
-            // A peer stands for another process: a handle with its own heartbeats. Once abandoned, it renews and
-            // releases nothing.
+            // A peer stands for another process: a handle with its own heartbeats. Once the peer is abandoned, it
+            // renews and releases no lease.
             let peer = store.peer();
             let lose_a_worker = |order| {
                 let worker = thread::spawn(move || {
@@ -151,7 +151,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                 process::Command::new(program).args([url, &order.to_string()]).status().expect("it can be started");
             };
             tour(&store.handle(), lose_a_worker).await;
-            // Must happen before the runtime ends: writes the releases of cancelled handlers.
+            // The runtime must still run here: `flush` writes the releases of cancelled handlers.
             store.flush().await;
         }
         [url, order] => {

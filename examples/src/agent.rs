@@ -1,4 +1,4 @@
-//! For `refund_tool`: a bank that keeps books, and a client of MCP that starts its server and kills it.
+//! The bank of `refund_tool`, which keeps books, and an MCP client that starts its server and kills it.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
 use std::fs::{self, File, OpenOptions};
@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 use tokio::time::sleep;
 
-/// Name of the client's key in `_meta`. It has a prefix of our own: names without a prefix belong to the protocol.
+/// Name of the client's key in `_meta`. The name has our own prefix: names without a prefix belong to the protocol.
 pub const KEY: &str = "shop.example/idempotency-key";
-/// Environment variable with the caller for a server.
+/// Environment variable that tells a server who its caller is.
 pub const CALLER: &str = "SHOP_CALLER";
 
 /// Error after which the example can't go on.
@@ -40,7 +40,7 @@ impl Bank {
     pub async fn pay(&self, what: &str, payment: &str) -> io::Result<()> {
         let mut asked = OpenOptions::new().create(true).append(true).open(self.0.join("asked"))?;
         asked.write_all(format!("{what}\n").as_bytes())?;
-        // A file is a payment; an existing file is a recognised payment.
+        // A new file is a payment; an existing file is a payment that the bank recognises.
         if let Err(error) = File::create_new(self.0.join(format!("paid {what} {}", payment.replace('/', " "))))
             && error.kind() != io::ErrorKind::AlreadyExists
         {
@@ -56,7 +56,7 @@ impl Bank {
         self.0.join("slow").exists()
     }
 
-    /// Makes the bank answer late, until this is undone.
+    /// Makes the bank answer late (`true`) or at once (`false`).
     ///
     /// # Errors
     /// If the books can't be written.
@@ -64,7 +64,7 @@ impl Bank {
         if is_slow { File::create(self.0.join("slow")).map(drop) } else { fs::remove_file(self.0.join("slow")) }
     }
 
-    /// Returns the number of requests to pay this, and the number of payments.
+    /// Returns the number of requests to pay `what`, and the number of payments.
     #[must_use]
     pub fn books(&self, what: &str) -> (usize, usize) {
         let asked = fs::read_to_string(self.0.join("asked")).unwrap_or_default();
@@ -81,7 +81,7 @@ impl Connection {
     /// Starts a server for `caller`.
     ///
     /// # Errors
-    /// If it does not start.
+    /// If the server does not start.
     pub async fn to(folder: &Path, caller: &str) -> Result<Self, Failure> {
         let mut server = Command::new(std::env::current_exe()?);
         server.arg(folder).env(CALLER, caller).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
@@ -94,7 +94,7 @@ impl Connection {
     /// Calls a tool, with the client's key in `_meta`.
     ///
     /// # Errors
-    /// If the connection is lost, or the server refuses.
+    /// If the connection is lost, or the server refuses the call.
     pub fn call(
         &self,
         tool: &'static str,
@@ -135,10 +135,10 @@ impl Connection {
     }
 }
 
-/// The answer to a call.
+/// A server's reply to a call.
 pub type Reply = Result<CallToolResult, ServiceError>;
 
-/// Returns the text for the model.
+/// Returns the text of the reply, which the model reads.
 #[must_use]
 pub fn text(reply: &CallToolResult) -> &str {
     reply.content.first().and_then(ContentBlock::as_text).map_or("", |text| &text.text)

@@ -13,7 +13,7 @@ pub struct Arguments {
     pub source: Source,
     /// False for `--without-idempotency`.
     pub idempotent: bool,
-    /// True if earlier runs are forgotten.
+    /// True for `--fresh`: the run forgets the records and charges of earlier runs.
     pub fresh: bool,
     /// Number of charges after which the process is killed.
     pub die_after: Option<u64>,
@@ -31,7 +31,7 @@ pub enum Source {
 }
 
 impl Arguments {
-    /// Reads the command line, without the program's name. `None` asks for help.
+    /// Reads the command line, without the program's name. Returns `None` if the user asks for help.
     ///
     /// # Errors
     /// A message about the invalid argument.
@@ -63,7 +63,7 @@ impl Source {
     /// Reads all orders.
     ///
     /// # Errors
-    /// The system's error.
+    /// The error of the file or of standard input.
     pub fn read(&self) -> io::Result<Vec<u8>> {
         match self {
             Self::Bundled => fs::read(BUNDLED),
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn every_argument_is_read() {
+    fn each_option_sets_its_field() {
         let bundled = || Arguments { source: Source::Bundled, idempotent: true, fresh: false, die_after: None };
         assert_eq!(parse(&[]), Ok(Some(bundled())));
         let all = Arguments { source: Source::File("a.jsonl".into()), idempotent: false, ..bundled() };
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_named() {
+    fn an_error_names_the_argument_that_is_not_understood() {
         assert_eq!(parse(&["--fast"]).unwrap_err(), "unknown option `--fast`");
         assert_eq!(parse(&["a", "b"]).unwrap_err(), "one file is enough; what is `b`?");
         assert_eq!(parse(&["--url", "redis://x"]).unwrap_err(), "unknown option `--url`");
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_that_cannot_be_read_say_so() {
+    fn an_unreadable_source_is_an_error_that_names_it() {
         assert!(Source::File("no/such/file".into()).read().is_err());
         assert!(!Source::Bundled.read().unwrap().is_empty());
     }

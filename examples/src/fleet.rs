@@ -1,7 +1,7 @@
-//! Shared by the consumers of brokers: the messages, a bank that keeps books, worker processes that are killed, and the
-//! audit.
+//! Parts that the consumers of brokers share: the messages, a bank that keeps books, worker processes that are killed,
+//! and the audit.
 //!
-//! Idempotency and brokers do not appear here, but in the examples themselves.
+//! This module uses no idempotency and no broker: each example shows both in its own file.
 #![allow(clippy::disallowed_methods, reason = "a bank takes its time")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,8 +20,8 @@ use tokio::time::{Instant, sleep};
 /// Error after which an example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Returns the reason why a delivery is not acknowledged: its error. Without an error, the handler swallowed the
-/// refusal of a call.
+/// Returns the reason why a delivery is not acknowledged: its error, or, without an error, that the handler swallowed
+/// the refusal of a call.
 pub fn reason<T>(result: Result<T, Failure>) -> Failure {
     result.err().unwrap_or_else(|| "the handler returned a value, and a call in it was refused".into())
 }
@@ -33,7 +33,7 @@ const SLOW: Duration = Duration::from_secs(6);
 const LIMIT: Duration = Duration::from_secs(60);
 const WORKERS: usize = 3;
 const PLAIN: u64 = 60;
-/// Messages that must be set aside.
+/// Messages that the workers must set aside.
 const BAD: [&str; 2] = ["malformed", "1003/1"];
 /// Environment variable that makes the program a worker.
 const WORKER: &str = "IDEM_EXAMPLE_RUN";
@@ -42,13 +42,13 @@ const WORKER: &str = "IDEM_EXAMPLE_RUN";
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum Mishap {
     None,
-    /// The charge takes longer than the broker waits.
+    /// The charge takes longer than the broker waits for an acknowledgement.
     Slow,
     /// The bank does not answer the first two calls.
     FailsTwice,
     /// The charge never succeeds.
     Poison,
-    /// The worker is killed after the first charge, before it is recorded.
+    /// The worker is killed after the charge, before the store records its result.
     WorkerDies,
 }
 
@@ -59,8 +59,8 @@ pub struct Event {
     pub order: u64,
     /// The amount.
     pub cents: u64,
-    /// Number of this message among several about the same order. Producers that publish again do not send such a
-    /// number.
+    /// Number of this message among several messages about the same order. Real producers that publish again send no
+    /// such number.
     copy: u32,
     mishap: Mishap,
 }
@@ -99,7 +99,7 @@ impl Event {
 pub struct Run {
     /// URL of the server.
     pub url: String,
-    /// A unique name of the run, for queues and the like.
+    /// A unique name of the run, for example for its queues.
     pub name: String,
     folder: PathBuf,
 }
@@ -139,7 +139,7 @@ impl Run {
             }
             Mishap::FailsTwice => {}
         }
-        // A file is a charge. It is durable against a kill of this process.
+        // A new file is a charge. The charge is durable against a kill of this process.
         if !self.is_first(&format!("payment {} {payment}", event.order))? {
             self.note("recognised")?;
         }
@@ -158,8 +158,8 @@ impl Run {
         self.note(&format!("delivered {}", event.map_or("malformed".to_owned(), Event::tag)))
     }
 
-    /// Notes that a message is about to be acknowledged after `outcome`. Noted before the acknowledgement: if a worker
-    /// is killed in between, the message is delivered and acknowledged again.
+    /// Notes that a message is about to be acknowledged after `outcome`. The note precedes the acknowledgement: if a
+    /// worker is killed in between, the message is delivered and acknowledged again.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -178,7 +178,8 @@ impl Run {
         self.note(&format!("aside {}", event.map_or("malformed".to_owned(), Event::tag)))
     }
 
-    /// Returns whether the worker should lose its connection now. This happens once, to one worker, after ten messages.
+    /// Returns whether the worker should lose its connection now. One worker loses its connection once, after ten
+    /// messages.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -248,7 +249,7 @@ pub fn main(
     };
     let name = run_name();
     let run = Run { url, folder: env::temp_dir().join(&name), name };
-    // The audit is read even if a step failed, but the error wins.
+    // The audit reads the books even if a step failed, but the error of the step is reported first.
     let audited = runtime.block_on(async {
         fs::create_dir_all(&run.folder)?;
         let mut fleet = Fleet { run: &run, workers: Vec::new(), killed: BTreeSet::new(), died: 0, stopped: 0 };
@@ -376,7 +377,7 @@ impl Fleet<'_> {
         Ok(())
     }
 
-    /// Waits until this many messages are settled. Kills workers that announce their death.
+    /// Waits until this many messages are settled. Kills workers that have announced their death.
     async fn until(&mut self, settled: usize) -> Result<(), Failure> {
         let began = Instant::now();
         loop {
@@ -481,14 +482,14 @@ impl Audit {
             let right = usize::from(*mishap != Mishap::Poison);
             check(times == right, &format!("order {order} was charged {times} times"));
         }
-        // Handlers may run again only for the faults that happened.
+        // A handler may run again only after one of the faults that happened.
         let runs = |order: u64| {
             lines("body ").filter(|line| line.split(' ').next() == Some(order.to_string().as_str())).count()
         };
         check(runs(1_002) == 3, "the handler that fails twice did not run three times");
         check(runs(2_001) == 1, "the handler that takes long did not run once");
         let plain = (1..=PLAIN).filter(|order| runs(*order) > 1).count();
-        // The killed worker holds other messages as well, and each of them may have to run again.
+        // A killed worker also holds other messages, whose handlers may have to run again.
         check(plain <= 8, "more handlers ran again than one worker holds");
         let slow_run = lines("body 2001 ").next().unwrap_or_default();
         let slow_deliveries = lines("delivered ").filter(|tag| *tag == slow_run).count();

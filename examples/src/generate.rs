@@ -8,7 +8,7 @@ const LAST_NAMES: &str = "Almeida Berg Costa Dahl Eriksen Fontaine García Hanse
 const CURRENCIES: [&str; 5] = ["EUR", "EUR", "EUR", "GBP", "USD"];
 const PRICES: [u64; 12] = [499, 899, 1_250, 1_999, 2_495, 3_490, 4_999, 7_900, 12_900, 19_950, 34_900, 89_900];
 
-/// Returns the content of the bundled file: 2 000 orders, the same at every call.
+/// Returns the content of the bundled file: 2 000 orders, which never change.
 pub fn generate() -> String {
     let first_names: Vec<_> = FIRST_NAMES.split(' ').collect();
     let last_names: Vec<_> = LAST_NAMES.split(' ').collect();
@@ -43,7 +43,7 @@ impl Draws {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_bundled_file_is_what_is_generated_and_clean() {
+    fn the_bundled_file_equals_the_generated_orders_and_all_are_valid() {
         let bundled = crate::Source::Bundled.read().unwrap();
         assert!(bundled == super::generate().as_bytes(), "`cargo run --example generate > examples/data/orders.jsonl`");
         let (events, malformed) = crate::read(&bundled);

@@ -44,12 +44,12 @@ pub fn mock() -> Result<Option<Mock>, Failure> {
 /// # Errors
 /// If the server does not answer.
 pub async fn make_topics(url: &str, name: &str) -> Result<(), Failure> {
-    // The mock has them already, and does not support this request.
+    // The mock broker has these topics already, and does not support the request to create them.
     if !fleet::needs_server() {
         let topics = topics(name);
         let topics = topics.each_ref().map(|topic| NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(-1)));
         let admin: AdminClient<DefaultClientContext> = config(url).create()?;
-        // Each topic has its own result, which is ignored: in a repeated call all topics exist already.
+        // Results of single topics are ignored: in a repeated call all topics exist already.
         admin.create_topics(&topics, &AdminOptions::new()).await?;
     }
     Ok(())

@@ -25,7 +25,7 @@ impl Ledger {
     /// Opens the ledger in the file at `path`, or creates it. A ledger without a file is its [`Default`].
     ///
     /// # Errors
-    /// The system's error, or that the file is not a ledger.
+    /// The error of the file, or an error if the file is not a ledger.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = File::options().read(true).append(true).create(true).open(path)?;
         let mut text = String::new();
@@ -45,7 +45,7 @@ impl Ledger {
     /// Charges the customer of `order`, unless a charge under `payment_key` exists.
     ///
     /// # Errors
-    /// The system's error; there is no charge then.
+    /// The error of the file; the ledger has no new charge then.
     pub fn charge(&mut self, payment_key: String, order: &Order) -> io::Result<bool> {
         if self.charges.contains(&payment_key) {
             return Ok(false);
@@ -76,7 +76,7 @@ mod tests {
         let mut ledger = Ledger::open(&path).unwrap();
         assert!(ledger.charge("1".into(), &order("A")).unwrap());
         assert!(!ledger.charge("1".into(), &order("A")).unwrap());
-        // As after a kill in the middle of a line.
+        // The file of a process that was killed in the middle of a line.
         fs::write(&path, fs::read_to_string(&path).unwrap() + "{\"payment").unwrap();
         let mut ledger = Ledger::open(&path).unwrap();
         assert!(!ledger.charge("1".into(), &order("A")).unwrap());

@@ -1,6 +1,6 @@
-//! Shared by the examples: the command line, the orders, the faults, the table at the end, and claims.
+//! Parts that the examples share: the command line, the orders, the faults, the table at the end, and claims.
 //!
-//! Idempotency does not appear here, but in the examples themselves.
+//! This library uses no idempotency: each example shows that in its own file.
 
 #[cfg(feature = "rmcp")]
 pub mod agent;
@@ -85,7 +85,7 @@ pub fn explain(error: &dyn Error) -> String {
     }
 }
 
-/// Prints `text`. A reader that has gone (`| head`) does not change the exit code.
+/// Prints `text`. A closed output (`| head`) does not change the exit code.
 fn show(text: &str) {
     let _ = io::stdout().write_all(text.as_bytes());
 }

@@ -23,7 +23,7 @@ impl Mishap {
     pub fn of(event: &Event, is_first: bool) -> Self {
         match event.index {
             _ if !is_first => Self::None,
-            // Few, even in a long file, because each takes time.
+            // A long file has few deaths, because each death takes time.
             index @ ..2_000 if index % 500 == 5 => Self::WorkerDies,
             index @ ..2_000 if index % 200 == 2 => Self::Slow,
             index if index % 20 == 1 => Self::Unreachable,
@@ -33,8 +33,8 @@ impl Mishap {
     }
 }
 
-/// Returns the messages of a producer that publishes again when it is in doubt: every tenth event twice in a row, every
-/// 25th once more at the end.
+/// Returns the messages of a producer that publishes an event again when it is in doubt: every tenth event twice in a
+/// row, and every 25th event once more at the end.
 pub fn deliveries(events: &[Event]) -> impl Iterator<Item = &Event> {
     let in_order =
         events.iter().flat_map(|event| std::iter::repeat_n(event, if event.index % 10 == 2 { 2 } else { 1 }));

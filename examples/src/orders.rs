@@ -50,7 +50,7 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// Reads every line that holds an order, and returns the reason for each other line. Blank lines are skipped.
+/// Reads every line with an order, and returns the reason for each line without one. Blank lines are skipped.
 pub fn read(input: &[u8]) -> (Vec<Event>, Vec<Malformed>) {
     let (mut events, mut malformed) = (Vec::new(), Vec::new());
     let input = input.strip_prefix("\u{feff}".as_bytes()).unwrap_or(input);
@@ -71,7 +71,7 @@ fn order(line: &[u8]) -> Result<Option<Order>, String> {
         return Ok(None);
     }
     let order: Order = serde_json::from_str(line).map_err(|error| {
-        // The parser got a single line, so its line number is useless.
+        // The parser got a single line, so its line number is always 1.
         let text = error.to_string();
         let reason = text.split(" at line ").next().unwrap_or_default();
         format!("{reason} (column {})", error.column())
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn good_lines_around_a_bad_one_are_read() {
+    fn orders_before_and_after_a_malformed_line_are_read() {
         let input = format!("\u{feff}{GOOD}\r\n\n  \nnonsense\n{GOOD}");
         let (events, malformed) = read(input.as_bytes());
         assert_eq!(events.iter().map(|event| (event.index, event.line)).collect::<Vec<_>>(), [(0, 1), (1, 5)]);
@@ -110,12 +110,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_no_mistake() {
+    fn an_empty_input_has_no_malformed_lines() {
         assert_eq!(read(b""), (vec![], vec![]));
     }
 
     #[test]
-    fn reasons_name_the_mistake() {
+    fn the_reason_of_a_malformed_line_names_mistake_and_column() {
         assert_eq!(problem("{"), "EOF while parsing an object (column 1)");
         assert_eq!(problem("{}"), "missing field `order_id` (column 2)");
         assert_eq!(problem(&format!("{GOOD} {GOOD}")), "trailing characters (column 79)");

@@ -14,12 +14,12 @@ pub struct Receipt {
     pub amount_cents: u64,
 }
 
-/// Reason why there is no receipt.
+/// Reason why a payment has no receipt.
 #[derive(Debug)]
 pub enum PaymentError {
     /// The provider can't be reached.
     Unreachable,
-    /// The provider got the request and did not answer: the customer may have been charged.
+    /// The provider got the request, but its answer was lost: the customer may have been charged.
     AnswerLost,
     /// An error of the idempotency library.
     Idempotency(Error),

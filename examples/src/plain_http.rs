@@ -1,5 +1,5 @@
-//! HTTP without TLS for the AWS SDK, so that the examples build no TLS library. For AWS itself, use the SDK's own
-//! client (feature `default-https-client`).
+//! An HTTP client without TLS for the AWS SDK, so that the examples build no TLS library. For AWS itself, use the SDK's
+//! own client (feature `default-https-client`).
 
 use std::io;
 

@@ -48,7 +48,7 @@ impl Queue {
         Self(Mutex::new(Messages { last: by_time.len() as u64, by_time }))
     }
 
-    /// Returns the next message; `None` once all are acknowledged.
+    /// Returns the next message, or `None` once all messages are acknowledged.
     pub async fn receive(&self) -> Option<Message> {
         loop {
             if let Poll::Ready(message) = self.messages().take() {
@@ -63,7 +63,8 @@ impl Queue {
         self.messages().by_time.remove(&message.receipt);
     }
 
-    /// Returns the message to the queue. It is delivered again after `after`, or after a short time if `None`.
+    /// Returns the message to the queue, which delivers it again after `after`, or after [`RETRY`] if `after` is
+    /// `None`.
     pub fn nack(&self, message: &Message, after: Option<Duration>) {
         let mut messages = self.messages();
         if let Some(event) = messages.by_time.remove(&message.receipt) {
@@ -77,7 +78,7 @@ impl Queue {
 }
 
 impl Messages {
-    /// Takes the first message that is due; `None` if the queue is empty.
+    /// Takes the first message that is due, or returns `None` if the queue is empty.
     fn take(&mut self) -> Poll<Option<Message>> {
         match self.by_time.first_key_value() {
             Some(((due, _), _)) if *due > Instant::now() => Poll::Pending,

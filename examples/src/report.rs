@@ -16,21 +16,21 @@ pub enum Count {
     Handled,
     /// A delivery got the recorded result.
     Replay,
-    /// A delivery ended with an error; the message is delivered again.
+    /// A delivery ended with an error; the broker delivers the message again.
     Failure,
-    /// A delivery was rejected because the handler was running for another one; the message is delivered again.
+    /// A delivery was rejected because another delivery's handler was running; the broker delivers the message again.
     InProgress,
-    /// A message was set aside for a person.
+    /// A message was set aside, so that a person decides about it.
     DeadLetter,
     /// The body of the handler started.
     BodyRun,
-    /// A delivery first waited for a running attempt.
+    /// A delivery waited for a running attempt.
     Wait,
     /// A worker died.
     WorkerDied,
-    /// An attempt took over from a dead one.
+    /// An attempt took over the key of a dead attempt.
     Takeover,
-    /// The payment provider got a repeated request for a charge that it had made.
+    /// The payment provider got a repeated request for a charge that existed.
     RepeatedCharge,
     /// An order had a recorded result before this run.
     FinishedBefore,
@@ -56,7 +56,7 @@ impl Count {
         Self::OnRecord,
     ];
 
-    /// Possible ends of a delivery. A delivery without such an end was cut off: its worker died.
+    /// Possible ends of a delivery. A delivery with none of these ends was cut off by the death of its worker.
     const ENDS: [Self; 5] = [Self::Handled, Self::Replay, Self::Failure, Self::InProgress, Self::DeadLetter];
 
     /// Returns the name in the table.
@@ -99,7 +99,7 @@ impl Count {
     }
 }
 
-/// Returns the counts that one delivery to an idempotent handler adds: its end, and its other events.
+/// Returns the counts that one delivery to an idempotent handler adds: the count of its end, and those of other events.
 pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
     let end = if outcome.replayed() {
         Count::Replay
@@ -131,7 +131,7 @@ impl Counts {
     }
 }
 
-/// Books of a payment provider that accepts idempotency keys: each charge under its key.
+/// Books of a payment provider that accepts idempotency keys: a charge for each key.
 #[derive(Default, Debug)]
 pub struct Charges(HashMap<String, Order>);
 
@@ -157,7 +157,7 @@ pub struct Report {
     orders: usize,
     malformed: usize,
     counts: Counts,
-    /// Amount in the file and amount charged, by currency.
+    /// For each currency, the amount in the file and the amount charged.
     totals: BTreeMap<String, (u128, u128)>,
     double: usize,
     missing: usize,
@@ -166,7 +166,8 @@ pub struct Report {
 impl Report {
     /// Compares the file with the charges.
     ///
-    /// If the file has several amounts for one order, any of them is right; the others are dead letters.
+    /// If the file has several amounts for one order, any of these amounts is right; the other messages are dead
+    /// letters.
     pub fn new(events: &[Event], malformed: usize, counts: Counts, charges: &Charges, idempotent: bool) -> Self {
         let mut versions: HashMap<&str, Vec<&Order>> = HashMap::new();
         for Event { order, .. } in events {
@@ -194,14 +195,14 @@ impl Report {
         self.problems().is_empty()
     }
 
-    /// Returns the number of orders that were handled again although they were done. The payment provider's own
-    /// idempotency must not hide them.
+    /// Returns the number of needless runs of handlers, for orders that had a result. The idempotency of the payment
+    /// provider must not hide such runs.
     fn needless(&self) -> u64 {
         let open = (self.orders as u64).saturating_sub(self.counts.get(Count::FinishedBefore));
         self.counts.get(Count::Handled).saturating_sub(open)
     }
 
-    /// Returns the number of deliveries without an end, because their workers died.
+    /// Returns the number of deliveries that were cut off because their workers died.
     fn cut_off(&self) -> u64 {
         let ended = Count::ENDS.map(|end| self.counts.get(end)).iter().sum();
         self.counts.get(Count::Delivery).saturating_sub(ended)
@@ -259,7 +260,7 @@ impl Report {
                 several(died, "dead worker", "dead workers"),
             )?;
         }
-        // Without the attribute, only the provider's keys prevented double charges.
+        // Without the attribute, only the payment provider's keys prevented double charges.
         if !self.idempotent {
             if repeated > 0 {
                 let refused = several(repeated, "repeated charge", "repeated charges");
@@ -357,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn each_order_is_due_once() {
+    fn an_order_with_repeated_lines_is_due_once() {
         let events = [event(0, "A", 100), event(1, "B", 250), event(2, "A", 100)];
         let [a, b, _] = &events;
         let right = report(&events, &[("1", a), ("2", b), ("1", a)]);
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn one_of_several_amounts_is_due() {
+    fn an_order_with_several_amounts_is_due_once_with_any_of_them() {
         let events = [event(0, "A", 100), event(1, "A", 999)];
         let [first, second] = &events;
         assert!(report(&events, &[("1", first)]).is_correct());
@@ -439,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_adds_up() {
+    fn a_run_without_orders_is_correct_if_nothing_was_charged() {
         assert!(report(&[], &[]).is_correct());
         assert!(!report(&[], &[("1", &event(0, "A", 5))]).is_correct());
     }

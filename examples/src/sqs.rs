@@ -1,4 +1,4 @@
-//! Queues of the example `sqs`, and the redrive of a message.
+//! Queues of the example `sqs`, and the redrive of a message from the dead-letter queue.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use aws_sdk_sqs::types::{Message, QueueAttributeName, SendMessageBatchRequestEnt
 use crate::PlainHttp;
 use crate::fleet::Failure;
 
-/// Creates a client of an emulator. With AWS, use `aws_config::load_defaults` in place of all this.
+/// Creates a client of an emulator. With AWS, use a client of `aws_config::load_defaults` instead.
 pub fn client(url: &str) -> Client {
     let config = Config::builder()
         .behavior_version(BehaviorVersion::v2026_01_12())
@@ -54,7 +54,7 @@ pub async fn redrive_policy(
 /// Sends `messages` to `queue`.
 ///
 /// # Errors
-/// The server's error, even if only one message fails.
+/// The server's error, even if the server refused a single message.
 pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<(), Failure> {
     for messages in messages.chunks(10) {
         let entry = |(id, message): (usize, &Vec<u8>)| {
@@ -70,8 +70,8 @@ pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<
     Ok(())
 }
 
-/// Moves a message through the dead-letter queue back to its own queue, and receives it there. This stands for
-/// `StartMessageMoveTask`, which the emulator lacks.
+/// Moves a message through the dead-letter queue back to its own queue, and receives it from there. These steps stand
+/// for `StartMessageMoveTask`, which the emulator lacks.
 ///
 /// # Errors
 /// The server's error, or an error if the message has kept its id.

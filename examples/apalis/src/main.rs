@@ -1,17 +1,18 @@
 //! Shows workers of apalis 1 that use the layer for tower, and survive the kill of one of them.
 //!
 //! `cargo run --manifest-path examples/apalis/Cargo.toml` pushes orders with duplicates as tasks and charges each
-//! exactly once, with a Redis as the queue. Records are in a SQLite file. `-- --url redis://host` uses another server
-//! than the local one.
+//! exactly once, with a Redis as the queue. Records are in a SQLite file. `-- --url redis://host` uses another Redis
+//! server than the local one.
 //!
 //! - *Key*: the order, from the arguments of the task. Another push of the order gives another `TaskId`. The
 //!   `idempotency_key` of apalis prevents a second push of a task, not a second run.
-//! - *Slow handlers*: nothing to extend. A worker that sends no heartbeats loses its tasks, even if it is only frozen.
+//! - *Slow handlers*: no extension is needed. A worker that sends no heartbeats loses its tasks, even if it is only
+//!   frozen.
 //! - *Place of the layer*: around the service that the task's function calls. A layer of the worker is outside of
 //!   apalis's own bookkeeping: if such a layer answers a task without the function, as it does for a replay, the task
 //!   stays pending and is handed out again immediately, forever.
-//! - *Retry*: `RetryAfterError`. The queue in Redis ignores its time: the queue waits one second longer after each
-//!   attempt, and gives up after 25. *Poison*: `AbortError`, which moves the task to the dead tasks.
+//! - *Retry*: `RetryAfterError`. The queue in Redis ignores the time in that error: the queue waits one second longer
+//!   after each attempt, and gives up after 25. *Poison*: `AbortError`, which moves the task to the dead tasks.
 //! - *Arguments*: as text, so that the example itself can set aside arguments that can't be read.
 #![allow(clippy::disallowed_methods, reason = "a worker that is stopped is given some time")]
 
@@ -31,7 +32,7 @@ use tokio::time::sleep;
 use tower::{Layer as _, Service, ServiceExt as _, service_fn};
 
 const HANDLERS: usize = 8;
-/// Time in which a stopped worker must end. Longer than a handler.
+/// Time limit for the end of a worker after its stop signal. Most handlers need less.
 const GRACE: Duration = Duration::from_secs(2);
 /// Number of attempts after which the queue gives up a task.
 const ATTEMPTS: u32 = 25;
@@ -70,7 +71,7 @@ where
             run.acknowledged(&event, &outcome)?;
             result
         }
-        // A handler may still return `Ok`, although it swallowed the error of a call.
+        // A handler may return `Ok` although it swallowed the error of a call, so the outcome decides.
         Disposition::Retry { after } => Err(RetryAfterError::new(fleet::reason(result), after).into()),
         Disposition::DeadLetter => {
             let error = fleet::reason(result);
@@ -104,7 +105,7 @@ async fn work(run: Run) -> Result<(), Failure> {
         shutdown.await;
         Ok::<_, io::Error>(())
     };
-    // The worker finishes its running tasks, but may never end. Tasks that are then cancelled are handed out again.
+    // The worker finishes its running tasks, but may never end. The queue hands out cancelled tasks again.
     let late = async move {
         late.await;
         sleep(GRACE).await;
