@@ -7,8 +7,8 @@ use serde_json::Value;
 use super::fingerprints::equal;
 use super::input::Input;
 
-/// Asserts that the layer takes two bodies for the same only if they mean the same to `serde_json`, or are equal bytes
-/// that are not JSON.
+/// Asserts that the layer takes two bodies as equal only if they mean the same to `serde_json`, or are equal bytes that
+/// are not JSON.
 pub fn bodies(data: &[u8]) {
     let mut input = Input(data);
     let (one, other) = (input.bytes(), input.rest());
@@ -17,8 +17,8 @@ pub fn bodies(data: &[u8]) {
     if !is_json(one) || !is_json(other) {
         assert_eq!(is_duplicate, one == other);
     }
-    // Values that `serde_json` can't hold, such as numbers out of the range of a double, are compared by the layer
-    // alone.
+    // `serde_json` can't hold some values, for example numbers beyond the range of a double, so only the layer compares
+    // them.
     if let (Ok(one), Ok(other)) = (serde_json::from_slice::<Value>(one), serde_json::from_slice::<Value>(other)) {
         assert!(!is_duplicate || equal(&one, &other), "{one} and {other}");
         let is_exact = !has_float(&one) && !has_float(&other);
@@ -30,7 +30,7 @@ fn is_json(body: &[u8]) -> bool {
     std::str::from_utf8(body).is_ok_and(|text| serde_json::from_str::<IgnoredAny>(text).is_ok())
 }
 
-/// Returns whether a number was rounded to a double, perhaps.
+/// Returns whether the value has a number that `serde_json` may have rounded to a double.
 fn has_float(value: &Value) -> bool {
     match value {
         Value::Number(number) => number.is_f64(),

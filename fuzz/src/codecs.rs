@@ -48,8 +48,8 @@ enum Untagged {
     Map(BTreeMap<String, Untagged>),
 }
 
-/// Asserts that a value which can be read is written again and read as the same value, and that other bytes are an
-/// error.
+/// Asserts that a decoded value is encoded and decoded again as the same value, and that the decoder refuses all other
+/// bytes with an error.
 pub fn codecs(data: &[u8]) {
     let mut input = Input(data);
     match input.below(4) {
@@ -69,7 +69,7 @@ fn with_codec<C: Codec>(data: &[u8]) {
     stays::<C, Vec<Vec<u8>>>(data);
     stays::<C, Result<(u8, i64), String>>(data);
     stays::<C, (f64, char, Option<bool>)>(data);
-    // Values of these types are not written as they were read. They only have to end without a panic.
+    // Values of these types are not encoded as they were decoded. Decoding must only end without a panic.
     let _ = C::decode::<Untagged>(data);
     let _ = C::decode::<serde_json::Value>(data);
     let _ = C::decode::<Vec<[u64; 16]>>(data);
@@ -94,14 +94,14 @@ fn stays<C: Codec, T: Serialize + DeserializeOwned + Debug>(data: &[u8]) {
         Ok(again) => again,
         Err(error) => panic!("{}: {value:?} is read once only: {error}", C::NAME),
     };
-    // Compared by their bytes: a NaN does not equal itself as a value.
+    // The encoded bytes are compared, because a NaN does not equal itself.
     assert_eq!(C::encode(&again).expect("writes"), written, "{}: {value:?} became {again:?}", C::NAME);
     let mut longer = written;
     longer.push(b'x');
     C::decode::<T>(&longer).expect_err("a byte too many");
 }
 
-/// A finished record with any result is replayed as a result or as a typed error.
+/// Asserts that a finished record with any result is replayed as a result or as a typed error.
 fn replayed(mut input: Input<'_>) {
     let fails = input.flag();
     let payload = match input.flag() {

@@ -1,7 +1,7 @@
 //! The parts of a record as SQLite, PostgreSQL and DynamoDB store them: each in its own column, of any type.
 //!
-//! An input is a record in columns, some of which are overwritten. This file writes the layout a second time, so that a
-//! mistake in the library is not repeated.
+//! An input is a record in columns, some of which are overwritten. This module implements the layout again, so that it
+//! does not repeat a mistake in the library.
 
 use std::collections::HashMap;
 
@@ -165,8 +165,8 @@ fn payload_columns(payload: &StoredResult) -> (Cell, Cell, Cell) {
     }
 }
 
-/// Asserts that a record is read as it was written, and that other columns are an error in every store: never another
-/// record, and never "no record".
+/// Asserts that every store reads a record as it was written, and reports altered columns as an error: never as another
+/// record, and never as "no record".
 pub fn columns_as_stored(data: &[u8]) {
     let mut input = Input(data);
     let written = input.record();
@@ -193,7 +193,7 @@ pub fn columns_as_stored(data: &[u8]) {
     if altered == 0 {
         assert_eq!(dynamo.as_ref(), Some(&written));
     }
-    // A record that was read from altered columns has one written form, which is read as the same record.
+    // A record in altered columns has one written form, which is read as an equal record.
     for record in [postgres, dynamo].into_iter().flatten() {
         let row = columns(&record, lapses_at, expires_at);
         assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));
@@ -224,7 +224,7 @@ struct Ended;
 
 /// Reads a row as SQLite stores it.
 fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Record>, Ended> {
-    // `lapses_at` belongs to pending records alone. In the other states a number there is left out.
+    // `lapses_at` belongs to pending records. In other states the reader ignores a number in that column.
     let lapses = row[STATE] == Cell::Text("pending".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
     values.extend(row.iter().enumerate().map(|(at, cell)| match cell {
@@ -236,7 +236,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
         Cell::Text(text) => Value::from(text.clone()),
         Cell::Blob(bytes) => Value::from(bytes.clone()),
     }));
-    // Inspect and reserve the same row, so that both answers can be compared.
+    // `inspect` and `reserve` read one row, so that the two answers can be compared.
     let (seen, reserved) = TABLE.with(|connection| {
         let marks = vec!["?"; values.len()].join(", ");
         let insert = format!("INSERT OR REPLACE INTO idem_records VALUES ({marks}, NULL)");
@@ -245,7 +245,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
     });
     let seen: Option<Option<Inspection>> = corrupt(seen);
     match seen {
-        // No reservation succeeds with an unreadable record.
+        // No reservation succeeds on an unreadable record.
         None => {
             reserved.map_err(|error| assert_eq!(error.kind(), StoreErrorKind::Corrupt)).expect_err("reserved");
             Ok(None)
@@ -256,7 +256,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
                 Cell::Bool(flag) => Some(flag.into()),
                 _ => None,
             };
-            // Only the retention of a row of this version may have ended.
+            // The reader may report an ended retention only for a row of this version.
             assert_eq!(integer(FORMAT), Some(1), "another version's times are judged");
             assert!(integer(EXPIRES_AT).is_some_and(|at| at <= now), "forgotten too early");
             assert!(matches!(reserved, Ok(Reservation::Granted { takeover: false, .. })), "{reserved:?}");
@@ -312,8 +312,8 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
         })
         .collect();
     cells.insert(EXPIRES_AT + 1, (Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
-    // The statement returns the columns of a replay first: `began_at` and `holder` change places, and `first_seen_at`
-    // follows.
+    // The statement returns the columns of a replay first, so `began_at` and `holder` change places, and
+    // `first_seen_at` follows.
     cells.swap(EXPIRES_AT + 2, EXPIRES_AT + 7);
     cells.swap(EXPIRES_AT + 6, EXPIRES_AT + 7);
     let begun = cells.pop().expect("the last one");

@@ -1,4 +1,4 @@
-//! Results that wrappers have transformed: compressed, or moved to an object.
+//! Results in envelopes: compressed, or moved to an object.
 
 use std::num::NonZeroU32;
 use std::pin::pin;
@@ -21,12 +21,12 @@ use super::input::Input;
 /// Path of the object.
 const PATH: &str = "idem/object";
 
-/// Asserts that a wrapped result is unwrapped unchanged. Other bytes give an unavailable result: never an error that
-/// could let the body run again, and never another result.
+/// Asserts that a wrapped result is unwrapped unchanged. Other bytes must give an unavailable result: never an error
+/// that could let the body run again, and never another result.
 pub fn envelopes(data: &[u8]) {
     let mut input = Input(data);
     let objects = Arc::new(InMemory::new());
-    // The clock does not advance, so a call that waits is never answered.
+    // The clock stands still, so a call that waits is never answered.
     let inner = MemoryStore::options().clock(ManualClock::new()).build();
     let (offload, above) = (input.flag(), input.byte().into());
     let around = |inner: &MemoryStore| match offload {
@@ -37,7 +37,7 @@ pub fn envelopes(data: &[u8]) {
     match input.flag() {
         true => {
             let codec = input.codec();
-            // A result that the wrapper itself writes.
+            // A result that the wrapper has written.
             let times = 1 + usize::from(input.byte());
             let (at, mask) = (u16::from_be_bytes(input.array()), input.byte());
             let bytes = Bytes::from(input.rest().repeat(times));
@@ -45,8 +45,8 @@ pub fn envelopes(data: &[u8]) {
             finish(&*wrapped, payload.clone());
             assert_eq!(replay(&*wrapped), payload);
 
-            // Damage is noticed in everything after the form and the name of the codec, which are unprotected in other
-            // records as well.
+            // Damage is noticed in every byte after the form and the name of the codec, which are unprotected in all
+            // records.
             let StoredResult::Encoded { codec, bytes: mut written } = replay(&inner) else { panic!("it was stored") };
             let header = 3 + usize::from(written.get(2).copied().unwrap_or_default());
             if written != bytes && written[1] != 0 && mask != 0 {
@@ -62,7 +62,7 @@ pub fn envelopes(data: &[u8]) {
             }
         }
         false => {
-            // An envelope that another writer may have left.
+            // An envelope that another program may have left.
             let codec = if offload { "idem:object" } else { "idem:zstd" };
             let codec = CodecName::new(codec.as_bytes()).expect("a name");
             let bytes = match input.below(3) {
@@ -79,7 +79,7 @@ pub fn envelopes(data: &[u8]) {
     }
 }
 
-/// Builds an envelope in which every part may be right or wrong, and an object for it.
+/// Builds an envelope, each of whose parts may be right or wrong, and an object for it.
 fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     let form = input.below(4);
     let name = if input.below(8) == 0 { input.bytes() } else { b"json" };
@@ -91,7 +91,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.extend_from_slice(name);
     out.extend_from_slice(&size.to_be_bytes());
     match form {
-        // A zstd frame with the same stated size.
+        // A zstd frame whose header has the same size as the envelope.
         1 => {
             out.extend_from_slice(&[0x28, 0xb5, 0x2f, 0xfd, 0xe0]);
             out.extend_from_slice(&size.to_le_bytes());
@@ -107,7 +107,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.into()
 }
 
-/// Digest of the empty text, so that some digest is right.
+/// Digest of the empty text, so that some envelopes have the right digest.
 const SHA_OF_NOTHING: [u8; 32] = [
     0xe3, 0xb0, 0xc4, 0x42, 0x98, 0xfc, 0x1c, 0x14, 0x9a, 0xfb, 0xf4, 0xc8, 0x99, 0x6f, 0xb9, 0x24, 0x27, 0xae, 0x41,
     0xe4, 0x64, 0x9b, 0x93, 0x4c, 0xa4, 0x95, 0x99, 0x1b, 0x78, 0x52, 0xb8, 0x55,

@@ -9,7 +9,7 @@ use serde_json::Value;
 /// Asserts that equal JSON has equal fingerprints in every spelling, and that different JSON has different
 /// fingerprints.
 pub fn fingerprints(data: &[u8]) {
-    // Split at a byte that no text contains.
+    // The documents are separated by a byte that no text contains.
     let mut documents = data.split(|byte| *byte == 0xff).filter_map(|text| serde_json::from_slice::<Value>(text).ok());
     let (Some(one), other) = (documents.next(), documents.next()) else { return };
     let pretty = serde_json::to_string_pretty(&one).expect("writes");
@@ -54,7 +54,7 @@ fn of<T: Serialize + ?Sized>(value: &T) -> Fingerprint {
     Fingerprint::of(value).expect("JSON serializes")
 }
 
-/// Converts a value to other Rust types that mean the same.
+/// Converts a JSON value to other Rust types with the same meaning.
 fn typed(value: &Value) -> Typed<'_> {
     match value {
         Value::Null => Typed::Absent(None),

@@ -34,7 +34,7 @@ impl<'a> Input<'a> {
         self.byte() & 1 == 1
     }
 
-    /// Returns a number: mostly a meaningful one, sometimes any.
+    /// Returns a number, which is mostly a meaningful one and sometimes an arbitrary one.
     pub(crate) fn integer(&mut self) -> i64 {
         match self.byte() {
             255 => i64::from_be_bytes(self.array()),
@@ -51,7 +51,7 @@ impl<'a> Input<'a> {
         taken
     }
 
-    /// Returns bytes that are preceded by their length.
+    /// Returns bytes whose length precedes them.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = self.byte();
         self.take(len.into())
@@ -77,7 +77,7 @@ impl<'a> Input<'a> {
     pub(crate) fn fingerprint(&mut self) -> Option<Fingerprint> {
         self.flag().then(|| {
             let mut bytes = [self.byte(); Fingerprint::BYTES];
-            // Mostly the same version, so that fingerprints can be compared.
+            // The version is mostly the current one, so that fingerprints can be compared.
             bytes[0] = Fingerprint::VERSION + u8::from(bytes[0] == u8::MAX);
             Fingerprint::from_bytes(bytes)
         })

@@ -23,7 +23,7 @@ use template::Part;
 /// Longer templates could be nested deeper than the compiler can parse.
 const MAX_TEMPLATE_BYTES: usize = 256;
 
-/// Asserts that every readable text has one written form, and that different values never give the same key.
+/// Asserts that every readable text has one written form, and that different values never produce equal keys.
 pub fn keys(data: &[u8]) {
     let mut input = Input(data);
     let which = input.below(5);
@@ -42,7 +42,7 @@ fn templates(text: &str) {
         return;
     }
     let parse = |text: &str| template::parse(&LitStr::new(text, Span::call_site()));
-    // A refused template needs a message, nothing else.
+    // The parser must give a refused template a message.
     let parts = match parse(text) {
         Ok(parts) => parts,
         Err(error) => {
@@ -61,13 +61,13 @@ fn templates(text: &str) {
             Part::Value(value) => {
                 assert!(!matches!(parts.get(at + 1), Some(Part::Value(_))), "{text}: values run into each other");
                 values += 1;
-                // With a space in front, so that a block's brace is not read as a literal brace.
+                // The space in front keeps a block's brace from being read as a literal brace.
                 write!(again, "{{ {} }}", value.to_token_stream()).expect("a `String` takes everything");
             }
         }
     }
     assert!(values > 0, "{text}: every call has the same key");
-    // The template is written again from its parts, and must be read as the same parts.
+    // The template is written again from its parts, and must be parsed as the same parts.
     let again = match parse(&again) {
         Ok(again) => again,
         Err(error) => panic!("{text} is read, {again} is not: {error}"),
@@ -89,7 +89,7 @@ fn durations(text: &str) {
         Ok(duration) => assert_eq!(duration::parse(&duration::show(duration)), Ok(duration), "{text}"),
         Err(message) => {
             assert!(message.contains(text), "{message}");
-            // The suggested duration is accepted.
+            // The duration that the message suggests must be accepted.
             let rest = message.strip_prefix(&format!("can't read `{text}` as a duration; write `"));
             if let Some(better) = rest.and_then(|rest| rest.strip_suffix('`')) {
                 duration::parse(better).expect("a suggestion is accepted");
@@ -135,7 +135,7 @@ fn one_part(input: &mut Input<'_>) {
     }
 }
 
-/// Builds a key from a template as the attribute does, and reads its values back by that template.
+/// Builds a key from a template as the attribute does, and parses the values back by that template.
 fn several_parts(input: &mut Input<'_>) {
     static SCOPE: Scope = Scope::named("fuzz");
     let mut separator = || input.text().replace(|c: char| c == '%' || c.is_control(), "");

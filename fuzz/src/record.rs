@@ -14,12 +14,12 @@ use super::input::Input;
 /// Asserts that a record is read as it was written, and that no other bytes are readable.
 pub fn record(data: &[u8]) {
     if let Ok(record) = format::decode(&Bytes::copy_from_slice(data)) {
-        // Each record has one written form, apart from the mark for waiters.
+        // Each record has one written form, except for the mark for waiters.
         let mut unmarked = data.to_vec();
         unmarked[FLAGS_AT] &= !FLAG_WAITED_FOR;
-        // The times belong to the store, not to the record.
+        // The store keeps the times, which are no part of the record.
         unmarked[IDENTITY_END..HEADER_BYTES].fill(0);
-        // A script that ends an attempt leaves the `on_crash` flag, which has no meaning then.
+        // A script that ends an attempt keeps the `on_crash` flag, which has no meaning afterwards.
         let written = format::encode(&record);
         if record.is_pending() {
             assert_eq!(written, unmarked);
@@ -32,7 +32,7 @@ pub fn record(data: &[u8]) {
     let record = input.record();
     let written = Bytes::from(format::encode(&record));
     assert_eq!(format::decode(&written).as_ref(), Ok(&record));
-    // A result extends to the end of the value. All other states have a known length.
+    // A result extends to the end of the value. In all other states the length is known.
     if !matches!(record.state.result(), Some(StoredResult::Encoded { .. })) {
         let mut longer = written.to_vec();
         longer.push(input.byte());
@@ -43,7 +43,7 @@ pub fn record(data: &[u8]) {
     admit(&record, input);
 }
 
-/// Asserts that a reservation on a readable record gets an answer that agrees with the record.
+/// Asserts that a reservation on a readable record gets an answer that fits the record.
 fn admit(record: &Record, mut input: Input<'_>) {
     let request = request(&mut input);
     let lapses_in = input.duration();
