@@ -3,7 +3,7 @@
 //! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a
 //! separate Redis. There are two handlers: one does nothing, so it shows every cost of the library; the other writes
 //! its effect to a Redis with one `SET`, which is little for a handler. Brokers store nothing on disk, so the
-//! comparison is strict: a quick broker leaves the library a larger share. Brokers, Redis and consumer share the
+//! comparison is strict: the quicker the broker, the larger the library's share. Brokers, Redis and consumer share one
 //! machine.
 //!
 //! The bench also measures the broker's beats while 10 000 messages are in flight: processor time of the process per
@@ -241,7 +241,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.child.kill().ok();
         self.child.wait().ok();
-        // The daemon that maps the names of RabbitMQ's nodes.
+        // `epmd`, which maps the names of RabbitMQ's nodes, would outlive the server.
         Command::new("epmd").arg("-kill").env("ERL_EPMD_PORT", (self.port + 2).to_string()).output().ok();
         std::fs::remove_dir_all(&self.folder).ok();
     }
@@ -252,8 +252,8 @@ fn processor_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("since the process started")
 }
 
-/// Returns the nanoseconds of processor time per beat, with 10 000 messages in flight. Without beats, divides by the
-/// same number.
+/// Returns the nanoseconds of processor time per beat, with 10 000 messages in flight. Without beats, the divisor is
+/// the number of beats that there would be.
 fn beats(with_beats: bool) -> f64 {
     #[idempotent(key = "order:{order}", ttl = "7d", store = store, scope = "bench::slow", lease = "60s")]
     async fn slow(store: &MemoryStore, order: u64) -> Result<(), Error> {
@@ -276,7 +276,7 @@ fn beats(with_beats: bool) -> f64 {
             drop(call.await);
         });
     }
-    // Skips the start, and then measures a whole number of rounds.
+    // The start is not measured, then a whole number of rounds is.
     std::thread::sleep(every * 2);
     let (before, counted) = (processor_time(), beats.load(Ordering::Relaxed));
     std::thread::sleep(every * rounds);
@@ -294,7 +294,7 @@ fn main() {
     let effects = runtime.block_on(records.raw());
 
     let table = Table::new("Consumers", "thousand messages a second", "times its throughput");
-    // Each line compares both handlers, alone and with many messages in flight.
+    // Each line is one of the two handlers, with 1 message or 64 messages in flight.
     let compare = |name: &str, broker: &dyn Fn(&App, u64, usize) -> Duration| {
         for (what, effects) in [("that does nothing", None), ("that writes once", Some(effects.clone()))] {
             for (in_flight, least, goal) in [(1, 200, Goal::None), (64, 2_000, Goal::AtLeast(0.8))] {
@@ -311,7 +311,7 @@ fn main() {
                 };
                 let (mut without, mut with) = (side(false), side(true));
                 let [raw, idem] = alternate(sized(15, 1), [&mut without, &mut with]);
-                // The records of a round would fill the memory.
+                // The records of all rounds together would fill the memory.
                 runtime.block_on(async {
                     let flushed = redis::cmd("FLUSHDB").arg("ASYNC").exec_async(&mut records.raw().await).await;
                     flushed.expect("flushes");
@@ -340,7 +340,7 @@ fn main() {
     }
 
     if is_wanted("beat") {
-        // The cost of a beat is the difference to a run without beats.
+        // The cost of a beat is the difference between a run with beats and a run without.
         let table = Table::new("Beats of the broker's, 10 000 messages in flight", "ns a message", "ns a beat");
         let [without, with] = alternate(sized(3, 1), [&mut || beats(false), &mut || beats(true)]);
         table.line("a callback that does nothing", &without, &with, |idem, raw| idem - raw, Goal::None);

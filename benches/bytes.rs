@@ -1,8 +1,8 @@
 //! Results and payloads that are bytes: their recorded form, the cost of a call, the cost of a fingerprint.
 //!
 //! By hand: a `DashMap` from the same formatted key to a copy of the bytes, and a copy of the bytes for each replay.
-//! *As JSON* is the form of bytes inside a result: an array of numbers. A fingerprint is compared with the fingerprint
-//! of a text of the same length.
+//! *As JSON* is the form of bytes inside a result: an array of numbers. A fingerprint of bytes is compared with the
+//! fingerprint of a text of the same length.
 
 use std::hint::black_box;
 
@@ -76,7 +76,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let (label, key) = (Bytes::from(noise(len)), |id: u64| format!("1/bytes::label/label:{id}"));
     let first = |kind: usize, store: &MemoryStore| each(count, |id| runtime.block_on(call(kind, store, id, &label)));
-    // Filled in advance, for the replays.
+    // Filled in advance for the replays by hand.
     let filled: DashMap<String, Vec<u8>> = DashMap::new();
     (0..count).for_each(|id| drop(filled.insert(key(id), label.to_vec())));
     let stores: Vec<_> = (0..KINDS.len())
@@ -87,7 +87,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
         })
         .collect();
 
-    // The recorded forms.
+    // Prints the recorded form of each kind of result.
     println!("\n| {name}, result | codec in the record | bytes in the record |");
     println!("|---|---|---|");
     for ((kind, handler), store) in KINDS.iter().zip(&stores) {

@@ -1,7 +1,7 @@
 //! A replay through `Cached`, compared with a hand-written map.
 //!
 //! By hand: a `DashMap` from the same formatted key to the result as JSON and its expiry, looked up and decoded. The
-//! map has no fingerprint and no bound. The store behind the cache counts its calls; a replay must make none.
+//! map compares no fingerprint and has no bound. The store behind the cache counts its calls; a replay must make none.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -68,7 +68,7 @@ fn main() {
     hot_key(&runtime);
 }
 
-/// Duplicates of one key that arrive together, each in its own task, before anything is cached.
+/// Lets duplicates of one key arrive together, each in its own task, while the cache is empty.
 fn hot_key(runtime: &tokio::runtime::Runtime) {
     let duplicates = sized(10_000, 200);
     println!("\n| hot key, {duplicates} duplicates at once | store calls | microseconds in all |");

@@ -123,7 +123,7 @@ impl Workspace {
             write(&format!("{name}/Cargo.toml"), &manifest);
             write(&format!("{name}/src/lib.rs"), &source(attribute, handlers));
         }
-        // The locked versions of this workspace are present already, so nothing is downloaded.
+        // Cargo has downloaded the versions that this workspace locks, so it needs no network here.
         fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock")).expect("the workspace is locked");
         Self(folder)
     }

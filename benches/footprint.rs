@@ -1,8 +1,8 @@
 //! Memory of records and calls: bytes per record of a `MemoryStore`, and allocations per call.
 //!
-//! No time is measured. *Asked for* is the memory requested from the allocator, the same on every machine; *resident*
-//! is the growth of the process, including the allocator's overhead (for the first line of a run only). Records are
-//! counted while the store fills: the worst moment is just after its tables have grown.
+//! No time is measured. *Asked for* is the memory requested from the allocator, which is equal on every machine;
+//! *resident* is the growth of the process, with the allocator's overhead, measured for the first line of a run only.
+//! Records are counted while the store fills: the worst moment is just after its tables have grown.
 
 #![allow(clippy::cast_precision_loss)] // Counts are far below 2^52.
 
@@ -61,7 +61,7 @@ fn finish(store: &MemoryStore, lease: &Lease, payload: usize) {
 }
 
 thread_local! {
-    /// True until the first line. Only this line shows resident memory: a later store reuses memory that an earlier one
+    /// True until the first line, which alone shows resident memory: a later store reuses memory that an earlier store
     /// has freed, so the process does not grow.
     static FIRST: Cell<bool> = const { Cell::new(true) };
 }
@@ -109,7 +109,7 @@ fn records(name: &str, payload: Option<usize>, goal: f64) {
     drop(store);
 }
 
-/// Counts the allocations of one call after ten others, and those that outlive the call.
+/// Counts the allocations of one call after ten other calls, and the allocations that outlive the call.
 fn calls(name: &str, mut call: impl FnMut(u64)) {
     for id in 0..10 {
         call(id);
@@ -132,7 +132,7 @@ fn main() {
         println!("| call | allocations | bytes | of them kept |");
         println!("|---|---|---|---|");
         let store = MemoryStore::new();
-        // Fills the shards first, so that their tables need not grow during the measurement.
+        // The shards are filled first, so that their tables need not grow during the measurement.
         (1_000..11_000).for_each(|id| drop(now(ship(&store, id))));
         calls("the handler alone: its result has 3 texts", |id| drop(black_box(Receipt::of(id))));
         calls("first run", |id| drop(now(ship(&store, id)).expect("ships")));

@@ -1,10 +1,10 @@
 //! Cost of keeping a lease alive for a handler that ends long before its first beat.
 //!
 //! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. No variant of the
-//!   library leaves that out, so the raw side is the protocol by hand over the same store: the same key, an owner,
-//!   reserve, run, encode, finish. The difference is the whole engine: an upper bound for the registration.
-//! - *Pends once*: one more poll within the handler, before which its lease is checked. The raw side is pending once
-//!   just before the same call: the same number of polls and the same work for the library, but no check.
+//!   library omits the registration, so the raw side is the protocol by hand over the same store: the same key, an
+//!   owner, reserve, run, encode, finish. The difference is the whole engine: an upper bound for the registration.
+//! - *Pends once*: the handler is polled once more, and its lease is checked before that poll. The raw side is pending
+//!   once just before the same call: the number of polls and the work of the library are equal, but nothing is checked.
 //! - *A task for each call*: compared with the same raw side, a renewal task spawned and aborted for each call.
 
 use std::future::poll_fn;

@@ -5,16 +5,16 @@
 //!   Clients and server share a runtime of two workers, so both sides include the clients' work.
 //! - *Beside others*: replays and first runs of `axum-idempotent`, the only other layer for axum on Redis that our
 //!   compiler builds (`idempotent` 2.0 needs Rust 1.98, `footing` 0.6 1.99). Both servers are separate processes on one
-//!   Valkey, because that layer needs `HEXPIRE`; each side has the number of connections at which it is best. That
-//!   layer looks for a response and then runs the handler, so two concurrent requests may both run; ours reserves
-//!   first.
-//! - *Allocations* are counted for one request through the tower service, on one thread and without a socket, and so
-//!   are the bytes requested from the allocator: each copy of the body adds a kilobyte.
+//!   Valkey, because `axum-idempotent` needs `HEXPIRE`; each side has its best number of connections. `axum-idempotent`
+//!   looks for a response and then runs the handler, so two concurrent requests may both run; our layer reserves the
+//!   key first.
+//! - *Allocations* are counted for one request through the tower service, on one thread and without a socket. The bytes
+//!   requested from the allocator are counted as well: each copy of the body adds a kilobyte.
 //! - *Instructions* are for a profiler: `valgrind --tool=callgrind target/release/deps/http-… turns first socket 1500`,
 //!   minus the same with 500, gives the cost of 1000 requests (`bare`, `first`, `replay`; `service`, `socket`),
 //!   independently of the load of the machine.
-//! - *Running key*: 10 000 duplicates of one request that still runs: the time until all have an answer, and the memory
-//!   that they hold.
+//! - *Running key*: 10 000 duplicates of one running request: the time until all have an answer, and the memory that
+//!   the duplicates hold.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 
@@ -48,7 +48,7 @@ use tower::ServiceExt;
 
 const POLICY: Policy = Policy::new(Duration::from_secs(24 * 3600)).lease(Duration::from_secs(60));
 
-/// Number of keys that are replayed.
+/// Number of keys whose responses are replayed.
 const REPLAYED: usize = 500;
 
 /// Returns 1 KB of JSON.
@@ -62,7 +62,7 @@ async fn echo(axum::Json(order): axum::Json<Value>) -> axum::Json<Value> {
     axum::Json(order)
 }
 
-/// Builds the route, behind the layer if there is one.
+/// Builds the route, behind the layer if `layer` is one.
 fn route(layer: Option<IdempotencyLayer>) -> Router {
     let router = Router::new().route("/orders", post(echo));
     match layer {
@@ -127,7 +127,7 @@ enum Work {
     Replay,
 }
 
-/// A server under measurement, and whether it replays.
+/// A server under measurement, and whether its layer replays.
 struct Target {
     address: SocketAddr,
     cookie: Arc<str>,
@@ -141,7 +141,7 @@ impl Target {
         Self { address, cookie: "".into(), replays, next: REPLAYED }
     }
 
-    /// Opens a session at a server that requires one.
+    /// Opens a session at a server whose layer requires a session.
     async fn with_session(address: SocketAddr) -> Self {
         let mut stream = TcpStream::connect(address).await.expect("connects");
         let login = b"GET /login HTTP/1.1\r\nhost: till\r\nconnection: close\r\n\r\n";
@@ -203,7 +203,7 @@ fn throughput_of(runtime: &Runtime, target: &mut Target, work: Work, connections
     thousands_per_second(took, each * connections)
 }
 
-/// Returns a layer on `store` with a new scope, so that every key is new.
+/// Returns a layer on `store` with a new scope, in which every key is new.
 fn fresh(store: &dyn Store, number: &mut u32) -> IdempotencyLayer {
     *number += 1;
     IdempotencyLayer::new(store, POLICY, Caller::single()).scope(format!("round{number}"))
@@ -238,7 +238,7 @@ fn throughputs(runtime: &Runtime) {
     }
 }
 
-/// Runs each side in a separate process, at its best number of connections.
+/// Compares the layer with `axum-idempotent`, each in a separate process at its best number of connections.
 fn beside_others(runtime: &Runtime) {
     let valkey = RedisServer::start(Kind::Valkey);
     let port = valkey.port().to_string();
@@ -267,7 +267,7 @@ fn beside_others(runtime: &Runtime) {
     }
 }
 
-/// Serves the route with the layer, on the Valkey at `port`. `beside_others` starts this as a process.
+/// Serves the route with the layer, on the Valkey at `port`: the process that `beside_others` starts.
 fn serve_alone(runtime: &Runtime, port: &str) {
     runtime.block_on(async {
         let store = RedisStore::connect(&format!("redis://127.0.0.1:{port}")).await.expect("connects");
@@ -282,7 +282,7 @@ fn request(key: &str, body: &Bytes) -> Request<Body> {
     request.body(Body::from(body.clone())).expect("a request")
 }
 
-/// Counts the allocations of one request through the service, after ten others.
+/// Counts the allocations of one request through the service, after ten other requests.
 fn allocations() {
     println!("\n### HTTP: allocations of one request of 1 KB, counted\n");
     println!("| work | allocations | bytes asked for |\n|---|---|---|");
@@ -313,7 +313,7 @@ fn allocations() {
     }
 }
 
-/// Many duplicates of one request that still runs.
+/// Sends many duplicates of one request that still runs.
 fn running_key() {
     let duplicates = sized(10_000, 200);
     println!("\n### HTTP: {duplicates} duplicates of one running key\n");
@@ -332,7 +332,7 @@ fn running_key() {
             opened.acquire().await.expect("open").forget();
             order
         };
-        // All duplicates must be admitted, next to the first request.
+        // The layer must admit all duplicates next to the first request.
         let limit = u32::try_from(duplicates).expect("a small number") + 1;
         let layer = IdempotencyLayer::new(&MemoryStore::new(), POLICY.in_progress(in_progress), Caller::single());
         let app = Router::new().route("/orders", post(handler)).layer(layer.max_in_flight(limit));
@@ -340,7 +340,7 @@ fn running_key() {
         runtime.block_on(async { entered.acquire().await.expect("open").forget() });
         let is_waited_for = matches!(in_progress, InProgress::Wait(_));
         let mut took = Duration::ZERO;
-        // The duplicates alone are measured: the first request already runs.
+        // Only the duplicates are measured: the first request already runs.
         let held = measure(|| {
             took = timed(|| {
                 runtime.block_on(async {
@@ -375,7 +375,7 @@ fn running_key() {
     }
 }
 
-/// Yields, so that every other task is polled.
+/// Yields until every other task has been polled.
 async fn pass() {
     let mut has_passed = false;
     poll_fn(|context| match std::mem::replace(&mut has_passed, true) {
@@ -388,7 +388,7 @@ async fn pass() {
     .await;
 }
 
-/// Makes `count` requests on one thread, with one task each for client and server. For a profiler.
+/// Makes `count` requests for a profiler, on one thread, with one task each for client and server.
 fn turns(side: &str, transport: &str, count: usize) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be built");
     let layer = (side != "bare").then(|| IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single()));

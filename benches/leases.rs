@@ -1,10 +1,10 @@
 //! Cost of 10 000 and 100 000 live leases for a Redis server, per beat.
 //!
 //! The handlers are real and pending, and their store renews the leases as usual. The server's counters are read:
-//! `script` is its time in `EVALSHA`, which includes the commands inside the scripts, so those are not added; `in all`
-//! is the processor time of its main thread, including reading, parsing and answering. Both are scaled to as many
-//! renewals as there are leases, because the number that is due during a round varies. By hand, each lease is renewed
-//! by its own script call, in pipelines of 500.
+//! `script` is the server's time in `EVALSHA`, which includes the commands inside the scripts; `in all` is the
+//! processor time of its main thread, including reading, parsing and answering. Both are scaled to as many renewals as
+//! there are leases, because the number of leases that are due in a round varies. By hand, each lease is renewed by its
+//! own script call, in pipelines of 500.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +23,7 @@ const RENEW: &str = "\
 
 struct Hall {
     entered: Barrier,
-    /// Closed at the end.
+    /// Semaphore that the handlers wait for, closed at the end.
     leave: Semaphore,
 }
 
@@ -121,7 +121,7 @@ async fn bench(table: &Table) {
     let (leases, rounds) = (sized(10_000, 500), sized(12, 2));
     let server = RedisServer::start(Kind::Redis);
     let mut connection = server.raw().await;
-    // The slow log holds the duration of each call, for the longest one.
+    // The slow log records every call, so that the longest call can be found.
     for (name, value) in [("slowlog-log-slower-than", 20), ("slowlog-max-len", 100_000)] {
         cmd("CONFIG").arg("SET").arg(name).arg(value).exec_async(&mut connection).await.expect("answers");
     }
@@ -158,7 +158,7 @@ async fn bench(table: &Table) {
         }
         hall.entered.wait().await;
         let mut measured = Rounds::of(leases);
-        // The first beat still includes work from the start.
+        // The first beat still includes work from the start, so an extra round is discarded.
         for round in 0..=rounds {
             let mut each = Rounds::of(leases);
             // On a busy machine a beat may be late, and the round empty.

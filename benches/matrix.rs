@@ -1,4 +1,4 @@
-//! The same work on every store, as a basis for choosing one; compared with the raw client where there is one.
+//! The same work on every store, as a basis for a choice, compared with the raw client if the store has one.
 //!
 //! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. By hand as in the benches
 //!   `redis`, `postgres` and `sqlite`, which explain more; a replay and a refusal on SQLite are a `SELECT` in a bare
@@ -7,8 +7,8 @@
 //!   the last duplicate has the result.
 //! - *Results* of 1 KB, 64 KB and 1 MB, 16 tasks.
 //! - *Leases*: one renewal of 100 000, elapsed and in processor time.
-//! - *Hot key*: 10 000 concurrent duplicates, from another handle: while the handler runs, after it, and waiting for
-//!   it. The store calls are counted, and more than one per duplicate ends the bench.
+//! - *Hot key*: 10 000 concurrent duplicates from another handle: while the handler runs, after its end, and waiting
+//!   for its end. The store calls are counted, and more than one per duplicate ends the bench.
 //!
 //! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
 //! emulator here, without optimisation and with one request at a time: its figures are those of the emulator. It needs
@@ -48,7 +48,7 @@ const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "Postgr
 const TASKS: [u64; 3] = [1, 64, 1024];
 /// Number of orders to replay.
 const SHIPPED: u64 = 1000;
-/// Number of orders that are held while the bench runs, and the first of them.
+/// Number of orders that are held while the bench runs, and the number of the first of them.
 const HELD: u64 = 64;
 const HELD_FROM: u64 = 500_000;
 
@@ -79,7 +79,7 @@ fn page(bytes: usize) -> Arc<str> {
 struct Gate {
     runs: AtomicU64,
     entered: Semaphore,
-    /// Closed to let the handler end.
+    /// Semaphore that the handler waits for, closed to let the handler end.
     leave: Semaphore,
 }
 
@@ -126,7 +126,7 @@ impl Work {
         }
     }
 
-    /// Returns the order of a call; each first run takes a new order.
+    /// Returns the order of a call; each first run has a new order.
     fn order(self, call: u64, new: u64) -> u64 {
         match self {
             Self::FirstRun => new + call,
@@ -147,13 +147,13 @@ async fn call(store: &dyn Store, work: Work, order_id: u64) {
 /// The raw side of a comparison.
 enum Raw {
     None,
-    /// With the client's default socket, and with `TCP_NODELAY`.
+    /// Redis by hand, with the client's default socket and with `TCP_NODELAY`.
     Redis([redis::ByHand; 2]),
     Postgres(Vec<Arc<postgres::ByHand>>),
     Sqlite,
 }
 
-/// Makes this many calls, and returns thousands of calls per second.
+/// Makes a given number of calls, and returns thousands of calls per second.
 type Side<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
 /// A store with its server, if it has one.
@@ -164,13 +164,13 @@ struct Subject {
     /// A second handle, which stands for another process.
     peer: Arc<dyn Store>,
     raw: Raw,
-    /// A file that is opened anew for each measurement, and by no other handle meanwhile: see the bench `sqlite`.
+    /// The file of SQLite, opened anew for each measurement and by no other handle meanwhile: see the bench `sqlite`.
     file: Option<PathBuf>,
     leases: u64,
     largest_result: usize,
-    /// Number of duplicates that may ask concurrently.
+    /// Number of duplicates that may call concurrently.
     crowd: u64,
-    /// Dropped last.
+    /// The store's server, dropped last.
     _server: Box<dyn Any>,
 }
 
@@ -273,7 +273,7 @@ impl Subject {
         Table::new(&format!("{}: {section}", self.name), unit, result)
     }
 
-    /// Runs `work` with the store. Opens the file, if there is one, for this work alone.
+    /// Runs `work` with the store. The file of SQLite is opened for `work` alone.
     fn with_store<T>(&self, work: impl FnOnce(&Arc<dyn Store>) -> T) -> T {
         let Some(file) = &self.file else { return work(&self.store) };
         work(&self.runtime.block_on(SqliteStore::open(file)).expect("opens").handle())
@@ -393,7 +393,7 @@ impl Subject {
     }
 
     /// Returns the time from the end of a handler until the last of `duplicates` has its result, and the number of
-    /// calls of their store.
+    /// calls that the store of the duplicates got.
     fn wait(&self, duplicates: u64) -> (Duration, u64) {
         let (gate, peer, order_id) = (Gate::new(), &self.peer, new_orders(1).start);
         let answered = |labels: &[(&str, &str)]| peer.metrics().count(&STORE_SECONDS, labels);
@@ -526,7 +526,7 @@ impl Subject {
         }
         let table = self.table("leases", "ms", "result");
         let leases = self.runtime.block_on(hold(&self.store, "bench::leases", 0, self.leases));
-        // As heartbeats do: the number of waiting calls is limited.
+        // The number of waiting calls is limited, as in heartbeats.
         let upkeep = self.store.upkeep();
         let (mut elapsed, mut server, mut own) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=sized(5, 1) {
@@ -557,7 +557,7 @@ impl Subject {
         let table = self.table("hot key", "ms; calls of the store for each duplicate", "result");
         let crowd = duplicates.min(self.crowd);
         let (gate, peer, order_id) = (Gate::new(), FaultyStore::new(&*self.peer), new_orders(1).start);
-        // All duplicates ask for one order. None of them may run the handler.
+        // All duplicates call for one order. No duplicate may run the handler.
         let ask = |store: Arc<dyn Store>, finished: bool| {
             let took = timed(|| {
                 self.runtime.block_on(share(crowd, duplicates, |_, calls| {
@@ -594,7 +594,7 @@ impl Subject {
         let took = ask(peer.handle(), true);
         print("after it", took, all_calls(&peer) - before, Some(1.0));
 
-        // In this process, behind a cache: the first two calls read the store, the others do not.
+        // Duplicates in the handler's process, behind a cache: the first two calls read the store, later calls do not.
         let counted = FaultyStore::new(&*self.store);
         let cached = Cached::new(counted.clone());
         self.runtime.block_on(async {
@@ -606,7 +606,7 @@ impl Subject {
         print("after it, behind `Cached`", took, all_calls(&counted), Some(0.1));
         assert_eq!(gate.runs.load(Ordering::Relaxed), 1, "the handler ran more than once");
 
-        // Waiting duplicates: their store waits once for all of them.
+        // Waiting duplicates: their store sends one wait for all of them.
         let (took, calls) = self.wait(crowd);
         let each = calls as f64 / crowd as f64;
         let took = took.as_secs_f64() * 1e3;
@@ -615,7 +615,7 @@ impl Subject {
         table.value(&format!("{name}: calls each"), &vec![each].into(), each, Goal::None);
     }
 
-    /// Returns whether the line was selected, by its own name or after the name of its store.
+    /// Returns whether the command line selects the line, by its own name or with the name of its store in front.
     fn is_wanted(&self, work: &str) -> bool {
         is_wanted(&format!("{}: {work}", self.name))
     }
@@ -629,7 +629,7 @@ impl Subject {
     }
 }
 
-/// Returns the number of calls of the contract that a store got.
+/// Returns the number of calls of `Store` methods that the store got.
 fn all_calls(store: &FaultyStore) -> usize {
     let calls = [
         StoreCall::Reserve,
@@ -668,7 +668,7 @@ fn cpu_of_children() -> f64 {
         let Some((pid, rest)) = stat.split_once(' ') else { continue };
         let fields: Vec<&str> = rest.rsplit_once(')').map_or(rest, |(_, rest)| rest).split_whitespace().collect();
         let field = |n: usize| fields.get(n).and_then(|it| it.parse::<u64>().ok()).unwrap_or_default();
-        // The parent; and the times in user mode and in the kernel, of the process and of its ended children.
+        // The fields from here: user and kernel time of the process, and of its ended children.
         let ticks: u64 = (11..15).map(field).sum();
         processes.push((pid.parse::<u64>().unwrap_or_default(), field(1), ticks));
     }

@@ -1,9 +1,9 @@
 //! The whole library on a `MemoryStore`, compared with a hand-written map.
 //!
 //! By hand: a `DashMap` from the same formatted key to the state, its owner and its expiry. A first run inserts
-//! "pending" unless there is a valid entry, runs the handler, and replaces the entry by the result as JSON if it still
-//! has the same owner. A duplicate gets the entry, checks its expiry, and decodes it. The map renews no lease, and has
-//! no bound.
+//! "pending" unless there is a valid entry, runs the handler, and replaces the entry by the result as JSON if the entry
+//! still has the same owner. A duplicate gets the entry, checks its expiry, and decodes it. The map renews no lease,
+//! and has no bound.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -64,7 +64,7 @@ fn main() {
     let rounds = sized(151, 2);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let table = Table::new("Memory, one thread", "ns", "times its time");
-    // Processor time, so that the load of the machine does not count.
+    // The bench measures processor time, so that the load of the machine does not count.
     let ours = |store: &MemoryStore| {
         let took = timed_on_cpu(|| {
             runtime.block_on(async {

@@ -1,4 +1,4 @@
-//! Other libraries on the same server with the same work, each at its best concurrency, compared with this one.
+//! Other libraries compared with this one: the same server, the same work, each library at its best concurrency.
 //!
 //! *First* is a new order: reserve it, run a handler that does nothing, record 150 bytes of JSON. *Replay* is a known
 //! order, whose result is returned decoded.
@@ -7,16 +7,16 @@
 //! |---|---|
 //! | idem | an `#[idempotent]` function, one `RedisStore` or `PostgresStore` with its defaults |
 //! | Powertools | `@idempotent_function` of AWS Lambda Powertools for Python with its Redis layer |
-//! | Powertools with `hiredis` | the same with the parser in C, which its extra `[redis]` does not install |
-//! | Powertools, local cache | the same with `use_local_cache`; compared with `Cached` |
+//! | Powertools with `hiredis` | Powertools with the parser in C, which its extra `[redis]` does not install |
+//! | Powertools, local cache | Powertools with `use_local_cache`; compared with `Cached` |
 //! | `idempotent` | the Rust crate, its `ValkeyStore` |
 //! | blog pattern on Redis | `SET NX`, then `SET` or `GET`, over one connection of the Rust client; no owner is checked |
 //! | DBOS | a workflow without steps, named by the order, in Python |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
 //! The peers are separate processes, started by `benches/peers` and instructed line by line. Each side is first
-//! measured at every concurrency of its list; then the best of each side take turns, round by round. Server and client
-//! share the machine. PostgreSQL has `fsync` and `synchronous_commit` on.
+//! measured at every concurrency of its list; then the best concurrencies of all sides take turns, round by round.
+//! Server and client share the machine. PostgreSQL has `fsync` and `synchronous_commit` on.
 //!
 //! A quick run has no peers except the blog pattern. A full run needs `./scripts/bench peers` once, and takes 5
 //! minutes.
@@ -66,14 +66,14 @@ impl Work {
     }
 }
 
-/// Processes, and threads or tasks in each.
+/// Number of processes, and number of threads or tasks in each process.
 type Concurrency = (u64, u64);
 
 /// A library under test.
 struct Side<'a> {
     name: &'static str,
     concurrencies: Vec<Concurrency>,
-    /// Makes this many calls, and returns thousands of calls per second.
+    /// Makes a given number of calls, and returns thousands of calls per second.
     run: Box<dyn Fn(Work, Concurrency, u64) -> f64 + 'a>,
     /// Goal of the library in comparison with this side.
     goal: Goal,
@@ -88,7 +88,7 @@ impl<'a> Side<'a> {
         Self { name, concurrencies, run, goal, is_in_process: true }
     }
 
-    /// Creates a side in separate processes, and lets it ship the orders for replays.
+    /// Creates a side in separate processes, which ship the orders for replays.
     fn there(name: &'static str, concurrencies: &[Concurrency], goal: Goal, mut peer: Peer) -> Self {
         peer.run("first", SHIPPED, concurrencies[0], 0);
         let peer = RefCell::new(peer);
@@ -104,7 +104,7 @@ impl<'a> Side<'a> {
         paced(target, least, move |count| (self.run)(work, concurrency, count))
     }
 
-    /// Returns the fastest concurrency. Each is measured twice.
+    /// Returns the fastest concurrency. Each concurrency is measured twice.
     fn best(&self, work: Work) -> Concurrency {
         let measure = |concurrency: Concurrency| {
             let mut side = self.paced(work, concurrency, Duration::from_millis(sized(400, 1)));
@@ -124,7 +124,7 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures each side at its best concurrency. Prints a line for each except the first, which is the library.
+/// Measures each side at its best concurrency. Prints a line for each side after the first one, which is the library.
 fn compare(table: &Table, work: Work, sides: &[Side<'_>]) {
     let wanted = |side: &&Side<'_>| is_wanted(&format!("{}: {}", work.name(), side.name));
     let (idem, others) = sides.split_first().expect("some");
@@ -174,7 +174,7 @@ fn on_redis(runtime: &Runtime) {
         let store = RedisStore::connect(&server.url()).await.expect("connects").handle();
         (store, redis::ByHand::connect(&server.url(), false).await)
     });
-    // A duplicate must not run the handler, here as in the library.
+    // A duplicate must not run the handler of the blog pattern.
     let in_blogs = |work: Work, tasks, count| {
         let (first, cycle) = work.orders(count);
         let calls = share(tasks, count, |_, calls| {
@@ -189,7 +189,7 @@ fn on_redis(runtime: &Runtime) {
         rate(runtime, count, calls)
     };
     runtime.block_on(async {
-        // Orders for the replays.
+        // The replays need recorded orders.
         for order_id in 0..SHIPPED {
             ship(&*store, order_id).await.expect("ships");
             assert!(blog.clone().as_in_blogs(order_id).await.0);
@@ -199,7 +199,7 @@ fn on_redis(runtime: &Runtime) {
         Side::here("idem", &TASKS, Goal::None, |work, tasks, count| ours(runtime, &store, work, tasks, count)),
         Side::here("blog pattern", &TASKS, Goal::None, in_blogs),
     ];
-    // Peers need an installation, which a quick run does without.
+    // Peers must be installed, and a quick run goes without.
     if !is_quick() {
         let powertools = Peer::python("Powertools", "powertools.py", &[&port]);
         sides.push(Side::there("Powertools", &PYTHON, Goal::AtLeast(20.0), powertools));
@@ -214,7 +214,7 @@ fn on_redis(runtime: &Runtime) {
     compare(&table, Work::Replay, &sides);
     drop(sides);
 
-    // Without the network: each side replays from the memory of its process.
+    // Each side replays from the memory of its process, without the network.
     let cached =
         Cached::new(RedisStore::clone(&runtime.block_on(RedisStore::connect(&server.url())).expect("connects")))
             .handle();

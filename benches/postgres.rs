@@ -81,8 +81,8 @@ impl Bench {
         Self { server, runtime, store, by_hand }
     }
 
-    /// Returns thousands of calls per second by `tasks` tasks, which each make one call after the other, `count` in
-    /// all.
+    /// Returns thousands of calls per second of `tasks` tasks, which make `count` calls together, each task one call
+    /// after the other.
     fn measure(&self, by_hand: bool, work: Work, tasks: u64, count: u64) -> f64 {
         let calls = share(tasks, count, |task, calls| {
             let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
@@ -118,7 +118,7 @@ impl Bench {
         }
         let position = "pg_current_wal_insert_lsn() - '0/0'";
         let before = self.number(position);
-        // The first change of a page after a checkpoint logs the whole page. This cost belongs to the checkpoint.
+        // The table is emptied first, because the first change of an old page after a checkpoint logs the whole page.
         self.measure(false, Work::FirstRun, 64, count);
         #[allow(clippy::cast_precision_loss)] // Far below 2^52.
         let count = count as f64;
@@ -146,8 +146,8 @@ impl Bench {
 }
 
 fn main() {
-    // One task on one thread: with two threads, its speed varies for seconds, depending on whether its wake-ups cross
-    // cores.
+    // A single thread runs the lone task: with two threads, its speed varies for seconds, depending on whether its
+    // wake-ups cross cores.
     let lone = Bench::new(Builder::new_current_thread(), 1);
     let mut threads = Builder::new_multi_thread();
     threads.worker_threads(2);

@@ -115,7 +115,7 @@ impl Bench {
         Self { server, runtime, idem, default, nodelay, limit }
     }
 
-    /// Deletes everything except scripts, and prepares the orders for `work`.
+    /// Deletes all keys but no script, and prepares the orders for `work`.
     fn prepare(&self, work: Work) {
         self.runtime.block_on(async {
             let flush = redis::cmd("FLUSHDB").exec_async(&mut self.server.raw().await).await;
@@ -137,8 +137,8 @@ impl Bench {
         });
     }
 
-    /// Returns thousands of calls per second by `tasks` tasks, which each make one call after the other, `count` in
-    /// all.
+    /// Returns thousands of calls per second of `tasks` tasks, which make `count` calls together, each task one call
+    /// after the other.
     fn measure(&self, side: &Side, work: Work, tasks: u64, count: u64) -> f64 {
         if work == Work::FirstRun {
             self.prepare(work);
@@ -161,8 +161,8 @@ fn main() {
     let table = Table::with_limit("Redis", "thousand a second", "times its throughput");
     for work in [Work::FirstRun, Work::Replay, Work::InProgress] {
         let mut is_prepared = false;
-        // The speed of a lone task varies for some time, depending on where the system places the task and the server.
-        // Many short rounds cover both cases.
+        // The speed of a lone task varies, depending on the cores on which the system places task and server. Many
+        // short rounds cover all cases.
         for (tasks, count, rounds) in
             [(1, 400, 61), (16, 10_000, 15), (64, 20_000, 15), (256, 30_000, 15), (1024, 60_000, 15)]
         {

@@ -1,5 +1,5 @@
-//! A table of `PostgresStore` with `IDEM_BENCH_ROWS` records (default: a million), half of which are due: plain, and
-//! with 16 hash partitions. The server loses nothing (`fsync` and `synchronous_commit` on).
+//! A table of `PostgresStore` with `IDEM_BENCH_ROWS` records (default: a million), half of them due for the purge: a
+//! plain table, and one with 16 hash partitions. The server loses nothing (`fsync` and `synchronous_commit` on).
 //!
 //! - *Purge*: `Store::purge` in batches of several sizes until no record is due, next to first runs of new keys that
 //!   begin at fixed times, 200 per second. Their latencies count from these times, so that a call that waits is
@@ -32,8 +32,8 @@ const WEEK: Duration = Duration::from_secs(7 * 86_400);
 /// First runs per second during the purge.
 const RATE: u32 = 200;
 
-/// Creates the records `first` to `last`, with the first `due` of them expired: reserved and then completed, as calls
-/// do.
+/// Creates the records `first` to `last`, the first `due` of them expired. Each record is reserved and then completed,
+/// as by a call.
 const FILL: &str = "CREATE FUNCTION named(n bigint) RETURNS text LANGUAGE sql IMMUTABLE RETURN
   'order:' || lpad(to_hex(n * 2654435761 % 4294967296), 8, '0') || '-7c4e-4d1a-9b0e-5f2a7d3c8e61';
 CREATE PROCEDURE fill(first bigint, last bigint, due bigint) LANGUAGE plpgsql AS $$
@@ -71,7 +71,7 @@ struct Bench {
 }
 
 fn result(bytes: usize) -> Finish {
-    // Bytes that the server can't compress.
+    // Random bytes, which the server can't compress.
     let mut state = 1_u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -101,7 +101,7 @@ async fn finish(store: &PostgresStore, lease: &Lease, bytes: usize) {
     assert_eq!(store.finish(lease, &result(bytes)).await.expect("finishes"), Verdict::Applied);
 }
 
-/// Converts to milliseconds.
+/// Returns the time in milliseconds.
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
@@ -128,7 +128,7 @@ impl Bench {
 
     async fn fill(&self, rows: i64) {
         self.raw.batch_execute(FILL).await.expect("can be created");
-        // The procedure keeps the plans that were made for an empty table.
+        // The planner settings are fixed: a procedure keeps the plans that were made for an empty table.
         let settings = "SET synchronous_commit = off; SET enable_seqscan = off; SET enable_bitmapscan = off; \
                         SET enable_hashjoin = off; SET enable_mergejoin = off";
         self.raw.batch_execute(settings).await.expect("can be set");
@@ -152,8 +152,8 @@ impl Bench {
         );
     }
 
-    /// Makes first runs of new keys, `RATE` per second, until `over` is set. Returns the latency of each from its
-    /// planned start.
+    /// Makes first runs of new keys, `RATE` per second, until `over` is set. Returns the latency of each first run,
+    /// counted from its planned start.
     fn load(&self, name: &'static str, over: &Arc<AtomicBool>) -> tokio::task::JoinHandle<Vec<f64>> {
         let (store, over) = (self.store.clone(), Arc::clone(over));
         tokio::spawn(async move {
@@ -184,8 +184,8 @@ impl Bench {
     async fn purge(&self, name: &'static str, batch: u32, rows: u64, purged: &Arc<AtomicU64>) {
         let over = Arc::new(AtomicBool::new(false));
         let load = self.load(name, &over);
-        // Reserves keys that the purge is about to remove. It has its own store: other handlers would wait for the same
-        // batch.
+        // Another task reserves keys that the purge is about to remove. It has its own store, because calls in one
+        // store would wait for the same batch.
         let met = {
             let (over, purged) = (Arc::clone(&over), Arc::clone(purged));
             let store = PostgresStore::connect(&self.server.url()).await.expect("connects");
@@ -300,7 +300,7 @@ fn kind(partitions: u16) -> String {
     if partitions == 0 { "a plain table".to_owned() } else { format!("{partitions} partitions") }
 }
 
-/// Names a record as [`FILL`] does: the names of two successive records share no leading digits.
+/// Names a record as [`FILL`] does: the names of successive records share no leading digits.
 fn named(n: u64) -> String {
     format!("order:{:08x}-7c4e-4d1a-9b0e-5f2a7d3c8e61", n * 2_654_435_761 % (1 << 32))
 }

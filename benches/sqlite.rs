@@ -3,17 +3,17 @@
 //! By hand, a record is a row with the necessary columns, and has the same index for clean-up. A first run is an
 //! `INSERT` that reserves the key, the same handler, its result as JSON, and an `UPDATE` that compares the owner.
 //!
-//! - *One commit per step*: each statement is a transaction, as without grouping. One thread does nothing else, and no
+//! - *One commit per step*: each statement is a transaction, as without grouping. One thread makes all calls, and no
 //!   task waits.
 //! - *Same grouping*: a thread takes the waiting steps from a channel, runs them in one transaction, and answers the
 //!   tasks.
 //! - *Bare loop*: the same statements, as many in a transaction as there are tasks, but without tasks.
-//! - *Replay*: a `SELECT` of the same record that the library replays; nothing is decoded, no task waits.
+//! - *Replay*: a `SELECT` of the record that the library replays; the result is not decoded, and no task waits.
 //!
 //! Each measurement opens its file anew, while the other side's file is closed: connections of one process share a pool
 //! of cached pages, and the pages of one can starve the other.
 //!
-//! The file is in the target folder, so it is on a disk if the target folder is.
+//! The file is in the target folder, and so on the disk of the target folder.
 
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ enum Work {
     Replay,
 }
 
-/// Raw side that a line compares with.
+/// Raw side with which a line compares the library.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Against {
     OneCommitPerStep,
@@ -79,14 +79,14 @@ impl Bench {
         let store = self.runtime.block_on(options.open(self.folder.join("idem.db"))).expect("opens");
         let done = work(&store);
         drop(store);
-        // The store's threads close the file, and the last one to close it removes the log.
+        // The store's threads close the file, and the last thread to close it removes the log.
         while self.folder.join("idem.db-wal").exists() {
             std::thread::yield_now();
         }
         done
     }
 
-    /// Ships the orders with `tasks` tasks, each one after the other.
+    /// Ships the orders with `tasks` tasks, each task one order after the other.
     fn ship(&self, store: &SqliteStore, orders: std::ops::Range<u64>, tasks: u64) {
         self.runtime.block_on(async {
             let mut running = JoinSet::new();

@@ -1,4 +1,4 @@
-//! Shared by the benches: rounds that alternate between the sides, and a table of ratios and goals.
+//! Parts that the benches share: rounds that alternate between the sides, and a table of ratios and goals.
 //!
 //! Every result is a ratio within one run. Each round measures every side once, in changing order, so that a machine
 //! that slows down slows all sides. A line of the table is the ratio of the sides' medians.
@@ -40,7 +40,7 @@ pub fn is_wanted(work: &str) -> bool {
 /// Reserves an order for longer than any bench takes.
 ///
 /// # Panics
-/// If it can't be reserved.
+/// If the order can't be reserved.
 pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Lease {
     let request = ReserveRequest::new(
         Key::new(scope, format!("order:{order_id}")).expect("a valid key"),
@@ -123,13 +123,13 @@ fn quantile(values: &[f64], at: f64) -> f64 {
 }
 
 /// Measures every side once per round, in an order that rotates from round to round. One extra round comes first and is
-/// discarded.
+/// not counted.
 pub fn alternate<const N: usize>(rounds: usize, mut sides: [&mut dyn FnMut() -> f64; N]) -> [Samples; N] {
     let samples = alternate_all(rounds, &mut sides);
     samples.try_into().expect("one for each side")
 }
 
-/// Does the same as [`alternate`] for any number of sides.
+/// Measures like [`alternate`], for any number of sides.
 pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Vec<Samples> {
     let mut samples = vec![Vec::with_capacity(rounds); sides.len()];
     for round in 0..=rounds {
@@ -144,9 +144,9 @@ pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Ve
     samples.into_iter().map(Samples).collect()
 }
 
-/// Returns a side that makes as many calls per round as take about `target`, so that a bench ends in time on any
-/// machine. `side` makes a given number of calls and returns thousands of calls per second. The first round finds the
-/// number.
+/// Returns a side that makes as many calls per round as take about `target`, so that the duration of a bench is similar
+/// on all machines. `side` makes a given number of calls and returns thousands of calls per second. The first round
+/// finds the number.
 pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> impl FnMut() -> f64 {
     let mut count = None;
     move || {
@@ -160,7 +160,7 @@ pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> 
             if done {
                 return rate;
             }
-            // The first calls may be slow, so the number grows step by step.
+            // The first calls may be slow, so the number of calls grows step by step.
             calls = enough.clamp(least, calls * 20);
             count = None;
         }
@@ -193,7 +193,7 @@ pub struct Table {
 pub struct Sides<'a> {
     /// The hand-written side.
     pub raw: &'a Samples,
-    /// A client that does nothing else: the upper limit.
+    /// A client that does only the necessary work: the upper limit.
     pub limit: Option<&'a Samples>,
     /// The library.
     pub idem: &'a Samples,
@@ -219,7 +219,7 @@ impl Table {
         Self { title, unit, result, has_limit: !limit.is_empty() }
     }
 
-    /// Prints a line: the medians of both sides, and `calculate` of the two, idem first.
+    /// Prints a line: the medians of both sides, and the result of `calculate` for the library and the raw side.
     pub fn line(&self, work: &str, raw: &Samples, idem: &Samples, calculate: fn(f64, f64) -> f64, goal: Goal) {
         self.sides(work, &Sides { raw, limit: None, idem }, calculate, goal);
     }
@@ -381,13 +381,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_receipt_is_what_the_figures_are_about() {
+    fn a_receipt_has_some_150_bytes_of_json() {
         let bytes = serde_json::to_vec(&Receipt::of(1_000_000)).unwrap();
         assert!((140..160).contains(&bytes.len()), "{}", bytes.len());
     }
 
     #[test]
-    fn sides_take_turns() {
+    fn the_first_side_of_a_round_rotates() {
         let order = std::cell::RefCell::new(String::new());
         let side = |name| {
             let order = &order;
@@ -403,7 +403,7 @@ mod tests {
     #[test]
     fn a_paced_side_makes_as_many_calls_as_fit() {
         let made = std::cell::RefCell::new(Vec::new());
-        // 10 thousand per second, except for slow first calls.
+        // 10 thousand per second, after slow first calls.
         let side = |count: u64| {
             made.borrow_mut().push(count);
             if count < 100 { 1.0 } else { 10.0 }

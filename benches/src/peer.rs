@@ -1,4 +1,4 @@
-//! Other libraries, each in a separate process that is instructed line by line.
+//! Other libraries, each in a separate process that gets its work line by line.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ impl Peer {
         Self::start(name, &folder().join("rust/release").join(program), args.to_vec())
     }
 
-    /// Starts this bench itself with these arguments, for a side that is measured like the others.
+    /// Starts this bench program with these arguments, for a side that a separate process must measure.
     pub fn this(name: &'static str, args: &[&str]) -> Self {
         Self::start(name, &std::env::current_exe().expect("a bench is a file"), args.to_vec())
     }
@@ -66,7 +66,7 @@ impl Peer {
     }
 
     /// Returns thousands of calls per second. `work` is `first` or `replay`, for `count` orders from `first` on, by
-    /// this many threads (or tasks) in each of this many processes.
+    /// `threads` threads (or tasks) in each of `processes` processes.
     pub fn run(&mut self, work: &str, count: u64, (processes, threads): (u64, u64), first: u64) -> f64 {
         writeln!(self.input, "{work} {count} {processes} {threads} {first}").expect("listens");
         let said = self.read();

@@ -29,7 +29,7 @@ struct Receipt {
     express: bool,
 }
 
-/// Returns the same result as every other side.
+/// Returns the result that every side records.
 fn receipt(order_id: u64) -> Receipt {
     Receipt {
         order_id,

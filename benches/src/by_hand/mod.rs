@@ -1,4 +1,4 @@
-//! The hand-written code that benches compare with.
+//! The hand-written code that benches compare the library with.
 
 pub mod pipelined;
 pub mod postgres;

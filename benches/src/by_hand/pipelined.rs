@@ -1,9 +1,8 @@
 //! A hand-written client of Redis with minimal work: one connection, one write for all commands that have gathered, and
 //! no decoding of answers. No library reaches this limit, because every library does more.
 //!
-//! A command is written immediately while none is in flight. Otherwise it is written together with other commands, when
-//! the next answers have been read.
-//! answers are read.
+//! A command is written immediately while no command is in flight. Otherwise it waits until the next answers have been
+//! read, and is written together with other waiting commands.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -31,7 +30,7 @@ pub struct Pipelined {
 #[derive(Default)]
 struct Gathering {
     next: Mutex<Next>,
-    /// Notified by the first command.
+    /// Notified by the first command of the next write.
     begun: Notify,
 }
 
@@ -48,7 +47,7 @@ impl Gathering {
 }
 
 impl Pipelined {
-    /// Connects to the server at `address`, from the current runtime.
+    /// Connects to the server at `address`; the connection is a task of the current runtime.
     pub async fn connect(address: &str) -> Self {
         let stream = TcpStream::connect(address).await.expect("connects");
         let gathering = Arc::<Gathering>::default();
@@ -59,7 +58,7 @@ impl Pipelined {
         connected
     }
 
-    /// Returns the answer to a command, undecoded.
+    /// Returns the server's answer to a command, not decoded.
     async fn ask(&self, command: &[&[u8]]) -> Bytes {
         let (sender, answer) = oneshot::channel();
         let is_first = {
@@ -84,7 +83,7 @@ impl Pipelined {
         self.ask(&[b"SET", key.as_bytes(), owner.as_bytes(), b"NX", b"GET", b"PX", lease.as_bytes()]).await
     }
 
-    /// Makes a first run: `SET key owner NX GET PX lease`, the handler, and an owner-checked `SET` as a script.
+    /// Makes a first run: `SET key owner NX GET PX lease`, the trivial handler, and an owner-checked `SET` as a script.
     pub async fn ship(&self, order_id: u64) -> Receipt {
         self.run(order_id, || Receipt::of(order_id)).await
     }
@@ -110,7 +109,7 @@ impl Pipelined {
         found
     }
 
-    /// Makes a call in progress: `SET key owner NX GET PX lease` that finds another owner.
+    /// Makes a call of a held order: `SET key owner NX GET PX lease`, which finds another owner.
     pub async fn in_progress(&self, order_id: u64) -> Bytes {
         let found = self.reserve(&key(order_id), "0000000000000000").await;
         assert!(found.len() > 5, "nobody has it");
@@ -118,7 +117,7 @@ impl Pipelined {
     }
 }
 
-/// Writes the gathered commands and distributes the answers, until the connection or its users are gone.
+/// Writes the gathered commands and distributes the answers, until the server or all users of the connection are gone.
 async fn drive(mut stream: TcpStream, gathering: Arc<Gathering>) {
     let (mut writing, mut in_flight) = (Vec::new(), VecDeque::new());
     let mut read = BytesMut::with_capacity(1 << 16);
@@ -160,7 +159,7 @@ fn whole(read: &BytesMut) -> Option<usize> {
     }
 }
 
-/// Returns the string in an answer.
+/// Returns the string inside an answer.
 fn value(answer: &Bytes) -> &[u8] {
     let line = answer.iter().position(|byte| *byte == b'\n').expect("a whole answer") + 1;
     &answer[line..answer.len() - 2]

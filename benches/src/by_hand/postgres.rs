@@ -26,7 +26,7 @@ const BLOG_RESERVE: &str = "INSERT INTO blog (key, status) VALUES ($1, 'pending'
 const BLOG_COMPLETE: &str = "UPDATE blog SET status = 'done', result = $2::text::jsonb WHERE key = $1";
 const BLOG_REPLAY: &str = "SELECT result::text FROM blog WHERE key = $1 AND status = 'done'";
 
-/// A connection with its statements. First runs have their own table, like the library's; replays read the library's
+/// A connection with its statements. First runs by hand have their own table; replays by hand read the library's
 /// records.
 pub struct ByHand {
     client: Client,
@@ -37,7 +37,7 @@ pub struct ByHand {
 }
 
 impl ByHand {
-    /// Opens this many connections, and creates their tables. The library's table must exist.
+    /// Opens this many connections, and creates the table of the first runs. The library's table must exist.
     pub async fn connections(url: &str, count: usize) -> Vec<Arc<Self>> {
         let client = connect(url).await;
         let made = client.batch_execute(&[&PostgresStore::schema_sql("hand"), ";", BLOG_SCHEMA].concat()).await;
@@ -73,7 +73,7 @@ impl ByHand {
         result
     }
 
-    /// Returns the number of rows that the reservation inserted: zero if the order is taken.
+    /// Returns the number of rows that the reservation inserted: zero if another call has reserved the order.
     pub async fn reserve(&self, order_id: u64) -> u64 {
         let (key, owner) = (key(order_id), owner(order_id));
         let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;
@@ -88,8 +88,8 @@ impl ByHand {
     }
 
     /// Makes a call in the pattern of common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and
-    /// `UPDATE`, or `SELECT`. Returns whether the handler ran. Without lease and owner, a crash in between blocks the
-    /// key forever.
+    /// `UPDATE`, or `SELECT`. Returns whether the handler ran. The pattern has no lease and no owner: a crash between
+    /// the statements blocks the key forever.
     pub async fn as_in_blogs(&self, order_id: u64) -> (bool, Receipt) {
         let [reserve, complete, replay] = &self.blog;
         let key = order_id.to_string();

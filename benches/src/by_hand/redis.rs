@@ -34,7 +34,7 @@ impl ByHand {
         let info = url.into_connection_info().expect("a valid URL");
         let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(nodelay));
         let client = Client::open(info).expect("a valid URL");
-        // A long time limit: a busy machine must slow a bench down, not end it.
+        // The time limit is long, so that a busy machine slows a bench down and doesn't end it.
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)));
         let connection = client.get_multiplexed_async_connection_with_config(&config).await;
         let mut connection = connection.expect("connects");
@@ -76,7 +76,7 @@ impl ByHand {
         Json::decode(result(&record)).expect("decodes")
     }
 
-    /// Makes a call in progress: `SET key owner NX GET PX lease` that finds another owner.
+    /// Makes a call of a held order: `SET key owner NX GET PX lease`, which finds another owner.
     pub async fn in_progress(&mut self, order_id: u64) -> Vec<u8> {
         self.reserve(&key(order_id), "0000000000000000").await.expect("somebody has it")
     }
@@ -104,11 +104,11 @@ impl ByHand {
     }
 }
 
-/// Returns the result in a finished record: the bytes after the name of its codec. The rest of the record is not
-/// parsed.
+/// Returns the result in a finished record: the bytes after the name of its codec. The other parts of the record are
+/// not parsed.
 fn result(record: &[u8]) -> &[u8] {
     const NAME: &[u8] = b"\x04json";
-    // Owner token and counters are before byte 48 and may contain any bytes.
+    // The search starts at byte 48: owner token and counters come before it and may contain any bytes.
     let at = record.get(48..).and_then(|rest| rest.windows(NAME.len()).position(|it| it == NAME));
     &record[48 + at.expect("finished, as JSON") + NAME.len()..]
 }

@@ -16,7 +16,7 @@ use crate::{Receipt, thousands_per_second, timed};
 /// A connection that threads use in turn.
 pub struct ByHand(Mutex<Connection>);
 
-/// A step, and the channel to the task that waits for it.
+/// A step of a first run, and the channel to the task that waits for the step.
 type Job = (Step, oneshot::Sender<usize>);
 
 enum Step {
@@ -24,7 +24,7 @@ enum Step {
     Complete(u64, Vec<u8>),
 }
 
-/// Statements of both steps.
+/// The statements of the two steps: reserve and complete.
 struct Steps<'c> {
     insert: Statement<'c>,
     update: Statement<'c>,
@@ -82,7 +82,7 @@ impl ByHand {
         Self(Mutex::new(connection))
     }
 
-    /// Returns thousands of first runs per second, with `group` in each transaction.
+    /// Returns thousands of first runs per second, with `group` first runs in each transaction.
     pub fn loops(&self, group: u64, count: u64) -> f64 {
         let connection = self.0.lock().expect("no panic before");
         let mut steps = Steps::new(&connection);
@@ -100,7 +100,8 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Returns thousands of first runs per second that `tasks` tasks delegate to a thread, grouped as they arrive.
+    /// Returns thousands of first runs per second that `tasks` tasks delegate to a thread, which groups them as they
+    /// arrive.
     pub fn grouped(&self, runtime: &Runtime, tasks: u64, count: u64) -> f64 {
         let (jobs, waiting) = mpsc::channel::<Job>();
         let connection = &self.0;
@@ -142,8 +143,7 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Returns thousands of replays per second, over the first `orders` orders that the library has shipped into this
-    /// file.
+    /// Returns thousands of replays per second, of the first `orders` orders that the library has shipped in this file.
     pub fn replays(&self, orders: u64, count: u64) -> f64 {
         let sql = "SELECT owner, attempt, state, expires_at, result FROM idem_records WHERE key = ?1";
         let connection = self.0.lock().expect("no panic before");
