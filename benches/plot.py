@@ -23,19 +23,19 @@ TASKS = [1, 64, 1024]
 
 
 def read(path):
-    """The last result of each line, but for quick runs."""
+    """The last result of each line, without those of quick runs."""
     results = {}
     for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
         if not result.get("quick"):
-            # The name of a line of `peers` tells its concurrency in brackets, which may differ from run to run.
+            # The name of a line of `peers` contains its concurrency in brackets, which may differ from run to run.
             work = re.sub(r" \(.*", "", result["work"]) if result["bench"] == "peers" else result["work"]
             results[result["bench"], result["table"], work] = result
     return results
 
 
 def figure(value):
-    """Three digits."""
+    """A number with three digits."""
     if value is None:
         return ""
     if abs(value) >= 100:
@@ -49,7 +49,7 @@ def table(head, rows):
 
 
 def both(result):
-    """What the library makes, and beside it what is made by hand."""
+    """Bars of the library's throughput beside those of the code by hand."""
     if result is None:
         return ""
     raw = result.get("raw")
@@ -76,7 +76,7 @@ def calls(results):
 
 
 def per_store(results, section, unit):
-    """All lines of a section, which have other numbers in some stores."""
+    """All lines of a section: the number of tasks or duplicates differs between stores."""
     names = dict.fromkeys(key[2] for key in results if key[0] == "matrix" and key[1].endswith(f": {section}"))
     rows = []
     for name in names:
@@ -108,7 +108,7 @@ def share(results):
 
 
 def lines(results, bench):
-    """A bench as it prints itself; with a column for the limit if any of its lines has one."""
+    """The table of a bench as the bench prints it; with a column for the limit if a line has a limit."""
     found = [it for (its_bench, _, _), it in results.items() if its_bench == bench]
     has_limit = any(it.get("limit") for it in found)
     rows = []
@@ -136,7 +136,7 @@ def finish(axes, title, unit):
 
 
 def log_scale(axis):
-    """Plain numbers, at every power of ten."""
+    """Plain numbers on the axis, at every power of ten."""
     axis.set_major_locator(ticker.LogLocator(numticks=12))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}".replace(",", " ")))
     axis.set_minor_formatter(ticker.NullFormatter())
@@ -146,7 +146,7 @@ def save(chart, path):
     picture = io.BytesIO()
     chart.savefig(picture, dpi=100, bbox_inches="tight")
     pyplot.close(chart)
-    # A palette makes it a third of the size.
+    # A palette reduces the picture to a third of its size.
     Image.open(picture).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path)
 
@@ -264,7 +264,7 @@ def main():
         plot_share(results, plots / "share.png")
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8")
-    # Any other bench may be shown as it prints itself.
+    # Every other bench is shown in the table that it prints.
     for bench in benches:
         if f"<!-- {bench} -->" in text and bench not in tables:
             tables[bench] = lines(results, bench)

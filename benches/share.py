@@ -35,7 +35,7 @@ COLUMNS = [*GROUPS, "other crates", "std", "libc", "kernel"]
 
 
 def program():
-    """Where cargo has put the bench; it is built by now."""
+    """The path of the bench's program, which cargo has built."""
     built = subprocess.run(
         "cargo bench --locked -p idem-benches --features dynamodb --bench profile --no-run --message-format json".split(),
         check=True, capture_output=True, text=True,
@@ -54,7 +54,7 @@ def group_of(path):
 
 
 class Symbols:
-    """Which source files an address of the program is in, from the inside out."""
+    """The source files to which an address of the program belongs, the innermost inlined function first."""
 
     def __init__(self, binary):
         self.binary = binary
@@ -63,14 +63,14 @@ class Symbols:
         self.segments = sorted(tuple(int(it, 16) for it in segment) for segment in found)
 
     def address(self, offset):
-        """The address that a place in the file is linked to."""
+        """The address to which an offset in the file is linked."""
         at = bisect.bisect_right(self.segments, (offset, float("inf"), 0)) - 1
         start, linked, _ = self.segments[at]
         return offset - start + linked
 
     def files(self, addresses):
         addresses = sorted(addresses)
-        # `-a` prints each address before what is at it.
+        # `-a` prints each address before its functions.
         asked = "\n".join(hex(address) for address in addresses)
         told = subprocess.run(["addr2line", "-a", "-i", "-e", self.binary], input=asked, check=True, capture_output=True, text=True)
         files, at = collections.defaultdict(list), None
@@ -95,7 +95,7 @@ def sample(binary, loop):
 
 
 def shares(symbols, text):
-    """The share of each group, and how many samples there were."""
+    """The share of each group, and the number of samples."""
     name = os.path.basename(symbols.binary)
     maps, samples, ours = [], [], None
     for line in text.splitlines():

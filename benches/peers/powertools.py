@@ -19,7 +19,7 @@ PORT, CACHED = int(sys.argv[1]), "cached" in sys.argv[2:]
 
 
 class Context:
-    """As Lambda gives one: it bounds how long an attempt counts as running."""
+    """A context as Lambda passes it: its remaining time bounds how long an attempt counts as running."""
 
     @staticmethod
     def get_remaining_time_in_millis():

@@ -22,7 +22,7 @@ RESULT_OF = {
 }
 
 
-# How many orders there are to replay.
+# Number of orders to replay.
 SHIPPED = 1000
 
 
@@ -32,7 +32,7 @@ def receipt(order_id):
 
 
 def _serve(connect, threads, pipe):
-    # PR_SET_PDEATHSIG: the kernel ends it if its parent dies, which may be killed.
+    # PR_SET_PDEATHSIG: the kernel ends this process if its parent dies, even by a kill.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     call = connect(threads)
     pipe.send("ready")
@@ -46,7 +46,7 @@ def _serve(connect, threads, pipe):
                     result = call(work, order_id)
                     if result["order_id"] != order_id:
                         raise AssertionError(result)
-            except BaseException as failure:  # The parent is told.
+            except BaseException as failure:  # The parent reads the failure.
                 failures.append(repr(failure))
 
         if threads == 1:
@@ -94,7 +94,7 @@ class _Pool:
 
 
 def serve(connect):
-    """Answers until the input ends. `connect(threads)` returns `call(work, order_id)` for one process."""
+    """Answers each line until the input ends. `connect(threads)` returns `call(work, order_id)` for one process."""
     size, pool = None, None
     print("ready", flush=True)
     for line in sys.stdin:
