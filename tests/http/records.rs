@@ -11,7 +11,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Status
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
 use idem_runtime::codec::CodecName;
-use idem_runtime::http::{Caller, IdempotencyLayer, Recording};
+use idem_runtime::http::{Caller, IdempotencyLayer, Profile, Recording};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::{Error, Key, MemoryStore, OnCrash, Operation, Store};
 use idem_tests::{FaultyStore, StoreCall};
@@ -232,14 +232,17 @@ async fn responses_without_a_body_are_replayed_right() {
     }
 }
 
+/// Fields with their values.
+type Fields = [(&'static str, &'static str)];
+
 fn with_trailers(name: &'static str, value: &'static str) -> Body {
-    let mut trailers = HeaderMap::new();
-    trailers.insert(name, HeaderValue::from_static(value));
-    let frames = [
-        Ok::<_, Never>(Frame::data(Bytes::from_static(b"pa"))),
-        Ok(Frame::data(Bytes::from_static(b"id"))),
-        Ok(Frame::trailers(trailers)),
-    ];
+    with_trailer_fields([b"pa", b"id"].map(|data| Bytes::from_static(data)), &[(name, value)])
+}
+
+fn with_trailer_fields<const N: usize>(data: [Bytes; N], fields: &Fields) -> Body {
+    let fields = fields.iter().map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)));
+    let frames = data.into_iter().map(Frame::data).chain([Frame::trailers(fields.collect())]);
+    let frames: Vec<_> = frames.map(Ok::<_, Never>).collect();
     Body::new(StreamBody::new(futures::stream::iter(frames)))
 }
 
@@ -256,6 +259,49 @@ async fn trailers_are_replayed() {
             let reply = send_by(version, address, request).await;
             assert_eq!((reply.text(), reply.is_replay()), ("paid", replays));
             assert_eq!(reply.trailers.unwrap().get("x-checksum").unwrap(), "7", "{version:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_handlers_own_marks_in_trailers_reach_no_client() {
+    const MARKS: [(&str, &str); 5] = [
+        ("idempotent-replayed", "true"),
+        ("idempotency-recorded", "false"),
+        ("idempotency-replayable", "false"),
+        ("idempotency-key", "k"),
+        ("x-checksum", "7"),
+    ];
+    const NAMES: &str =
+        "idempotent-replayed, idempotency-recorded, idempotency-replayable, idempotency-key, x-checksum";
+    for (version, echoes_key) in BOTH.into_iter().flat_map(|version| [(version, false), (version, true)]) {
+        let mut profile = Profile::ietf();
+        profile.echoes_key = echoes_key;
+        let store = MemoryStore::new();
+        let layer = IdempotencyLayer::new(&store, POLICY.max_result_bytes(400), Caller::single()).profile(profile);
+        let (address, _) = serve_responses(layer, |_, request| {
+            let path = request.uri().path();
+            let status = if path == "/error" { 503 } else { 200 };
+            let kind = if path == "/events" { "text/event-stream" } else { "text/plain" };
+            let length = if path == "/large" { 500 } else { 1 };
+            let body = with_trailer_fields([Bytes::from(vec![b'x'; length])], &MARKS);
+            let mut response = answer(status, &[("content-type", kind), ("trailer", NAMES)], body);
+            if path == "/mark" {
+                response.extensions_mut().insert(Recording::Mark);
+            }
+            response
+        })
+        .await;
+        let expected = if echoes_key { &["x-checksum"][..] } else { &["idempotency-key", "x-checksum"] };
+        // A response that is read whole and its replay; responses that stream; one that is resumed.
+        for path in ["/whole", "/whole", "/error", "/events", "/mark", "/large"] {
+            let mut request = post_to(path, &path[1..], "");
+            request.headers_mut().insert("te", HeaderValue::from_static("trailers"));
+            let reply = send_by(version, address, request).await;
+            let trailers = reply.trailers.unwrap_or_default();
+            let mut names: Vec<_> = trailers.keys().map(HeaderName::as_str).collect();
+            names.sort_unstable();
+            assert_eq!(names, expected, "{version:?} {path}");
         }
     }
 }

@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256, Sha512};
 
 use super::field::Digests;
 use super::problem::ProblemKind;
+use super::record::OwnFields;
 use crate::clock::{Clock, Instant, Sleep};
 
 /// Any error of a body.
@@ -336,6 +337,8 @@ pin_project! {
     pub struct ResponseBody<B: Body> {
         #[pin]
         kind: ResponseKind<B>,
+        // Fields that trailers to come must not have. Boxed: few responses have trailers.
+        own: Option<Box<OwnFields>>,
     }
 }
 
@@ -359,16 +362,33 @@ pin_project! {
 }
 
 impl<B: Body> ResponseBody<B> {
+    fn of(kind: ResponseKind<B>) -> Self {
+        Self { kind, own: None }
+    }
+
     pub(super) fn read(bytes: Bytes, trailers: Option<HeaderMap>) -> Self {
-        Self { kind: ResponseKind::Read { whole: Whole::new(bytes, trailers) } }
+        Self::of(ResponseKind::Read { whole: Whole::new(bytes, trailers) })
     }
 
     pub(super) fn as_it_comes(body: B) -> Self {
-        Self { kind: ResponseKind::AsItComes { body } }
+        Self::of(ResponseKind::AsItComes { body })
     }
 
     fn resumed(frames: Frames, error: Option<B::Error>, rest: Option<Pin<Box<B>>>) -> Self {
-        Self { kind: ResponseKind::Resumed { frames: frames.into_iter().collect(), error, rest } }
+        Self::of(ResponseKind::Resumed { frames: frames.into_iter().collect(), error, rest })
+    }
+
+    /// Removes the layer's own fields from the trailers, also from those that are still to come.
+    pub(super) fn without(mut self, own: &OwnFields) -> Self {
+        match &mut self.kind {
+            ResponseKind::Read { whole } => {
+                if let Some(trailers) = &mut whole.trailers {
+                    own.remove_from(trailers);
+                }
+            }
+            ResponseKind::AsItComes { .. } | ResponseKind::Resumed { .. } => self.own = Some(Box::new(own.clone())),
+        }
+        self
     }
 }
 
@@ -378,12 +398,9 @@ impl<B: Body> fmt::Debug for ResponseBody<B> {
     }
 }
 
-impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
-    type Data = Bytes;
-    type Error = B::Error;
-
+impl<B: Body<Data = Bytes>> ResponseKind<B> {
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        match self.project().kind.project() {
+        match self.project() {
             ResponseProjection::Read { whole } => whole.next(),
             ResponseProjection::AsItComes { body } => body.poll_frame(cx),
             ResponseProjection::Resumed { frames, error, rest } => {
@@ -399,6 +416,22 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
                 }
             }
         }
+    }
+}
+
+impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let this = self.project();
+        let mut polled = this.kind.poll_frame(cx);
+        if let (Poll::Ready(Some(Ok(frame))), Some(own)) = (&mut polled, this.own.as_deref())
+            && let Some(trailers) = frame.trailers_mut()
+        {
+            own.remove_from(trailers);
+        }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

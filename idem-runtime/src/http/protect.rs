@@ -28,7 +28,7 @@ use super::grpc::{self, ClientProtocol};
 use super::identity::{self, BodyPrint, Payload, Target};
 use super::problem::{Problem, ProblemKind};
 use super::profile::{Equality, Recording};
-use super::record::{NotRecorded, RecordResponses, Recordable, encode, stored};
+use super::record::{NotRecorded, OwnFields, RECORDED, REPLAYABLE, RecordResponses, Recordable, encode, stored};
 use super::settings::{IdempotencyKey, Settings};
 use super::tasks::{Gate, NoPlace, Place};
 use crate::combine::{race, soon};
@@ -42,10 +42,6 @@ use crate::store::StoreError;
 use crate::sync::{Mutex, lock};
 
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// Field of a response whose handler ran, but which is not recorded.
-const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
-/// Field of a response that is not kept, although its operation is recorded.
-const REPLAYABLE: HeaderName = HeaderName::from_static("idempotency-replayable");
 /// Shortest retry time, used while the layer is busy, and for a duplicate while the duration of handlers is unknown.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -436,12 +432,10 @@ impl Settings {
             }
             // The handler ran in this call. A header shows the client whether its response could not be recorded.
             (result, Some(answer)) => {
-                let mut response = answer?;
-                // Removes the layer's own fields from the handler's response: there they would give the client false
-                // information.
-                response.headers_mut().remove(&self.marker);
-                response.headers_mut().remove(RECORDED);
-                response.headers_mut().remove(REPLAYABLE);
+                let echo = asked.echo.is_some().then(|| self.header.clone());
+                let own = OwnFields { marker: self.marker.clone(), echo };
+                let mut response = answer?.map(|body| body.without(&own));
+                own.remove_from(response.headers_mut());
                 let is_lost = match &result {
                     Err(NotRecorded::Refused(error)) => {
                         tracing::error!(%error, "the response is sent, and it is not recorded");

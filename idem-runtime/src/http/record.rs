@@ -59,6 +59,32 @@ const NEVER: &[&str] = &[
     "www-authenticate",
 ];
 
+/// Field that marks a response as not recorded although its handler ran.
+pub(super) const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
+/// Field that marks a response as not kept although its operation is recorded.
+pub(super) const REPLAYABLE: HeaderName = HeaderName::from_static("idempotency-replayable");
+
+/// The fields that only the layer sends: a handler that sends them, in the head or in trailers, would deceive the
+/// client.
+#[derive(Clone, Debug)]
+pub(super) struct OwnFields {
+    /// The mark of a replay.
+    pub(super) marker: HeaderName,
+    /// The field of the key, if responses repeat it.
+    pub(super) echo: Option<HeaderName>,
+}
+
+impl OwnFields {
+    pub(super) fn remove_from(&self, fields: &mut HeaderMap) {
+        fields.remove(&self.marker);
+        fields.remove(RECORDED);
+        fields.remove(REPLAYABLE);
+        if let Some(echo) = &self.echo {
+            fields.remove(echo);
+        }
+    }
+}
+
 /// A recorded response, for a replay.
 #[derive(Debug)]
 pub(super) struct RecordedResponse {
