@@ -20,7 +20,7 @@ const LONGEST_CREATION: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(200);
 
 impl DynamoInner {
-    /// Creates the table and enables its TTL; see [`DynamoStore::ensure_table`].
+    /// Creates the table and enables its TTL; see [`ensure_table`](super::DynamoStore::ensure_table).
     pub(super) async fn ensure_table(&self) -> Result<(), StoreError> {
         let creation = async {
             self.create().await?;

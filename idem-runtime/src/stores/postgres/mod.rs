@@ -422,7 +422,7 @@ impl PostgresInner {
         Err(StoreError::new(StoreErrorKind::Unavailable, message))
     }
 
-    /// Purges `batch` records, or all that are due. Returns the numbers of removed and of postponed records.
+    /// Purges up to `batch` records that are due. Returns the numbers of removed and of postponed records.
     async fn purge_batch(&self, batch: u32) -> Result<(u64, u64), StoreError> {
         let from = Micros(self.common.purged_to.load(Ordering::Relaxed));
         let (mut gone, mut kept) = self.purge_from(from, batch).await?;

@@ -309,7 +309,7 @@ impl StatementPool {
     /// Checks the server and the table. Returns `None` if the table does not exist; any other problem is an error.
     async fn check(&self, schema: &str, purges: bool) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
-        let unusable = || misconfigured("the server is not PostgreSQL: it answers otherwise".to_owned());
+        let unusable = || misconfigured("the server is not PostgreSQL: it answers differently".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
         // Columns of a wrong type show, too, that the server is not PostgreSQL.
         let read = || -> Result<_, tokio_postgres::Error> {

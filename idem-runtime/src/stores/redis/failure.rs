@@ -85,8 +85,8 @@ impl ExchangeFailure {
         }
     }
 
-    /// Classifies the error of an exchange. Only during the set-up of a connection is an error reply of the server such
-    /// an error, and then nothing was written; later, an error reply is a value.
+    /// Classifies the error of an exchange. An error reply of the server arrives here only during the set-up of a
+    /// connection, so nothing was written. (On an open connection, an error reply is a value.)
     pub(super) fn of(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::Refused(ErrorReply {

@@ -215,8 +215,8 @@ impl RedisOptions {
     ///
     /// Renewals share this one connection with all other commands: megabytes of results, or your own blocking commands,
     /// delay the renewals. The runtime that opened the connection reads and writes it; if that runtime is blocked or
-    /// gone, leases are lost. A forked process can't use the connection. A connection by `connect`, or by any other
-    /// method of these options, has none of these limits.
+    /// gone, leases are lost. A forked process can't use the connection. The other methods of these options open the
+    /// store's own connections, which have none of these limits.
     ///
     /// # Errors
     /// The errors of [`RedisStore::connect`].

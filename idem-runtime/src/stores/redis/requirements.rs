@@ -40,7 +40,7 @@ pub(super) async fn prepare(
     let info = match answer()? {
         Value::BulkString(info) => String::from_utf8_lossy(&info).into_owned(),
         Value::VerbatimString { text, .. } => text,
-        _ => return Err(misconfigured("the server is not Redis: it answers `INFO` otherwise".to_owned())),
+        _ => return Err(misconfigured("the server is not Redis: it answers `INFO` differently".to_owned())),
     };
     let server = ServerInfo::read(&info);
     server.check(cluster)?;
@@ -49,7 +49,7 @@ pub(super) async fn prepare(
         script.sha = match answer()? {
             Value::BulkString(sha) => String::from_utf8_lossy(&sha).into_owned(),
             Value::SimpleString(sha) => sha,
-            _ => return Err(misconfigured("the server is not Redis: it loads scripts otherwise".to_owned())),
+            _ => return Err(misconfigured("the server is not Redis: it answers `SCRIPT LOAD` differently".to_owned())),
         };
     }
     // A login that may not send `CONFIG GET` gets no limit here; the store learns the limit from failures.
