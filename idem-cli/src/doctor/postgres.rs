@@ -96,7 +96,7 @@ async fn replication(client: &Client, findings: &mut Findings) -> Result<(), tok
         (count, "") => findings.warning(
             "replication",
             format!("no commit waits for a standby, and {count} follow"),
-            "a failover forgets the records that no standby has received yet, and their operations run again",
+            "a failover forgets the records that the new primary has not received yet, and their operations run again",
             "`synchronous_standby_names = 'ANY 1 (*)'`, which costs each commit a round trip",
         ),
         (_, names) => findings.ok("replication", format!("commits wait for standbys: {names}")),
