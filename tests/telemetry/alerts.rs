@@ -42,7 +42,7 @@ pub(crate) static ALERTS: &[Alert] = &[
         expr: r#"sum by (scope) (increase(idem_calls_total{outcome="interrupted"}[10m])) > 0"#,
         holds: "0m",
         severity: Severity::Page,
-        summary: "{{ $labels.scope }}: an operation was interrupted, and somebody has to decide",
+        summary: "{{ $labels.scope }}: an operation was interrupted, and an operator has to decide about it",
     },
     Alert {
         name: "IdemAttemptsExhausted",
@@ -105,7 +105,7 @@ pub(crate) static ALERTS: &[Alert] = &[
         expr: r#"sum by (scope) (increase(idem_calls_total{outcome="fingerprint_mismatch"}[1h])) > 0"#,
         holds: "0m",
         severity: Severity::Ticket,
-        summary: "{{ $labels.scope }}: a key came with another payload",
+        summary: "{{ $labels.scope }}: a key was used with another payload",
     },
     Alert {
         name: "IdemMissingKeys",
@@ -133,14 +133,14 @@ pub(crate) static ALERTS: &[Alert] = &[
         expr: r#"sum by (scope) (increase(idem_calls_total{outcome="in_progress"}[10m])) > 3"#,
         holds: "30m",
         severity: Severity::Ticket,
-        summary: "{{ $labels.scope }}: for half an hour messages have been put off because an attempt holds their key",
+        summary: "{{ $labels.scope }}: for half an hour duplicates have been refused because an attempt holds their key",
     },
     Alert {
         name: "IdemNearlyForgotten",
         expr: r#"sum by (scope) (increase(idem_replay_age_ratio_count[1h])) - sum by (scope) (increase(idem_replay_age_ratio_bucket{le="0.8"}[1h])) > 0"#,
         holds: "0m",
         severity: Severity::Ticket,
-        summary: "{{ $labels.scope }}: duplicates come when most of `ttl` is over; later ones run again",
+        summary: "{{ $labels.scope }}: duplicates come when most of `ttl` is over; later duplicates will run again",
     },
     Alert {
         name: "IdemSlowWaits",
@@ -154,21 +154,21 @@ pub(crate) static ALERTS: &[Alert] = &[
         expr: "histogram_quantile(0.95, sum by (scope, le) (rate(idem_body_lease_ratio_bucket[1h]))) > 5",
         holds: "1h",
         severity: Severity::Ticket,
-        summary: "{{ $labels.scope }}: bodies run for many leases, so that a crash is noticed late and beats are many",
+        summary: "{{ $labels.scope }}: bodies run for many leases, so each body depends on many renewals",
     },
     Alert {
         name: "IdemBrokerBeatsFail",
         expr: r#"sum by (store) (increase(idem_broker_beats_total{result!="told"}[10m])) > 3"#,
         holds: "0m",
         severity: Severity::Ticket,
-        summary: "{{ $labels.store }}: brokers can't be told that messages are being handled",
+        summary: "{{ $labels.store }}: messages can't be extended in the broker while they are handled",
     },
     Alert {
         name: "IdemKeyQuality",
         expr: "sum by (scope, kind) (increase(idem_key_quality_total[1h])) > 0",
         holds: "0m",
         severity: Severity::Ticket,
-        summary: "{{ $labels.scope }}: keys are {{ $labels.kind }}, says shadow mode",
+        summary: "{{ $labels.scope }}: keys in shadow mode are {{ $labels.kind }}",
     },
 ];
 
@@ -197,7 +197,7 @@ pub(crate) static ROWS: &[Row] = &[
                 unit: "ops",
             },
             Panel {
-                title: "What becomes of messages",
+                title: "Messages by disposition",
                 expr: r#"sum by (disposition) (rate(idem_dispositions_total{scope=~"$scope"}[$__rate_interval]))"#,
                 legend: "{{disposition}}",
                 unit: "ops",
@@ -232,7 +232,7 @@ pub(crate) static ROWS: &[Row] = &[
                 unit: "s",
             },
             Panel {
-                title: "The same in parts of ttl",
+                title: "Age of replayed records, in parts of ttl",
                 expr: r#"histogram_quantile(0.99, sum by (scope, le) (rate(idem_replay_age_ratio_bucket{scope=~"$scope"}[$__rate_interval])))"#,
                 legend: "{{scope}}",
                 unit: "percentunit",

@@ -44,7 +44,7 @@ fn metrics_page() -> String {
         let labels = code(labels.iter().map(|label| label.name));
         writeln!(page, "| `{name}` | {kind} | {labels} | {help} |").unwrap();
     }
-    page.push_str("\n## Labels\n\n`scope` is the scope of the handler, `store` what the store is called. All others are closed sets:\n\n");
+    page.push_str("\n## Labels\n\n`scope` is the scope of the handler, `store` the name of the store. All other labels have a fixed set of values:\n\n");
     page.push_str("| label | of | values |\n|---|---|---|\n");
     for metric in TABLE {
         for label in metric.labels.iter().filter(|label| !label.values.is_empty()) {

@@ -269,7 +269,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         counts: &[("idem_uncertain_total", "kind", "timed_out")],
     },
     Scenario {
-        name: "store away before the body",
+        name: "store unreachable before the body",
         run: run!(|world| {
             world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
             world.driving(world.call(POLICY)).await.unwrap_err();
@@ -281,7 +281,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         ..PLAIN
     },
     Scenario {
-        name: "the same under `on_store_error = run`",
+        name: "store unreachable before the body, under `on_store_error = run`",
         run: run!(|world| {
             world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
             world.driving(world.call(POLICY.on_store_error(OnStoreError::Run))).await.unwrap();
@@ -292,7 +292,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         ..PLAIN
     },
     Scenario {
-        name: "store away after the body",
+        name: "store unreachable after the body",
         run: run!(|world| {
             world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
             world.driving(world.call(POLICY)).await.unwrap_err();
@@ -357,7 +357,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         ..PLAIN
     },
     Scenario {
-        name: "a duplicate of that",
+        name: "duplicate of an operation whose result was too large",
         run: run!(|world| {
             world.call(POLICY.max_result_bytes(0)).await.unwrap();
             world.call(POLICY).await.unwrap_err();
@@ -384,7 +384,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         ..PLAIN
     },
     Scenario {
-        name: "the same under `missing_key = run`",
+        name: "a message without a key, under `missing_key = run`",
         run: run!(|world| {
             let policy = POLICY.missing_key(MissingKey::Run);
             Operation::new(&world.store, Err(missing()), policy).run(async { Ok::<_, Error>(7) }).await.unwrap();
@@ -414,7 +414,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         ..PLAIN
     },
     Scenario {
-        name: "the same under `on_crash = fail`",
+        name: "the call is dropped while its body runs, under `on_crash = fail`",
         run: run!(|world| drop(world.hang(POLICY.on_crash(OnCrash::Fail)).await)),
         outcome: "cancelled",
         is_error: true,
