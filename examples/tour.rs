@@ -138,7 +138,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
                     runtime.block_on(work(peer.handle(), order));
                     crash(&peer);
                 });
-                worker.join().expect("it does not panic");
+                worker.join().expect("the worker thread does not panic");
             };
             tour(&store.handle(), lose_a_worker).await;
             store.flush().await;

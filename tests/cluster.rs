@@ -406,7 +406,7 @@ async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: 
         silent.iter().zip(answered.iter()).all(|(silent, write)| *silent || *write == Some(Verdict::Applied))
     });
     tokio::select! {
-        renewed = handle.renew(leases, &answer) => panic!("{how}: waited for the node that is silent: {renewed:?}"),
+        renewed = handle.renew(leases, &answer) => panic!("{how}: the renewal waited for the silent node: {renewed:?}"),
         () = healthy => {}
     }
     let answered = answered.into_inner().unwrap();
@@ -516,7 +516,7 @@ async fn a_store_follows_slots_that_move() {
                     Err(error) => assert!(error.is_transient(), "{error}"),
                 }
             }
-            panic!("{tag}: leases beside others that have moved are never renewed");
+            panic!("{tag}: leases in one batch with moved keys are never renewed");
         };
         let from = cluster.serves(&record_of(&name(0))).unwrap();
         let to = (from + 1) % 3;
@@ -883,7 +883,7 @@ async fn a_found_record_does_not_count_as_replicated() {
         let before = [times("finished"), times("released"), times("k")];
         unconfirmed(store.finish(&finished, &done()).await.unwrap_err());
         unconfirmed(store.reserve(&request).await.unwrap_err());
-        assert_eq!([times("finished"), times("released"), times("k")], before, "retentions are as they were");
+        assert_eq!([times("finished"), times("released"), times("k")], before, "retentions have not changed");
 
         replica.signal("-CONT");
         until("the replica has caught up", async || store.reserve(&request).await.is_ok()).await;

@@ -269,7 +269,13 @@ impl Golden {
         self.pin::<C, _>("false", &false);
         self.pin::<C, Result<(), Variant>>("error", &Err(Variant::One(1)));
         assert!(self.lines.is_empty(), "{}: no longer written: {:?}", C::NAME, self.lines.keys());
-        assert_eq!(self.written, file, "{} writes other bytes; this is what it writes now:\n{}", C::NAME, self.written);
+        assert_eq!(
+            self.written,
+            file,
+            "{} writes other bytes than the file has. It now writes:\n{}",
+            C::NAME,
+            self.written
+        );
     }
 }
 

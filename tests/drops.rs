@@ -14,7 +14,7 @@
 // The futures of these tests are deep: they contain a store, its lanes and its connection.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
-#![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
+#![allow(missing_docs, unreachable_pub, reason = "only this test uses the module")]
 
 #[path = "drops/look.rs"]
 mod look;
@@ -76,7 +76,7 @@ fn seed() -> u64 {
 
 async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
     let seed = seed();
-    assert!(LEASE > rig.store.response_timeout(), "a lease that can be kept");
+    assert!(LEASE > rig.store.response_timeout(), "the lease must exceed a store call's time limit");
     let mut scenes = Vec::new();
     for line in lines {
         rig.lines.iter().for_each(|proxy| proxy.set(*line));

@@ -161,7 +161,7 @@ async fn the_stored_form_is_pinned() {
     assert_eq!(
         written,
         include_str!("golden/dynamo-v1.txt"),
-        "a released format never changes: give a new one a new version"
+        "a released format never changes: give a new format a new version"
     );
 }
 
@@ -527,7 +527,7 @@ async fn a_change_before_a_takeover_prevents_the_takeover() {
             assert_eq!(
                 wire.seen().len(),
                 if end == "released" { 3 } else { 2 },
-                "{end}: the refusal shows what is there"
+                "{end}: the refusal shows the stored record"
             );
         }
     }
@@ -560,7 +560,7 @@ async fn a_late_renewal_does_not_shorten_a_lease() {
     assert_eq!(
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
         [Verdict::Applied],
-        "it is held, and for longer"
+        "the key is held, with a longer lease"
     );
     assert_eq!(item(&raw(), "late-renewal:1/test/k").await, before);
     let forged = {
@@ -647,7 +647,7 @@ async fn a_renewal_that_hangs_delays_no_other() {
     };
     tokio::time::timeout(Duration::from_secs(30), store.renew(&leases, &answer))
         .await
-        .expect("they wait for it")
+        .expect("the callers wait for the connection")
         .unwrap();
     let mut answered = answered.into_inner().unwrap();
     answered.sort_by_key(|(at, _)| *at);
@@ -672,7 +672,11 @@ async fn a_call_of_several_requests_has_one_time_limit() {
     let request = request(&hurried, "k");
     let (answer, ()) = tokio::join!(hurried.reserve(&request), late);
     assert!(answer.unwrap_err().may_have_landed());
-    assert!(began.elapsed() < LIMIT * 2 - LIMIT / 10, "{:?}: each request has had all of it", began.elapsed());
+    assert!(
+        began.elapsed() < LIMIT * 2 - LIMIT / 10,
+        "{:?}: each request has had the whole time limit",
+        began.elapsed()
+    );
 }
 
 // Refusals by DynamoDB, and invalid answers.
@@ -832,7 +836,7 @@ async fn a_refusal_without_the_item_makes_the_store_read_the_item() {
     wire.seen();
     let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
-    assert_eq!(wire.seen().len(), 2 * 20, "a bound, and a low one");
+    assert_eq!(wire.seen().len(), 2 * 20, "a low bound limits the number of requests");
     // The refusal contains an item that is not a record.
     let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
     wire.script([Reply::Instead(400, nonsense)]);
@@ -906,7 +910,7 @@ async fn damaged_items_and_items_of_a_later_version_are_left_alone() {
         assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Refused, "{what}");
         assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Refused], "{what}");
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Refused, "{what}");
-        assert_eq!(item(&raw(), &format!("others:1/test/{name}")).await, spoiled, "{what} is as it was");
+        assert_eq!(item(&raw(), &format!("others:1/test/{name}")).await, spoiled, "{what} has not changed");
         idem_tests::forget_damaged(&store, &lease.key, words).await;
     }
     drop((written, wire));
@@ -998,7 +1002,7 @@ async fn a_refusal_after_a_lost_answer_is_unconfirmed() {
         let error = store.reserve(&request).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{refusal:?}: {error}");
         wire.script([]);
-        assert!(store.inspect(&request.key).await.unwrap().is_some(), "it had landed");
+        assert!(store.inspect(&request.key).await.unwrap().is_some(), "the request had landed");
     }
 }
 
@@ -1055,7 +1059,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
         assert!(matches!(result, Err(Error::Store { .. })), "{line:?}: {result:?}");
         proxy.set(Line::Pass);
         store.flush().await;
-        assert!(call(&direct, &name, &runs).await.1.executed(), "{line:?}: released, or never there");
+        assert!(call(&direct, &name, &runs).await.1.executed(), "{line:?}: the key is released, or was never reserved");
         assert_eq!(runs.into_inner(), 1, "{line:?}");
     };
     let lines = [Line::LoseReplies, Line::ResetOnReply, Line::LoseRequests, Line::Refuse];
@@ -1089,6 +1093,6 @@ async fn processes_race_for_the_same_keys_while_the_server_restarts() {
     };
     let effects = race.run(restarts).await;
     // If the emulator is away for longer than a lease, each process may leave an effect without a record.
-    println!("{} effects beyond one for each key", effects.repeated());
+    println!("{} effects more than one for each key", effects.repeated());
     assert!(effects.repeated() <= race.kills + 3 * (race.racers + 1), "{effects:?}");
 }

@@ -620,7 +620,7 @@ async fn a_reservation_whose_answer_got_lost_is_recognised() {
     world.store.next(StoreCall::Reserve, Fault::After);
     let (result, outcome) = driving(&world.clock, world.call(POLICY)).await;
     assert_eq!(result.unwrap(), 1);
-    assert_eq!(outcome.attempt(), Some(1), "not somebody else's, and not a second attempt");
+    assert_eq!(outcome.attempt(), Some(1), "the outcome names the caller's own first attempt");
     assert_eq!(world.store.count(StoreCall::Reserve), 2);
 }
 
@@ -650,7 +650,7 @@ async fn a_reservation_that_is_answered_after_a_takeover_starts_no_body() {
     let call = answered_too_late(&world).await;
     assert!(world.call(POLICY).await.1.took_over());
     let (result, outcome) = observe(call).await;
-    assert_eq!(result.unwrap(), 1, "what the other attempt returned");
+    assert_eq!(result.unwrap(), 1, "the result of the other attempt");
     assert!(outcome.replayed());
     assert_eq!(world.runs(), 1);
 }
@@ -717,7 +717,7 @@ async fn a_reservation_that_is_given_up_is_released() {
     assert!(matches!(&result, Err(Error::Store { source, .. }) if source.may_have_landed()), "{result:?}");
     assert_eq!(world.runs(), 0);
     world.store.context().flush().await;
-    assert_eq!(world.state().await, State::Released, "not held for a lease by nobody");
+    assert_eq!(world.state().await, State::Released, "a released key is not held for a lease");
     assert_eq!(world.record().await.unwrap().attempts_used, 0);
 }
 
@@ -922,7 +922,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
         settle().await;
         world.clock.advance(LEASE);
         settle().await;
-        assert!(!cancelled.get(), "a store that fails has not said that the lease is lost");
+        assert!(!cancelled.get(), "a failing store does not mean that the lease is lost");
         let second = world.hang(POLICY).await;
         world.store.always(StoreCall::Renew, Fault::None);
         world.clock.advance(LEASE / 3);
@@ -1195,7 +1195,7 @@ async fn a_handler_may_call_another_handler() {
     };
     let (sum, outcome) = observe(world.operation(POLICY).run(outer)).await;
     assert_eq!(sum.unwrap(), 2);
-    assert_eq!(outcome.key().unwrap().text(), "k", "what the body calls is its own affair");
+    assert_eq!(outcome.key().unwrap().text(), "k", "the outcome shows the outer call, not the calls of its body");
     assert!(outcome.executed());
 }
 
@@ -1251,7 +1251,7 @@ async fn the_last_failed_call_of_a_delivery_decides() {
     })
     .await;
     assert!(matches!(result, Err(Error::InvalidPolicy { .. })));
-    assert!(outcome.misconfigured(), "the one that failed");
+    assert!(outcome.misconfigured(), "the outcome shows the failed call");
     let (_, outcome) = observe(async { Ok::<(), Error>(()) }).await;
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "nothing idempotent happened");
     assert!(!outcome.executed());

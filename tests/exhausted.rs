@@ -82,7 +82,7 @@ impl Threads {
             })
         };
         let threads: Vec<_> = std::iter::from_fn(|| waits().ok()).take(1000).collect();
-        assert!(threads.len() < 1000, "there is no limit");
+        assert!(threads.len() < 1000, "the limit has no effect");
         Self(over, threads)
     }
 }
@@ -100,7 +100,7 @@ impl Drop for Threads {
 /// Opens files until no descriptor is left. A drop of the files frees the descriptors.
 fn descriptors() -> Vec<File> {
     let files: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).take(1000).collect();
-    assert!(files.len() < 1000, "there is no limit");
+    assert!(files.len() < 1000, "the limit has no effect");
     files
 }
 
@@ -181,7 +181,7 @@ fn without_threads_sqlite_is_unavailable() {
     block_on(async {
         let open = SqliteStore::open(folder.file()).await.unwrap();
         let threads = Threads::all();
-        is_transient(&SqliteStore::open(folder.file()).await.expect_err("it needs a thread"));
+        is_transient(&SqliteStore::open(folder.file()).await.expect_err("SQLite can't be opened without a thread"));
         // The open store has its writer thread already.
         assert_eq!(call(&open, "k", Duration::ZERO).await.unwrap(), 1);
         drop(threads);

@@ -4,7 +4,7 @@
 // The futures of these tests are deep: they contain a store, its lanes and its connection.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
-#![allow(missing_docs, unreachable_pub, reason = "nobody else uses it")]
+#![allow(missing_docs, unreachable_pub, reason = "only this test uses the module")]
 
 #[path = "faults/exhausted.rs"]
 mod exhausted;

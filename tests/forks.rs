@@ -145,9 +145,9 @@ fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(u
             }
         }
         // Stop early, because each hanging child takes as long as the deadline.
-        assert!(hung.len() < 3, "of {} children these hang: {hung:?}", number + 1);
+        assert!(hung.len() < 3, "of {} children, these children hang: {hung:?}", number + 1);
     }
-    assert!(hung.is_empty(), "of {forks} children these hang: {hung:?}");
+    assert!(hung.is_empty(), "of {forks} children, these children hang: {hung:?}");
 }
 
 /// Forks children while handlers run. `held` of the handlers never end, so that the upkeep has many leases.
@@ -244,7 +244,7 @@ fn call_now(store: &MemoryStore, scope: &str, key: &str) -> Result<u32, Error> {
     let policy = Policy::new(Duration::from_secs(3600));
     let call = Operation::new(store, Key::new(scope, key), policy).run(async { Ok::<_, Error>(1) });
     let Poll::Ready(ended) = pin!(call).poll(&mut Context::from_waker(Waker::noop())) else {
-        panic!("a store in memory answers while it is asked");
+        panic!("a store in memory answers at the first poll");
     };
     ended
 }

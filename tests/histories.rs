@@ -316,7 +316,7 @@ impl<'a> History<'a> {
             Step::Look { key } => {
                 let found = self.store.inspect(&self.keys[*key]).await.unwrap();
                 self.seen.extend(found.map(|found| {
-                    let entry = self.reference.look(*key).expect("what is found is there");
+                    let entry = self.reference.look(*key).expect("a listed record exists in the reference");
                     let (owner, decisions, attempt) = (entry.owner, entry.decisions, entry.attempt);
                     (*key, found.revision(), Sight { owner, decisions, attempt, standing: found.standing() })
                 }));

@@ -50,7 +50,8 @@ fn imports_go_down_from_floor_to_floor() {
     let height = |name: &str| floors.iter().rev().position(|floor| floor == name);
     let (mut imports, mut wrong) = (0, Vec::new());
     for path in files(&sources, "rs") {
-        let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
+        let relative =
+            path.strip_prefix(&sources).expect("the file is in the source folder").to_str().expect("a name in ASCII");
         // The crate root has no floor. Modules that only the tests' scheduler runs are no part of the library.
         if relative == "lib.rs" || relative.ends_with("interleavings.rs") || relative.ends_with("shuttle.rs") {
             continue;
@@ -121,7 +122,8 @@ fn every_clock_is_passed_as_an_argument() {
     let sources = root().join("idem-runtime/src");
     let mut found = BTreeSet::new();
     for path in files(&sources, "rs") {
-        let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
+        let relative =
+            path.strip_prefix(&sources).expect("the file is in the source folder").to_str().expect("a name in ASCII");
         if !relative.starts_with("clock/") && code(&path).contains("SystemClock::") {
             found.insert(relative.to_owned());
         }
@@ -149,7 +151,8 @@ fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
     let sources = root().join("idem-runtime/src");
     let (mut found, mut wrong) = (0, Vec::new());
     for path in files(&sources, "rs") {
-        let relative = path.strip_prefix(&sources).expect("below it").to_str().expect("a name in ASCII");
+        let relative =
+            path.strip_prefix(&sources).expect("the file is in the source folder").to_str().expect("a name in ASCII");
         for (name, of) in statics(&code(&path)) {
             found += 1;
             // A cell without a lock belongs to one thread or one process.
@@ -284,7 +287,7 @@ fn the_readme_names_the_versions_that_are_used() {
         }
     }
     assert!(drivers >= 7, "{drivers} drivers are too few: the check reads nothing");
-    assert!(readme.lines().count() <= 250, "README.md is longer than what is read in five minutes");
+    assert!(readme.lines().count() <= 250, "README.md has more than 250 lines");
 }
 
 #[test]
@@ -484,7 +487,7 @@ impl Imports {
     fn of(sources: &Path) -> Self {
         let mut modules = BTreeMap::new();
         for path in files(sources, "rs") {
-            let relative = path.strip_prefix(sources).expect("below it").with_extension("");
+            let relative = path.strip_prefix(sources).expect("the file is in the source folder").with_extension("");
             let mut module: Vec<_> = relative.iter().map(|part| part.to_str().expect("ASCII").to_owned()).collect();
             let name = module.last().expect("a file").clone();
             // Modules that only the tests' scheduler runs are no part of the library.

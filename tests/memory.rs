@@ -218,7 +218,7 @@ async fn the_list_of_the_clean_up_is_bounded() {
     world.reserved(&world.request(0)).await;
     world.clock.advance(TTL);
     world.reserve(&world.request(0)).await.unwrap();
-    assert_eq!(entries(), 1, "one record, one entry");
+    assert_eq!(entries(), 1, "a record has one entry of waiters");
 }
 
 #[test]
@@ -249,10 +249,10 @@ async fn an_ended_wait_leaves_no_entry() {
         assert!(futures::poll!(wait).is_pending());
     }
     drop(waits);
-    assert_eq!(entries(), 0, "dropped while they waited");
+    assert_eq!(entries(), 0, "the entries of dropped waiters are removed");
 
     drop([wait(), wait()]);
-    assert_eq!(entries(), 0, "dropped before they were polled");
+    assert_eq!(entries(), 0, "waiters that were never polled leave no entry");
 
     let (waited, ()) = futures::join!(wait(), async { world.clock.advance(LEASE / 2) });
     waited.unwrap();
@@ -263,7 +263,7 @@ async fn an_ended_wait_leaves_no_entry() {
     let second = world.reserved(&world.request(0)).await;
     let late = world.store.wait(&second.key, 2, LEASE / 2);
     early.await.unwrap();
-    assert_eq!(entries(), 1, "the waiter for the second attempt is another one");
+    assert_eq!(entries(), 1, "the waiter for the second attempt has its own entry");
     drop(late);
     assert_eq!(entries(), 0, "woken, and dropped");
 }

@@ -166,12 +166,12 @@ async fn a_record_shows_holder_time_and_decision() {
     assert!(futures::poll!(&mut runs).is_pending());
     clock.advance(Duration::from_secs(5));
     let found = operator.inspect(&key).await.unwrap().unwrap();
-    let holder = found.holder().expect("the handler's store has one");
+    let holder = found.holder().expect("the record of a handler has a holder");
     assert_eq!((holder.process(), holder.name()), (Some(std::process::id()), Some("worker-7")));
     assert!(!holder.host().is_empty());
     assert_eq!((found.standing(), found.decided_by(), found.traceparent()), (Standing::Running, None, None));
     for told in [found.first_seen, found.began] {
-        let ago = told.expect("it is told");
+        let ago = told.expect("the time of the first sight is known");
         assert!(ago >= Duration::from_millis(4980) && ago <= Duration::from_millis(5020), "{ago:?}");
     }
     assert_eq!(store.peer().context().holder(), holder);
@@ -180,7 +180,7 @@ async fn a_record_shows_holder_time_and_decision() {
     operator.resolve(&key, &found, Resolution::completed_without_result()).await.unwrap();
     let found = operator.inspect(&key).await.unwrap().unwrap();
     assert_eq!((found.decided_by(), found.decided_reason()), (Some("alice"), Some("INC-7")));
-    assert_eq!(found.holder().and_then(|holder| holder.name()), Some("worker-7"), "who held it last");
+    assert_eq!(found.holder().and_then(|holder| holder.name()), Some("worker-7"), "the name of the latest holder");
     assert_eq!(found.standing(), Standing::Completed);
 }
 

@@ -84,7 +84,7 @@ async fn the_schema_file_makes_the_same_table_as_connect() {
     };
     assert!(dump("by_file").contains("CREATE TABLE idem.records"));
     assert_eq!(dump("by_file"), dump("by_store"));
-    let store = PostgresStore::connect(&by_file).await.expect("what is there need not be made");
+    let store = PostgresStore::connect(&by_file).await.expect("an existing table needs no right to create");
     reserved(&store, "k").await;
 }
 
@@ -163,7 +163,11 @@ async fn records_move_to_partitions_by_the_documented_steps() {
     let kept = text(&raw, all).await;
     let made = PostgresStore::options().partitions(4).schema_sql();
     raw.batch_execute(&format!("{before}{made}{after}")).await.unwrap();
-    assert_eq!(text(&raw, &all.replace("WHERE r.key <> '1/test/expired'", "")).await, kept, "all but what has expired");
+    assert_eq!(
+        text(&raw, &all.replace("WHERE r.key <> '1/test/expired'", "")).await,
+        kept,
+        "every record except the expired one is moved"
+    );
     assert_eq!(number(&raw, "SELECT count(*) FROM pg_inherits WHERE inhparent = 'idem.records'::regclass").await, 4);
     // The open store and the running handler continue during the migration.
     assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
@@ -266,7 +270,7 @@ async fn every_statement_reads_by_an_index() {
         let index =
             if partitions == 0 { "records_listed_at on records" } else { "records_0_listed_at_idx on records_0" };
         assert!(purge.contains(index) && purge.contains("Limit  ("), "{purge}");
-        assert!(!purge.contains("Sort  ("), "what is due is not read to its end first: {purge}");
+        assert!(!purge.contains("Sort  ("), "the purge must not read all due rows first: {purge}");
         // A statement for many keys reads, for each key, only the partition of that key.
         let lookup = log.split("LOG:").find(|it| it.contains("UPDATE") && it.contains("loops=20"));
         assert!(lookup.is_some(), "{log}");
@@ -303,7 +307,7 @@ async fn a_missing_or_foreign_table_is_refused() {
     }
     let noted = format!("COMMENT ON TABLE {}.records IS 'idem 1, ask Ida'", quoted(&schema));
     raw.batch_execute(&noted).await.unwrap();
-    plain.connect(&url).await.expect("what follows the version is the administrator's");
+    plain.connect(&url).await.expect("text after the version belongs to the administrator");
     // The schema is dropped while the store has it open.
     raw.batch_execute(&format!("DROP SCHEMA {} CASCADE", quoted(&schema))).await.unwrap();
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
@@ -366,7 +370,7 @@ async fn the_stored_form_is_pinned() {
         std::fs::write(path, &written).unwrap();
     }
     let golden = include_str!("golden/postgres-v1.txt");
-    assert_eq!(written, golden, "a released format never changes: give a new one a new version");
+    assert_eq!(written, golden, "a released format never changes: give a new format a new version");
 
     // A store reads the pinned rows from another table.
     let (reader, raw, table) = open().await;
@@ -420,7 +424,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
         .unwrap();
     let before = text().await;
     assert_eq!(kind(store.reserve(&request(&store, "later")).await), StoreErrorKind::Corrupt);
-    assert_eq!(store.purge(100).await.unwrap(), 0, "what a later version wrote is not purged by this one");
+    assert_eq!(store.purge(100).await.unwrap(), 0, "a record of a later version is not purged");
     assert_eq!(text().await, before);
     idem_tests::forget_damaged(&store, &Key::new("test", "later").unwrap(), "format 99").await;
     for name in ["state", "owner", "attempt", "attempts_used", "lease", "ttl", "result"] {
@@ -560,7 +564,7 @@ async fn large_results_leave_connections_free_and_outlive_their_callers() {
     let held = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND application_name = 'idem'";
     let enough = held.replace("count(*)", "count(*) >= 3");
     tokio::select! {
-        _ = join_all(ends.iter_mut()) => panic!("they are held"),
+        _ = join_all(ends.iter_mut()) => panic!("the completions must wait"),
         () = until(&raw, &enough) => {}
     }
     // Some completions have been sent; the others wait until a connection may be used. Half of the callers are dropped.
@@ -576,7 +580,7 @@ async fn large_results_leave_connections_free_and_outlive_their_callers() {
         }
     };
     tokio::select! {
-        _ = join_all(ends.iter_mut()) => panic!("they are held"),
+        _ = join_all(ends.iter_mut()) => panic!("the completions must wait"),
         () = small => {}
     }
     assert_eq!(number(&raw, held).await, 3, "of six connections");
@@ -623,7 +627,7 @@ async fn no_transaction_is_open_while_a_handler_runs() {
         let open = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'idem' AND xact_start IS NOT NULL";
         assert_eq!(number(&raw, open).await, 0);
         let idle = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'idem' AND state = 'idle'";
-        assert!(number(&raw, idle).await > 0, "the connections are there");
+        assert!(number(&raw, idle).await > 0, "the connections are open");
         let locks = "SELECT count(*) FROM pg_locks WHERE relation = 'idem.records'::regclass";
         assert_eq!(number(&raw, locks).await, 0);
         Ok::<_, Error>(1)
@@ -648,7 +652,7 @@ async fn completions_change_no_index() {
     let stats = "FROM pg_stat_user_tables WHERE relname = 'records'";
     until(&raw, &format!("SELECT n_tup_upd >= 2000 {stats}")).await;
     let hot = number(&raw, &format!("SELECT n_tup_hot_upd * 1000 / n_tup_upd {stats}")).await;
-    assert!(hot >= 950, "{hot} of 1000 updates left the indexes as they were");
+    assert!(hot >= 950, "only {hot} of 1000 updates changed no index");
 }
 
 #[tokio::test]
@@ -681,7 +685,7 @@ async fn purges_expired_records(partitions: u16) {
     assert_eq!(store.purge(5).await.unwrap(), 0);
     assert_eq!(number(&raw, &format!("SELECT count(*) FROM {table}")).await, 20);
     let listed = format!("SELECT count(*) FROM {table} WHERE listed_at <= now() OR listed_at > expires_at");
-    assert_eq!(number(&raw, &listed).await, 0, "what is kept is listed for when it expires");
+    assert_eq!(number(&raw, &listed).await, 0, "an unexpired record is listed for its expiry");
 }
 
 #[tokio::test]
@@ -726,9 +730,9 @@ async fn a_purge_reads_no_removed_row_twice() {
         for _ in 0..40 {
             removed += store.purge(100).await.unwrap();
         }
-        assert_eq!(removed, 3999, "all but the locked one");
+        assert_eq!(removed, 3999, "every row except the locked one is purged");
         holder.batch_execute("COMMIT").await.unwrap();
-        assert_eq!(store.purge(100).await.unwrap(), 1, "what was locked before comes last");
+        assert_eq!(store.purge(100).await.unwrap(), 1, "the row that was locked is purged later");
         assert_eq!(store.purge(100).await.unwrap(), 0);
         // A session reports its statistics when it ends.
         drop(store);
@@ -1105,7 +1109,7 @@ async fn without_waiting<T>(url: &str, work: impl Future<Output = T>) -> T {
     };
     tokio::select! {
         done = work => done,
-        () = watch => unreachable!("it never ends"),
+        () = watch => unreachable!("the watching future never ends"),
     }
 }
 
@@ -1136,7 +1140,7 @@ async fn renews_all_but_the_locked(partitions: u16) {
                     _ => Some(Verdict::Applied),
                 })
                 .collect();
-            assert_eq!(said, expected, "a locked one is neither held nor lost");
+            assert_eq!(said, expected, "the lease of a locked row is neither confirmed nor lost");
             assert_eq!(kind(renewed), StoreErrorKind::Unavailable);
         }
     }
@@ -1197,7 +1201,11 @@ async fn handlers_keep_their_leases_while_the_record_of_another_is_locked() {
     };
     let (results, ()) = tokio::join!(handlers, locking);
     for (n, result) in results.into_iter().enumerate() {
-        assert_eq!(result.unwrap() as usize, n, "nobody took over, so also the locked one may be recorded");
+        assert_eq!(
+            result.unwrap() as usize,
+            n,
+            "no attempt took over, so the result under the locked row may also be recorded"
+        );
     }
 }
 
@@ -1242,7 +1250,7 @@ async fn waits_for_a_locked_record_are_bounded() {
     let mut counter = Counter::new(&server);
     assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unavailable);
     let asked = counter.count();
-    assert!(asked <= 40, "{asked} statements for one that could not be done");
+    assert!(asked <= 40, "{asked} statements for an operation that could not succeed");
 }
 
 /// Inserts `name` in an open transaction, so that reservations of this key wait for the transaction.
@@ -1291,7 +1299,7 @@ async fn a_dropped_operation_is_not_sent() {
             schema.replace('"', "\"\"")
         );
         tokio::select! {
-            _ = &mut stuck => panic!("it has to wait"),
+            _ = &mut stuck => panic!("the call must wait for a connection"),
             () = until(&raw, &waits) => {}
         }
         // These reservations and completions are queued behind the waiting statement, and their callers are dropped.
@@ -1309,7 +1317,7 @@ async fn a_dropped_operation_is_not_sent() {
         stuck.await.unwrap();
         // Answers to these requests show that the lanes have handled all earlier ones.
         join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
-        assert_eq!(names().await, Vec::<String>::new(), "their callers had gone before they were sent");
+        assert_eq!(names().await, Vec::<String>::new(), "calls whose callers had gone are never sent");
         until(&raw, &format!("SELECT count(*) = 10 FROM {table} WHERE state = 'completed' AND key LIKE '%ended%'"))
             .await;
     }
@@ -1368,13 +1376,13 @@ async fn an_uncommitted_key_delays_other_keys_only_once() {
         loop {
             let waits = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'idem%' \
                          AND wait_event_type = 'Lock' AND query LIKE '%unnest%'";
-            assert_eq!(number(&raw, waits).await, 0, "others wait with it");
+            assert_eq!(number(&raw, waits).await, 0, "other calls wait with the stuck call");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
     tokio::select! {
         () = together(1) => {}
-        () = watch => unreachable!("it never ends"),
+        () = watch => unreachable!("the watching future never ends"),
     }
     holder.batch_execute("ROLLBACK").await.unwrap();
 }
@@ -1448,14 +1456,14 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
     let count = || aside.block_on(number(&raw, connections));
     let (lease, stuck) =
         calls.block_on(async { (reserved(&store, "k").await, make_row(&server.url(), "idem.records", "stuck").await) });
-    assert_eq!(count(), 0, "opened when it is first used");
+    assert_eq!(count(), 0, "the connection is opened at its first use");
     // The runtime of the calls stands still during a statement on its only connection.
     calls.block_on(async {
         let request = request(&store, "stuck");
         let mut asked = std::pin::pin!(store.reserve(&request));
         let waits = "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
         tokio::select! {
-            _ = &mut asked => panic!("it has to wait"),
+            _ = &mut asked => panic!("the call must wait for a connection"),
             () = async { until(&server.raw().await, waits).await } => {}
         }
         let leases = vec![lease.clone(); 1];
@@ -1518,7 +1526,7 @@ fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
         raw(&url).await.query(pids, &[]).await.unwrap().iter().map(|row| row.get(0)).collect()
     };
     let before = runtime.block_on(sessions());
-    assert!(before.len() >= 3, "those that call, the one that listens and those for renewals: {before:?}");
+    assert!(before.len() >= 3, "connections for calls, for notifications and for renewals: {before:?}");
     let held = runtime.block_on(reserved(&store, "held"));
     match fork::fork().unwrap() {
         fork::Fork::Child => {

@@ -89,7 +89,7 @@ fn the_stored_form_is_pinned() {
         std::fs::write(path, &written).unwrap();
     }
     let golden = include_str!("golden/record-v1.txt");
-    assert_eq!(written, golden, "a released format never changes: give a new one a new version");
+    assert_eq!(written, golden, "a released format never changes: give a new format a new version");
     // Each pinned value reads back as its record.
     for (line, (name, record)) in golden.lines().zip(&records) {
         let text = line.split(' ').nth(1).unwrap();
@@ -130,7 +130,7 @@ async fn the_server_holds_the_pinned_form() {
     let value = value.into();
     let record = format::decode(&value).unwrap();
     assert_eq!((record.owner, record.attempt), (lease.owner, 1));
-    assert_eq!(format::times(&value), [None, None], "its retention tells them");
+    assert_eq!(format::times(&value), [None, None], "the times of the record follow from its retention");
     let untimed = |value: &[u8]| {
         let times = format::times(&value.to_vec().into());
         assert!(times[0].is_some() && times[0] <= times[1], "{times:?}");
@@ -254,7 +254,7 @@ async fn values_that_are_no_records_are_left_alone() {
         }
         assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Refused], "{name}");
         let left: i64 = raw.pttl(format!("idem:1/test/{name}")).await.unwrap();
-        assert_eq!(left, -1, "{name} is as it was");
+        assert_eq!(left, -1, "{name} has not changed");
     }
     let text: String = raw.get("idem:1/test/text").await.unwrap();
     assert_eq!(text, "hello");
@@ -415,7 +415,7 @@ async fn a_result_is_recorded_after_a_restart_within_the_lease() {
     let operation = Operation::new(&store, Key::new("test", "k"), POLICY);
     let (result, outcome) = observe(operation.run(body)).await;
     assert_eq!(result.unwrap(), 7);
-    assert!(outcome.recorded(), "`Ok` is returned only once it is");
+    assert!(outcome.recorded(), "`Ok` is returned only after the result is recorded");
     let restart = running.lock().unwrap().take().unwrap();
     restart.await.unwrap();
 }
@@ -453,7 +453,7 @@ async fn a_reservation_cut_off_mid_call_is_recognised_when_repeated() {
         let lease = loop {
             match store.reserve(&request).await {
                 Ok(Reservation::Granted { lease, .. }) => break lease,
-                Ok(other) => panic!("{line:?}: somebody else's? {other:?}"),
+                Ok(other) => panic!("{line:?}: the call's own reservation was not recognised: {other:?}"),
                 Err(error) => assert!(error.is_transient(), "{error}"),
             }
         };

@@ -61,7 +61,7 @@ const EVENTS: [&str; 40] = [
     "answers that an outage delayed",
     "answers that an outage lost",
     "bodies of a key's only attempt",
-    "bodies that a refusal for good ended",
+    "bodies that a permanent refusal ended",
     "bodies that could not confirm their lease",
     "callers that gave up",
     "calls",
@@ -79,14 +79,14 @@ const EVENTS: [&str; 40] = [
     "outages of the store",
     "panics",
     "polls that block",
-    "processes that were replaced as they had lost a right",
+    "processes that were replaced because they had lost a right",
     "records that an operator had forgotten",
-    "refusals for good",
+    "permanent refusals",
     "replays",
-    "requests that an outage swallowed",
+    "requests that an outage lost",
     "requests that landed after an outage",
     "requests that landed after their process was killed in an outage",
-    "results that an operator gave",
+    "results that an operator supplied",
     "rights that a process lost",
     "runs without protection",
     "takeovers",
@@ -163,7 +163,7 @@ fn worlds_keep_every_promise() {
     println!("seeds {first} to {}: {counts:#?}", first + runs - 1);
     if runs >= RUNS {
         for event in EVENTS {
-            assert!(counts.contains_key(event), "nothing of this happened: {event}; {counts:#?}");
+            assert!(counts.contains_key(event), "no world had this event: {event}; {counts:#?}");
         }
     }
 }
@@ -174,7 +174,7 @@ fn a_seed_repeats_its_history() {
     for seed in FOUND {
         let counts = run(seed, Broken::Nothing).counts;
         let later = [
-            "results that an operator gave",
+            "results that an operator supplied",
             "outages of a process",
             "outages of the store",
             "rights that a process lost",
@@ -219,7 +219,7 @@ fn a_history_has_the_same_verdict_without_execution_times() {
         }
     });
     let contradicted = contradicted.into_inner();
-    assert!(contradicted > 10, "some of them are contradicted: {contradicted}");
+    assert!(contradicted > 10, "only {contradicted} disturbed histories are contradicted");
 }
 
 /// Each deliberate break with the check that must notice it. The conformance suite covers mistakes of a store that no

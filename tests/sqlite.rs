@@ -152,7 +152,7 @@ async fn the_stored_form_is_pinned() {
     if std::env::var_os("IDEM_GOLDEN").is_some() {
         fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/sqlite-v1.txt"), &written).unwrap();
     }
-    assert_eq!(written, golden, "a released form never changes: give a new one a new version");
+    assert_eq!(written, golden, "a released form never changes: give a new form a new version");
 
     // The store reads the pinned rows.
     let folder = Folder::new();
@@ -214,7 +214,7 @@ async fn expired_records_are_cleaned_up() {
     // `purge` deletes the remaining rows, at most so many in one call.
     assert!(store.purge(5).await.unwrap() <= 5);
     while store.purge(50).await.unwrap() > 0 {}
-    assert_eq!(rows(), 12, "eleven new ones, and the one that is alive");
+    assert_eq!(rows(), 12, "eleven new rows, and the row of the unexpired record");
     assert_eq!(store.finish(&alive, &done()).await.unwrap(), Verdict::Applied);
 }
 
@@ -443,9 +443,13 @@ async fn a_call_without_the_lock_fails_and_says_whether_it_was_begun() {
     holder.execute_batch("BEGIN IMMEDIATE").unwrap();
     let (begun, waiting, refused) = (request(&store, "begun"), request(&store, "waiting"), request(&store, "refused"));
     let answer = store.reserve(&begun).await;
-    assert_eq!(kind(&answer), StoreErrorKind::Unconfirmed, "it waits for the lock: {answer:?}");
+    assert_eq!(
+        kind(&answer),
+        StoreErrorKind::Unconfirmed,
+        "a call that waits for the lock may still write: {answer:?}"
+    );
     let (waited, answer) = tokio::join!(store.reserve(&waiting), store.reserve(&refused));
-    assert_eq!(kind(&waited), StoreErrorKind::Unavailable, "nobody has taken it up: {waited:?}");
+    assert_eq!(kind(&waited), StoreErrorKind::Unavailable, "a call that was never begun writes nothing: {waited:?}");
     assert!(answer.unwrap_err().to_string().contains("too many calls"));
     holder.execute_batch("COMMIT").unwrap();
     store.flush().await;
@@ -652,7 +656,7 @@ async fn no_process_uses_a_removed_or_replaced_log_or_index() {
         if done > 0 {
             let anew = open(&folder.file()).await;
             for store in [&anew, &store] {
-                until("it is replayed", async || {
+                until("the result is replayed", async || {
                     let request = request(store, "any").key(race::key(0));
                     matches!(store.reserve(&request).await, Ok(Reservation::Finished { .. }))
                 })
@@ -679,7 +683,10 @@ async fn a_connection_of_the_user_keeps_no_store_at_a_removed_index() {
     // An ordinary close would remove the other process's log, with its records.
     own.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).unwrap();
     drop(own);
-    until("it is replayed", async || matches!(store.reserve(&request()).await, Ok(Reservation::Finished { .. }))).await;
+    until("the result is replayed", async || {
+        matches!(store.reserve(&request()).await, Ok(Reservation::Finished { .. }))
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -1040,7 +1047,7 @@ async fn a_lone_caller_reads_only_small_results_itself() {
     is_over.store(true, Ordering::SeqCst);
     opens.join().unwrap();
     let callers = callers + 2_000;
-    assert_eq!(looks.now(), (callers, reader), "nobody else has looked");
+    assert_eq!(looks.now(), (callers, reader), "no other thread has read the file");
     // The caller reads a record first, and passes every record that it can't return to the reader thread.
     assert!(replays(&store, "large").await);
     let ended = store.reserve(&request(&store, "pending")).await;
@@ -1129,7 +1136,7 @@ fn a_reading_caller_delays_no_other() {
         let (callers, reader) = looks.now();
         nested.store(true, Ordering::SeqCst);
         assert!(replays(&store, "k").await);
-        assert_eq!(looks.now(), (callers + 1, reader + 1), "one each");
+        assert_eq!(looks.now(), (callers + 1, reader + 1), "a caller and the reader thread have read once more each");
     });
 }
 
@@ -1145,7 +1152,7 @@ async fn callers_leave_a_slow_disk_to_the_reader_thread_for_a_while() {
     for _ in 0..10 {
         assert!(replays(&store, "k").await);
     }
-    assert_eq!(looks.now(), (callers + 2, reader + 8), "one may be slow by chance");
+    assert_eq!(looks.now(), (callers + 2, reader + 8), "one slow read does not stop reads by callers");
     // A caller may spend 5 ms immediately, and beyond that a twentieth of the elapsed time. The last read took 15 ms,
     // so the next one is allowed after 200 ms, of which 15 ms have passed.
     clock.advance(Duration::from_millis(184));
@@ -1184,7 +1191,7 @@ async fn a_lone_caller_notices_that_its_file_was_removed_or_replaced() {
         }
     };
     assert!(matches!(replaced, Reservation::InProgress { .. }), "{replaced:?}");
-    assert_eq!(looks.now().0, callers, "no caller has read the file that was removed");
+    assert_eq!(looks.now().0, callers, "no caller has read the removed file");
     // After a pause the store opens the connection of lone callers again.
     clock.advance(Duration::from_secs(1));
     recorded(&other, "other", 10).await;
@@ -1442,7 +1449,7 @@ async fn a_confirmed_result_of_a_killed_process_is_recorded() {
             tokio::time::sleep(lapses_in).await;
         }
     }
-    assert!(killed > 0, "nobody was killed in the middle");
+    assert!(killed > 0, "no process was killed in the middle of a call");
     assert_eq!(recorded_before_a_kill(&folder.file(), KEYS, usize::MAX), KEYS);
     let check: String = raw(&folder.file()).query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
     assert_eq!(check, "ok");

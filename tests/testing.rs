@@ -164,7 +164,7 @@ mod simulation {
                 (task.polls(), task.await)
             });
             // The task has three awaits, so its fourth poll is ready, and a later kill has no effect.
-            assert_eq!(output, killed_at.min(4), "polls of one killed at {killed_at}");
+            assert_eq!(output, killed_at.min(4), "polls of a worker that was killed at await {killed_at}");
             assert_eq!(polls.get(), killed_at.min(4));
             assert_eq!(seen.is_ok(), killed_at > 3, "{seen:?}");
             assert_eq!(drops.get(), 1);
@@ -465,8 +465,10 @@ mod explorer {
 
     #[test]
     fn a_consumer_with_a_task_for_each_message_passes() {
-        explore(|worker| async move { tokio::spawn(consume(App::new(worker))).await.expect("it does not panic") })
-            .assert_once();
+        explore(
+            |worker| async move { tokio::spawn(consume(App::new(worker))).await.expect("the task does not panic") },
+        )
+        .assert_once();
     }
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = store)]
@@ -513,7 +515,7 @@ mod explorer {
     fn a_charge_before_its_check_is_found_in_a_spawned_task() {
         let found = found!(is_repeated, |worker| async move {
             let call = async move { observe(charge_before_check(&App::new(worker), 42)).await.1.disposition() };
-            tokio::spawn(call).await.expect("it does not panic")
+            tokio::spawn(call).await.expect("the task does not panic")
         });
         assert!(found.contains("crash@effect:1") && found.contains("down@store:2"), "{found:?}");
     }
@@ -865,7 +867,7 @@ mod explorer {
         let report = explorer.explore(|worker| async move { charge_before_check(&App::new(worker), 42).await });
         let found = |scenario| report.findings().iter().any(|it| it.scenario() == scenario);
         assert!(!found("cancel@await:3"), "nothing has happened at await 3");
-        assert!(found("cancel@await:3/crash@await:4"), "at await 4 of the next delivery it has");
+        assert!(found("cancel@await:3/crash@await:4"), "the scenario at await 4 of the next delivery is found");
         let thrice = Problem::Repeated { effect: "charge".into(), times: 3, expected: 1 };
         assert!(report.findings().iter().any(|it| *it.problem() == thrice));
     }

@@ -130,7 +130,7 @@ async fn the_layer_is_ready_if_its_inner_service_is() {
     assert!(Service::<Order>::poll_ready(&mut service, &mut cx).is_pending());
     let error = layer(&store).layer(NotReady(Some("gone"))).oneshot(ORDER).await.unwrap_err();
     assert_eq!(error.to_string(), "gone");
-    assert!(store.inspect(&key()).await.unwrap().is_none(), "no key was reserved for it");
+    assert!(store.inspect(&key()).await.unwrap().is_none(), "no key was reserved for the request");
 }
 
 #[tokio::test]

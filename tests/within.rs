@@ -129,7 +129,11 @@ async fn payment_and_record_commit_together() {
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.executed() && !outcome.recorded() && outcome.committed().recorded());
-        assert_eq!((bank.payments().await, bank.state("a").await), (0, None), "nobody sees it yet");
+        assert_eq!(
+            (bank.payments().await, bank.state("a").await),
+            (0, None),
+            "the open transaction is invisible to others"
+        );
         // A second call in the same transaction replays the payment.
         let (paid, outcome) = bank.pay(&tx, "a", POLICY).await;
         assert_eq!(paid.unwrap(), 1);
@@ -310,7 +314,7 @@ async fn a_call_that_is_dropped_or_panics_is_undone() {
         tx.into_inner().commit().await.unwrap();
         assert_eq!(bank.names().await, ["b", "before"], "{on_crash:?}, panics: {panics}");
         if on_crash == OnCrash::Retry {
-            assert_eq!(bank.state("a").await, None, "as if it had never been");
+            assert_eq!(bank.state("a").await, None, "the rollback left no record");
             assert_eq!(bank.pay_and_commit("a").await.0.unwrap(), 1);
         } else {
             assert!(matches!(bank.state("a").await, Some(State::Pending { .. })));
@@ -668,7 +672,7 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
         assert_eq!(paid.unwrap(), 1);
         assert!(outcome.waited());
         let timeout: String = other.query_one("SHOW lock_timeout", &[]).await.unwrap().get(0);
-        assert_eq!(timeout, "7s", "the transaction is as it was");
+        assert_eq!(timeout, "7s", "the settings of the transaction have not changed");
         other.into_inner().commit().await.unwrap();
         assert_eq!((outcome.replayed(), outcome.executed()), (commits, !commits));
     }
@@ -740,7 +744,7 @@ async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output 
     };
     tokio::select! {
         done = work => done,
-        () = watch => unreachable!("it never ends"),
+        () = watch => unreachable!("the watching future never ends"),
     }
 }
 
@@ -1481,7 +1485,7 @@ async fn in_sqlite_payment_and_record_commit_together_or_not_at_all() {
 
     let tx = begin(&mut connection);
     assert_eq!(sell(&tx, "a", POLICY).await.0.unwrap(), 1);
-    assert_eq!(till.payments(), 0, "nobody sees it yet");
+    assert_eq!(till.payments(), 0, "the open transaction is invisible to others");
     tx.into_inner().commit().unwrap();
     assert!(matches!(till.state("a").await, Some(State::Completed(_))));
     let tx = begin(&mut connection);
@@ -2173,12 +2177,12 @@ async fn only_some_duplicates_of_open_transactions_wait_on_their_last_delivery()
     });
     let mut waiting: futures::stream::FuturesUnordered<_> = duplicates.collect();
     for _ in WAITERS..SLOTS {
-        let (_, outcome) = futures::StreamExt::next(&mut waiting).await.expect("one that does not wait");
+        let (_, outcome) = futures::StreamExt::next(&mut waiting).await.expect("a duplicate that does not wait");
         assert!(!outcome.waited() && outcome.disposition() == Disposition::DeadLetter, "{outcome:?}");
     }
     holding.into_inner().commit().await.unwrap();
     for _ in 0..WAITERS {
-        let (paid, outcome) = futures::StreamExt::next(&mut waiting).await.expect("one that waits");
+        let (paid, outcome) = futures::StreamExt::next(&mut waiting).await.expect("a duplicate that waits");
         assert!(paid.is_ok() && outcome.replayed() && outcome.waited(), "{outcome:?}");
     }
 }

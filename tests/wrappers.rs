@@ -410,7 +410,7 @@ async fn a_wrapper_of_a_store_without_upkeep_is_its_own_upkeep() {
         let weak = Arc::downgrade(&store.upkeep());
         assert!(Arc::ptr_eq(&store.upkeep().upkeep(), &store.upkeep()), "{order}");
         drop(store);
-        assert!(weak.upgrade().is_none(), "{order}: it keeps itself alive");
+        assert!(weak.upgrade().is_none(), "{order}: the store keeps itself alive");
     }
 }
 

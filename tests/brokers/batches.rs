@@ -78,7 +78,7 @@ async fn a_batch_starts_no_more_items_than_its_limit() {
     });
     let mut batch = Box::pin(observe_all(calls).limit(7));
     assert!(poll_once(batch.as_mut()).await.is_pending());
-    assert_eq!((made.get(), running.get()), (7, 7), "the iterator is asked only for what may start");
+    assert_eq!((made.get(), running.get()), (7, 7), "the iterator is asked only for items that may start");
     let batch = world.drive(batch).await;
     assert_eq!((batch.items().len(), world.runs(), most.get(), running.get()), (100, 100, 7, 0));
     assert_eq!(
@@ -170,7 +170,7 @@ async fn each_item_keeps_the_attributes_of_its_delivery() {
     assert_eq!(batch.acknowledged().count(), 2);
     let mut beats = beats.lock().unwrap().clone();
     beats.sort_unstable();
-    assert_eq!(beats, ["a", "a", "b", "b"], "the one that waits for its turn is extended as well");
+    assert_eq!(beats, ["a", "a", "b", "b"], "the item that waits for its turn is extended as well");
 }
 
 /// Batches of ten thousand items, with one key for all or a key for each: the number of polls of an item does not grow
@@ -349,7 +349,7 @@ mod groups {
                 let before = messages[..id].iter().filter(|message| group.is_some() && message.0 == group);
                 let follows_a_failure = before.clone().any(|(_, end, _)| *end != End::Done);
                 prop_assert_eq!(held_back[id], follows_a_failure);
-                prop_assert_eq!(events.contains(&(id, true)), !follows_a_failure, "what follows a failure does not begin");
+                prop_assert_eq!(events.contains(&(id, true)), !follows_a_failure, "items after a failure do not begin");
                 if follows_a_failure || end != End::Done {
                     expected.push(id.to_string());
                 }
@@ -358,7 +358,7 @@ mod groups {
             for group in 0..3 {
                 let of_group: Vec<_> = events.iter().filter(|(id, _)| messages[*id].0 == Some(group)).collect();
                 for pair in of_group.chunks(2) {
-                    prop_assert_eq!((pair[0].0, pair[0].1, pair[1].1), (pair[1].0, true, false), "one at a time");
+                    prop_assert_eq!((pair[0].0, pair[0].1, pair[1].1), (pair[1].0, true, false), "one item at a time");
                 }
                 prop_assert!(of_group.is_sorted_by_key(|(id, _)| *id), "in their order");
             }

@@ -91,7 +91,7 @@ async fn a_consumer_that_does_not_count_deliveries_loses_its_duplicate() {
         let handler = world.lasting("k", POLICY, LEASE * 10);
         let (_, duplicate) = world.drive(async { tokio::join!(handler, consume(&world, broker, POLICY, false)) }).await;
         let burnt = DeliveryOutput { deliveries: broker.limit, dead: true, replayed: false };
-        assert_eq!(duplicate, burnt, "{}: this is what the budget is for", broker.name);
+        assert_eq!(duplicate, burnt, "{}: without the wait the duplicates use up their deliveries", broker.name);
     }
 }
 
@@ -165,7 +165,7 @@ async fn a_duplicate_is_retried_after_longer_and_longer_pauses() {
     let mut handler = pin!(handler);
     assert!(poll_once(handler.as_mut()).await.is_pending());
     let pauses = ask.await;
-    assert_eq!(pauses[0], LEASE, "the first one may meet a worker that died");
+    assert_eq!(pauses[0], LEASE, "the first pause may be due to a worker that died");
     let longest = Duration::from_secs(300);
     for (at, pause) in pauses.iter().enumerate().skip(1) {
         let most = (LEASE + LEASE * (1 << (at - 1))).min(longest);
@@ -262,7 +262,9 @@ async fn only_some_duplicates_on_their_last_deliveries_wait() {
             match poll_once(duplicate.as_mut()).await {
                 Poll::Pending => waiting.push(duplicate),
                 Poll::Ready((_, outcome)) => match outcome.disposition() {
-                    Disposition::DeadLetter => assert_eq!(delivery, 5, "nothing is lost: it is set aside"),
+                    Disposition::DeadLetter => {
+                        assert_eq!(delivery, 5, "a message is set aside only on its last delivery")
+                    }
                     other => assert!(matches!(other, Disposition::Retry { .. }) && delivery == 4, "{other:?}"),
                 },
             }

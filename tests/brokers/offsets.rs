@@ -60,7 +60,7 @@ impl Account {
     /// First unsettled offset among the messages that this assignment has started.
     fn position(&self, partition: u8) -> i64 {
         let unsettled = self.present(partition).filter(|fact| !fact.settled).map(|fact| fact.offset).min();
-        let behind_all = || self.present(partition).map(|fact| fact.offset + 1).max().expect("one was settled");
+        let behind_all = || self.present(partition).map(|fact| fact.offset + 1).max().expect("a message was settled");
         unsettled.unwrap_or_else(behind_all)
     }
 }
@@ -81,7 +81,7 @@ proptest! {
                     let offset = next[place] + gap;
                     let ticket = tracker.started(&partition, offset);
                     let generation = account.generation.get(&partition).copied();
-                    prop_assert_eq!(ticket.is_some(), generation.is_some(), "only what is assigned is started");
+                    prop_assert_eq!(ticket.is_some(), generation.is_some(), "messages of other partitions start");
                     let Some(generation) = generation else { continue };
                     next[place] = offset + 1;
                     // An assignment commits offsets from its first message on.
@@ -100,11 +100,11 @@ proptest! {
                     let answer = tracker.settled(ticket);
                     // A ticket of an earlier assignment must commit nothing.
                     if Some(generation) != account.generation.get(&partition).copied() {
-                        prop_assert_eq!(answer, None, "the partition is somebody else's, or was in between");
+                        prop_assert_eq!(answer, None, "another consumer has or had the partition");
                         continue;
                     }
                     let position = account.position(partition);
-                    let committed = account.committed.get_mut(&partition).expect("it has started");
+                    let committed = account.committed.get_mut(&partition).expect("the partition was assigned");
                     prop_assert_eq!(answer, (position > *committed).then_some(position));
                     *committed = (*committed).max(position);
                 }

@@ -177,7 +177,7 @@ proptest! {
                 .flat_map(|(_, other)| longest(other).1.into_iter().zip(keys))
                 .filter_map(|(on, uses)| uses.and(on))
                 .sum();
-            let took = seen.took[id].expect("it has ended");
+            let took = seen.took[id].expect("the item has ended");
             prop_assert!(took <= Duration::from_secs(own + others), "item {} took {:?}, of {} + {}", id, took, own, others);
         }
     }
@@ -189,7 +189,7 @@ proptest! {
     ) {
         let seen = runtime().block_on(run(&items, limit, Mode::Shadow));
         for (id, item) in items.iter().enumerate() {
-            let took = seen.took[id].expect("it has ended");
+            let took = seen.took[id].expect("the item has ended");
             prop_assert!(took <= Duration::from_secs(longest(item).0), "item {} took {:?}", id, took);
         }
     }

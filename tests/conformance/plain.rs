@@ -191,7 +191,7 @@ impl Plain {
         match select(std::pin::pin!(unlocked), std::pin::pin!(limit)).await {
             Either::Left(_) => Ok(()),
             Either::Right(_) => {
-                Err(StoreError::new(StoreErrorKind::Unconfirmed, "somebody else has locked the record"))
+                Err(StoreError::new(StoreErrorKind::Unconfirmed, "another session has locked the record"))
             }
         }
     }

@@ -67,7 +67,7 @@ pub(crate) async fn one_waits(subject: Subject) {
     let held = Held::by(&subject).await;
     let before = answered(&*held.peer);
     let duplicate = tokio::spawn(held.duplicate());
-    until("it has asked", async || since(&*held.peer, before)[0] > 0).await;
+    until("the waiter has asked the store", async || since(&*held.peer, before)[0] > 0).await;
     held.ends().await;
     is_replayed(duplicate.await.unwrap());
     assert_eq!(since(&*held.peer, before), [1, 1, 2], "reservations, waits, operations");
@@ -95,8 +95,11 @@ pub(crate) async fn many_wait(subject: Subject, many: u64) {
         is_replayed(duplicate.await.unwrap());
     }
     let [reserves, waits, all] = since(&*held.peer, before);
-    assert!(once.contains(&reserves) && all == reserves + waits, "nobody asks again: {reserves}, {all} in all");
-    assert_eq!(waits, 2, "the wait that was under way, and one call for all who came after it had begun");
+    assert!(
+        once.contains(&reserves) && all == reserves + waits,
+        "no waiter reserves again: {reserves} reservations, {all} calls in all"
+    );
+    assert_eq!(waits, 2, "one wait that was under way, and one wait for all duplicates that came later");
 }
 
 /// Defines the tests of one store, on one thread: when all reservations are answered, all duplicates wait.

@@ -117,14 +117,14 @@ fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), 
         return otherwise("attempts repeat");
     }
     if book.runs.iter().filter(|run| run.returned == Some(true)).count() > 1 {
-        return otherwise("it succeeded twice");
+        return otherwise("two bodies of the key succeeded");
     }
     let interrupted = on_crash == OnCrash::Fail && book.unreturned();
     if interrupted && book.runs.last().is_some_and(|run| run.returned.is_some()) {
-        return otherwise("a body followed one that was interrupted");
+        return otherwise("a body began after an interrupted body");
     }
     let Some(record) = record else {
-        return if book.runs.is_empty() { Ok(()) } else { otherwise("it is forgotten") };
+        return if book.runs.is_empty() { Ok(()) } else { otherwise("the record is missing") };
     };
     match (&record.state, book.result()) {
         (State::Pending { .. }, _) => return Err(Wrong::Held(format!("held: {record:?}"))),
@@ -133,16 +133,16 @@ fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), 
         (State::Released, None) if !interrupted => {}
         (State::Completed(StoredResult::Encoded { bytes, .. }), Some(attempt)) => {
             if **bytes != *attempt.to_string().as_bytes() {
-                return otherwise("another result");
+                return otherwise("the recorded result is not that of a body");
             }
         }
-        _ => return otherwise("not what its bodies did"),
+        _ => return otherwise("the state of the record does not follow from its bodies"),
     }
     if numbers.last().is_some_and(|last| record.attempt < *last) {
         return otherwise("an attempt was forgotten");
     }
     if record.attempts_used as usize != book.runs.len() {
-        return otherwise("attempts count that never began, or don't although they did");
+        return otherwise("the number of counted attempts is not that of the bodies that began");
     }
     Ok(())
 }

@@ -140,13 +140,13 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
     let interrupted = fail && book.unreturned();
     let successes = book.runs.iter().filter(|run| run.returned == Some(true)).count();
     if fail && successes > 1 {
-        return otherwise("it succeeded twice");
+        return otherwise("two bodies of the key succeeded");
     }
     if interrupted && book.runs.last().is_some_and(|run| run.returned.is_some()) {
-        return otherwise("a body followed one that was interrupted");
+        return otherwise("a body began after an interrupted body");
     }
     let Some(found) = found else {
-        return if book.runs.is_empty() { Ok(()) } else { otherwise("it is forgotten") };
+        return if book.runs.is_empty() { Ok(()) } else { otherwise("the record is missing") };
     };
     let mut counted = found.record.attempts_used as usize;
     match &found.record.state {
@@ -155,7 +155,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
         }
         // The process of a body that began writes its end, and the clean-up of a mark, for as long as it lives.
         State::Pending { begun: true, .. } if fail && !interrupted => {
-            return Err(Wrong::Yet(format!("interrupted without such a body: {found:?}")));
+            return Err(Wrong::Yet(format!("interrupted without a body that began and did not return: {found:?}")));
         }
         State::Pending { begun: false, .. } if interrupted => return otherwise("not marked"),
         State::Pending { begun, .. } => counted -= usize::from(!begun),
@@ -165,15 +165,15 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
         State::Completed(StoredResult::Encoded { bytes, .. }) => {
             let recorded = std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok());
             if !recorded.is_some_and(|attempt| book.succeeded(attempt)) {
-                return otherwise("another result");
+                return otherwise("the recorded result is not that of a body");
             }
         }
-        _ => return otherwise("not what its bodies did"),
+        _ => return otherwise("the state of the record does not follow from its bodies"),
     }
     // Under `retry` a lapsed attempt has no mark, and is not counted.
     let began = book.runs.len();
     if counted > began || (fail && counted < began) {
-        return otherwise("attempts count that never began, or don't although they did");
+        return otherwise("the number of counted attempts is not that of the bodies that began");
     }
     Ok(())
 }

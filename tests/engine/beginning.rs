@@ -135,7 +135,7 @@ async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
     assert!(matches!(elsewhere.run(world.body()).await, Err(Error::Interrupted { .. })), "another does not");
     let patient = AT_MOST_ONCE.in_progress(InProgress::Wait(LEASE * 9));
     let mut waiting = Box::pin(world.call(patient));
-    assert!(poll_once(waiting.as_mut()).await.is_pending(), "it waits for the end");
+    assert!(poll_once(waiting.as_mut()).await.is_pending(), "the call waits for the end of the attempt");
     drop(waiting);
     world.store.always(StoreCall::Release, Fault::None);
     outlast(&world, 2).await;
@@ -154,7 +154,7 @@ async fn under_fail_a_result_is_recorded_after_an_outage_of_many_leases() {
     world.store.always(StoreCall::Finish, Fault::None);
     outlast(&world, 2).await;
     let (result, outcome) = world.call(AT_MOST_ONCE).await;
-    assert!(outcome.replayed() && result.unwrap() == 1, "the body ran once, and its result is there");
+    assert!(outcome.replayed() && result.unwrap() == 1, "the body ran once, and its result is replayed");
 }
 
 #[tokio::test]

@@ -64,7 +64,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
         other.run(world.body()).await
     })
     .await;
-    assert!(outcome.recorded(), "of the last one");
+    assert!(outcome.recorded(), "the outcome of the last call");
     retries(&outcome);
     drop(running);
 
@@ -150,7 +150,7 @@ async fn a_call_in_its_own_task_is_observed_in_that_task() {
     };
     let (joined, outcome) = observe(tokio::spawn(call())).await;
     assert_eq!(joined.unwrap().unwrap(), 1);
-    assert!(!outcome.observed(), "nobody can tell");
+    assert!(!outcome.observed(), "an outcome without a call is not observed");
     retries(&outcome);
     let (result, outcome) = tokio::spawn(observe(call())).await.unwrap();
     assert_eq!((result.unwrap(), outcome.disposition()), (1, Disposition::Ack));
@@ -248,7 +248,7 @@ static DOUBTS: Mutex<Vec<(String, u32, Doubt)>> = Mutex::new(Vec::new());
 fn note(uncertain: Uncertain<'_>) {
     let Uncertain { key, attempt, cause, .. } = uncertain;
     DOUBTS.lock().unwrap().push((key.text().to_owned(), attempt, cause));
-    panic!("a hook that is wrong harms nobody");
+    panic!("a panic in a hook of the test");
 }
 
 /// Uncertain effects of `key` that the hook received since the last call of this function.
@@ -294,7 +294,7 @@ async fn each_uncertain_effect_is_reported_once() {
     let successor = Operation::new(&elsewhere, Ok(World::key("doubted")), at_most_once);
     assert!(matches!(successor.run(world.body()).await, Err(Error::Interrupted { .. })));
     assert_eq!(noted("doubted"), [(4, Doubt::Interrupted)]);
-    assert!(late.await.is_ok(), "nobody has taken over");
+    assert!(late.await.is_ok(), "no other attempt has taken over");
 
     // A call that is refused before its body, and a call that ends normally, have no uncertain effect.
     assert!(operation(policy).run(world.body()).await.is_ok(), "a replay");

@@ -18,7 +18,7 @@ pub(super) fn block_until(what: &str, mut done: impl FnMut() -> bool) {
         #[expect(clippy::disallowed_methods, reason = "this thread is to block")]
         thread::sleep(Duration::from_millis(1));
     }
-    panic!("{what} never happens");
+    panic!("timed out while waiting for: {what}");
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
             let Poll::Ready((result, _)) = other.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
                 panic!("memory answers at once")
             };
-            assert!(matches!(result, Err(Error::InProgress { .. })), "taken over while it ran: {result:?}");
+            assert!(matches!(result, Err(Error::InProgress { .. })), "the running attempt was taken over: {result:?}");
         }
         Ok::<_, Error>(1)
     };
@@ -84,7 +84,7 @@ async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
         settle().await;
         world.clock.advance(Duration::from_secs(5));
     }
-    assert_eq!(polls.get(), 1, "nobody knows whether it still holds its key");
+    assert_eq!(polls.get(), 1, "a body whose lease may have lapsed is not polled");
     world.store.always(StoreCall::Renew, Fault::None);
     settle().await;
     world.clock.advance(Duration::from_secs(5));
@@ -209,7 +209,7 @@ async fn a_call_whose_result_is_refused_ends_after_one_lease() {
     let began = world.clock.now();
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
     assert!(matches!(result, Err(Error::Unrecorded { .. })), "{result:?}");
-    assert_eq!(world.clock.now().saturating_since(began), LEASE, "one lease, and no longer");
+    assert_eq!(world.clock.now().saturating_since(began), LEASE, "the call ends after exactly one lease");
 }
 
 #[tokio::test]
@@ -314,7 +314,7 @@ async fn an_outage_pauses_a_body_for_a_stated_time() {
             world.store.always(StoreCall::Renew, fault);
             let began = world.clock.now();
             let call = world.operation(policy).run(std::future::pending::<Result<u32, Error>>());
-            let Err(error) = driving(&world.clock, call).await else { panic!("it hangs") };
+            let Err(error) = driving(&world.clock, call).await else { panic!("the call hangs") };
             let took = world.clock.now().saturating_since(began);
             // A renewal that takes effect without an answer does not confirm the lease.
             assert!((LEASE + pause..LEASE * 3 / 2 + pause).contains(&took), "{fault:?}: {took:?}");
@@ -366,7 +366,7 @@ async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
         settle().await;
     }
     for call in &mut calls {
-        let Poll::Ready(Err(error)) = poll_once(call.as_mut()).await else { panic!("it goes on") };
+        let Poll::Ready(Err(error)) = poll_once(call.as_mut()).await else { panic!("the call goes on") };
         assert!(matches!(error, Error::LeaseLost { source: Some(_), .. }), "{error:?}");
     }
 }

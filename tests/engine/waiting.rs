@@ -82,7 +82,7 @@ impl Hall {
         };
         let mut call: Call_<'_> =
             Box::pin(observe(operation.run(async { Ok(100 + self.runs.fetch_add(1, Ordering::SeqCst)) })));
-        assert!(poll_once(call.as_mut()).await.is_pending(), "it waits");
+        assert!(poll_once(call.as_mut()).await.is_pending(), "the duplicate waits");
         call
     }
 
@@ -94,7 +94,7 @@ impl Hall {
     /// Ends the oldest wait with the answer `told`.
     fn tell(&self, told: Option<Inspection>) {
         let wait = self.store.waits.lock().unwrap().pop_front().expect("a wait is under way");
-        wait.send(told).expect("somebody waits");
+        wait.send(told).expect("a duplicate waits");
     }
 }
 
@@ -132,7 +132,7 @@ async fn many_duplicates_share_one_wait() {
     for call in &mut calls {
         assert!(poll_once(call.as_mut()).await.is_pending());
     }
-    assert_eq!(hall.asked(), (51, 1), "one call for all who have come meanwhile");
+    assert_eq!(hall.asked(), (51, 1), "one more store call for all duplicates that joined after the first");
     hall.tell(hall.found().await);
     for call in calls {
         assert_eq!(result_of(call).await, 1);
@@ -159,7 +159,7 @@ async fn no_duplicate_gets_a_record_read_before_its_request() {
     assert_eq!(again.attempt, 1);
     let mut second = hall.waits().await;
     hall.tell(early);
-    assert!(poll_once(second.as_mut()).await.is_pending(), "it is not told the earlier result");
+    assert!(poll_once(second.as_mut()).await.is_pending(), "the second duplicate does not get the earlier result");
     assert!(poll_once(first.as_mut()).await.is_pending());
     // The next read finds the attempt running, so the wait goes on.
     hall.tell(hall.found().await);
@@ -180,7 +180,7 @@ async fn a_duplicate_too_late_for_an_answer_reserves_again() {
     hall.finish(&lease, "1").await;
     let found = hall.found().await;
     hall.tell(found.clone());
-    assert!(poll_once(calls[0].as_mut()).await.is_pending(), "there is one more look, for the second");
+    assert!(poll_once(calls[0].as_mut()).await.is_pending(), "the store is read once more, for the second duplicate");
     // Another process reserves the key again, and its attempt runs.
     assert_eq!(hall.store.inner.reopen(&World::key("k"), 1).await.unwrap(), Verdict::Applied);
     let again = hall.held().await;
@@ -254,7 +254,7 @@ async fn a_wait_ends_with_its_last_duplicate() {
     let calls = [hall.waits().await, hall.waits().await];
     drop(calls);
     let wait = hall.store.waits.lock().unwrap().pop_front().unwrap();
-    assert!(wait.is_closed(), "nobody waits, and the store still does");
+    assert!(wait.is_closed(), "the store waits although no duplicate waits");
     // The next duplicate starts a new wait.
     drop(hall.waits().await);
     assert_eq!(hall.asked(), (4, 1));
@@ -278,8 +278,8 @@ async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
             took.push((at, result.unwrap()));
         }
     }
-    assert_eq!(took, [(0, 100)], "one has run");
-    assert_eq!(hall.asked(), (22, 1), "it alone has asked again, and the store waits for its attempt");
+    assert_eq!(took, [(0, 100)], "one duplicate has run the body");
+    assert_eq!(hall.asked(), (22, 1), "only one duplicate has reserved again, and the store waits for its attempt");
     hall.tell(hall.found().await);
     for call in calls.into_iter().skip(1) {
         assert_eq!(result_of(call).await, 100);
@@ -300,7 +300,7 @@ async fn a_stalled_duplicate_lets_the_next_one_reserve() {
         hall.store.inner.next(StoreCall::Reserve, Fault::Hang);
         hall.tell(hall.found().await);
         assert!(poll_once(first.as_mut()).await.is_pending(), "its question hangs");
-        assert!(poll_once(second.as_mut()).await.is_pending(), "it waits for the first one");
+        assert!(poll_once(second.as_mut()).await.is_pending(), "the second call waits for the first call");
         if dropped {
             drop(first);
             assert_eq!(result_of(second).await, 100);

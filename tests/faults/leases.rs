@@ -276,7 +276,7 @@ impl<R: Rig> Scene<R> {
         let told = self.told(holder, since);
         for key in healthy.iter().filter(|key| **key >= held) {
             let goes_on = |(it, event): &(usize, Event)| it == key && matches!(event, Event::Replayed(_));
-            assert!(told.iter().any(goes_on), "key {key} of a healthy node waits for another one: {told:?}");
+            assert!(told.iter().any(goes_on), "key {key} of a healthy node waits for the stopped node: {told:?}");
             let refused = |(it, event): &&(usize, Event)| it == key && !matches!(event, Event::Replayed(_));
             assert_eq!(told.iter().find(refused), None, "a healthy node");
         }
@@ -340,14 +340,14 @@ async fn without_waiting<T>(rig: &impl Rig, work: impl Future<Output = T>) -> T 
     let watch = async {
         loop {
             if let Some(statement) = rig.waits_for_the_insert().await {
-                panic!("waits for the open transaction, and everything in it does: {statement}");
+                panic!("the statement waits for the open transaction, with all its keys: {statement}");
             }
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
     tokio::select! {
         done = work => done,
-        () = watch => unreachable!("it never ends"),
+        () = watch => unreachable!("the watching future never ends"),
     }
 }
 

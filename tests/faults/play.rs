@@ -212,10 +212,10 @@ impl<R: Rig> Scene<R> {
         };
         self.until("who wakes is told something", |seen| told(seen).is_some()).await;
         let told = told(&Seens(&self.crew.lines()));
-        assert!(told.as_ref().is_some_and(Event::is_lease_lost), "it was taken over: {told:?}");
+        assert!(told.as_ref().is_some_and(Event::is_lease_lost), "the stopped call was taken over: {told:?}");
         self.crew.open_gate(successor);
         for (worker, ran) in [(successor, true), (holder, false)] {
-            self.until("both have the result of the one that was not stopped", |seen| {
+            self.until("both workers have the result of the worker that was not stopped", |seen| {
                 let told = |line: &race::Line| match line.event {
                     Event::Ran(_) => ran,
                     Event::Replayed(_) => !ran,
@@ -366,7 +366,7 @@ impl<R: Rig> Scene<R> {
             let (now, wanted) = (race::now(), step * 1000);
             self.until("a body runs at another time", |seen| {
                 seen.told_since(now).any(|line| {
-                    let off = i64::try_from(line.wall).expect("in this age")
+                    let off = i64::try_from(line.wall).expect("the clock shows a time after 1970")
                         - i64::try_from(line.at).expect("soon")
                         - true_time;
                     line.worker == stepped && matches!(line.event, Event::Began(_)) && (off - wanted).abs() < 60_000
@@ -387,5 +387,6 @@ impl<R: Rig> Scene<R> {
 }
 
 fn wall_of(time: &SystemTime) -> i64 {
-    i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).expect("in this age")
+    i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis())
+        .expect("the clock shows a time after 1970")
 }

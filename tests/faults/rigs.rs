@@ -369,7 +369,7 @@ impl Redis {
                 watched.servers[0].run();
                 ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
             }
-            Servers::One(_) => unreachable!("nobody takes its place"),
+            Servers::One(_) => unreachable!("a single server has no replica"),
         }
     }
 }
@@ -401,7 +401,7 @@ impl Rig for Redis {
         match &self.servers {
             Servers::Cluster(cluster) => {
                 let name = format!("race:{}", race::key(key).as_str());
-                cluster.serves(&name).expect("all of them are served") != STOPPED
+                cluster.serves(&name).expect("every key has a node") != STOPPED
             }
             Servers::One(_) | Servers::Watched(_) => true,
         }
@@ -572,7 +572,7 @@ impl Rig for Postgres {
                 raw.batch_execute("BEGIN").await.expect("begins");
                 let key = race::key(0);
                 let lock = raw.query("SELECT 1 FROM idem.records WHERE key = $1 FOR UPDATE", &[&key.as_str()]).await;
-                assert_eq!(lock.expect("locks").len(), 1, "the record is there");
+                assert_eq!(lock.expect("locks").len(), 1, "the record exists");
                 self.hoarder = Some(raw);
             }
             Fault::disk_full => {

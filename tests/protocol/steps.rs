@@ -380,9 +380,9 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         Action::Deliver(who) | Action::StopsWaiting(who) => reserve_anew(config, world, who),
         // The answer at the end of a wait must satisfy the same rules as the answer to a reservation.
         Action::IsTold(who) => {
-            let answer = told(config, world, who).expect("there is something to tell");
+            let answer = told(config, world, who).expect("the call has an answer");
             reserve_anew(config, world, who);
-            let request = pending_request(config, world, who).expect("it has been sent");
+            let request = pending_request(config, world, who).expect("the request has been sent");
             properties::audit(config, world, &world.slots.clone(), request, answer);
             hears(config, world, who, answer);
         }
@@ -631,7 +631,7 @@ fn send(world: &mut World, request: Request) {
 }
 
 fn take_out(world: &mut World, request: Request) {
-    let at = world.net.iter().position(|other| *other == request).expect("it is under way");
+    let at = world.net.iter().position(|other| *other == request).expect("the request is under way");
     world.net.remove(at);
 }
 
@@ -646,7 +646,7 @@ fn orphan(config: &Config, world: &mut World, who: CallId) {
         _ => false,
     };
     if sent {
-        let request = pending_request(config, world, who).expect("it was sent");
+        let request = pending_request(config, world, who).expect("the request was sent");
         send(world, request);
     }
 }

@@ -804,7 +804,7 @@ impl<'a> Pair<'a> {
                 self.other(Request { who, token: who, ask: RequestKind::Release(ReleaseKind::Returned) }, &real).await;
             }
             Move::Reopen => {
-                let attempt = self.world.slots[0].expect("there is one").attempt;
+                let attempt = self.world.slots[0].expect("the slot has a call").attempt;
                 self.does(Action::Looks(0));
                 self.does(Action::Reopens(0));
                 let _ = self.store.inner.reopen(&key_named(0), attempt.into()).await.unwrap();
@@ -827,7 +827,7 @@ impl<'a> Pair<'a> {
     /// Renewal of the engine whose answer no call awaits any more.
     fn late_renewal(&self) -> Request {
         let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, RequestKind::Renew { .. });
-        *self.world.net.iter().find(is_it).expect("it is under way")
+        *self.world.net.iter().find(is_it).expect("the request is under way")
     }
 
     async fn other(&mut self, request: Request, real: &Real) {
@@ -910,7 +910,7 @@ fn the_models_calls_agree_with_the_engine() {
         })
     });
     let told = told.into_inner().unwrap();
-    println!("what the callers were told: {told:?}");
+    println!("answers to the callers: {told:?}");
     // The traces together must reach every kind of answer.
     for class in [
         Class::Ok,

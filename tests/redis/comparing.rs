@@ -76,7 +76,11 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(renew_all(&store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
     let noted = format::times(&value_of(&server, "renewed").await.into());
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
-    assert_eq!(format::times(&value_of(&server, "renewed").await.into()), noted, "what was noted first stays");
+    assert_eq!(
+        format::times(&value_of(&server, "renewed").await.into()),
+        noted,
+        "the first recorded times do not change"
+    );
 
     // Another attempt has taken over, and the late completion changes nothing.
     let late = wins(&store, &short("taken")).await;
@@ -161,7 +165,7 @@ async fn a_batch_mixes_comparisons_and_scripts() {
         let mut all: Vec<_> = leases.iter().map(|lease| store.finish(lease, &finish)).collect();
         all.push(store.finish(&foreign, &finish));
         let mut answers = futures::future::join_all(all).await;
-        assert_eq!(answers.pop().unwrap().unwrap(), Verdict::Refused, "its key is nobody's here");
+        assert_eq!(answers.pop().unwrap().unwrap(), Verdict::Refused, "the other server has no record of the key");
         for (lease, answer) in leases.iter().zip(answers) {
             assert_eq!(answer.unwrap(), Verdict::Applied);
             let found = store.inspect(&lease.key).await.unwrap().unwrap();
@@ -228,7 +232,7 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
             assert_eq!(found.record, Record::after(lease, done().state()));
         }
         let told = refused(&server).await;
-        assert!(told >= 1 && (at_once || told == 1), "it said {told} times that it knows no such option");
+        assert!(told >= 1 && (at_once || told == 1), "the server refused the unknown option {told} times");
         many(&store, "older").await;
         assert_eq!(refused(&server).await, told, "once is enough");
 

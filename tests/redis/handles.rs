@@ -52,7 +52,7 @@ fn a_store_outlives_the_runtime_that_connected_it() {
     };
     lone_runtime().block_on(works(&store, "second"));
     // A runtime's connections close when the runtime ends.
-    wait_until("they are closed", || clients(&server) == 0);
+    wait_until("the connections are closed", || clients(&server) == 0);
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn many_runtimes_share_a_store() {
             });
         }
     });
-    wait_until("they are closed", || clients(&server) == 0);
+    wait_until("the connections are closed", || clients(&server) == 0);
 }
 
 #[test]
@@ -148,7 +148,7 @@ async fn the_first_renewal_opens_connections_for_upkeep() {
     let store = RedisStore::connect(&proxy.url()).await.unwrap();
     let lease = reserved(&store, "k").await;
     let upkeep = store.upkeep();
-    assert_eq!(proxy.sent().len(), 1, "opened when it is first used");
+    assert_eq!(proxy.sent().len(), 1, "the connection is opened at its first use");
     assert!(std::ptr::eq(store.context(), upkeep.context()));
     assert_eq!((store.namespace(), store.response_timeout()), (upkeep.namespace(), upkeep.response_timeout()));
     let before = proxy.sent()[0];
@@ -157,9 +157,9 @@ async fn the_first_renewal_opens_connections_for_upkeep() {
             assert_eq!(renew_all(&**upkeep, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
         }
     }
-    assert_eq!(proxy.sent().len(), 2, "one for renewals");
+    assert_eq!(proxy.sent().len(), 2, "one more connection, for renewals");
     assert_eq!(upkeep.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
-    assert_eq!(proxy.sent().len(), 3, "one for late writes");
+    assert_eq!(proxy.sent().len(), 3, "one more connection, for late writes");
     assert_eq!(proxy.sent()[0], before, "nothing by the connection of the callers");
 }
 
@@ -194,7 +194,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
             })
         })
         .collect();
-    until("they run", async || store.context().live() == 10).await;
+    until("the calls run", async || store.context().live() == 10).await;
     // Each result is requested again as soon as it has arrived, so that the line is busy for more than two leases.
     let since = std::time::Instant::now();
     while since.elapsed() < 7 * Duration::from_secs(1) {
@@ -265,7 +265,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
         assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
         assert_eq!(store.finish(&held, &done()).await.unwrap(), Verdict::Applied);
     });
-    assert_eq!(proxy.sent().len(), after.len(), "the parent goes on with what it has");
+    assert_eq!(proxy.sent().len(), after.len(), "the parent opens no new connection");
 }
 
 /// A store that was given a connection has no other one, and this connection belongs to the parent.

@@ -88,7 +88,7 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
                 Verdict::Applied,
                 "{kind:?} {setting}"
             );
-            assert_eq!(connections(&server).await - before, 1, "{kind:?} {setting}: none was closed");
+            assert_eq!(connections(&server).await - before, 1, "{kind:?} {setting}: a connection was closed");
         }
     }
 }
@@ -108,7 +108,7 @@ async fn a_store_learns_a_limit_that_it_may_not_read() {
         too_large(store.finish(&lease, &result_of(2 * MIB)).await);
         too_large(store.finish(&lease, &result_of(3 * MIB)).await);
         assert_eq!(store.finish(&other, &done()).await.unwrap(), Verdict::Applied);
-        assert_eq!(connections(&server).await - before, 1, "{kind:?}: only that which asks");
+        assert_eq!(connections(&server).await - before, 1, "{kind:?}: more than the asking connection is open");
     }
 }
 

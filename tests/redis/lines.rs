@@ -127,7 +127,7 @@ async fn a_dropped_operation_is_not_sent() {
     // An answer to this request shows that the lanes have handled all earlier ones.
     assert!(store.inspect(&finished.key).await.unwrap().is_some());
     let sent = sets(&server).await - before;
-    assert!(sent <= 1 + 4, "{sent} of what was dropped were sent");
+    assert!(sent <= 1 + 4, "{sent} commands of dropped calls were sent");
     assert!(store.inspect(&requests[999].key).await.unwrap().is_none());
 }
 
@@ -153,8 +153,10 @@ async fn the_end_of_an_attempt_is_sent_although_its_caller_is_gone() {
             drop_at_once(finishing.iter().map(|lease| store.finish(lease, &finish)));
             drop_at_once(releasing.iter().map(|lease| store.release(lease, Release::Returned)));
             for lease in finishing.iter().chain(&releasing) {
-                until("it has ended", async || !store.inspect(&lease.key).await.unwrap().unwrap().record.is_pending())
-                    .await;
+                until("the attempt has ended", async || {
+                    !store.inspect(&lease.key).await.unwrap().unwrap().record.is_pending()
+                })
+                .await;
             }
         }
     }
@@ -175,7 +177,7 @@ async fn a_call_that_is_dropped_between_two_exchanges_reserves_nothing() {
     let requests: Vec<_> = (0..200).map(|n| request(&slow, &format!("new{n}"))).collect();
     let before = calls_of(&server).await("mget");
     let reserving = futures::future::join_all(requests.iter().map(|request| slow.reserve(request)));
-    let looked = until("they were looked up", async || calls_of(&server).await("mget") > before);
+    let looked = until("the keys were read", async || calls_of(&server).await("mget") > before);
     tokio::select! {
         answers = reserving => panic!("too early: {answers:?}"),
         () = looked => {}
@@ -188,7 +190,7 @@ async fn a_call_that_is_dropped_between_two_exchanges_reserves_nothing() {
     for request in &requests {
         reserved += u32::from(store.inspect(&request.key).await.unwrap().is_some());
     }
-    assert!(reserved <= 1, "{reserved} keys were reserved for nobody; one had gone by itself");
+    assert!(reserved <= 1, "{reserved} keys were reserved for dropped calls, and only one command was sent alone");
 }
 
 /// Calls are dropped at random moments, singly, together, and among replays. Then every key must be free, or

@@ -60,7 +60,7 @@ impl Scene {
         assert_eq!(others.finish(&finished, &done()).await.unwrap(), Verdict::Applied);
         let short = request(others, &format!("{prefix} lapsed")).lease(Duration::from_millis(1));
         let lapsed = wins(others, &short).await;
-        until("it has lapsed", async || {
+        until("the lease has lapsed", async || {
             others.inspect(&short.key).await.unwrap().unwrap().lapses_in == Some(Duration::ZERO)
         })
         .await;
@@ -380,7 +380,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
             assert_eq!(reopened, Verdict::Refused, "{who} reopens");
         }
         let (after, left): (Vec<u8>, i64) = (raw.get(&name).await.unwrap(), raw.pttl(&name).await.unwrap());
-        assert_eq!((after, left), (before, -1), "it is as it was");
+        assert_eq!((after, left), (before, -1), "the value and its expiry have not changed");
         // A beat still renews the other leases.
         let sound = reserved(&owner, &format!("beside {restored}")).await;
         let answers = Mutex::new(Vec::new());

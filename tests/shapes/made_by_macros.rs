@@ -179,7 +179,11 @@ fn two_handlers_with_one_scope_are_refused() {
         assert_eq!(twice(orders.own(7), orders.own(7)).await, 10);
         assert_eq!(twice(refunds.own(7), refunds.own(7)).await, 11);
         assert_eq!(orders.shared(7).await.unwrap(), 12);
-        assert_eq!(refunds.shared(7).await.unwrap(), 12, "they say that they share it");
+        assert_eq!(
+            refunds.shared(7).await.unwrap(),
+            12,
+            "two handlers that declare their scope as shared may use one record"
+        );
     });
 }
 

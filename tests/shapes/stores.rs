@@ -53,7 +53,7 @@ stores! {
     plain_object(store: &dyn Store): store;
     wrapper(store: Wrapper): store;
     nested(store: Arc<Arc<dyn Store>>): store;
-    option(store: Option<MemoryStore>): store.as_ref().expect("there is one");
+    option(store: Option<MemoryStore>): store.as_ref().expect("the argument has a store");
     lazy(): LAZY;
     shared(): SHARED;
     function(): open();

@@ -259,7 +259,7 @@ impl History {
             Reservation::Interrupted { attempt } => Answer::Interrupted { attempt: *attempt },
             Reservation::AttemptsExhausted { attempts } => Answer::Exhausted { attempts: *attempts },
             Reservation::Released { attempt } => Answer::Released { attempt: *attempt },
-            other => panic!("an answer that nobody knows: {other:?}"),
+            other => panic!("an unknown answer: {other:?}"),
         })
     }
 

@@ -371,7 +371,7 @@ impl Ledger {
                 // An attempt whose lease an operator broke may start its body, and learns of the loss at its first
                 // renewal.
                 if first >= then && !net.history().was_broken(key, then, later.started) {
-                    find(Check::Fencing, format!("a body under token {then} starts after one under token {first}"));
+                    find(Check::Fencing, format!("a body under token {then} starts after a body under token {first}"));
                 }
             }
         }
@@ -498,7 +498,7 @@ impl Ledger {
                         && (run.effect.is_some() || !matches!(told, BodyEnd::Value(_)))
                 })
             {
-                find(Check::MissingEffect, format!("nobody's body returned what {call:?} did"));
+                find(Check::MissingEffect, format!("no body returned the result that {call:?} got"));
             }
             let disturbed = met_here || met.iter().any(|it| it.is_of(call.process));
             let decided = !resolved.is_empty() || net.history().was_reopened(key, 0..);
@@ -696,7 +696,7 @@ impl Ledger {
                 find(Check::Reason, format!("{run:?} of {call:?} was dropped for another reason than {loss:?}"));
             }
             if loss.right == Right::Renew && is_dropped && reason.is_some() {
-                net.count("bodies that a refusal for good ended");
+                net.count("bodies that a permanent refusal ended");
             }
         }
     }

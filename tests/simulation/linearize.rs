@@ -98,7 +98,7 @@ impl Search<'_> {
         };
         // Time never goes back, so the answered operation with the earliest time is the next one with an answer.
         let next_at = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| answer(self.ops[n])).min();
-        let next_at = next_at.expect("what has ended was answered");
+        let next_at = next_at.expect("a call that has ended was answered");
         if next_at < reference.now {
             return Some(false);
         }

@@ -108,7 +108,7 @@ impl Outage {
         }
         if self.swallows {
             for _ in held.drain(..) {
-                net.count("requests that an outage swallowed");
+                net.count("requests that an outage lost");
             }
         }
         for HeldRequest { line, request, ops, answer } in held {

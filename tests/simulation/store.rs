@@ -498,7 +498,7 @@ impl Line {
         let Some(refusal) = loss.and_then(|loss| loss.refuses(request, net.now())) else {
             return land(net, &**inner, *number, request, ops).await;
         };
-        net.count("refusals for good");
+        net.count("permanent refusals");
         let at = net.now();
         match net.prank {
             DeliberateBreak::RefusalsAreOutages => {
@@ -544,7 +544,7 @@ fn respond(history: &mut History, ops: &[usize], reply: &Reply, (at, said): (u64
             history.respond(ops[0], End::Answered { said: OperationAnswer::Write(decided.clone().into()), at });
         }
         Reply::Reservation(_) | Reply::Inspection(_) => {
-            let said = said.expect("said when it was done");
+            let said = said.expect("the answer states the time of its effect");
             history.respond(ops[0], End::Answered { said, at });
         }
     }

@@ -609,7 +609,7 @@ impl World {
         self.net.clock.sleep(self.net.longest_lease() * 5).await;
         let alive = self.alive();
         for n in lost.into_iter().filter(|n| alive.contains(n)) {
-            self.count("processes that were replaced as they had lost a right");
+            self.count("processes that were replaced because they had lost a right");
             self.kill(n);
             self.start_process();
         }
@@ -665,7 +665,7 @@ impl World {
         let decided = line.decide(decision).await;
         self.count("decisions of operators");
         self.count(match (decided, &decision.action) {
-            (Ok(DecisionAnswer::Applied), Action::Resolve(_)) => "results that an operator gave",
+            (Ok(DecisionAnswer::Applied), Action::Resolve(_)) => "results that an operator supplied",
             (Ok(DecisionAnswer::Applied), Action::Forget) => "records that an operator had forgotten",
             (Ok(DecisionAnswer::LiveLease { .. }), _) => "decisions that a live lease refused",
             (Ok(DecisionAnswer::Changed { .. }), _) => "decisions about records that had changed",
@@ -715,7 +715,7 @@ impl World {
             self.outages.clone().map(|dice| self.simulation.spawn(self.clone().cut_off_now_and_then(dice, storm)));
         self.net.clock.sleep(storm).await;
         self.net.clear_up();
-        self.net.history().note("the weather clears up".to_owned());
+        self.net.history().note("the faults stop".to_owned());
         if let Some(outages) = outages {
             let _ = outages.await;
         }
@@ -762,7 +762,7 @@ impl World {
             let excused =
                 met.iter().any(|it| it.is_about(n)) || !ledger.kills.is_empty() || self.net.jumped(0, u64::MAX);
             if !lapses_in.is_zero() || !excused {
-                ledger.find(Check::Leak, n, format!("nobody is left, and the store holds {found:?}"));
+                ledger.find(Check::Leak, n, format!("all processes have ended, and the store still holds {found:?}"));
             }
         }
     }

@@ -32,7 +32,7 @@ pub fn ask<T: FromRedisValue>(port: u16, command: &str) -> Result<T, String> {
     words.for_each(|word| {
         asked.arg(if word == "''" { "" } else { word });
     });
-    asked.query(&mut dial(port).ok_or("nobody answers")?).map_err(|error| error.to_string())
+    asked.query(&mut dial(port).ok_or("no node answers")?).map_err(|error| error.to_string())
 }
 
 /// Value of one field of `INFO` or `CLUSTER INFO`.
@@ -208,7 +208,7 @@ fn set(ports: &[u16], key: &str, value: &str) {
     let done = ports.iter().any(|port| {
         dial(*port).is_some_and(|mut to| redis::cmd("SET").arg(key).arg(value).query::<()>(&mut to).is_ok())
     });
-    assert!(done, "no node takes it");
+    assert!(done, "no node accepts the command");
 }
 
 /// Owners of slots according to the node on `port`: first slot, last slot, port.

@@ -226,7 +226,7 @@ impl Emulator {
 
     /// Stops or continues the process.
     pub fn signal(&self, how: &str) {
-        assert!(signal(self.child.as_ref().expect("running").id(), how), "it has ended");
+        assert!(signal(self.child.as_ref().expect("running").id(), how), "the process has ended");
     }
 }
 

@@ -211,7 +211,7 @@ impl PostgresServer {
     pub fn stop(&self) {
         let postmaster = self.child.as_ref().expect("running").id();
         // The postmaster stops first, so that it starts no further process.
-        assert!(signal(postmaster, "-STOP"), "it has ended");
+        assert!(signal(postmaster, "-STOP"), "the process has ended");
         for child in children(postmaster) {
             signal(child, "-STOP");
         }

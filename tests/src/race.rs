@@ -185,7 +185,7 @@ pub struct Table(File);
 impl Table {
     /// Opens an existing table.
     pub fn open(path: &Path) -> Self {
-        Self(File::options().append(true).open(path).expect("the table of effects is there"))
+        Self(File::options().append(true).open(path).expect("the table of effects exists"))
     }
 
     /// Appends a line with the present time.
@@ -196,7 +196,7 @@ impl Table {
     /// Appends a line with the time `at`.
     pub fn write_as_of(&self, at: u64, call: u32, key: usize, event: Event) {
         let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        let wall = u64::try_from(wall.as_millis()).expect("in this age");
+        let wall = u64::try_from(wall.as_millis()).expect("the clock shows a time after 1970");
         let line = Line { at, wall, worker: std::process::id(), call, key, event };
         // One write is one line, even if other processes append concurrently.
         (&self.0).write_all(format!("{line}\n").as_bytes()).expect("the table can be written");
@@ -475,7 +475,8 @@ impl Crew {
 
     /// Kills a racer (`kill -9`).
     pub fn kill(&mut self, worker: u32) {
-        let at = self.racers.iter().position(|racer| racer.id() == worker).expect("one of ours");
+        let at =
+            self.racers.iter().position(|racer| racer.id() == worker).expect("the process is a racer of this race");
         let mut racer = self.racers.remove(at);
         racer.kill().expect("was running");
         racer.wait().expect("was running");
@@ -483,8 +484,8 @@ impl Crew {
 
     /// Sends a racer a signal that stops or continues it.
     pub fn signal(&self, worker: u32, signal: &str) {
-        assert!(self.racers.iter().any(|racer| racer.id() == worker), "one of ours");
-        assert!(crate::server::signal(worker, signal), "it has ended");
+        assert!(self.racers.iter().any(|racer| racer.id() == worker), "the process is a racer of this race");
+        assert!(crate::server::signal(worker, signal), "the process has ended");
     }
 
     /// Lets the held body of `worker` end.
@@ -511,7 +512,7 @@ impl Crew {
         let mut read = self.read.lock().unwrap();
         let (bytes, lines) = &mut *read;
         let mut file = File::open(&self.orders.path).expect("the table can be read");
-        file.seek(SeekFrom::Start(*bytes as u64)).expect("it only grows");
+        file.seek(SeekFrom::Start(*bytes as u64)).expect("the table of effects only grows");
         let mut text = String::new();
         file.read_to_string(&mut text).expect("the table can be read");
         // The last line may be incomplete: its racer may have been killed while writing.
@@ -530,7 +531,7 @@ impl Crew {
         let what = format!("{what} ({})", self.orders.spec);
         let failed = beside(&self.orders.path, "failed");
         until(&what, async || {
-            let why = std::fs::read_to_string(&failed).expect("it is there");
+            let why = std::fs::read_to_string(&failed).expect("the file exists");
             assert!(why.is_empty(), "{what}: a racer failed: {why}");
             self.read(&mut condition)
         })
@@ -751,7 +752,7 @@ impl Rules {
     fn audit_fail(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
         for told in calls.iter().filter(|call| call.is_told(|event| *event == Event::Interrupted)) {
             if !calls.iter().any(|call| self.may_interrupt(call, told, lease)) {
-                return Err(format!("{} was told that it is interrupted, and nothing was", told.worker));
+                return Err(format!("{} got `Interrupted`, and no attempt was interrupted", told.worker));
             }
         }
         let (before, after) = self.sides(calls);
@@ -764,10 +765,12 @@ impl Rules {
         let Standing::Interrupted = standing else { return self.audit_key(calls, standing, lease) };
         let has_result = |call: &&&Call| call.is_told(|event| matches!(event, Event::Ran(_) | Event::Replayed(_)));
         if let Some(call) = after.iter().find(has_result) {
-            return Err(format!("{} was told a result of a key that is interrupted", call.worker));
+            return Err(format!("{} got a result for an interrupted key", call.worker));
         }
         if !calls.iter().any(|call| self.may_have_begun(call)) {
-            return Err("no body began, and no process was killed that may have said so".to_owned());
+            return Err(
+                "the key is interrupted, although no body began and no process was killed after its mark".to_owned()
+            );
         }
         Ok(attempts(calls))
     }
@@ -781,7 +784,7 @@ impl Rules {
         let is_exhausted = calls.iter().any(|call| call.is_told(|event| *event == Event::Exhausted));
         if (is_exhausted || matches!(standing, Standing::Exhausted)) && !calls.iter().any(|it| self.may_have_begun(it))
         {
-            return Err("its attempts are exhausted, and no body began".to_owned());
+            return Err("the attempts of the key are exhausted, and no body began".to_owned());
         }
         match standing {
             Standing::Exhausted => Ok(attempts(calls)),
@@ -832,21 +835,21 @@ impl Rules {
 
     /// Returns the attempts that took effect, or the broken rule.
     fn audit_key(&self, calls: &[Call], standing: &Standing, lease: Duration) -> Result<Vec<u32>, String> {
-        let Standing::Completed(recorded) = standing else { return Err("it has no result".to_owned()) };
+        let Standing::Completed(recorded) = standing else { return Err("the key has no result".to_owned()) };
         let ran = |call: &&Call| call.result().is_some_and(|result| result == *recorded);
-        let run = calls.iter().find(ran).ok_or("no run left a trace of it")?;
+        let run = calls.iter().find(ran).ok_or("no run returned the recorded result")?;
         if !run.ended {
-            return Err("it was recorded before its body had ended".to_owned());
+            return Err("the result was recorded before its body had ended".to_owned());
         }
         if run.is_told(Event::is_lease_lost) {
-            return Err("it was recorded, and told that its lease was lost".to_owned());
+            return Err("the recorded attempt got `LeaseLost`".to_owned());
         }
         let (before, after) = self.sides(calls);
         self.audit_memory(&before, None, lease)?;
         self.audit_memory(&after, Some(recorded), lease)?;
         let last = attempt_of(recorded);
         if let Some((later, _)) = after.iter().filter_map(|call| call.began).find(|(attempt, _)| *attempt > last) {
-            return Err(format!("attempt {later} ran after the one that is recorded"));
+            return Err(format!("attempt {later} ran after the recorded attempt"));
         }
         Ok(attempts(calls))
     }

@@ -174,7 +174,7 @@ impl RedisServer {
 
     /// Stops or continues the process.
     pub fn signal(&self, signal: &str) {
-        assert!(self::signal(self.child.as_ref().expect("running").id(), signal), "it has ended");
+        assert!(self::signal(self.child.as_ref().expect("running").id(), signal), "the process has ended");
     }
 
     /// Opens a connection of the `redis` crate to the server.
@@ -202,7 +202,8 @@ pub async fn raw(url: &str) -> redis::aio::MultiplexedConnection {
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     let mut given = GIVEN.lock().unwrap();
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("in this age");
+    let now =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("the clock shows a time after 1970");
     let mut chance = Chance::seeded(u64::from(now.subsec_nanos()) << 32 | u64::from(std::process::id()));
     loop {
         let port = 10_000 + u16::try_from(chance.below(20_000)).expect("small");
@@ -253,7 +254,7 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
         }
         std::thread::sleep(LOOK_EVERY);
     }
-    panic!("never happened: {what}");
+    panic!("timed out while waiting for: {what}");
 }
 
 /// Waits until `condition` holds. `what` names the condition in the panic.
@@ -268,5 +269,5 @@ pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
-    panic!("never happened: {what}");
+    panic!("timed out while waiting for: {what}");
 }

@@ -43,7 +43,7 @@ impl Drop for Folder {
 
 /// Opens a connection of the raw client, which waits for locks.
 pub fn raw(path: &Path) -> Connection {
-    let connection = Connection::open(path).expect("the file is there");
+    let connection = Connection::open(path).expect("the file exists");
     connection.busy_timeout(Duration::from_secs(30)).expect("waits");
     connection
 }

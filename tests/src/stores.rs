@@ -53,7 +53,7 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
         }
         #[cfg(feature = "wrappers")]
         ["wrapped", url, prefix, folder] => {
-            let store = redis.namespace(prefix).connect(url).await.expect("the server is there");
+            let store = redis.namespace(prefix).connect(url).await.expect("the server answers");
             Arc::new(crate::wrapped::in_folder(store, folder))
         }
         _ => panic!("`{spec}` names no store"),
@@ -68,7 +68,7 @@ async fn patiently<S, F: Future<Output = Result<S, StoreError>>>(open: impl Fn()
             Err(error) if error.is_transient() && started.elapsed() < Duration::from_secs(300) => {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
-            opened => break opened.expect("the store is there"),
+            opened => break opened.expect("the store can be opened"),
         }
     }
 }

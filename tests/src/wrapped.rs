@@ -64,6 +64,6 @@ pub async fn stacked() -> Subject {
 
 /// All wrappers around `store`; each wrapper treats every result. Processes share the folder of the objects.
 pub fn in_folder(store: RedisStore, folder: &str) -> Cached {
-    let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder is there"));
+    let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder exists"));
     Cached::new(Compressed::options().above(0).wrap(Offloaded::options().above(0).wrap(store, objects)))
 }

@@ -48,7 +48,7 @@ async fn a_replay_of_a_local_run_costs_no_call() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.call(&store, POLICY, "first").await.0.unwrap();
-    assert_eq!(calls(&world), 2, "a first run costs what it costs without the cache");
+    assert_eq!(calls(&world), 2, "a first run makes as many store calls as without the cache");
     for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
         for _ in 0..5 {
             let (replayed, outcome) = world.call(&store, POLICY.on_store_error(on_store_error), "again").await;
@@ -290,7 +290,7 @@ async fn a_reopen_elsewhere_is_noticed_within_the_age() {
     }
     world.clock.advance(TICK);
     assert_eq!(world.memory.reopen(&key("k"), 1).await.unwrap(), Verdict::Applied);
-    assert_eq!(costs(&world, &store, "k", &record).await, 0, "nobody told this process");
+    assert_eq!(costs(&world, &store, "k", &record).await, 0, "this process does not know of the change");
     world.clock.advance(AGE - TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 2);
     assert!(store.is_empty());
@@ -367,7 +367,7 @@ async fn a_decision_during_a_read_leaves_no_stale_entry() {
                     assert_eq!(answer, Reservation::Interrupted { attempt: 2 });
                 }
             }
-            assert!(call.await, "{entering}: what was asked before is answered as it was");
+            assert!(call.await, "{entering}: an earlier request gets the earlier record");
             // No later reservation may get the old record from the cache.
             let after = store.reserve(&world.request("k")).await.unwrap();
             assert!(!matches!(after, Reservation::Finished { .. }), "{entering}, {meanwhile:?}: a stale entry");
@@ -462,7 +462,7 @@ async fn a_read_that_fails_falls_back_to_the_reservation() {
     }
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let error = store.reserve(&world.request("k")).await.unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "never an answer that it could not get");
+    assert_eq!(error.kind(), StoreErrorKind::Unavailable, "a failed request must not be answered from the cache");
     // The record is forgotten between the answer of the read and the reservation.
     let world = World::new();
     let store = Cached::new(world.store.clone());
@@ -564,7 +564,7 @@ async fn a_result_that_can_not_be_read_is_asked_for_again() {
     world.replay(&readable, "k").await;
     let met = world.replay(&store, "k").await;
     assert!(matches!(payload(&met), StoredResult::Unreadable { .. }), "known to be finished, and still not readable");
-    assert_eq!(*payload(&world.replay(&readable, "k").await), stored(b"1"), "later it is");
+    assert_eq!(*payload(&world.replay(&readable, "k").await), stored(b"1"), "the result is readable later");
 }
 
 #[tokio::test]
@@ -576,9 +576,9 @@ async fn recently_used_entries_stay_in_the_cache() {
         let name = n.to_string();
         let record = world.finished(&store, &name, b"1").await;
         if n % 20 == 0 {
-            assert_eq!(costs(&world, &store, &name, &record).await, 0, "the latest is there");
+            assert_eq!(costs(&world, &store, &name, &record).await, 0, "the latest record is cached");
         }
-        assert_eq!(costs(&world, &store, "hot", &hot).await, 0, "what is asked for stays");
+        assert_eq!(costs(&world, &store, "hot", &hot).await, 0, "a record in use stays cached");
         assert!(store.len() <= 8);
     }
     assert_eq!(store.len(), 8);
@@ -814,7 +814,7 @@ async fn each_of_many_waiting_duplicates_reserves_once() {
         assert_eq!(replayed.unwrap(), "first");
         assert!(outcome.waited() && outcome.replayed());
     }
-    assert_eq!(asks(&world) - before, MANY, "the result is there already");
+    assert_eq!(asks(&world) - before, MANY, "the result is already recorded");
 }
 
 /// The call that reads for several callers may be dropped, or never be polled again.
@@ -835,13 +835,17 @@ async fn a_slow_call_delays_no_other_key() {
     assert_eq!(
         joined.await.unwrap().aged(None),
         Reservation::finished(record.clone()),
-        "it asks for itself after a while"
+        "after a while the duplicate asks the store itself"
     );
 
     let mut joined = store.reserve(third);
     assert!(futures::poll!(&mut joined).is_pending());
     drop(hanging);
-    assert_eq!(joined.await.unwrap().aged(None), Reservation::finished(record), "the other one is gone");
+    assert_eq!(
+        joined.await.unwrap().aged(None),
+        Reservation::finished(record),
+        "the duplicate gets the record although the first caller is gone"
+    );
 }
 
 /// A request made after a `reopen` must not get an answer from before the `reopen`.

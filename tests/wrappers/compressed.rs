@@ -57,7 +57,7 @@ async fn the_envelope_is_pinned() {
     );
     let [pinned_as_it_was, pinned_compressed] = GOLDEN.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     let [as_it_was, frame] = written.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
-    assert_eq!(as_it_was, pinned_as_it_was, "a released envelope never changes: give a new one a new version");
+    assert_eq!(as_it_was, pinned_as_it_was, "a released envelope never changes: give a new envelope a new version");
     // The frame depends on the version of zstd; the library writes the header.
     let header = "compressed ".len() + 2 * (3 + 4 + 8);
     assert_eq!(frame[..header], pinned_compressed[..header], "a released envelope never changes");
@@ -225,7 +225,7 @@ async fn an_error_of_the_store_about_a_too_large_result_is_passed_on() {
     assert!(outcome.recorded() && !outcome.result_stored());
     let (second, _) = world.call(&store, POLICY, &result).await;
     let Err(Error::ResultUnavailable { problem: ResultProblem::TooLarge { size: 100_002, .. }, .. }) = second else {
-        panic!("the size is that of the result itself: {second:?}")
+        panic!("the claimed size must be that of the result: {second:?}")
     };
     assert_eq!(world.runs(), 1);
 }

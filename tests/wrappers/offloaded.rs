@@ -230,7 +230,7 @@ async fn the_envelope_is_pinned() {
         hex(&bytes_of(&kept(&world.store, "pinned").await)),
         objects.only().await,
     );
-    assert_eq!(written, GOLDEN, "a released envelope never changes: give a new one a new version");
+    assert_eq!(written, GOLDEN, "a released envelope never changes: give a new envelope a new version");
 
     // Another process reads the result from the pinned record and object alone.
     let world = World::new();
@@ -258,7 +258,11 @@ async fn results_above_the_threshold_become_objects() {
         assert_eq!(world.replay(&store, name).await, record, "{name}");
         assert_eq!(objects.paths().await.len(), usize::from(len > 100), "{name}");
     }
-    assert_eq!((objects.count(Verb::Put), objects.count(Verb::Get)), (1, 1), "one call more each");
+    assert_eq!(
+        (objects.count(Verb::Put), objects.count(Verb::Get)),
+        (1, 1),
+        "one more call of the object store for each operation"
+    );
     assert!(bytes_of(&kept(&world.store, "above it").await).len() < 200, "the record stays small");
 
     let default = Offloaded::new(world.store.clone(), Arc::new(objects));
@@ -621,7 +625,7 @@ async fn results_can_be_files_in_a_folder() {
     let folder_gone: Arc<dyn ObjectStore> = Arc::new(LocalFileSystem::new());
     let store = store.prefix(folder.to_str().unwrap()).wrap(memory.clone(), folder_gone);
     let record = world.finished(&store, "no folder", &bytes).await;
-    assert_eq!(world.replay(&memory, "no folder").await, record, "it went into the record");
+    assert_eq!(world.replay(&memory, "no folder").await, record, "the result was stored in the record");
     std::fs::remove_file(&folder).unwrap();
 }
 

@@ -92,13 +92,13 @@ impl Pipelined {
     pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         let key = key(order_id);
         let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
-        assert_eq!(&*self.reserve(&key, &owner).await, b"$-1\r\n", "reserved by somebody else");
+        assert_eq!(&*self.reserve(&key, &owner).await, b"$-1\r\n", "another owner holds the key");
         let result = handler();
         let json = serde_json::to_vec(&result).expect("encodes");
         let ttl = millis(TTL).to_string();
         let [script, key] = [&*self.script, &*key].map(str::as_bytes);
         let done = self.ask(&[b"EVALSHA", script, b"1", key, owner.as_bytes(), &json, ttl.as_bytes()]).await;
-        assert_eq!(&*done, b":1\r\n", "taken over by somebody else");
+        assert_eq!(&*done, b":1\r\n", "another owner has taken over");
         result
     }
 

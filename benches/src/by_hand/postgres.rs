@@ -64,12 +64,12 @@ impl ByHand {
 
     /// Makes a first run with a handler of any result.
     pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
-        assert_eq!(self.reserve(order_id).await, 1, "reserved by somebody else");
+        assert_eq!(self.reserve(order_id).await, 1, "another owner holds the key");
         let result = handler();
         let json = serde_json::to_vec(&result).expect("encodes");
         let owner = owner(order_id);
         let done = self.client.execute(&self.complete, &[&key(order_id), &owner.as_bytes(), &json, &TTL_MS]).await;
-        assert_eq!(done.expect("answers"), 1, "taken over by somebody else");
+        assert_eq!(done.expect("answers"), 1, "another owner has taken over");
         result
     }
 

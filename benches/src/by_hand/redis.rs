@@ -58,13 +58,13 @@ impl ByHand {
     pub async fn run<T: serde::Serialize>(&mut self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         let key = key(order_id);
         let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
-        assert_eq!(self.reserve(&key, &owner).await, None, "reserved by somebody else");
+        assert_eq!(self.reserve(&key, &owner).await, None, "another owner holds the key");
         let result = handler();
         let json = serde_json::to_vec(&result).expect("encodes");
         let mut complete = redis::cmd("EVALSHA");
         complete.arg(&*self.script).arg(1).arg(&key).arg(&owner).arg(json).arg(millis(TTL));
         let done: u64 = complete.query_async(&mut self.connection).await.expect("answers");
-        assert_eq!(done, 1, "taken over by somebody else");
+        assert_eq!(done, 1, "another owner has taken over");
         result
     }
 

@@ -117,7 +117,7 @@ impl ByHand {
                     answers.push(answer);
                     step
                 }));
-                answers.drain(..).for_each(|answer| answer.send(1).expect("somebody waits"));
+                answers.drain(..).for_each(|answer| answer.send(1).expect("a task waits"));
             }
         };
         let took = timed(|| {

@@ -245,7 +245,7 @@ impl Racer {
         let (result, outcome) = observe(operation.run(body)).await;
         let told = match result {
             Ok(result) => {
-                assert!(result.len() >= self.orders.bytes, "key {n}: {} bytes are left of it", result.len());
+                assert!(result.len() >= self.orders.bytes, "key {n}: its result has only {} bytes", result.len());
                 let result = race::told(&result).to_owned();
                 if outcome.replayed() { Event::Replayed(result) } else { Event::Ran(result) }
             }

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     }
     for name in allowed.iter().filter(|name| !shown.contains_key(*name)) {
         wrong = true;
-        println!("`{name}` is allowed, but nothing of it is in the public interface");
+        println!("the crate `{name}` is allowed, but the public interface has no type of it");
     }
     ExitCode::from(u8::from(wrong))
 }
