@@ -1,4 +1,4 @@
-//! The whole loop of a consumer with `#[idempotent]`, compared with the same loop without it, broker included.
+//! The whole loop of a consumer with `#[idempotent]`, compared with the loop without the attribute, broker included.
 //!
 //! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a
 //! separate Redis. There are two handlers: one does nothing, so it shows every cost of the library; the other writes
@@ -39,7 +39,7 @@ const NAME: &str = "idem-bench";
 #[derive(Clone)]
 struct App {
     store: RedisStore,
-    /// Redis that the handler writes to; `None` if it does nothing.
+    /// Redis that the handler writes to; `None` if the handler has no effect.
     effects: Option<MultiplexedConnection>,
     is_protected: bool,
 }

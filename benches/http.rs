@@ -434,7 +434,7 @@ fn main() {
         return serve_alone(&runtime, port);
     }
     throughputs(&runtime);
-    // `./scripts/bench peers` installs the other layer.
+    // `./scripts/bench peers` installs `axum-idempotent`.
     if !is_quick() && is_wanted("beside others") {
         beside_others(&runtime);
     }

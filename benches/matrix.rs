@@ -156,7 +156,7 @@ enum Raw {
 /// Makes a given number of calls, and returns thousands of calls per second.
 type Side<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
-/// A store with its server, if it has one.
+/// A store, with its server if the store has a server.
 struct Subject {
     name: &'static str,
     runtime: Runtime,

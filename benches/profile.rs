@@ -54,7 +54,7 @@ async fn calls(store: &Arc<dyn Store>, is_first: bool, tasks: u64, duration: Dur
     println!("{made} calls");
 }
 
-/// Creates a folder in the target folder, so that the file is on the same disk as the target folder.
+/// Creates a folder in the target folder, so that the file is on the disk of the target folder.
 fn tempfile() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("profile-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");

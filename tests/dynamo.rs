@@ -48,7 +48,7 @@ fn wired(test: &str) -> (DynamoStore, Wire) {
     (options(test).build(client(&wire), TABLE), wire)
 }
 
-/// Store like that of [`wired`], with a clock that stands still.
+/// Store as of [`wired`], with a clock that stands still.
 fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, OddClock) {
     let (clock, skew) = (OddClock::at(now), Duration::from_millis(skew.unsigned_abs()));
     let options = options(test).max_clock_skew(skew).clock(clock.clone());

@@ -523,7 +523,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
             assert_ne!(with(Data::Seq), same[0], "{len} {last:?}");
         }
     }
-    // Elements in front of one that is no byte count too.
+    // Elements before the first element that is no byte also count.
     assert!(of(&[1, 256]) != of(&[2, 256]) && of(&[1, 256]) != of(&[256]) && of(&[256, 1]) != of(&[256, 2]));
     let of_one = |byte: u8| of(&[byte]);
     assert!((1..=255).all(|byte| of_one(byte) != of_one(0) && of_one(byte) != of(&byte)));

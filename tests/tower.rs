@@ -30,7 +30,7 @@ struct Receipt {
     cents: u32,
 }
 
-/// Service that panics if it is called without its own `poll_ready`. A clone is not ready.
+/// Service that panics if it is called without its own `poll_ready`. A clone starts without readiness.
 #[derive(Debug, Default)]
 struct Strict {
     runs: Arc<AtomicU32>,
@@ -183,7 +183,7 @@ async fn a_waiting_duplicate_holds_no_permit_of_an_inner_limit() {
     let inner = Gated(Arc::clone(&gate), Strict { fails_at: 1, ..Strict::default() });
     let mut service = ServiceBuilder::new().layer(layer).concurrency_limit(3).service(inner.clone());
     let mut calls = Vec::new();
-    // One call runs, and it has more duplicates than there are permits.
+    // A running call has more duplicates than there are permits.
     for _ in 0..6 {
         let mut call = service.ready().await.unwrap().call(ORDER);
         assert!(futures::poll!(&mut call).is_pending());

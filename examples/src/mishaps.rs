@@ -1,4 +1,4 @@
-//! The faults of the examples. An order's place in the file decides them, so each run has the same faults.
+//! The faults of the examples. The index of an order in the file decides its fault, so each run has the same faults.
 
 use crate::Event;
 

@@ -58,7 +58,7 @@ impl Queue {
         }
     }
 
-    /// Acknowledges the message: it has been handled.
+    /// Acknowledges the message, which has been handled.
     pub fn ack(&self, message: &Message) {
         self.messages().by_time.remove(&message.receipt);
     }

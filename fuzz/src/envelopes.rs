@@ -91,7 +91,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.extend_from_slice(name);
     out.extend_from_slice(&size.to_be_bytes());
     match form {
-        // A zstd frame whose header has the same size as the envelope.
+        // A zstd frame whose header states the size in the envelope.
         1 => {
             out.extend_from_slice(&[0x28, 0xb5, 0x2f, 0xfd, 0xe0]);
             out.extend_from_slice(&size.to_le_bytes());

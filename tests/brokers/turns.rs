@@ -117,7 +117,7 @@ async fn make(world: &World, seen: &RefCell<BatchEvents>, policy: Policy, call: 
     let run = AssertUnwindSafe(world.operation(["a", "b", "c"][call.key], policy).run(body)).catch_unwind();
     match call.timeout {
         None => drop(run.await),
-        // The time-out drops the call, and with it the body.
+        // The time-out drops the call and its body.
         Some(timeout) => tokio::select! {
             biased;
             () = world.sleep(Duration::from_secs(timeout)) => {}

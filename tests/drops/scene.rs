@@ -161,8 +161,7 @@ impl Books {
     }
 }
 
-/// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes
-/// some time, like that of a transaction or a temporary directory.
+/// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes some time, like the drop of a transaction or of a temporary directory.
 struct Guard {
     calls: Arc<Calls>,
     key: usize,

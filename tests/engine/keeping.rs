@@ -119,7 +119,7 @@ async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
 #[tokio::test]
 async fn the_lease_of_a_body_that_can_not_be_cancelled_lapses() {
     let world = World::new();
-    // Nothing polls the call, as if its thread were stuck.
+    // The call is not polled, as on a stuck thread.
     let call = world.hang(POLICY.timeout(LEASE)).await;
     for _ in 0..6 {
         settle().await;

@@ -134,12 +134,12 @@ pub(crate) enum RequestKind {
         sent: u8,
         over: Option<Met>,
     },
-    /// Renews the lease of the attempt with this number. `sent` as in `Reserve`.
+    /// Renews the lease of the attempt with this number. [`Reserve`](Self::Reserve) explains `sent`.
     Renew {
         sent: u8,
         attempt: u8,
     },
-    /// Marks the record as begun, for the attempt with this number. `sent` as in `Reserve`.
+    /// Marks the record as begun, for the attempt with this number. [`Reserve`](Self::Reserve) explains `sent`.
     Begin {
         sent: u8,
         attempt: u8,

@@ -312,7 +312,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     if mutant == Some(Mutant::LapsedOwnerRefused) && met.lapses_at <= now {
         return Done::Refused;
     }
-    // A completion names its attempt, which must be that of the record.
+    // A completion names its attempt, which must be the attempt of the record.
     let anyones = mutant.is_some_and(|mutant| mutant.ends_any_attempt(met, with_result));
     if !anyones && numbers.is_some_and(|(attempt, _)| attempt != met.attempt) {
         return Done::Refused;

@@ -26,9 +26,9 @@ use idem_runtime::store::Finish;
 use crate::history::{End, History, Op, OperationAnswer, OperationArgs};
 use crate::reference::{Answer, Entry, Phase, Reference};
 
-/// Largest number of configurations in a search. A correct history with known times needs as many as it has operations;
-/// without the times, some three million worlds needed 47 578 at most. In a history with outages many operations have
-/// no answer, and a wrong history may remain undecided, which is a finding as well.
+/// Largest number of configurations in a search. A correct history with known times needs one configuration for each
+/// operation; without the times, some three million worlds needed 47 578 at most. In a history with outages many
+/// operations have no answer, and a wrong history may remain undecided, which is a finding as well.
 const LIMIT: usize = 1_000_000;
 const LIMIT_WITH_TIMES: usize = 5_000;
 
@@ -119,7 +119,7 @@ impl Search<'_> {
                 _ => {
                     let mut unchanged = reference.clone();
                     unchanged.now = at;
-                    // An operation that changes nothing may as well never have happened.
+                    // An unanswered operation without an effect is treated as if it had never happened.
                     if after.look(op.key) == unchanged.look(op.key) {
                         continue;
                     }

@@ -216,7 +216,7 @@ impl Net {
         self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
     }
 
-    /// Longest lease of the world. A call is under way for at most two of these.
+    /// Longest lease of the world. A call of the store is under way for at most two such leases.
     pub(crate) fn longest_lease(&self) -> Duration {
         self.weather.lease
     }
@@ -728,7 +728,7 @@ impl Store for Line {
                 return Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait"));
             }
             let began = net.now();
-            // A wait inside of a body is not polled after the body's lease has lapsed, so its end says nothing.
+            // A wait inside of a body is not polled after the body's lease has lapsed, so the end of the wait proves nothing.
             let nested = current().is_ok();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();

@@ -571,7 +571,7 @@ impl World {
         (0..processes.len()).filter(|n| !processes[*n].line.is_dead()).collect()
     }
 
-    /// Cuts off a process, or all processes, for several leases. Some of them die meanwhile.
+    /// Cuts off a process, or all processes, for several leases. Some processes die while they are cut off.
     async fn cut_off_now_and_then(self, dice: Dice, storm: Duration) {
         let lease = self.net.longest_lease();
         while self.net.is_stormy() {

@@ -244,7 +244,7 @@ impl PostgresServer {
     }
 }
 
-/// Child processes of the postmaster. Any of these may end at any time.
+/// Child processes of the postmaster. A child process may end at any time.
 fn children(postmaster: u32) -> Vec<u32> {
     // The file is gone if the process has ended.
     let children = std::fs::read_to_string(format!("/proc/{postmaster}/task/{postmaster}/children"));

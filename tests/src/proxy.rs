@@ -253,6 +253,6 @@ async fn downstream(
             break;
         }
     }
-    // A drop of this half would end the stream in order. Without it, the whole connection is reset.
+    // The half is forgotten, so that the connection is reset: its drop would end the stream in order.
     to.forget();
 }

@@ -52,7 +52,7 @@ pub enum Event {
     Asked,
     /// The body begins, as the attempt of this number. This line is the effect: every run of a body writes one.
     Began(u32),
-    /// The store confirmed the lease. The time of the line is that of the request.
+    /// The store confirmed the lease. The line has the time of the renewal's request.
     Held,
     /// The body was polled.
     Polled,
@@ -354,7 +354,7 @@ impl Orders {
     /// Reads the orders from the arguments of this process.
     ///
     /// # Panics
-    /// If the arguments are not those of [`words`](Self::words).
+    /// If the arguments were not made by [`words`](Self::words).
     pub fn read() -> Self {
         let words: Vec<String> = std::env::args().skip(1).collect();
         let [spec, path, begin, keys, work, place, lease, bytes, policies] = &words[..] else {
