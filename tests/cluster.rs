@@ -81,7 +81,8 @@ fn side_by_side<C: Copy + Send + Sync>(cases: [C; 2], test: impl AsyncFn(C) + Sy
 
 // Failovers while handlers run.
 
-/// Handlers that are called with one new key after the other until `stop` is set. Each message is delivered until it is acknowledged.
+/// Handlers that are called with one new key after the other until `stop` is set. Each message is delivered until it is
+/// acknowledged.
 struct Load {
     store: RedisStore,
     stop: Arc<AtomicBool>,

@@ -42,7 +42,7 @@ fn files(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// Largest address space that this process has had; `None` on systems that do not report it.
+/// Largest address space that this process has had; `None` if the system does not report the size.
 fn peak_kib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status.lines().find_map(|line| line.strip_prefix("VmPeak:")?.trim().strip_suffix(" kB")?.trim().parse().ok())

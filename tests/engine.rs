@@ -1074,7 +1074,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
             Ok::<_, Error>(Some((attempt.child_key("charge"), attempt.number())))
         }))
     };
-    // The engine must not take the attempt of an enclosing handler for that of this call.
+    // The engine must not take the attempt of an enclosing handler for the attempt of the inner call.
     world
         .operation(POLICY)
         .run(async {

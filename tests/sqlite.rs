@@ -720,7 +720,7 @@ async fn a_dropped_operation_is_skipped_unless_it_ends_an_attempt() {
     for handle in [store.handle(), store.upkeep()] {
         let holder = raw(&folder.file());
         holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-        // The thread has taken some requests and waits for the lock. The other requests are in its queue.
+        // The thread has taken some requests and waits for the lock. The other requests are in the thread's queue.
         let requests: Vec<_> = (0..20).map(|n| request(&store, &format!("k{n}"))).collect();
         for request in &requests {
             begin(&mut handle.reserve(request)).await;
@@ -1304,7 +1304,7 @@ fn pending_writes_survive_the_end_of_the_runtime() {
         }
         assert!(!running.is_finished());
     });
-    // This drops the handler outside of any runtime.
+    // The drop of the runtime drops the handler, outside of any runtime.
     drop(first);
     second.block_on(store.flush());
     assert_eq!(second.block_on(store.inspect(&key("k"))).unwrap().unwrap().record.state, State::Released);

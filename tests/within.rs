@@ -352,7 +352,7 @@ async fn a_call_can_be_dropped_at_every_await() {
             .await;
             tx.execute("INSERT INTO payments VALUES ($1)", &[&format!("after {name}")]).await.unwrap();
             tx.into_inner().commit().await.unwrap();
-            // The transaction can go on. It contains the payment only together with its record.
+            // The transaction can go on. Its commit contains the payment only together with the record.
             let (state, names) = (bank.state(&name).await, bank.names().await);
             assert!(names.contains(&format!("after {name}")), "{name}: the transaction goes on");
             match (&state, names.contains(&name)) {

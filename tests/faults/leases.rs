@@ -104,7 +104,7 @@ impl<R: Rig> Scene<R> {
         }
         let effects = self.ended(all).await;
         let lines = self.crew.lines();
-        // A server that gets no processor time for a lease records no result. Such a body may run again.
+        // A server that gets no processor time for a lease records no result, so the body of such a key may run again.
         let unrecorded = |key| lines.iter().any(|line| line.key == key && line.event == Event::Unrecorded);
         let interrupted = |key| lines.iter().any(|line| line.key == key && line.event == Event::Interrupted);
         let again = |key: &usize| (effects[*key].len() != 1 || interrupted(*key)) && !unrecorded(*key);

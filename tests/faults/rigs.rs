@@ -83,7 +83,7 @@ pub trait Rig {
         true
     }
 
-    /// Returns a statement that waits for the open transaction with key 0; `None` if none waits.
+    /// Returns a statement that waits for the open transaction with key 0; `None` if no statement waits.
     async fn waits_for_the_insert(&self) -> Option<String> {
         None
     }

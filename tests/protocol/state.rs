@@ -40,8 +40,8 @@ pub(crate) struct World {
     pub(crate) now: u8,
     pub(crate) slots: [Option<Slot>; KEYS],
     pub(crate) calls: [Call; CALLS],
-    /// Requests under way whose answer no call awaits: late requests, and duplicates. They arrive in any order, or
-    /// never. The list is sorted, because its order has no meaning.
+    /// Requests under way whose answer no call awaits: late requests, and duplicates. Such requests arrive in any
+    /// order, or never. The list is sorted, because its order has no meaning.
     pub(crate) net: Vec<Request>,
     /// Number of events outside of the protocol that may still happen.
     pub(crate) left: Budget,

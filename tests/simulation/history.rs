@@ -62,7 +62,8 @@ pub(crate) struct Op {
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
-    /// Event at which the store executed the operation, and the reading of the store's clock; `None` if it never did.
+    /// Event at which the store executed the operation, and the reading of the store's clock; `None` for an unexecuted
+    /// one.
     pub(crate) landed: Option<(u64, u64)>,
     /// True if the store applied an operator's decision or a mark, whether or not the answer arrived.
     pub(crate) applied: bool,

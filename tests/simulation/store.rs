@@ -372,7 +372,7 @@ struct Process {
     context: StoreContext,
     net: Arc<Net>,
     dead: AtomicBool,
-    /// Right that the process loses; `None` if it loses none.
+    /// Right that the process loses; `None` if the process keeps its rights.
     loss: Option<Loss>,
 }
 

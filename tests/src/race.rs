@@ -216,16 +216,17 @@ pub fn key(n: usize) -> Key {
 /// Keys that a racer serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keys {
-    /// This many keys, one after the other.
+    /// This number of keys, one after the other.
     Fixed(usize),
     /// Keys one after the other, until [`Crew::finish`] sets their number.
     Open,
-    /// This many keys concurrently. Every body does the [`Work`]; in the other variants only a racer's first body does.
+    /// This number of keys concurrently. Every body does the [`Work`]; in other variants only the first body of a racer
+    /// does it.
     Together(usize),
-    /// One key; after [`Crew::open_gate`], this many more keys concurrently.
+    /// One key, and after [`Crew::open_gate`] this number of further keys concurrently.
     Gated(usize),
-    /// The first number of keys, as with `Together`. Meanwhile the racer serves the second number of further keys
-    /// repeatedly, with [`Work::Some`], until [`Crew::open_gate`].
+    /// The first number of keys concurrently, whose bodies all do the [`Work`]. Meanwhile the racer serves the second
+    /// number of further keys repeatedly, with [`Work::Some`], until [`Crew::open_gate`].
     Beside(usize, usize),
 }
 

@@ -402,9 +402,9 @@ async fn a_slow_decision_leaves_no_stale_entry() {
     }
 }
 
-/// An older answer must not remove a newer entry, and a newer answer must not keep an older entry.
+/// A late `InProgress` of an attempt must not remove the cached result of that attempt.
 #[tokio::test]
-async fn a_late_answer_about_the_attempt_itself_leaves_its_result() {
+async fn a_late_in_progress_answer_keeps_the_cached_result_of_its_attempt() {
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
