@@ -161,7 +161,9 @@ impl Books {
     }
 }
 
-/// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes some time, like the drop of a transaction or of a temporary directory.
+/// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes
+/// some
+/// time, like the drop of a transaction or of a temporary directory.
 struct Guard {
     calls: Arc<Calls>,
     key: usize,

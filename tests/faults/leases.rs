@@ -231,7 +231,9 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn insert_uncommitted(&mut self) {
-        // Key 0 is inserted by the open transaction. Among the other keys, some are held, some are replayed repeatedly, and some begin during the fault.
+        // The open transaction inserts key 0. Among the other keys, some are held, some are replayed repeatedly, and
+        // some begin
+        // during the fault.
         let (beside, all) = (2, 40);
         self.rig.break_down(Fault::insert_uncommitted).await;
         let holder = self.crew.start(0, Keys::Beside(1 + HELD, beside), Work::Quiet);

@@ -195,7 +195,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
         })
         .collect();
     until("the calls run", async || store.context().live() == 10).await;
-    // Each result is requested again as soon as the result has arrived, so that the line is busy for more than two leases.
+    // Each result is requested again as soon as it has been read, so that the line is busy for more than two leases.
     let since = std::time::Instant::now();
     while since.elapsed() < 7 * Duration::from_secs(1) {
         let requests: Vec<_> = (0..RESULTS).map(|n| request(&store, &format!("large{n}"))).collect();

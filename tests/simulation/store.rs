@@ -728,7 +728,8 @@ impl Store for Line {
                 return Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait"));
             }
             let began = net.now();
-            // A wait inside of a body is not polled after the body's lease has lapsed, so the end of the wait proves nothing.
+            // A wait inside of a body is not polled after the body's lease has lapsed, so the end of the wait proves no
+            // mistake.
             let nested = current().is_ok();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();
