@@ -491,7 +491,7 @@ fn a_child_of_a_busy_process_never_hangs_with_sqlite() {
                     drop(opened);
                 }
             });
-            // The time limits are long, because a store inherited in a bad state refuses calls immediately.
+            // Long time limits delay no refusal: a store that is inherited in a bad state refuses calls immediately.
             stores::open(&spec, Duration::from_secs(100)).await
         });
     }

@@ -39,7 +39,7 @@ async fn replays(store: &RedisStore) {
     }
 }
 
-/// The time limit applies to a silent server: all answers arrive on the existing connection.
+/// The time limit ends a connection only if the server is silent: all slow answers arrive on the existing connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_connection_that_makes_progress_is_kept() {
     let server = RedisServer::start(Kind::Redis);
