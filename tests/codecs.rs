@@ -578,7 +578,7 @@ fn nesting_without_an_end_is_an_error() {
     // This is half of the stack of a runtime's thread.
     std::thread::Builder::new().stack_size(1 << 20).spawn(everything).unwrap().join().unwrap();
 
-    // Nesting that real types have is decoded.
+    // Values that are nested as deeply as real types are decoded.
     let mut tree = Tree::Leaf;
     for _ in 0..30 {
         tree = Tree::Named { tree: Box::new(Tree::Node(Box::new(tree))) };

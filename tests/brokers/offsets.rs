@@ -9,7 +9,7 @@ use proptest::prelude::*;
 enum Step {
     /// A consumer receives the next message of a partition; `gap` offsets before it have no message.
     Receive { partition: u8, gap: i64 },
-    /// A handler ends; `which` is its index among all handlers that were started.
+    /// A handler ends; `which` is the index of the handler among all started handlers.
     Settle { which: prop::sample::Index },
     /// A rebalance takes the partition away from this consumer.
     Revoke { partition: u8 },

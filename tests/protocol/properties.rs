@@ -90,7 +90,7 @@ impl Rule {
             Self::S2 => "S2 only its own attempt changes a pending record, and a former owner is refused",
             Self::S3 => "S3 a finished record never changes, and every replay is the same",
             Self::S4 => "S4 attempt numbers strictly increase",
-            Self::S5 => "S5 under on_crash = fail a body that did not return is not followed by another",
+            Self::S5 => "S5 under on_crash = fail no body begins after a body that did not return",
             Self::S6 => "S6 no body starts under a reservation that the store never made",
             Self::S7 => "S7 a caller gets Ok only after the result is recorded",
             Self::S7Retry => "S7 recording is repeated for one lease while the lease can be held",
@@ -99,7 +99,7 @@ impl Rule {
             Self::SuccessHeld => "a success that could not be recorded is never released",
             Self::Fingerprint => "a request with another payload gets a mismatch in every state",
             Self::MaxAttempts => {
-                "no more bodies start than max_attempts, and one if the first attempt lapsed before its end was recorded"
+                "max_attempts limits the bodies of a key, except for one body after a first attempt that lapsed"
             }
             Self::KeysApart => "a request for one key never changes the record of another key",
             Self::L1 => "L1 a lapsed lease blocks no call",
