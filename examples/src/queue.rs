@@ -63,7 +63,7 @@ impl Queue {
         self.messages().by_time.remove(&message.receipt);
     }
 
-    /// Returns the message to the queue, which delivers it again after `after`, or after [`RETRY`] if `after` is
+    /// Returns the message to the queue, which delivers it again after `after`, or after a short time if `after` is
     /// `None`.
     pub fn nack(&self, message: &Message, after: Option<Duration>) {
         let mut messages = self.messages();
