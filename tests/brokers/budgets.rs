@@ -263,7 +263,7 @@ async fn only_some_duplicates_on_their_last_deliveries_wait() {
                 Poll::Pending => waiting.push(duplicate),
                 Poll::Ready((_, outcome)) => match outcome.disposition() {
                     Disposition::DeadLetter => {
-                        assert_eq!(delivery, 5, "a message is set aside only on its last delivery")
+                        assert_eq!(delivery, 5, "a message is set aside only on its last delivery");
                     }
                     other => assert!(matches!(other, Disposition::Retry { .. }) && delivery == 4, "{other:?}"),
                 },
