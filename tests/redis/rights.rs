@@ -298,7 +298,8 @@ async fn a_reservation_of_an_ever_changing_record_fails_after_a_few_tries() {
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
     let asked = asked.load(Ordering::SeqCst);
-    assert!((3..=40).contains(&asked), "{asked} commands");
+    // Two commands for each of 20 looks, and the source of the script.
+    assert!((3..=41).contains(&asked), "{asked} commands");
 }
 
 /// The body has run without the right. The result is recorded as soon as the right is granted again.
