@@ -358,17 +358,16 @@ impl MemoryInner {
         let (now, mut page, mut looked) = (self.now(), Page::default(), 0);
         for (at, shard) in self.records.shards.iter().enumerate().skip(first) {
             let shard = shard.lock()?;
-            for place in from..shard.slots.places() {
+            for (place, slot) in shard.slots.from(from) {
                 if looked == LOOKED_AT || page.records.len() == filter.most() {
                     page.next = Some(Cursor::new(format!("{at}.{place}")));
                     return Ok(page);
                 }
                 looked += 1;
-                let slot = shard.slots.get(place);
-                if let Some(key) = slot.key().filter(|_| slot.expires_at > now) {
+                if slot.expires_at > now {
                     let mut inspection = shard.inspect(place, now);
                     inspection.record = inspection.record.without_result();
-                    page.add::<StoreError>(filter, key, Ok(Some(inspection)));
+                    page.add::<StoreError>(filter, slot.key(), Ok(Some(inspection)));
                 }
             }
             from = 0;

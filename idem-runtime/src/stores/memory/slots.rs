@@ -1,9 +1,8 @@
 //! The records of one shard, in as few bytes as possible, and the order in which they expire.
 //!
-//! A place is an index into chunks of slots. A chunk never moves, and only the last chunk is partly filled by growth; a
-//! hash map of records would take up to twice the size of its records. A record stores only what its state needs: a
-//! pending record shares the text of its key with its call, and a finished record holds key and result in one
-//! allocation.
+//! A place is an index into a slab of slots. The slab grows by an eighth: a hash map of records would take up to twice
+//! the size of its records. A record stores only what its state needs: a pending record shares the text of its key with
+//! its call, and a finished record holds key and result in one allocation.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use slab::Slab;
 
 use super::{Nanos, span};
 use crate::codec::CodecName;
@@ -18,10 +18,8 @@ use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 use crate::record::{Finish, Holder, OwnerToken, Provenance, Record, Release, State, StoredResult};
 
-/// Number of slots in a chunk, a power of two.
-const CHUNK: usize = 32;
-/// Marks the end of the list of vacant slots.
-const NONE: u32 = u32::MAX;
+/// Capacity that an empty shard keeps.
+const KEPT: usize = 32;
 
 /// A record, the end of its retention, and the time at which that end is checked.
 pub(super) struct Slot {
@@ -57,9 +55,6 @@ impl Tick {
 
 /// The rest of a record, and the first bits of the hash of its key.
 enum Body {
-    Vacant {
-        next: u32,
-    },
     /// Pending, released or interrupted.
     Open {
         stage: Stage,
@@ -226,11 +221,9 @@ impl Slot {
     pub(super) fn set(&mut self, record: Record, key: &Key) {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
-        let provenance = self.head().map_or(0, |head| head.0 & (Head::OWN_PROVENANCE | Head::OTHER_PROVENANCE));
+        let provenance = self.head().0 & (Head::OWN_PROVENANCE | Head::OTHER_PROVENANCE);
         *self = Self { owner, attempt, starts, body, ..*self };
-        if let Some(head) = self.head_mut() {
-            head.0 |= provenance;
-        }
+        self.head_mut().0 |= provenance;
     }
 
     /// Notes that another attempt begins now. `is_first`: no unexpired record existed before.
@@ -241,23 +234,21 @@ impl Slot {
         }
     }
 
-    fn head(&self) -> Option<Head> {
+    fn head(&self) -> Head {
         match &self.body {
-            Body::Open { head, .. } | Body::Completed { head, .. } | Body::Failed { head, .. } => Some(*head),
-            Body::Vacant { .. } => None,
+            Body::Open { head, .. } | Body::Completed { head, .. } | Body::Failed { head, .. } => *head,
         }
     }
 
-    fn head_mut(&mut self) -> Option<&mut Head> {
+    fn head_mut(&mut self) -> &mut Head {
         match &mut self.body {
-            Body::Open { head, .. } | Body::Completed { head, .. } | Body::Failed { head, .. } => Some(head),
-            Body::Vacant { .. } => None,
+            Body::Open { head, .. } | Body::Completed { head, .. } | Body::Failed { head, .. } => head,
         }
     }
 
-    /// Returns the stored form of the key; `None` if the slot is vacant.
-    pub(super) fn key(&self) -> Option<&str> {
-        std::str::from_utf8(self.head()?.key(self.bytes())).ok()
+    /// Returns the stored form of the key.
+    pub(super) fn key(&self) -> &str {
+        std::str::from_utf8(self.head().key(self.bytes())).expect("a key is text")
     }
 
     /// Returns the time since the key was first seen, and the time since the latest attempt began.
@@ -329,7 +320,6 @@ impl Slot {
             Body::Open { stage, head, lease, ttl, .. } => (head, stage.state(*lease, *ttl)),
             Body::Completed { form, head, bytes, .. } => (head, State::Completed(form.read(*head, bytes))),
             Body::Failed { form, head, bytes, .. } => (head, State::Failed(form.read(*head, bytes))),
-            Body::Vacant { .. } => unreachable!("nobody has the place of a vacant slot"),
         };
         let fingerprint = head.fingerprint(self.bytes());
         let (owner, attempt, attempts_used) = (self.owner, self.attempt, self.starts);
@@ -363,7 +353,6 @@ impl Slot {
     pub(super) fn hash(&self) -> u32 {
         match self.body {
             Body::Open { hash, .. } | Body::Completed { hash, .. } | Body::Failed { hash, .. } => hash,
-            Body::Vacant { .. } => 0,
         }
     }
 
@@ -371,7 +360,6 @@ impl Slot {
         match &self.body {
             Body::Open { bytes, .. } => bytes,
             Body::Completed { bytes, .. } | Body::Failed { bytes, .. } => bytes,
-            Body::Vacant { .. } => &[],
         }
     }
 
@@ -381,7 +369,6 @@ impl Slot {
             Body::Completed { hash: it, head, bytes, .. } | Body::Failed { hash: it, head, bytes, .. } => {
                 (*it == hash, head, bytes)
             }
-            Body::Vacant { .. } => return false,
         };
         is_it && head.key(bytes) == key.as_str().as_bytes()
     }
@@ -435,22 +422,13 @@ impl Stage {
 }
 
 /// Slots by place. A place is valid until its slot is removed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Slots {
-    chunks: Vec<Vec<Slot>>,
-    /// First vacant slot.
-    vacant: u32,
-    taken: usize,
+    slab: Slab<Slot>,
     /// Holder text of the store's own handles. Most provenances consist of it.
     own: Option<&'static str>,
     /// Provenances with other or more content.
     provenances: BTreeMap<u32, Provenance>,
-}
-
-impl Default for Slots {
-    fn default() -> Self {
-        Self { chunks: Vec::new(), vacant: NONE, taken: 0, own: None, provenances: BTreeMap::new() }
-    }
 }
 
 impl Slots {
@@ -464,10 +442,10 @@ impl Slots {
         let slot = self.get(place);
         let mut record = slot.record();
         record.provenance = match slot.head() {
-            Some(Head(head)) if head & Head::OWN_PROVENANCE != 0 => {
+            Head(head) if head & Head::OWN_PROVENANCE != 0 => {
                 self.own.map(|own| Provenance::held(Holder::new(own))).unwrap_or_default()
             }
-            Some(Head(head)) if head & Head::OTHER_PROVENANCE != 0 => {
+            Head(head) if head & Head::OTHER_PROVENANCE != 0 => {
                 self.provenances.get(&place).cloned().unwrap_or_default()
             }
             _ => Provenance::NONE,
@@ -486,7 +464,7 @@ impl Slots {
             () if provenance.is_empty() => 0,
             () => Head::OTHER_PROVENANCE,
         };
-        let Some(head) = self.get_mut(place).head_mut() else { return };
+        let head = self.get_mut(place).head_mut();
         let before = head.0;
         head.0 = (before & !(Head::OWN_PROVENANCE | Head::OTHER_PROVENANCE)) | flag;
         if flag == Head::OTHER_PROVENANCE {
@@ -496,60 +474,40 @@ impl Slots {
         }
     }
 
-    /// Returns the number of places, vacant ones included.
-    pub(super) fn places(&self) -> u32 {
-        let full = self.chunks.len().saturating_sub(1) * CHUNK;
-        u32::try_from(full + self.chunks.last().map_or(0, Vec::len)).unwrap_or(NONE)
+    /// Returns the slots from `place` on, with their places.
+    pub(super) fn from(&self, place: u32) -> impl Iterator<Item = (u32, &Slot)> {
+        let places = place..u32::try_from(self.slab.capacity()).unwrap_or(u32::MAX);
+        places.filter_map(|place| Some((place, self.slab.get(place as usize)?)))
     }
 
     pub(super) fn get(&self, place: u32) -> &Slot {
-        &self.chunks[place as usize / CHUNK][place as usize % CHUNK]
+        &self.slab[place as usize]
     }
 
     pub(super) fn get_mut(&mut self, place: u32) -> &mut Slot {
-        &mut self.chunks[place as usize / CHUNK][place as usize % CHUNK]
+        &mut self.slab[place as usize]
     }
 
     pub(super) fn insert(&mut self, slot: Slot) -> u32 {
-        self.taken += 1;
-        if self.vacant != NONE {
-            let place = self.vacant;
-            let vacant = std::mem::replace(self.get_mut(place), slot);
-            let Body::Vacant { next } = vacant.body else { unreachable!("vacant slots are chained") };
-            self.vacant = next;
-            return place;
+        if self.slab.len() == self.slab.capacity() {
+            self.slab.reserve_exact(growth(self.slab.len()));
         }
-        if self.chunks.last().is_none_or(|chunk| chunk.len() == CHUNK) {
-            grow(&mut self.chunks, 4);
-            self.chunks.push(Vec::with_capacity(CHUNK));
-        }
-        let chunk = self.chunks.len() - 1;
-        let at = self.chunks[chunk].len();
-        self.chunks[chunk].push(slot);
-        u32::try_from(chunk * CHUNK + at)
-            .ok()
-            .filter(|place| *place != NONE)
-            .expect("a shard of less than 2^32 records")
+        u32::try_from(self.slab.insert(slot)).expect("a shard of less than 2^32 records")
     }
 
     pub(super) fn remove(&mut self, place: u32) {
-        let next = self.vacant;
         self.set_provenance(place, Provenance::NONE);
-        self.get_mut(place).body = Body::Vacant { next };
-        self.vacant = place;
-        self.taken -= 1;
-        if self.taken == 0 && self.chunks.len() > 1 {
+        self.slab.remove(place as usize);
+        if self.slab.is_empty() && self.slab.capacity() > KEPT {
             // Frees the memory after a burst.
             *self = Self { own: self.own, ..Self::default() };
         }
     }
 }
 
-/// Grows the capacity by an eighth. `Vec` would double it, which most stores never use.
-fn grow<T>(items: &mut Vec<T>, least: usize) {
-    if items.len() == items.capacity() {
-        items.reserve_exact((items.len() / 8).max(least));
-    }
+/// Returns the number of items by which a full vector grows: an eighth. `Vec` would double, which most stores never use.
+fn growth(len: usize) -> usize {
+    (len / 8).max(16)
 }
 
 /// The places of all records, as a heap: the place with the earliest `listed_at` is in front.
@@ -576,7 +534,9 @@ impl Order {
     }
 
     pub(super) fn push(&mut self, place: u32, slots: &Slots) {
-        grow(&mut self.0, CHUNK);
+        if self.0.len() == self.0.capacity() {
+            self.0.reserve_exact(growth(self.0.len()));
+        }
         self.0.push(ListEntry(place));
         self.up(self.0.len() - 1, slots);
     }
