@@ -505,7 +505,8 @@ impl Slots {
     }
 }
 
-/// Returns the number of items by which a full vector grows: an eighth. `Vec` would double, which most stores never use.
+/// Returns the number of items by which a full vector grows: an eighth. `Vec` would double its capacity, which most
+/// stores never use.
 fn growth(len: usize) -> usize {
     (len / 8).max(16)
 }
