@@ -12,8 +12,8 @@
 //! listen on (default: `127.0.0.1:8080`), the file (default: one in the folder for temporary files), and the profile
 //! (default: `ietf`; or `stripe`, `acp`, `ucp`).
 //!
-//! The checker of HTTP servers needs `/refunds`, and payments whose end a request chooses (`status`, `bytes`). The
-//! server has both, so `idem conformance http http://127.0.0.1:8080` can check it.
+//! The checker of HTTP servers needs `/refunds`, PUT, and payments whose end a request chooses (`status`, `bytes`). The
+//! server has them, so `idem conformance http http://127.0.0.1:8080` can check it.
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
 use std::error::Error;
@@ -191,7 +191,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let contract = layer.describe().text;
 
     let app = Router::new()
-        .route("/payments", post(pay))
+        .route("/payments", post(pay).put(pay))
         .route("/refunds", post(refund))
         .layer(layer.clone())
         .layer(middleware::from_fn(authenticate))
