@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use cases::{Case, File, Profile};
+use cases::{Case, File, Ground, Level, Profile};
 use run::Checker;
 use serde_json::json;
 use wire::Server;
@@ -27,20 +27,24 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
 /// them.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Exit status: 0 if every case passed, 1 if one failed, 2 for wrong use or a server that can't be \
-                        reached, 141 if what reads the output is gone."
+    after_help = "Exit status: 0 if every required case passed, 1 if one failed, 2 for wrong use or a server that \
+                        can't be reached, 141 if what reads the output is gone."
 )]
 pub(crate) struct HttpArguments {
     /// URL of the server, as `http://127.0.0.1:8080` or `https://example.com`; its path is put before the paths of the
     /// routes
-    url: String,
+    #[arg(required_unless_present = "print_cases")]
+    url: Option<String>,
     /// Rules that the server should follow
     #[arg(long, value_enum, default_value = "ietf")]
     profile: Profile,
     /// File of cases that replaces the built-in cases
     #[arg(long, value_name = "FILE")]
     cases: Option<PathBuf>,
-    /// Runs only this case; may be given more than once
+    /// Prints the built-in file of cases, and checks nothing
+    #[arg(long, exclusive = true)]
+    print_cases: bool,
+    /// Runs only the case with this name or id; may be given more than once
     #[arg(long = "case", value_name = "NAME")]
     names: Vec<String>,
     /// Path of the operation (default: from the file of cases)
@@ -79,8 +83,13 @@ impl From<io::Error> for Stop {
 
 /// Runs the subcommand.
 pub(crate) fn main(arguments: &HttpArguments) -> ExitCode {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let verdict = runtime.map_err(Stop::Output).and_then(|runtime| runtime.block_on(check(arguments)));
+    let verdict = match &arguments.url {
+        Some(url) => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.map_err(Stop::Output).and_then(|runtime| runtime.block_on(check(url, arguments)))
+        }
+        None => io::stdout().lock().write_all(BUILT_IN.as_bytes()).map(|()| true).map_err(Stop::Output),
+    };
     match verdict {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
@@ -96,53 +105,78 @@ fn complain(text: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Returns whether all cases pass.
-async fn check(arguments: &HttpArguments) -> Result<bool, Stop> {
-    let server = Server::parse(&arguments.url).map_err(|what| {
+/// Returns whether all required cases pass.
+async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
+    let server = Server::parse(url).map_err(|what| {
         // The URL may hold a password.
-        let url = if arguments.url.contains('@') { "the URL" } else { &arguments.url };
+        let url = if url.contains('@') { "the URL" } else { url };
         Stop::Error(format!("{url} is not a URL to check: {what}"))
     })?;
     let file = file(arguments).map_err(Stop::Error)?;
     let chosen = choose(&file, arguments).map_err(Stop::Error)?;
-    let patience = arguments.timeout;
-    let checker = Checker { server: &server, file: &file, profile: arguments.profile, patience };
+    let (profile, patience) = (arguments.profile, arguments.timeout);
+    let checker = Checker { server: &server, file: &file, profile, patience };
     // Before the first case: check that the server answers and has a counter.
-    checker.count().await.map_err(|error| Stop::Error(format!("{}: {error}", arguments.url)))?;
+    checker.count().await.map_err(|error| Stop::Error(format!("{url}: {error}")))?;
 
     let mut output = io::stdout().lock();
-    let width = chosen.iter().map(|case| case.name.len()).max().unwrap_or_default();
-    let mut failed = 0;
-    for case in &chosen {
+    let width = chosen.iter().map(|(case, _)| case.name.len()).max().unwrap_or_default();
+    let (mut failed, mut advice) = (0, 0);
+    for (case, ground) in &chosen {
         let wrong = checker.run(case).await.err();
         // After a failed case the counter shows whether the server itself is gone. That gives no verdict.
         if let Some(wrong) = &wrong {
-            failed += 1;
+            *if ground.level == Level::Required { &mut failed } else { &mut advice } += 1;
             if let Err(error) = checker.count().await {
                 let name = &case.name;
-                return Err(Stop::Error(format!("{}: gone in the case `{name}`: {wrong}; {error}", arguments.url)));
+                return Err(Stop::Error(format!("{url}: gone in the case `{name}`: {wrong}; {error}")));
             }
         }
-        if arguments.json {
-            let passed = wrong.is_none();
-            let (case, rule, profile) = (&case.name, &case.rule, arguments.profile.to_string());
-            let line = json!({ "case": case, "profile": profile, "rule": rule, "passed": passed, "error": wrong });
-            writeln!(output, "{line}")?;
-        } else {
-            let verdict = if wrong.is_none() { "passed" } else { "FAILED" };
-            writeln!(output, "{verdict}  {:width$}  {}", case.name, case.rule)?;
-            if let Some(wrong) = wrong {
-                writeln!(output, "        {wrong}")?;
-            }
-        }
+        let text = match arguments.json {
+            true => object(case, ground, profile, wrong.as_deref()),
+            false => row(case, ground, width, wrong.as_deref()),
+        };
+        writeln!(output, "{text}")?;
         output.flush()?;
     }
     if !arguments.json {
-        let (profile, total) = (arguments.profile, chosen.len());
-        writeln!(output, "\n{profile}: {} of {total} cases passed, {failed} failed", total - failed)?;
+        let total = chosen.len();
+        let passed = total - failed - advice;
+        writeln!(output, "\n{profile}: {passed} of {total} cases passed, {failed} failed, {advice} with advice")?;
         output.flush()?;
     }
     Ok(failed == 0)
+}
+
+/// Returns the JSON object that reports a case.
+fn object(case: &Case, ground: &Ground, profile: Profile, wrong: Option<&str>) -> String {
+    json!({
+        "id": case.id,
+        "case": case.name,
+        "profile": profile.to_string(),
+        "rule": case.rule,
+        "level": ground.level.to_string(),
+        "source": ground.source,
+        "sentence": ground.sentence,
+        "passed": wrong.is_none(),
+        "error": wrong,
+    })
+    .to_string()
+}
+
+/// Returns the lines that report a case, with a name of up to `width` characters.
+fn row(case: &Case, ground: &Ground, width: usize, wrong: Option<&str>) -> String {
+    let (id, name, rule) = (&case.id, &case.name, &case.rule);
+    let verdict = match (wrong, ground.level) {
+        (None, _) => "passed",
+        (Some(_), Level::Required) => "FAILED",
+        (Some(_), Level::Advised) => "advice",
+    };
+    let row = format!("{verdict}  {id}  {name:width$}  {rule}");
+    match wrong {
+        None => row,
+        Some(wrong) => format!("{row}\n        {wrong}\n        {}: {}", ground.source, ground.sentence),
+    }
 }
 
 /// Reads the file of cases, and replaces the parts that the arguments set.
@@ -183,13 +217,15 @@ fn file(arguments: &HttpArguments) -> Result<File, String> {
     Ok(file)
 }
 
-/// Selects the cases of the profile, or the named cases among them.
-fn choose<'a>(file: &'a File, arguments: &HttpArguments) -> Result<Vec<&'a Case>, String> {
+/// Selects the cases of the profile, or the named cases among them, with their grounds.
+fn choose<'a>(file: &'a File, arguments: &HttpArguments) -> Result<Vec<(&'a Case, &'a Ground)>, String> {
     let profile = arguments.profile;
-    let of_profile = file.cases.iter().filter(|case| case.profiles.contains(&profile));
-    let chosen: Vec<_> =
-        of_profile.filter(|case| arguments.names.is_empty() || arguments.names.contains(&case.name)).collect();
-    if let Some(missing) = arguments.names.iter().find(|name| chosen.iter().all(|case| case.name != **name)) {
+    let is_named = |case: &Case, name: &String| case.name == *name || case.id == *name;
+    let of_profile = file.cases.iter().filter_map(|case| Some((case, case.ground(profile)?)));
+    let chosen: Vec<_> = of_profile
+        .filter(|(case, _)| arguments.names.is_empty() || arguments.names.iter().any(|name| is_named(case, name)))
+        .collect();
+    if let Some(missing) = arguments.names.iter().find(|name| !chosen.iter().any(|(case, _)| is_named(case, name))) {
         return Err(format!("the profile {profile} has no case `{missing}`"));
     }
     match chosen.is_empty() {

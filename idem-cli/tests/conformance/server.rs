@@ -12,7 +12,8 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use axum::response::Response;
 use bytes::Bytes;
 use http_body::Frame;
@@ -24,8 +25,6 @@ macro_rules! mistakes {
         /// Mistake of a server.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
         pub(crate) enum Mistake {
-            /// No mistake.
-            None,
             $($(#[$doc])* $name,)*
         }
 
@@ -45,7 +44,7 @@ mistakes! {
     StatusLost,
     /// A replay has no body.
     BodyLost,
-    /// Equal payloads count as one operation, even under different keys.
+    /// Equal payloads of quick operations count as one operation, even under different keys.
     KeyFromPayload,
     /// Keys are compared without regard to case.
     CaseIgnored,
@@ -73,6 +72,10 @@ mistakes! {
     ParametersKept,
     /// A malformed field counts as a key, unchanged.
     MalformedAccepted,
+    /// A field that is not a String of RFC 8941 is ignored.
+    MalformedIgnored,
+    /// Only UUIDs in quotes are keys.
+    OnlyUuids,
     /// The first field line counts.
     FirstLineCounts,
     /// The first key of a list counts.
@@ -83,8 +86,18 @@ mistakes! {
     PayloadOverwrites,
     /// Payloads are compared only once there is a result.
     PayloadComparedLate,
+    /// Another payload runs while the first request runs.
+    OtherPayloadRuns,
     /// All routes share their keys, and the route is not part of the payload.
     RouteIgnored,
+    /// All methods share their keys.
+    MethodIgnored,
+    /// The query is not part of the payload.
+    QueryIgnored,
+    /// The language that the client accepts is part of the payload.
+    LanguageCompared,
+    /// The key of a PUT is ignored.
+    PutUnprotected,
     /// JSON is compared by its bytes.
     BytesCompared,
     /// Numbers are compared as text.
@@ -101,8 +114,16 @@ mistakes! {
     RunningIsAwaited,
     /// 409 has no `Retry-After`.
     NoRetryAfter,
-    /// A refusal has the code of another problem.
-    WrongCode,
+    /// The refusal of a duplicate of a running request has the code of another problem.
+    RunningHasAnotherCode,
+    /// The refusal of a request without a key has the code of another problem.
+    MissingKeyHasAnotherCode,
+    /// The refusal of a request without a key has no link.
+    MissingKeyHasNoLink,
+    /// The refusal of another payload has no link.
+    PayloadHasNoLink,
+    /// The refusal of a duplicate of a running request has no body.
+    RunningHasNoBody,
     /// The server reads first and writes later, so two requests may both find no record.
     ReadThenWrite,
     /// The server looks for a record only at the first request of each connection.
@@ -133,6 +154,8 @@ mistakes! {
     ServerErrorRecorded,
     /// The responses do not repeat the key.
     KeyNotRepeated,
+    /// Refusals do not repeat the key.
+    KeyNotRepeatedInRefusals,
     /// A replay is not marked.
     NotMarked,
     /// Every response is marked as a replay.
@@ -166,7 +189,7 @@ struct Record {
 #[derive(Debug)]
 pub(crate) struct Server {
     profile: &'static str,
-    mistake: Mistake,
+    mistakes: &'static [Mistake],
     runs: AtomicU64,
     records: Mutex<HashMap<String, Record>>,
     connections: Mutex<HashSet<SocketAddr>>,
@@ -182,8 +205,8 @@ enum Refusal {
 }
 
 /// Starts a server that runs until the test ends.
-pub(crate) async fn serve(profile: &'static str, mistake: Mistake) -> SocketAddr {
-    listen(app(profile, mistake)).await
+pub(crate) async fn serve(profile: &'static str, mistakes: &'static [Mistake]) -> SocketAddr {
+    listen(app(profile, mistakes)).await
 }
 
 /// Starts a server without a mistake that closes each connection after a response.
@@ -192,12 +215,12 @@ pub(crate) async fn serve_and_close(profile: &'static str) -> SocketAddr {
         response.headers_mut().insert("connection", HeaderValue::from_static("close"));
         response
     };
-    listen(app(profile, Mistake::None).layer(axum::middleware::map_response(close))).await
+    listen(app(profile, &[]).layer(axum::middleware::map_response(close))).await
 }
 
-fn app(profile: &'static str, mistake: Mistake) -> Router {
+fn app(profile: &'static str, mistakes: &'static [Mistake]) -> Router {
     let (records, connections) = (Mutex::default(), Mutex::default());
-    let server = Arc::new(Server { profile, mistake, runs: AtomicU64::new(0), records, connections });
+    let server = Arc::new(Server { profile, mistakes, runs: AtomicU64::new(0), records, connections });
     Router::new().fallback(handle).with_state(server)
 }
 
@@ -219,11 +242,13 @@ async fn handle(
         return Response::new(Body::from(count.to_string()));
     }
     let key = request.headers().get("idempotency-key").cloned();
-    let mut response = match server.pay(peer, request).await {
-        Ok(response) => response,
-        Err(refusal) => server.refuse(refusal),
+    let (mut response, is_refusal) = match server.pay(peer, request).await {
+        Ok(response) => (response, false),
+        Err(refusal) => (server.refuse(refusal), true),
     };
-    if let Some(key) = key.filter(|_| server.profile == "acp" && !server.has(Mistake::KeyNotRepeated)) {
+    let is_forgotten =
+        server.has(Mistake::KeyNotRepeated) || (is_refusal && server.has(Mistake::KeyNotRepeatedInRefusals));
+    if let Some(key) = key.filter(|_| server.profile == "acp" && !is_forgotten) {
         response.headers_mut().insert("idempotency-key", key);
     }
     response
@@ -231,7 +256,7 @@ async fn handle(
 
 impl Server {
     fn has(&self, mistake: Mistake) -> bool {
-        self.mistake == mistake
+        self.mistakes.contains(&mistake)
     }
 
     async fn pay(self: &Arc<Self>, peer: SocketAddr, request: Request) -> Result<Response, Refusal> {
@@ -243,13 +268,13 @@ impl Server {
             (Some(caller), _) => caller,
             (None, _) if self.has(Mistake::NobodyIsSomebody) => "nobody".to_owned(),
             (None, Some(key)) if self.has(Mistake::NobodyGetsReplays) => {
-                let known = self.find(&format!("alice {key}"));
+                let known = self.find(&format!("alice {} {key}", head.method));
                 return known.map(|answer| self.replay(answer)).ok_or(Refusal::Caller);
             }
             (None, Some(key)) if self.has(Mistake::RefusalIsRecorded) => {
                 let answer = Answer { status: 401, headers: Vec::new(), body: Bytes::new() };
                 let record = Record { payload: None, answer: Some(answer) };
-                self.records.lock().unwrap().insert(format!("alice {key}"), record);
+                self.records.lock().unwrap().insert(format!("alice {} {key}", head.method), record);
                 return Err(Refusal::Caller);
             }
             _ => return Err(Refusal::Caller),
@@ -267,21 +292,30 @@ impl Server {
         };
         let caller = if self.has(Mistake::CallerIgnored) { "all" } else { &caller };
         let route = if self.profile == "acp" && !self.has(Mistake::RouteIgnored) { &*path } else { "" };
-        // The identity of the operation: caller, route and key, unless a mistake leaves out a part.
-        let mut id = key.map(|key| format!("{caller} {route}{key}"));
+        let method = if self.has(Mistake::MethodIgnored) { "" } else { head.method.as_str() };
+        // The identity of the operation: caller, method, route and key, unless a mistake leaves out a part.
+        let mut id = key.map(|key| format!("{caller} {method} {route}{key}"));
+        if head.method == Method::PUT && self.has(Mistake::PutUnprotected) {
+            id = None;
+        }
+        let mut is_reserved = false;
         if let Some(id) = &id
             && self.has(Mistake::ReservesBeforeBody)
         {
             let mut records = self.records.lock().unwrap();
-            if records.contains_key(id) {
+            let record = records.get(id);
+            is_reserved = record.is_none();
+            if record.is_some_and(|record| record.answer.is_none()) {
                 return Err(Refusal::Running);
             }
-            records.insert(id.clone(), Record { payload: None, answer: None });
+            if is_reserved {
+                records.insert(id.clone(), Record { payload: None, answer: None });
+            }
         }
         // A correct server reserves the key only after the body has arrived.
         let body = body.collect().await.map_err(|_| Refusal::Key)?.to_bytes();
-        let payload = self.payload(&path, &body);
-        if self.has(Mistake::KeyFromPayload) {
+        let payload = self.payload(&head, &body);
+        if self.has(Mistake::KeyFromPayload) && !payload.contains("takes_ms") {
             id = Some(payload.clone());
         }
         // Without a key, or by this mistake without a look, the operation runs unprotected.
@@ -289,29 +323,30 @@ impl Server {
         let Some(id) = id.filter(|_| is_first || !self.has(Mistake::LooksOncePerConnection)) else {
             return Ok(self.respond(self.operate(&path, &body).await));
         };
-        if !self.has(Mistake::ReservesBeforeBody)
-            && let Some(answer) = self.reserve(&id, payload).await?
-        {
+        if is_reserved {
+            self.records.lock().unwrap().get_mut(&id).unwrap().payload = Some(payload);
+        } else if let Some(answer) = self.reserve(&id, payload).await? {
             return Ok(self.replay(answer));
         }
         // A correct server runs the operation in its own task, so a hang-up does not cancel it.
         let running = Arc::clone(self).run(id.clone(), path, body);
+        let mut guard = Forget { server: Arc::clone(self), id: Some(id) };
         let answer = match self.has(Mistake::CancelledWithClient) {
-            true => {
-                let mut guard = Forget { server: Arc::clone(self), id: Some(id.clone()) };
-                let answer = running.await;
+            true => running.await,
+            false if self.has(Mistake::RecordsTheDelivered) => tokio::spawn(running).await.unwrap(),
+            false => {
+                // Nothing that happens to the client forgets the record.
                 guard.id = None;
-                answer
+                tokio::spawn(running).await.unwrap()
             }
-            false => tokio::spawn(running).await.unwrap(),
         };
         if self.has(Mistake::RecordsTheDelivered) {
-            let guard = Forget { server: Arc::clone(self), id: Some(id) };
-            let answer_once_delivered = answer.clone();
+            let answer_once_delivered = self.recorded(&answer);
             return Ok(self
                 .respond(answer)
                 .map(|body| Body::new(Guarded { body, guard, answer: answer_once_delivered })));
         }
+        guard.id = None;
         Ok(self.respond(answer))
     }
 
@@ -340,6 +375,7 @@ impl Server {
                         return Err(Refusal::Payload);
                     }
                     None if self.has(Mistake::RunningIsFree) => return Ok(None),
+                    None if differs && self.has(Mistake::OtherPayloadRuns) => return Ok(None),
                     None if self.has(Mistake::PayloadComparedLate) => return Err(Refusal::Running),
                     _ if differs => return Err(Refusal::Payload),
                     Some(answer) => return Ok(Some(answer.clone())),
@@ -446,11 +482,17 @@ impl Server {
             (Refusal::Running | Refusal::Payload, _) => 409,
         };
         let code = match refusal {
-            Refusal::Running if !self.has(Mistake::WrongCode) => "idempotency_in_flight",
-            Refusal::Key if !self.has(Mistake::WrongCode) => "idempotency_key_required",
+            Refusal::Running if !self.has(Mistake::RunningHasAnotherCode) => "idempotency_in_flight",
+            Refusal::Key if !self.has(Mistake::MissingKeyHasAnotherCode) => "idempotency_key_required",
             _ => "idempotency_conflict",
         };
+        let has_no_link = match refusal {
+            Refusal::Key => self.has(Mistake::MissingKeyHasNoLink),
+            Refusal::Payload => self.has(Mistake::PayloadHasNoLink),
+            Refusal::Running | Refusal::Caller => false,
+        };
         let (content_type, body) = match self.profile {
+            _ if has_no_link => ("application/json", json!({ "error": "Refused" })),
             "ietf" => ("application/problem+json", json!({ "title": "Refused", "type": code })),
             "stripe" => ("application/json", json!({ "error": { "type": "idempotency_error", "message": "Refused" } })),
             "acp" => ("application/json", json!({ "type": "invalid_request", "code": code, "message": "Refused" })),
@@ -461,7 +503,7 @@ impl Server {
         if refusal == Refusal::Running && !self.has(Mistake::NoRetryAfter) {
             answer.headers.push(("retry-after", "1".to_owned()));
         }
-        if self.has(Mistake::BareRefusals) {
+        if self.has(Mistake::BareRefusals) || (refusal == Refusal::Running && self.has(Mistake::RunningHasNoBody)) {
             answer = Answer { headers: Vec::new(), body: Bytes::new(), ..answer };
         }
         response(answer)
@@ -487,6 +529,12 @@ impl Server {
             Some((first, _)) if self.has(Mistake::FirstOfListCounts) => first,
             _ => line.trim(),
         };
+        if self.has(Mistake::MalformedIgnored) && line.strip_prefix('"').and_then(|rest| self.quoted(rest)).is_none() {
+            return Ok(None);
+        }
+        if self.has(Mistake::OnlyUuids) && !is_quoted_uuid(line) {
+            return Err(Refusal::Key);
+        }
         let read = match line.strip_prefix('"') {
             Some(rest) => self.quoted(rest),
             None => line
@@ -537,16 +585,19 @@ impl Server {
     }
 
     /// Returns the text by which payloads are compared.
-    fn payload(&self, path: &str, body: &[u8]) -> String {
-        let path = if self.profile == "acp" || self.has(Mistake::RouteIgnored) { "" } else { path };
+    fn payload(&self, head: &Parts, body: &[u8]) -> String {
+        let path = if self.profile == "acp" || self.has(Mistake::RouteIgnored) { "" } else { head.uri.path() };
+        let query = head.uri.query().filter(|_| self.profile != "acp" && !self.has(Mistake::QueryIgnored));
+        let language = head.headers.get("accept-language").filter(|_| self.has(Mistake::LanguageCompared));
+        let target = format!("{path} {query:?} {language:?}");
         let is_json = match self.profile {
             "acp" => !self.has(Mistake::BytesCompared),
             _ => self.has(Mistake::JsonCompared),
         };
         match serde_json::from_slice::<Value>(body) {
             _ if self.has(Mistake::PayloadIgnored) => String::new(),
-            Ok(value) if is_json => format!("{path} {}", self.canonical(value)),
-            _ => format!("{path} {}", String::from_utf8_lossy(body)),
+            Ok(value) if is_json => format!("{target} {}", self.canonical(value)),
+            _ => format!("{target} {}", String::from_utf8_lossy(body)),
         }
     }
 
@@ -568,6 +619,15 @@ impl Server {
             value => value,
         }
     }
+}
+
+/// Returns whether the field line is a UUID in quotes.
+fn is_quoted_uuid(line: &str) -> bool {
+    let inner = line.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    inner.is_some_and(|text| {
+        let parts: Vec<_> = text.split('-').map(str::len).collect();
+        parts == [8, 4, 4, 4, 12] && text.bytes().all(|byte| byte == b'-' || byte.is_ascii_hexdigit())
+    })
 }
 
 fn response(answer: Answer) -> Response {

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// Set of rules that a server follows.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Profile {
     /// The draft of the IETF.
@@ -45,6 +45,8 @@ pub(super) struct File {
     pub(super) body: Value,
     /// The header lines of each caller.
     pub(super) callers: BTreeMap<String, Vec<String>>,
+    /// Texts that the cases quote: by name, with their address for readers of the file.
+    pub(super) sources: BTreeMap<String, Value>,
     pub(super) cases: Vec<Case>,
 }
 
@@ -55,14 +57,81 @@ pub(super) const FIRST: &str = "first";
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Case {
+    /// Stable name for reports of others. The id of a removed case is never used again.
+    pub(super) id: String,
     pub(super) name: String,
     /// The rule in words.
     pub(super) rule: String,
-    /// Profiles that have this rule.
-    pub(super) profiles: Vec<Profile>,
+    /// Sentences that ask for the rule, with their profiles. Other profiles do not have the rule.
+    pub(super) grounds: Vec<Ground>,
     pub(super) steps: Vec<Step>,
     /// Expected number of runs of the operations at the end.
     pub(super) runs: OneOf<u64>,
+}
+
+impl Case {
+    /// Returns the ground of the rule in `profile`; `None` if the profile does not have the rule.
+    pub(super) fn ground(&self, profile: Profile) -> Option<&Ground> {
+        self.grounds.iter().find(|ground| ground.profiles.contains(&profile))
+    }
+
+    fn profiles(&self) -> impl Iterator<Item = Profile> {
+        self.grounds.iter().flat_map(|ground| ground.profiles.iter().copied())
+    }
+
+    /// Checks the parts of a case that are no steps.
+    fn check(&self) -> Result<(), &'static str> {
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        if self.name.is_empty() || !self.name.chars().all(is_name) {
+            return Err("a name is made of a-z, 0-9 and _");
+        }
+        let is_id = |c: char| c.is_ascii_alphanumeric() || c == '-';
+        if self.id.is_empty() || !self.id.chars().all(is_id) {
+            return Err("an id is made of letters, digits and -");
+        }
+        if self.steps.is_empty() || self.profiles().next().is_none() {
+            return Err("it has no steps, or no profiles");
+        }
+        if self.grounds.iter().any(|it| it.sentence.trim().is_empty() || it.source.trim().is_empty()) {
+            return Err("a ground has a sentence and its source");
+        }
+        let mut seen = HashSet::new();
+        match self.profiles().all(|profile| seen.insert(profile)) {
+            true => Ok(()),
+            false => Err("a profile has one ground"),
+        }
+    }
+}
+
+/// Sentence that asks for a rule.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Ground {
+    /// Profiles to which the sentence applies.
+    profiles: Vec<Profile>,
+    pub(super) level: Level,
+    /// Text and section that hold the sentence.
+    pub(super) source: String,
+    pub(super) sentence: String,
+}
+
+/// Weight of a rule in a profile.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Level {
+    /// A server that breaks the rule fails.
+    Required,
+    /// The text leaves the matter open. A server that breaks the rule gets an advice.
+    Advised,
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Required => "required",
+            Self::Advised => "advised",
+        })
+    }
 }
 
 /// A request, and its expected response.
@@ -89,8 +158,13 @@ pub(super) struct Send {
     pub(super) method: Option<String>,
     /// True for a request to the second operation.
     pub(super) other_path: bool,
+    /// Query of the request's URL.
+    pub(super) query: Option<String>,
     pub(super) caller: Option<String>,
-    /// Name of a key, sent in the form of the profile. Without `key` and `fields`, no key is sent.
+    /// Further header lines.
+    pub(super) headers: Vec<String>,
+    /// Name of a key, or a text with `{name}` for keys, sent in the form of the profile. Without `key` and `fields`, no
+    /// key is sent.
     pub(super) key: Option<String>,
     /// The field lines to send instead, with `{name}` for a key.
     pub(super) fields: Vec<String>,
@@ -132,15 +206,25 @@ pub(super) struct Expect {
     pub(super) status: Option<ByProfile>,
     /// Status and body equal an earlier response. If `status` is set too, this applies only to a 2xx response.
     pub(super) same_as: Option<String>,
-    /// The body differs from an earlier response.
+    /// The body differs from an earlier response. Applies only to a 2xx response.
     pub(super) differs_from: Option<String>,
     /// These fields equal those of `same_as`, in their order.
     pub(super) same_headers: Vec<String>,
     pub(super) headers: BTreeMap<String, Field>,
     /// Required members of the JSON body; `null` accepts any value.
     pub(super) body: Option<Value>,
-    /// The response is a problem of RFC 9457, or links to a description of the problem.
-    pub(super) explained: bool,
+    /// Explanation that a response other than 2xx has.
+    pub(super) explained: Option<Explanation>,
+}
+
+/// Explanation in a refusal.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Explanation {
+    /// A link to documentation: `Link`, a problem of RFC 9457, or a URL in the body.
+    Link,
+    /// A text, or a link.
+    Text,
 }
 
 /// One value, or several allowed values.
@@ -197,11 +281,13 @@ pub(super) enum Field {
     Is(bool),
     /// Present once, with this text.
     Text(String),
+    /// Absent, or with another text.
+    Other { not: String },
     /// An integer of at least this value.
     Number { at_least: u64 },
     /// Present this many times.
     Count { count: usize },
-    /// Present once, with the key of this name.
+    /// Present once, with the key that a request with this `key` sends bare.
     Key { key: String },
 }
 
@@ -215,21 +301,21 @@ impl File {
         for line in file.callers.values().flatten() {
             header(line)?;
         }
-        let mut names = HashSet::new();
+        let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         for case in &file.cases {
-            let wrong = |what: &str| Err(format!("case `{}`: {what}", case.name));
-            let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
-            if case.name.is_empty() || !case.name.chars().all(is_name) {
-                return wrong("a name is made of a-z, 0-9 and _");
-            }
+            let wrong = |what: &str| format!("case `{}`: {what}", case.name);
+            case.check().map_err(wrong)?;
             if !names.insert(&case.name) {
-                return wrong("there are two of this name");
+                return Err(wrong("there are two of this name"));
             }
-            if case.steps.is_empty() || case.profiles.is_empty() {
-                return wrong("it has no steps, or no profiles");
+            if !ids.insert(&case.id) {
+                return Err(wrong(&format!("there are two with the id `{}`", case.id)));
             }
-            file.check_steps(case, &case.steps, &mut HashSet::new())
-                .map_err(|what| format!("case `{}`: {what}", case.name))?;
+            let is_listed = |ground: &Ground| file.sources.keys().any(|name| ground.source.starts_with(&**name));
+            if let Some(ground) = case.grounds.iter().find(|ground| !is_listed(ground)) {
+                return Err(wrong(&format!("`{}` is none of the `sources`", ground.source)));
+            }
+            file.check_steps(case, &case.steps, &mut HashSet::new()).map_err(|what| wrong(&what))?;
         }
         match names.is_empty() {
             true => Err("it has no cases".to_owned()),
@@ -240,26 +326,11 @@ impl File {
     fn check_steps(&self, case: &Case, steps: &[Step], labels: &mut HashSet<String>) -> Result<(), String> {
         for step in steps {
             // First the request: a mistake in the file should not look like a mistake of the server.
-            let send = &step.send;
-            let caller = send.caller.as_deref().unwrap_or(FIRST);
+            let caller = step.send.caller.as_deref().unwrap_or(FIRST);
             if !self.callers.contains_key(caller) {
                 return Err(format!("there is no caller `{caller}`"));
             }
-            if let Some(method) =
-                send.method.as_ref().filter(|it| it.is_empty() || !it.chars().all(|c| c.is_ascii_uppercase()))
-            {
-                return Err(format!("`{method}` is no method"));
-            }
-            if send.fields.iter().chain(&send.key).any(|line| line.contains(char::is_control)) {
-                return Err("a key goes over one line".to_owned());
-            }
-            for line in &send.fields {
-                // A short key: the check covers everything but the key's text.
-                fill(line, "k")?;
-            }
-            if send.key.is_some() && !send.fields.is_empty() {
-                return Err("`key` and `fields` are two ways to say one thing".to_owned());
-            }
+            step.send.check()?;
             if matches!(step.how, How::Together(count) | How::Pipelined(count) if !(2..=1000).contains(&count)) {
                 return Err("2 to 1000 requests are sent together".to_owned());
             }
@@ -272,7 +343,7 @@ impl File {
                 return Err("`while_running` stands beside a single request".to_owned());
             }
             if let Some(status) = &expect.status
-                && let Some(profile) = case.profiles.iter().find(|profile| status.of(**profile).is_none())
+                && let Some(profile) = case.profiles().find(|profile| status.of(*profile).is_none())
             {
                 return Err(format!("no status is named for the profile {profile}"));
             }
@@ -292,6 +363,33 @@ impl File {
     }
 }
 
+impl Send {
+    /// Checks that the request can be sent.
+    fn check(&self) -> Result<(), String> {
+        if let Some(method) =
+            self.method.as_ref().filter(|it| it.is_empty() || !it.chars().all(|c| c.is_ascii_uppercase()))
+        {
+            return Err(format!("`{method}` is no method"));
+        }
+        if let Some(query) = &self.query {
+            is_path(&format!("/?{query}")).map_err(|_| format!("`{query}` is no query"))?;
+        }
+        for line in &self.headers {
+            header(line)?;
+        }
+        if self.fields.iter().chain(&self.key).any(|line| line.contains(char::is_control)) {
+            return Err("a key goes over one line".to_owned());
+        }
+        for line in self.fields.iter().chain(&self.key) {
+            fill(line, 0)?;
+        }
+        match self.key.is_some() && !self.fields.is_empty() {
+            true => Err("`key` and `fields` are two ways to say one thing".to_owned()),
+            false => Ok(()),
+        }
+    }
+}
+
 impl Expect {
     fn is_empty(&self) -> bool {
         self.status.is_none()
@@ -299,7 +397,7 @@ impl Expect {
             && self.differs_from.is_none()
             && self.headers.is_empty()
             && self.body.is_none()
-            && !self.explained
+            && self.explained.is_none()
     }
 }
 
@@ -320,21 +418,21 @@ pub(super) fn header(line: &str) -> Result<(String, String), String> {
     Ok((name.to_owned(), value.to_owned()))
 }
 
-/// Replaces each `{name}` in `template` by the key `<unique>-<name>`. `{name:255}` gives a key of 255 characters.
-pub(super) fn fill(template: &str, unique: &str) -> Result<String, String> {
+/// Replaces each `{name}` in `template` by a key. `{name:255}` gives a key of 255 characters.
+pub(super) fn fill(template: &str, unique: u128) -> Result<String, String> {
     let (mut text, mut rest) = (String::new(), template);
     while let Some((before, opened)) = rest.split_once('{') {
         let (inside, after) = opened.split_once('}').ok_or_else(|| format!("`{template}` opens a {{ and leaves it"))?;
         let (name, form) = inside.split_once(':').unwrap_or((inside, ""));
-        let key = key(unique, name);
         text.push_str(before);
         match form {
-            "" => text.push_str(&key),
+            "" => text.push_str(&uuid(unique, name)),
             // Padded in the middle, so that such keys differ in their last characters.
             length => match length.parse::<usize>() {
                 Ok(length @ 64..=100_000) => {
-                    let padding = "x".repeat(length.saturating_sub(key.len()));
-                    let _ = write!(text, "{unique}{padding}-{name}");
+                    let shared = uuid(unique, "");
+                    let padding = "x".repeat(length.saturating_sub(shared.len() + 1 + name.len()));
+                    let _ = write!(text, "{shared}{padding}-{name}");
                 }
                 _ => return Err(format!("`{inside}` is neither a name nor name:LENGTH with 64 or more")),
             },
@@ -345,7 +443,66 @@ pub(super) fn fill(template: &str, unique: &str) -> Result<String, String> {
     Ok(text)
 }
 
-/// Returns the key for the `name` in a case. Each run has its own keys.
-pub(super) fn key(unique: &str, name: &str) -> String {
-    format!("{unique}-{name}")
+/// Returns the text of the key that a case calls `key`: a name, or a text with `{name}` for keys.
+pub(super) fn key_text(key: &str, unique: u128) -> Result<String, String> {
+    match key.contains('{') {
+        true => fill(key, unique),
+        false => Ok(uuid(unique, key)),
+    }
+}
+
+/// Returns the key for the `name` in a case. Each run has its own keys. A server may accept UUIDs alone.
+fn uuid(unique: u128, name: &str) -> String {
+    // FNV-1a: two names in a case give two keys.
+    let hash = name
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let random = unique ^ u128::from(hash);
+    // Version 4, and the variant of RFC 9562.
+    let bits = (random & !(0xf << 76 | 0b11 << 62)) | 0x4 << 76 | 0b10 << 62;
+    let digits = format!("{bits:032x}");
+    format!("{}-{}-{}-{}-{}", &digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BUILT_IN: &str = include_str!("../../../cases/http.json");
+
+    #[test]
+    fn each_built_in_case_has_its_own_id_and_quotes_a_listed_source() {
+        let file = File::parse(BUILT_IN).expect("the built-in cases");
+        let mut ids = HashSet::new();
+        for case in &file.cases {
+            assert!(ids.insert(&case.id), "{} has the id of another case", case.name);
+            assert!(!case.grounds.is_empty(), "{} has no ground", case.name);
+            for ground in &case.grounds {
+                assert!(!ground.sentence.is_empty(), "{} has no sentence", case.name);
+                let is_listed = file.sources.keys().any(|name| ground.source.starts_with(&**name));
+                assert!(is_listed, "{} quotes `{}`, which is not listed", case.name, ground.source);
+                // A choice of this project binds no other server, whatever the profile.
+                let is_choice = ground.source.starts_with("idem");
+                assert!(!is_choice || ground.level == Level::Advised, "{} requires a choice of idem", case.name);
+            }
+        }
+        assert!(ids.len() > 40, "{} cases are too few: the check reads nothing", ids.len());
+    }
+
+    #[test]
+    fn keys_are_uuids_and_each_name_has_its_own() {
+        let (mut keys, names) = (HashSet::new(), ["", "a", "b", "A", "ab"]);
+        for unique in [0, u128::MAX, 7] {
+            for name in names {
+                let key = key_text(&format!("{{{name}}}"), unique).expect("a template");
+                let parts: Vec<_> = key.split('-').map(str::len).collect();
+                assert_eq!(parts, [8, 4, 4, 4, 12], "{key}");
+                assert!(key[14..].starts_with('4') && key[19..].starts_with(['8', '9', 'a', 'b']), "{key}");
+                assert!(keys.insert(key), "two names have one key");
+            }
+        }
+        assert_eq!(key_text("a", 7), fill("{a}", 7));
+        let long = fill("{a:255}", 7).expect("a template");
+        assert_eq!((long.len(), long.ends_with("x-a")), (255, true));
+    }
 }

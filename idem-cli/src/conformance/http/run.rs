@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use super::cases::{Case, Expect, FIRST, Field, File, How, Profile, Send, Step, fill, header, key};
+use super::cases::{Case, Expect, Explanation, FIRST, Field, File, How, Profile, Send, Step, fill, header, key_text};
 use super::wire::{Connection, Reply, Server};
 
 /// Pause between two polls.
@@ -23,8 +23,8 @@ const LONGER: u64 = 6;
 
 /// State of one run of a case.
 struct Run {
-    /// Prefix of the keys.
-    unique: String,
+    /// Randomness of the keys.
+    unique: u128,
     /// Factor by which operations take longer than the case states.
     factor: u64,
     /// Responses by label.
@@ -84,7 +84,7 @@ impl Checker<'_> {
     async fn run_once(&self, case: &Case, factor: u64) -> Result<(), (String, bool)> {
         let mut random = [0_u8; 16];
         getrandom::fill(&mut random).map_err(|error| (format!("there is no randomness: {error}"), false))?;
-        let unique = random.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
+        let unique = u128::from_ne_bytes(random);
         let mut run = Run { unique, factor, replies: HashMap::new(), was_too_fast: false };
         let ended = async {
             let before = self.count().await?;
@@ -150,15 +150,18 @@ impl Checker<'_> {
         let lines = self.file.callers.get(caller).ok_or_else(|| format!("there is no caller `{caller}`"))?;
         let mut fields = lines.iter().map(|line| header(line)).collect::<Result<Vec<_>, _>>()?;
         fields.push(("content-type".to_owned(), "application/json".to_owned()));
+        for line in &send.headers {
+            fields.push(header(line)?);
+        }
         let name = "idempotency-key";
-        if let Some(key_name) = &send.key {
-            let key = key(&run.unique, key_name);
+        if let Some(key) = &send.key {
+            let key = key_text(key, run.unique)?;
             // The keys of the IETF draft are strings of RFC 9651; the other profiles send bare keys.
             let value = if self.profile == Profile::Ietf { format!("\"{key}\"") } else { key };
             fields.push((name.to_owned(), value));
         }
         for line in &send.fields {
-            fields.push((name.to_owned(), fill(line, &run.unique)?));
+            fields.push((name.to_owned(), fill(line, run.unique)?));
         }
         let mut body = send.body.as_ref().unwrap_or(&self.file.body).clone();
         if let Some(takes) = body.get_mut("takes_ms") {
@@ -168,9 +171,13 @@ impl Checker<'_> {
             Value::String(text) => text,
             value => value.to_string(),
         };
-        let path = if send.other_path { &self.file.other_path } else { &self.file.path };
+        let mut path = if send.other_path { &self.file.other_path } else { &self.file.path }.clone();
+        if let Some(query) = &send.query {
+            path.push(if path.contains('?') { '&' } else { '?' });
+            path.push_str(query);
+        }
         let method = send.method.as_deref().unwrap_or("POST");
-        let bytes = self.server.request(method, path, &fields, body.as_bytes());
+        let bytes = self.server.request(method, &path, &fields, body.as_bytes());
         Ok(Message { bytes, body_len: body.len() })
     }
 
@@ -306,24 +313,39 @@ impl Checker<'_> {
                 }
             }
         }
+        // Two refusals may be equal.
         if let Some(label) = &expect.differs_from
+            && (200..300).contains(&status)
             && labelled(label)?.body == reply.body
         {
             return Err(format!("the response is that of another operation: `{}`", reply.excerpt()));
         }
-        fields(&expect.headers, reply, &run.unique)?;
+        fields(&expect.headers, reply, run.unique)?;
         if let Some(expected) = &expect.body
             && !holds(&reply.json(), expected)
         {
             return Err(format!("the body is `{}`, without {expected}", reply.excerpt()));
         }
-        let is_problem =
-            reply.field("content-type").first().is_some_and(|it| it.starts_with("application/problem+json"))
-                && reply.json().get("title").is_some_and(Value::is_string);
-        if expect.explained && !is_problem && reply.field("link").is_empty() {
-            return Err(format!("neither application/problem+json nor a Link: `{}`", reply.excerpt()));
+        match expect.explained {
+            Some(explanation) if !(200..300).contains(&status) => explained(reply, explanation),
+            _ => Ok(()),
         }
-        Ok(())
+    }
+}
+
+/// Checks that a refusal has this explanation.
+fn explained(reply: &Reply, explanation: Explanation) -> Result<(), String> {
+    let is_problem = reply.field("content-type").first().is_some_and(|it| it.starts_with("application/problem+json"))
+        && reply.json().get("title").is_some_and(Value::is_string);
+    let body = String::from_utf8_lossy(&reply.body);
+    let has_link = !reply.field("link").is_empty() || body.contains("://");
+    match explanation {
+        _ if is_problem || has_link => Ok(()),
+        Explanation::Link => {
+            Err(format!("neither application/problem+json nor a Link nor a URL: `{}`", reply.excerpt()))
+        }
+        Explanation::Text if body.trim().is_empty() => Err("neither a body nor a Link".to_owned()),
+        Explanation::Text => Ok(()),
     }
 }
 
@@ -337,18 +359,19 @@ fn alike(replies: &[Reply]) -> Result<(), String> {
     }
 }
 
-fn fields(expected: &BTreeMap<String, Field>, reply: &Reply, unique: &str) -> Result<(), String> {
+fn fields(expected: &BTreeMap<String, Field>, reply: &Reply, unique: u128) -> Result<(), String> {
     for (name, expected) in expected {
         let values = reply.field(name);
         match expected {
             Field::Is(true) if values.is_empty() => return Err(format!("there is no {name}")),
             Field::Is(false) if !values.is_empty() => return Err(format!("{name} is there: {values:?}")),
             Field::Text(text) if values != [text] => return Err(format!("{name} is {values:?}, not `{text}`")),
+            Field::Other { not } if values.contains(&&**not) => return Err(format!("{name} is there: `{not}`")),
             Field::Number { at_least } => match &values[..] {
                 [value] if value.parse::<u64>().is_ok_and(|value| value >= *at_least) => {}
                 _ => return Err(format!("{name} is {values:?}, not a whole number of at least {at_least}")),
             },
-            Field::Key { key: of } if values != [key(unique, of)] => {
+            Field::Key { key } if values != [key_text(key, unique)?] => {
                 return Err(format!("{name} is {values:?}, not the key of the request"));
             }
             Field::Count { count } if values.len() != *count => {
