@@ -1,4 +1,4 @@
-//! Clock that tests move.
+//! Clock whose time stands still until a test moves it.
 
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,7 +9,7 @@ use super::random::SplitMix;
 use super::{Clock, Instant, Sleep, Task, upkeep};
 use crate::sync;
 
-/// A clock for tests that moves only when a test moves it.
+/// A clock for tests, whose time stands still until the test moves it.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -29,7 +29,7 @@ pub struct ManualClock {
 #[derive(Debug, Default)]
 struct Manual {
     now: Duration,
-    /// Time of the wall clock at the origin of this clock.
+    /// Time since 1970 that the wall clock shows at the origin of this clock.
     wall: Duration,
     random: SplitMix,
     sleepers: Vec<(Duration, Waker)>,

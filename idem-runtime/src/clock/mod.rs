@@ -72,7 +72,8 @@ pub type Sleep = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Source of the library's time and randomness.
 ///
-/// [`SystemClock`] is the real source. Tests pass [`ManualClock`] to a store and drive leases and retentions by hand.
+/// [`SystemClock`] is the real source. Tests pass [`ManualClock`] to a store, and move its time past the end of a lease
+/// or a retention.
 pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// Returns the present time, which never goes back.
     fn now(&self) -> Instant;
@@ -81,7 +82,8 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     /// and the wall clocks of two hosts may differ.
     ///
     /// Decisions depend on the wall clock only in stores whose records are dated by the hosts that write them: SQLite
-    /// and DynamoDB. Redis only reports with it when an attempt began, and how old a replayed record is.
+    /// and DynamoDB. `RedisStore` uses the wall clock only to report when an attempt began and how old a replayed
+    /// record is.
     fn wall(&self) -> Duration;
 
     /// Returns a future that is ready once `duration` has passed.
@@ -97,8 +99,8 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
     fn spawn(&self, task: Task);
 
     /// Returns whether a test has paused or moved the time of the current runtime, if this clock uses that time
-    /// (default: `false`). A lease that counts in the real time of a thread or a server can't be renewed in a runtime
-    /// with moved time.
+    /// (default: `false`). A lease that a thread or a server counts in real time can't be renewed in a runtime whose
+    /// time a test has moved.
     fn is_moved(&self) -> bool {
         false
     }

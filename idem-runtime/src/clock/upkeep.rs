@@ -53,8 +53,8 @@ fn runtime() -> io::Result<Handle> {
     Ok(handle)
 }
 
-/// A runtime that may be dropped inside of another runtime, if its thread can't be started. The drop of a tokio
-/// `Runtime` would panic there.
+/// A runtime that may be dropped inside of another runtime, where the drop of a tokio `Runtime` would panic. The drop
+/// happens if the library's thread can't be started.
 struct Own(Option<Runtime>);
 
 impl Own {

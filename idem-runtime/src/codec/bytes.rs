@@ -160,8 +160,8 @@ impl Serializer for Element {
     }
 }
 
-/// Serializer that accepts a value of bytes. The bytes may be inside of any number of `Some` and newtypes, which JSON
-/// does not show either.
+/// Serializer that accepts a value that consists of bytes. The bytes may be inside of any number of `Some` and
+/// newtypes, because JSON writes a `Some` and a newtype like the value inside.
 struct Whole;
 
 impl Serializer for Whole {

@@ -102,7 +102,7 @@ impl<'g, I> GuardedPart<'g, I> {
         self.guard.name(name);
     }
 
-    /// Counts a level of nesting.
+    /// Counts one more level of nesting. Fails if the bytes are nested too deeply.
     fn deeper<E: serde::de::Error>(&mut self) -> Result<(), E> {
         match self.depth.checked_sub(1) {
             Some(depth) => self.depth = depth,
@@ -122,7 +122,8 @@ impl<'g, I> GuardedPart<'g, I> {
         Ok(element)
     }
 
-    /// Limits a claimed number of elements, because the caller may allocate memory for that number.
+    /// Limits the number of elements that the bytes claim to contain, because the caller may allocate memory for
+    /// that number.
     fn believed(&self, claimed: Option<usize>) -> Option<usize> {
         claimed.map(|claimed| claimed.min(self.guard.elements.get()))
     }

@@ -68,7 +68,7 @@ impl Shape {
 
     pub(super) fn name(&self, name: &str) {
         name.bytes().for_each(|byte| self.byte(byte));
-        // This byte separates two names: it does not occur in UTF-8.
+        // The byte 0xff separates two names, because it does not occur in UTF-8.
         self.byte(0xff);
     }
 

@@ -1,4 +1,5 @@
-//! A run of a clause: the store under test, and the operations and checks that the clauses share.
+//! The test of one clause of the store contract: the store under test, and the operations and checks that the tests of
+//! all clauses share.
 
 use std::any::Any;
 use std::fmt;
@@ -153,7 +154,7 @@ pub(super) const TOLERANCE: Duration = Duration::from_millis(40);
 /// Number of tasks that race for a key.
 const RACERS: usize = 64;
 
-/// A run of a clause.
+/// One run of the test of one clause of the store contract, on one store.
 pub(super) struct Case {
     pub(super) subject: Subject,
     pub(super) clause: &'static str,
@@ -319,7 +320,7 @@ impl Case {
         self.ask(self.store().decide(decision), decision.action.name()).await
     }
 
-    /// Reads the record of `key`, and makes an operator's decision about attempt `attempt` of it.
+    /// Reads the record of `key`, and returns an operator's decision about its attempt `attempt`.
     pub(super) async fn decision(&self, key: &Key, attempt: u32, action: Action) -> Decision {
         let seen = match self.inspect(key).await {
             Some(found) => found.revision(),
@@ -388,7 +389,8 @@ impl Case {
         assert!(left <= length + TOLERANCE, "{why}: {left:?} are left, of {length:?} at most");
     }
 
-    /// Lets 64 tasks on both handles reserve `key` concurrently. Returns the requests with their answers.
+    /// Lets 64 tasks reserve `key` concurrently, through both handles of the store. Returns the requests with
+    /// their answers.
     pub(super) async fn race(&self, key: &Key) -> Vec<(ReserveRequest, Reservation)> {
         let start = Arc::new(tokio::sync::Barrier::new(RACERS));
         let mut tasks = tokio::task::JoinSet::new();

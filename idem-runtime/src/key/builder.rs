@@ -82,7 +82,7 @@ impl<'a> KeyBuilder<'a> {
         self.text.push_str(text);
     }
 
-    /// Appends text whose values are already escaped.
+    /// Appends text of a key in which all values are already escaped.
     pub(super) fn literal(&mut self, text: &str) {
         if text.contains(char::is_control) {
             self.problem.get_or_insert(KeyProblem::ControlCharacter);
@@ -306,7 +306,7 @@ mod tests {
 
     use super::*;
 
-    /// The fast paths for numbers and plain text must write the same text as `display_part`.
+    /// For numbers and plain text, the fast paths of `part` must write the same text as `display_part`.
     #[test]
     fn numbers_and_text_are_written_as_they_are_displayed() {
         fn same<P: KeyPart + Display + ?Sized>(value: &P) {

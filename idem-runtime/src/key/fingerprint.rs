@@ -14,7 +14,7 @@
 //! | an array that serde collects from a hash table (a set, or an iterator) | `*`, the count, SHA-256 of each, sorted |
 //! | an object | `{`, the number of entries, and for each SHA-256 of its name and SHA-256 of its value, sorted |
 //!
-//! A digest that the caller made has no form in JSON. It is hashed as `d`, its length and its bytes.
+//! A digest that the caller made has no JSON, and is hashed as `d`, its length and its bytes.
 //!
 //! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last entry counts.
 
@@ -37,19 +37,19 @@ use crate::codec::bytes;
 /// or the order of a `HashMap` or a `HashSet`.
 ///
 /// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so the order of its elements
-/// does not count. A set is therefore another payload than an array with the same elements, whose order counts:
-/// `[from, to]` is not `[to, from]`. The library recognises a hash set by the name of its type. This name reaches the
+/// does not count. A set is therefore another payload than an array with the same elements, whose order counts: `[from,
+/// to]` is not `[to, from]`. The library recognises a hash set by the name of its type. This name reaches the
 /// fingerprint only through [`Serializer::collect_seq`], which serde's own implementations call. A type that writes its
 /// elements one after another with `serialize_seq`, or a serializer in between (`erased_serde`, `serde_json::to_value`,
-/// the buffer of an internally tagged enum), hides that name. For these, sort the elements, or use a `BTreeSet`.
+/// the buffer of an internally tagged enum), hides that name. In these cases, sort the elements, or use a `BTreeSet`.
 ///
 /// [`Serializer::collect_seq`]: serde::Serializer::collect_seq
 ///
 /// Bytes are an array of numbers, as in JSON, but `Bytes` are hashed as fast as a text, and a `Vec<u8>` takes twice
 /// that time. If a digest of a large upload already exists, the upload need not be hashed again: see [`PayloadDigest`].
 ///
-/// The first byte is the [version](Fingerprint::version) of these rules. Fingerprints of different versions can't be
-/// compared.
+/// The first byte of a fingerprint is the [version](Fingerprint::version) of the rules above. Fingerprints of different
+/// versions can't be compared.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fingerprint([u8; Self::BYTES]);
 
@@ -106,8 +106,8 @@ impl Fingerprint {
         self.0[0]
     }
 
-    /// Returns whether both have the same version. Fingerprints of different versions don't show whether the payloads
-    /// are equal.
+    /// Returns whether this fingerprint and `other` have the same version. Fingerprints of different versions don't
+    /// show whether the payloads are equal.
     pub const fn is_comparable(&self, other: &Self) -> bool {
         self.version() == other.version()
     }
@@ -130,7 +130,7 @@ impl Fingerprint {
     }
 }
 
-/// Shows only the beginning.
+/// Shows only the beginning of the hash.
 impl fmt::Debug for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}…", self.short())
@@ -158,9 +158,9 @@ impl ser::Error for FingerprintError {
 /// Returns a key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the
 /// parent key and the name. The UUID is short and plain enough for every API with idempotency keys.
 ///
-/// The UUID depends on nothing else. Two applications need different namespaces, or they make the same keys. A parent
-/// key that is used again after its retention makes the same keys as before, for which the other side may still hold an
-/// old answer.
+/// The UUID depends on nothing else. Two applications need different namespaces, or they make the same child keys. A
+/// parent key that is used again after its retention gives the same child keys as before, and the other API may still
+/// return its old answer for these keys.
 pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     let mut hash = Sha256::new_with_prefix(b"idem child key 1\n");
     for part in [namespace, parent.as_str(), name] {
@@ -171,7 +171,8 @@ pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     uuid(u128::from_be_bytes(bits), 8)
 }
 
-/// Formats bits as a UUID of this version (RFC 9562), which replaces six of them.
+/// Formats `bits` as a UUID of the version `version` (RFC 9562). The version and the variant of the UUID replace
+/// six bits.
 pub(crate) fn uuid(bits: u128, version: u8) -> String {
     let bits = bits & !(0xf << 76) & !(0x3 << 62) | u128::from(version) << 76 | 0x2 << 62;
     let hex = format!("{bits:032x}");
@@ -184,8 +185,8 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 ///
 /// A digest is a payload like any other, or a part of one. It costs the same as a few bytes, however large the upload
 /// is. A digest never equals its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another
-/// fingerprint. A digest never equals the payload that it was made from either: all producers and consumers of a
-/// handler must use the digest, or none of them, or a duplicate is a mismatch.
+/// fingerprint. A digest never equals the payload that it was made from either: either all producers and consumers of a
+/// handler use the digest, or none does; otherwise a duplicate is a mismatch.
 ///
 /// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
 /// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of less than
@@ -193,7 +194,7 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 /// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The text of a digest,
 /// in hexadecimal or in Base64, is another digest than its bytes.
 ///
-/// Other serializers get the bytes of the digest.
+/// A serializer that computes no fingerprint gets the bytes of the digest.
 ///
 /// ```
 /// use idem_runtime::key::{Fingerprint, PayloadDigest};
@@ -290,8 +291,8 @@ fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
 
 /// Returns whether a collection or an iterator of this type yields its elements in the random order of a hash table.
 ///
-/// The `type_name` is the only information that serde passes on about a collection. If a later compiler spells it in
-/// another way, a test fails, and the order counts again.
+/// The `type_name` is the only information that serde passes on about a collection. If a later compiler spells the name
+/// in another way, a test fails, and the order of the elements counts again.
 fn is_unordered<I: ?Sized>() -> bool {
     /// Adapters that keep the order of their iterator, and keep or skip its elements.
     const ADAPTERS: [&str; 5] =
@@ -315,18 +316,19 @@ struct Hasher<'a> {
     position: Position<'a>,
 }
 
-/// Position of a value in the value around it.
+/// Position of a value inside of the value that contains it.
 enum Position<'a> {
-    /// Neither an element nor a name.
+    /// The value is neither an element of an array nor the name of an entry.
     Plain,
-    /// An element of this array.
+    /// The value is an element of this array.
     Element(&'a mut Array),
-    /// The name of an entry. A name is a text in JSON: `1` becomes `"1"`. A value that can't be a name in JSON is
-    /// hashed as a value.
+    /// The value is the name of an entry. A name is a text in JSON: `1` becomes `"1"`. A value that can't be a name in
+    /// JSON is hashed like any other value.
     Name,
 }
 
-/// The array so far. The form of its hash is decided at its end.
+/// The elements of an array that were hashed so far. The end of the array decides whether it is hashed as bytes or as
+/// an array of values.
 #[derive(Default)]
 struct Array {
     /// Elements, while all of them are bytes.
@@ -336,7 +338,7 @@ struct Array {
 }
 
 impl Array {
-    /// Switches to the general form, before the first element that is not a byte.
+    /// Hashes the bytes so far as elements of an array of values, because the next element is not a byte.
     fn mix(&mut self, hash: &mut Sha256) {
         if !self.mixed {
             self.mixed = true;
@@ -382,7 +384,7 @@ impl<'a> Hasher<'a> {
         Hasher { hash: self.hash, position }
     }
 
-    /// Returns the hash, for any value except a byte in an array.
+    /// Returns the hash to which the value is written. Not called for a byte in an array that has only bytes so far.
     fn out(self) -> &'a mut Sha256 {
         if let Position::Element(array) = self.position {
             array.mix(self.hash);
@@ -421,7 +423,8 @@ impl<'a> Hasher<'a> {
         let (digits, exponent) = rest.split_once(['e', 'E']).unwrap_or((rest, "0"));
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
         let Ok(exponent) = exponent.parse::<i64>() else {
-            // Such a large exponent exists only as text (serde_json's `arbitrary_precision`): hash the text.
+            // An exponent that does not fit an `i64` exists only as text (serde_json's `arbitrary_precision`): hash
+            // the text.
             return text(self.out(), b'N', written.as_bytes());
         };
         // Drop the zeros at both ends. `exponent` belongs to the last remaining digit.
@@ -436,7 +439,7 @@ impl<'a> Hasher<'a> {
         if whole.is_empty() {
             significant = significant.trim_start_matches('0');
         }
-        // A byte in an array of bytes so far: keep the short form of the array.
+        // If the array has only bytes so far and this number is a byte too, the array can still be hashed as bytes.
         let mut number = itoa::Buffer::new();
         let is_zero = whole.is_empty() && significant.is_empty();
         if self.follows_bytes() && significant.is_empty() {
@@ -520,7 +523,8 @@ impl Entries {
     }
 
     fn finish(mut self, hash: &mut Sha256) {
-        // Stable: the last of several entries with the same name stays last, and JSON readers use the last one.
+        // The sort is stable: the last of several entries with the same name stays last, and JSON readers use the
+        // last one.
         self.entries.sort_by_key(|[name, _]| *name);
         let counts = |at: usize| self.entries.get(at + 1).is_none_or(|[next, _]| *next != self.entries[at][0]);
         let entries = (0..self.entries.len()).filter(|at| counts(*at));
@@ -967,7 +971,7 @@ mod tests {
             vec![of(16_777_217), of(16_777_217_f64), json("16777217")],
             vec![of(10_u128.pow(23)), of(1e23_f64), of(1e23_f32), json("1e23"), json("100000000000000000000000")],
             vec![of(f32::MAX), of(3.402_823_5e38_f64)],
-            // Two shortest texts exist: the text that is sent counts.
+            // This `f32` has two shortest texts. The fingerprint uses the text that `serde_json` writes.
             vec![of(7_202.281_3_f32), json("7202.2812")],
             vec![of(f64::NAN), of(f64::INFINITY), of(f32::NEG_INFINITY), of(()), json("null")],
         ] {
@@ -1130,8 +1134,8 @@ mod tests {
 
     #[test]
     fn values_are_pinned() {
-        // A change here re-opens no operation, but turns duplicates in flight during an upgrade into mismatches. So a
-        // change needs another version.
+        // A change of these fingerprints lets no operation run again, but an upgrade then turns duplicates in flight
+        // into mismatches. So a change needs another version.
         let order = of(("order", 42, [1.5], BTreeMap::from([("a", None::<u8>)])));
         assert_eq!(Fingerprint::VERSION, 1);
         assert_eq!(format!("{order:?} {}", order.short()), "13ee3e49… 13ee3e49");

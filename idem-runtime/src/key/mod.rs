@@ -109,8 +109,8 @@ impl Key {
         self.hash.get()
     }
 
-    /// Returns a seed like `seed` that is the same in every process, so that a simulation can be repeated: FNV-1a of
-    /// the stored form.
+    /// Returns a seed that, unlike [`seed`](Self::seed), is the same in every process, so that a simulation can be
+    /// repeated: FNV-1a of the stored form.
     pub(crate) fn spread(&self) -> u64 {
         let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         self.text.bytes().fold(0xcbf2_9ce4_8422_2325, step)
@@ -123,7 +123,7 @@ impl Key {
         u32::from_le_bytes([a, b, c, d])
     }
 
-    /// Returns the stored form without a copy of the text.
+    /// Returns the stored form, which shares the memory of the key.
     #[cfg(feature = "memory")]
     pub(crate) fn shared(&self) -> Arc<str> {
         Arc::clone(&self.text)
@@ -141,7 +141,8 @@ impl Key {
 
     fn split(&self) -> (&str, &str) {
         let text = &self.text[VERSION.len()..];
-        // A scope is short. A search that compares whole words has a longer start-up.
+        // The search compares single bytes: a scope is short, and a search that compares whole words takes longer
+        // to start.
         let end = text.bytes().position(|byte| byte == b'/');
         end.map(|end| (&text[..end], &text[end + 1..])).unwrap_or_default()
     }

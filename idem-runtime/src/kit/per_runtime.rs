@@ -3,8 +3,9 @@
 //! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still
 //! while that runtime is not driven, and end with it. So every runtime that calls has its own value, made at first use.
 //! The value is dropped as soon as the runtime ends; only the value of the first runtime stays, unused, until the store
-//! is dropped. A forked process inherits only its parent's memory. The child makes everything anew, and never touches a
-//! value of the parent: the drop of a connection there would end the parent's session.
+//! is dropped. A forked child inherits the parent's memory and sockets, but none of the threads that drive the parent's
+//! runtimes. So the child makes its own values, and never touches a value of the parent: the drop of a connection in
+//! the child would end the parent's session.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +27,8 @@ impl<T> Default for PerRuntime<T> {
 
 /// The values of one process.
 struct RuntimeTable<T> {
-    /// Value of the first runtime. It is found without a lock, and most programs have only one runtime.
+    /// Value of the first runtime. A field of its own, because it is read without a lock, and most programs have only
+    /// one runtime.
     first: OnceLock<Local<T>>,
     /// Values of the other runtimes that have not ended.
     others: RwLock<Vec<Arc<Local<T>>>>,
@@ -42,7 +44,7 @@ struct Local<T> {
     runtime: Id,
     /// True until the runtime has ended.
     lives: AtomicBool,
-    /// A task that ends with the runtime.
+    /// Task that the runtime drops at its end. The drop of the task removes the value.
     tenant: OnceLock<AbortHandle>,
     value: T,
 }
@@ -97,7 +99,8 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
     #[cfg(feature = "redis")]
     pub(crate) fn here_or_inherited(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
-        // The ids of runtimes never repeat in a forked process, so a value found here belongs to this very runtime.
+        // A forked child gives no new runtime an id from before the fork, so a value with this id belongs to
+        // this runtime.
         let place = match self.0.first().find_first(runtime.id()) {
             Some(first) => RuntimeSlot::First(first),
             None => self.0.here().find_or_make(&runtime, make),
@@ -178,7 +181,7 @@ impl<T: Send + Sync + 'static> RuntimeTable<T> {
     }
 }
 
-/// Lives as long as its runtime, and removes the runtime's value when it is dropped.
+/// Value of a task that a runtime drops at its end. The drop of a `Tenant` removes the runtime's value from the table.
 struct Tenant<T> {
     table: Weak<RuntimeTable<T>>,
     runtime: Id,
@@ -187,7 +190,7 @@ struct Tenant<T> {
 
 impl<T> Drop for Tenant<T> {
     fn drop(&mut self) {
-        // In a child, a thread that does not exist there may hold the lock.
+        // In a forked child, the lock may be held by a thread that only the parent has.
         if !self.process.is_this() {
             return;
         }
@@ -201,7 +204,7 @@ impl<T> Drop for Tenant<T> {
             let mut others = table.write();
             others.iter().position(|local| local.runtime == self.runtime).map(|at| others.swap_remove(at))
         };
-        // Closes its connections, outside of the lock.
+        // The drop of the value closes connections, so it comes after the lock is released.
         drop(gone);
     }
 }

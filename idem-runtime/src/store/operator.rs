@@ -17,8 +17,8 @@ use crate::key::{Key, KeyError};
 use crate::metrics::StoreOp;
 use crate::record::StoredResult;
 
-/// Reads records and decides about them, for a person. [`StoreExt::operator`](super::StoreExt::operator) makes an
-/// operator.
+/// Lets a person inspect records and decide about them: resolve, replace, reopen or discard an operation, break a
+/// lease, forget a record. [`StoreExt::operator`](super::StoreExt::operator) makes an operator.
 ///
 /// Each decision takes the record that the person has seen, as an [`Inspection`] or its [`Revision`]. A decision is
 /// refused once that record has changed: of two people who look at the same record, only one decides. The same person
@@ -337,7 +337,7 @@ impl Resolution {
     }
 }
 
-/// Takes the end without decoding its result, whose type is unknown here.
+/// Converts a [`Finish`] without decoding its result, because the type of the result is unknown here.
 impl From<Finish> for Resolution {
     fn from(finish: Finish) -> Self {
         Self(finish)

@@ -1,4 +1,4 @@
-//! Values that each process has for itself, and locks that never block a forked child forever.
+//! Values of which each process has its own, and locks that never block a forked child forever.
 //!
 //! A fork copies every lock in its current state, but only the thread that calls `fork()`. A lock that another thread
 //! holds stays locked in the child forever.
@@ -16,7 +16,7 @@ const CLAIMS: usize = 4;
 /// Process id of a claim that no process has taken.
 const FREE: u32 = 0;
 
-/// A value that each process has for itself: a forked child makes a new value, and neither uses nor drops the value of
+/// A value of which each process has its own: a forked child makes a new value, and neither uses nor drops the value of
 /// its parent.
 ///
 /// In the child, a lock in the parent's value may be held forever by a thread that the child does not have. And if the
@@ -76,8 +76,8 @@ impl<T> PerProcess<T> {
         }
     }
 
-    /// Returns the value of this process. In a child without a value, `make` builds the value from the parent's value,
-    /// without locks of the parent.
+    /// Returns the value of this process. In a forked child that has no value yet, `make` builds it from the parent's
+    /// value. `make` must not wait for a lock of that value: a thread that the child lacks may hold the lock forever.
     pub(crate) fn here_or(&self, make: impl FnOnce(&T) -> T) -> &T {
         self.find_or(|parents| make(parents.expect("made with a value")))
     }
@@ -175,7 +175,7 @@ impl<T> SharedOnce<T> {
         Self { maker: AtomicU32::new(FREE), first: OnceLock::new(), later: PerProcess::empty() }
     }
 
-    /// Returns the value if it has been made. Costs one load then.
+    /// Returns the value if it has been made. A call that finds the value costs one load.
     #[inline]
     pub(crate) fn get(&self) -> Option<&T> {
         self.first.get().or_else(|| self.later.latest())

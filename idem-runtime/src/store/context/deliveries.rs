@@ -85,7 +85,8 @@ pub(super) struct Delivery {
     lost: AtomicBool,
     over: AtomicBool,
     ended: Notify,
-    /// Wakes the delivery when its message is lost.
+    /// Wakes the delivery when a beat reports that the broker no longer extends the message, or has given it to
+    /// another consumer.
     waker: Mutex<Option<Waker>>,
 }
 
@@ -108,7 +109,7 @@ impl Delivery {
         self.every
     }
 
-    /// Returns whether the broker no longer extends the message. Wakes `waker` when the message is lost.
+    /// Returns whether the broker no longer extends the message. `waker` is woken once the broker no longer extends it.
     pub(super) fn is_lost_for(&self, waker: &Waker) -> bool {
         {
             let mut known = lock(&self.waker);
@@ -160,7 +161,7 @@ struct BeatSchedule {
 /// Number of shards of a [`DeliveryTable`].
 const SHARDS: usize = 16;
 
-/// Deliveries of one store handle that beat, in the order in which they began.
+/// Deliveries of one store handle whose messages are extended by beats, in the order in which the beats began.
 #[derive(Default)]
 pub(super) struct DeliveryTable {
     shards: Shards<BTreeMap<u64, BeatSchedule>, SHARDS>,

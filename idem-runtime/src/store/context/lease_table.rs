@@ -92,7 +92,7 @@ pub(super) struct RenewalFailure {
     pub(super) since: Instant,
     /// Last error of the store.
     pub(super) error: StoreError,
-    /// True if the failed renewal was about this lease only.
+    /// True if the failed request was to renew this lease only.
     pub(super) is_its_own: bool,
 }
 
@@ -135,7 +135,8 @@ impl LeaseEntry {
         self.lease.on_crash == OnCrash::Fail && self.held_until() <= now()
     }
 
-    /// Returns whether the store has permanently refused to renew this lease, alone or together with others.
+    /// Returns whether the last renewal failed with an error that lasts until a person acts. The failed request may
+    /// have named other leases too.
     pub(super) fn is_refused(&self) -> bool {
         self.failing.as_ref().is_some_and(|failing| failing.error.is_for_good())
     }
@@ -243,7 +244,7 @@ impl LeaseTable {
         let mut due = DueLeases::default();
         for mut shard in self.0.iter() {
             for entry in shard.values_mut().filter(|entry| entry.standing == LeaseStanding::Held) {
-                // The next two conditions: the body has reached its time limit, or has waited too long for a renewal.
+                // The body ends in two cases: it has reached its time limit, or it has waited too long for a renewal.
                 if entry.stop_at <= now {
                     due.over.extend(entry.turn(LeaseStanding::TimedOut));
                     continue;
@@ -261,7 +262,7 @@ impl LeaseTable {
 }
 
 impl DueLeases {
-    /// Adds the lease of `entry` if a renewal is due by `now` or soon after.
+    /// Adds the lease of `entry` to the leases to renew, if its renewal is due by `now` or soon after.
     fn add(&mut self, entry: &mut LeaseEntry, now: Instant) {
         // Leases are renewed up to an eighth of a beat early, so that several leases share a call. The pauses after a
         // sent and after a failed renewal are longer: otherwise the lease would be due again immediately.

@@ -592,7 +592,7 @@ pub(crate) struct BeatGuard {
 }
 
 impl BeatGuard {
-    /// Returns whether the broker no longer extends the message. Wakes `waker` when the message is lost.
+    /// Returns whether the broker no longer extends the message. `waker` is woken once the broker no longer extends it.
     pub(crate) fn is_lost(&self, waker: &Waker) -> bool {
         let is_lost = self.delivery.is_lost_for(waker);
         // The renewal task may be gone because its runtime has shut down.
@@ -604,7 +604,8 @@ impl BeatGuard {
 }
 
 impl Drop for BeatGuard {
-    /// Also cancels a running callback, whose requests would reach the broker after the message is settled.
+    /// Ends the beats, and cancels a running callback: its requests would reach the broker after the message
+    /// is settled.
     fn drop(&mut self) {
         self.leases.deliveries.remove(self.number);
         self.delivery.end();
