@@ -1,4 +1,4 @@
-//! Clauses about crashes under `on_crash = fail`: the body runs at most once.
+//! Clauses of the store contract about crashes under `on_crash = fail`: the body runs at most once.
 
 use super::case::{Case, PAUSE, TOLERANCE, completed, forged, limited};
 use crate::policy::OnCrash;

@@ -1,4 +1,4 @@
-//! Clauses about decisions of operators on results, leases and records.
+//! Clauses of the store contract about decisions of operators on results, leases and records.
 
 use std::sync::Arc;
 

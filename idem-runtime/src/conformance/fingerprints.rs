@@ -1,4 +1,5 @@
-//! Clauses about fingerprints: in every state of the record, a request with another payload is refused.
+//! Clauses of the store contract about fingerprints: in every state of the record, a request with another payload
+//! is refused.
 
 use super::case::{Case, completed, fingerprint, limited, marked, stored};
 use crate::key::Key;

@@ -1,4 +1,4 @@
-//! Clauses about keys: distinct keys have distinct records.
+//! Clauses of the store contract about keys: distinct keys have distinct records.
 
 use std::collections::HashSet;
 

@@ -1,4 +1,4 @@
-//! Clauses about lists of records.
+//! Clauses of the store contract about lists of records.
 
 use std::collections::{HashMap, HashSet};
 

@@ -105,7 +105,7 @@ macro_rules! __conformance_tests {
 #[macro_export]
 macro_rules! __conformance_clauses {
     ($($callback:tt)*) => { $($callback)* ! {
-        // Reserving.
+        // Clauses about reservations.
         first_reservation: "The first reservation of a key is attempt 1 and gets the lease that it asked for.",
         reservation_repeated: "A reservation that is repeated with its owner token gets the same lease and starts no attempt.",
         reservation_repeated_after_lapse: "A repeated reservation gets the same lease even if the lease has lapsed meanwhile.",
@@ -122,7 +122,7 @@ macro_rules! __conformance_clauses {
         max_attempts_counts_lapses: "Attempts that lapse after their bodies have begun count against `max_attempts`.",
         not_started_does_not_count: "`release(NotStarted)` lowers the count of attempts by one, and the next attempt still has the next number.",
         exhaustion_is_not_final: "A request with a higher `max_attempts` runs after a request that was refused; a result is replayed regardless of the limit.",
-        // Crashes.
+        // Clauses about crashes.
         crashed_under_fail: "An attempt under `on_crash = fail` that lapses after its body has begun is interrupted for every request: no further body starts.",
         unmarked_lapse_under_fail: "An attempt under `on_crash = fail` that lapses before its body has begun is taken over, and not counted.",
         unmarked_lapse_does_not_count: "An attempt that lapses before its body has begun does not count against `max_attempts`.",
@@ -135,7 +135,7 @@ macro_rules! __conformance_clauses {
         marked_interrupted: "After `release(Interrupted)` every request is refused, regardless of its `on_crash`.",
         live_lease_under_fail: "A live lease under `on_crash = fail` is pending, not interrupted.",
         late_finish_under_fail: "An attempt under `on_crash = fail` may complete after its lease has lapsed.",
-        // Fingerprints.
+        // Clauses about fingerprints.
         mismatch_while_pending: "Another fingerprint is a mismatch while an attempt runs.",
         mismatch_once_released: "Another fingerprint is a mismatch on a released key.",
         mismatch_at_takeover: "Another fingerprint is a mismatch at a lapsed lease, and the request takes over no attempt.",
@@ -144,7 +144,7 @@ macro_rules! __conformance_clauses {
         mismatch_once_exhausted: "Another fingerprint is a mismatch even when the attempts are exhausted.",
         missing_fingerprint_matches: "A missing fingerprint, in the request or in the record, matches any other.",
         fingerprint_survives: "The record keeps its fingerprint over takeover, renewal, release, finish and `reopen`.",
-        // Writing.
+        // Clauses about the writes of an attempt.
         renewal_extends: "A renewal restarts the lease and the retention, and changes nothing else.",
         renewal_after_lapse: "A lapsed lease can be renewed until another attempt takes over.",
         renewal_is_the_owners: "A renewal with another owner token is refused and changes nothing.",
@@ -170,16 +170,16 @@ macro_rules! __conformance_clauses {
         release_after_finish: "A release after a finish is refused and leaves the result alone.",
         release_of_nothing: "A release of a key without a record is refused and creates none.",
         release_ignores_the_number: "A release compares only the owner token, because its caller may not know the attempt number.",
-        // Results.
+        // Clauses about results.
         completed_is_replayed: "Every reservation of a completed key is answered with the same record.",
         failed_is_replayed: "Every reservation of a failed key is answered with the same record.",
         every_payload_survives: "Results are read back as written: empty, binary, zero and false results, and the marks of results that are too large or unencodable.",
         large_result_survives: "A large result is read back as written.",
         codec_name_survives: "The name of the codec is read back as written, up to the longest name.",
-        // Keys.
+        // Clauses about keys.
         similar_keys_are_distinct: "Keys that differ in a single character have different records.",
         long_keys_are_distinct: "The longest keys are compared in full.",
-        // Retention.
+        // Clauses about retention.
         result_is_forgotten: "A finished record is absent after its retention.",
         released_record_is_forgotten: "A released or interrupted record is absent after its retention.",
         pending_record_is_forgotten: "A pending record is absent after its lease plus its `ttl`; writes of its attempt are then refused.",
@@ -187,7 +187,7 @@ macro_rules! __conformance_clauses {
         retention_starts_at_the_end: "A finished or released record is retained for `ttl` from that write.",
         retention_of_a_pending_record: "A pending record is retained for its lease plus its `ttl`.",
         longest_times: "The longest lease and the longest retention that a policy allows are honoured.",
-        // Waiting.
+        // Clauses about waiting duplicates.
         finish_wakes: "A finish wakes its waiters.",
         release_wakes: "A release wakes its waiters.",
         takeover_wakes: "A takeover wakes the waiters for the earlier attempt.",
@@ -198,7 +198,7 @@ macro_rules! __conformance_clauses {
         wait_is_bounded: "A wait returns when its time limit is over.",
         wait_tells_the_present: "A wait returns the record that `inspect` shows, and never a record that has expired or was removed.",
         abandoned_wait: "A waiter that gives up changes nothing, and the other waiters are still woken.",
-        // Operators.
+        // Clauses about operators.
         inspection: "`inspect` shows the record, the time until its lease lapses and the time until it expires.",
         reopen_refused: "`reopen` refuses a live lease, another attempt and an absent record.",
         reopen_interrupted: "`reopen` lets an interrupted key run again.",
@@ -230,7 +230,7 @@ macro_rules! __conformance_clauses {
         list_and_inspect_agree: "`list` shows the same records as `inspect`, without results.",
         ping_is_answered: "`ping` is answered if the store can be reached; otherwise `ping` and `list` fail (needs `Subject::unreachable`).",
         purge_spares_the_kept: "`purge` removes no record before the end of its retention, and returns the number of removed records.",
-        // Robustness.
+        // Clauses about handles, dropped futures and unreachable servers.
         handles_share: "A handle shares the records, the heartbeats and the name of its store.",
         owners_are_unique: "Two handles never make the same owner token.",
         dropped_reserve: "A reservation whose future is dropped takes effect completely or not at all.",

@@ -1,4 +1,4 @@
-//! Clauses about operators: inspection, `reopen` and `purge`.
+//! Clauses of the store contract about operators: inspection, `reopen` and `purge`.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Clauses about reservations of a key: which request gets the key, and the answers to the other requests.
+//! Clauses of the store contract about reservations: which request gets the key, and the answers to the other requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! Clauses about results: a recorded result is read back unchanged.
+//! Clauses of the store contract about results: a recorded result is read back unchanged.
 
 use bytes::Bytes;
 

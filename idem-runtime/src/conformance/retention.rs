@@ -1,4 +1,4 @@
-//! Clauses about retention: no record is forgotten early, and an expired record is absent.
+//! Clauses of the store contract about retention: no record is forgotten early, and an expired record is absent.
 
 use std::time::Duration;
 

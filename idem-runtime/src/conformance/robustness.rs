@@ -1,4 +1,4 @@
-//! Clauses about handles, dropped futures and unreachable servers.
+//! Clauses of the store contract about handles, dropped futures and unreachable servers.
 
 use std::collections::HashSet;
 

@@ -1,4 +1,5 @@
-//! Clauses about the information for people in a record: its holder, its times, and the operator's decision.
+//! Clauses of the store contract about the information for people in a record: holder, times, and decision of
+//! an operator.
 
 use super::case::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
 use crate::clock::Instant;

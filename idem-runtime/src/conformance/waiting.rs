@@ -1,4 +1,4 @@
-//! Clauses about waiting: the end of an attempt wakes its waiting duplicates, and no wait hangs.
+//! Clauses of the store contract about waiting: the end of an attempt wakes its waiting duplicates, and no wait hangs.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Clauses about writes: only the owner of an attempt writes, and may repeat its writes.
+//! Clauses of the store contract about writes: only the owner of an attempt writes, and may repeat its writes.
 
 use std::future::poll_fn;
 use std::pin::pin;
