@@ -1,4 +1,4 @@
-//! Beats of deliveries: signs to the broker, at intervals, that the message is still being handled.
+//! Beats of deliveries: periodic signals to the broker that the message is still being handled.
 
 use std::fmt;
 use std::task::Context;
@@ -27,8 +27,8 @@ pub trait Beats<O> {
     #[doc(hidden)]
     const WANTS_TIMER: bool;
 
-    /// Returns the output of a delivery that is cancelled because its message is lost; `None` if the delivery goes on.
-    /// `error` makes the error of a cancelled delivery.
+    /// Returns the output of a delivery that is cancelled because the broker no longer extends its message; `None` if
+    /// the delivery goes on. `error` makes the error of a cancelled delivery.
     #[doc(hidden)]
     fn lost(&mut self, error: &dyn Fn() -> Error, cx: &Context<'_>) -> Option<O>;
 

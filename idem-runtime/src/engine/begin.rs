@@ -42,7 +42,7 @@ pub(super) struct BeginResult {
     /// Time that the call waited for another attempt, if it waited. A wait for another item of the same batch counts as
     /// zero.
     pub(super) waited: Option<Duration>,
-    /// True if the store answered without a wait.
+    /// True if the store answered immediately.
     pub(super) at_once: bool,
     /// Turn of the call on its key, if the call belongs to a batch. An `Arc`, because the drop of an empty
     /// `Option<Arc>` is inlined, while the drop of a box is a function call in every call.
@@ -57,7 +57,7 @@ pub(super) enum Start {
     Unprotected {
         attempt: Option<Attempt>,
         mode: Mode,
-        /// Reason why the call would have been refused, if the body runs nevertheless.
+        /// Reason why the body would not have run without shadow mode or `on_store_error = run`.
         bypassed: Option<Refusal>,
     },
     /// The call returns the recorded result.
@@ -165,8 +165,8 @@ fn is_no_answer(error: &Error) -> bool {
     matches!(error, Error::Store { source, .. } if source.kind() != StoreErrorKind::Corrupt)
 }
 
-/// Repeats the reservation until an answer decides the call. In between waits for a running attempt, if the policy
-/// allows it.
+/// Repeats the reservation until an answer decides the call. Between two reservations the call waits for the running
+/// attempt, if the policy allows a wait.
 async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
     let mut request = match Request::new(subject, mode) {
         Ok(request) => request,
@@ -368,8 +368,8 @@ impl<'a> Request<'a> {
                     Ok(PreparedLease::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
-                            // A renewal or a mark has changed the record, which no longer equals the bytes of the
-                            // reservation.
+                            // The renewal, or the mark that the body begins, has changed the record: its bytes are no
+                            // longer those of the reservation.
                             lease.mark = LeaseMark::default();
                         }
                     }
@@ -425,8 +425,8 @@ impl<'a> Request<'a> {
         on_crash == OnCrash::Fail || counts
     }
 
-    /// Returns the lease that `answer` grants if its body may not begin yet. `since` is the time of the first request;
-    /// `None` if the answer was immediate.
+    /// Returns the lease that `answer` grants if another step must come before the body: a renewal of the lease, or the
+    /// mark that the body begins. `since` is the time of the first request; `None` if the answer was immediate.
     fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<GrantedLease> {
         let Ok(Reservation::Granted { lease, .. }) = answer else { return None };
         let too_late = since.is_some_and(|since| self.clock().now() >= since.saturating_add(lease.duration));
@@ -516,8 +516,8 @@ impl<'a> Request<'a> {
         Start::Refused(Error::Store { key, store, started: false, may_be_reserved, retry_after, source })
     }
 
-    /// Gets the permission to wait for another attempt regardless of `in_progress`. The call gets it only if the
-    /// message has few deliveries left and few other calls have the permission.
+    /// Gets the permission to wait for another attempt regardless of `in_progress`. The call gets the permission only
+    /// if the message has few deliveries left and few other calls have it.
     fn may_wait_at_last(&mut self) {
         if self.last_wait.is_none() && self.mode == Mode::Enforce && observer::budget().is_scarce() {
             self.last_wait = self.store().context().counts().last_wait();
@@ -536,8 +536,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Returns the time that the call may still wait for other attempts, counted since it found the first one. Zero
-    /// before the call has found an attempt.
+    /// Returns the time that the call may still wait for other attempts, counted from the moment when the call found
+    /// the first attempt. Zero before the call has found an attempt.
     fn left_to_wait(&self) -> Duration {
         let Some(met_at) = self.met_at else { return Duration::ZERO };
         let limit = self.longest_wait().unwrap_or_default();
@@ -557,10 +557,10 @@ impl<'a> Request<'a> {
         limit.filter(|_| self.mode == Mode::Enforce && !attempt::is_inside(&self.reserve.key))
     }
 
-    /// Returns the pause after try number `tried` (from 0) has failed with `error`; `None` if the call gives up. First
-    /// come the `pauses`. A duplicate that waits then continues for as long as it may wait, because the attempt may
-    /// outlive the outage. The pauses of a waiting duplicate are random, so that thousands of duplicates do not ask
-    /// together.
+    /// Returns the pause after try number `tried` (from 0) has failed with `error`; `None` if the call gives up. The
+    /// first pauses are `pauses`. A duplicate that waits then continues for as long as it may wait, because the
+    /// attempt may outlive the outage. The pauses of a waiting duplicate are random, so that thousands of duplicates
+    /// do not ask together.
     fn pause(&self, error: &StoreError, tried: u32, pauses: &[Duration]) -> Option<Duration> {
         if !error.is_transient() {
             return None;
@@ -587,8 +587,8 @@ impl<'a> Request<'a> {
         Error::InProgress { key, store: self.store().context().name(), attempt, retry_after }
     }
 
-    /// Waits until the running attempt may have ended. Returns the next step if the wait has shown it; `None` if the
-    /// caller must reserve again.
+    /// Waits until the running attempt may have ended. Returns the next step if the record at the end of the wait
+    /// decides the call; `None` if the caller must reserve again.
     ///
     /// The futures of rare steps are boxed, because thousands of duplicates may wait at a time.
     async fn wait(&mut self, mut running: RunningAttempt) -> Option<Box<Start>> {
@@ -628,8 +628,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Reserves as the duplicate that has the turn, and passes the attempt that then holds the key to the other
-    /// duplicates.
+    /// Reserves the key as the one duplicate that has the turn. Passes the number of the attempt that holds the key
+    /// then to the other waiting duplicates.
     async fn ask_for_all(&mut self, aboard: &mut WaitTicket) -> Step {
         let step = self.ask().await;
         aboard.settle(match &step {
@@ -722,11 +722,11 @@ enum PreparedLease {
     Since(Instant),
     /// Another attempt holds the key.
     Lost,
-    /// The store refused the mark, and the reservation is released.
+    /// The store refused to mark the record as begun, and the reservation is released.
     NotMarked,
 }
 
-/// Renews a lease whose answer was late, and marks a record that is unmarked.
+/// Renews the lease if the answer to the reservation came too late, and marks the record as begun if that is required.
 async fn prepare(request: &Request<'_>, unready: GrantedLease) -> Result<PreparedLease, StoreError> {
     let GrantedLease { lease, too_late, unmarked } = unready;
     let mut since = request.clock().now();
@@ -759,8 +759,8 @@ async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>
     hold(request, lease, false, &[], renew).await
 }
 
-/// Marks that the body is about to begin. Returns the time from which the lease counts; `None` if the store refuses the
-/// mark. If the store does not answer, the reservation is released, because the body has not begun.
+/// Marks in the record that the body begins. Returns the time from which the lease counts; `None` if the store refuses
+/// the mark. If the store does not answer, the reservation is released, because the body has not begun.
 async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let store = request.store();
     hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
@@ -782,8 +782,8 @@ where
     let (store, clock) = (request.store(), request.clock());
     let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: marks };
     let mut failed = 0;
-    // Another process may take a marked record with a lapsed lease for a crash. Duplicates in this process must not:
-    // they reserve again while this value exists.
+    // To another process, a record that is marked as begun and whose lease has lapsed looks like a crash. A duplicate
+    // in this process reports no crash: it reserves again while this value exists.
     let mut ends_late = None;
     loop {
         let since = clock.now();
@@ -813,9 +813,9 @@ where
     }
 }
 
-/// Releases a reservation whose mark was refused because its lease had lapsed. Where clocks of machines differ, the
-/// record would otherwise block the next attempt for as long as the clocks may differ. If the release is refused,
-/// another attempt holds the key.
+/// Releases a reservation after the store has refused to mark its record as begun, because its lease had lapsed. Where
+/// clocks of machines differ, the record would otherwise block the next attempt for as long as the clocks may differ.
+/// If the release is refused, another attempt holds the key.
 async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreError> {
     let (store, clock) = (request.store(), request.clock());
     let mut unused = ReservationGuard { store, request: &request.reserve, may_have_landed: true, may_be_marked: true };

@@ -12,8 +12,8 @@
 //! `End`, the drop of its [`HeldAttempt`] ends the attempt. On every way out the values of the body are dropped before
 //! the key is freed.
 //!
-//! The future is written by hand: an `async fn` that owns the body stores it twice, which doubles the future at every
-//! level of nested calls.
+//! The future is not an `async fn`, which would store the body twice and so double the future at every level of
+//! nested calls.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -276,7 +276,7 @@ where
         loop {
             match this.phase.as_mut().project() {
                 PhaseProjection::Begin { begin } => {
-                    // A call begins with its first poll. A call that is never polled counts nowhere.
+                    // A call begins with its first poll. A call that is never polled is not counted.
                     if this.seen.progress == Progress::None {
                         this.seen.progress = Progress::Reserving;
                         facts.begins();
@@ -342,7 +342,8 @@ where
                     report(this.seat, || this.seen.clone());
                     let mut ending = held.take().expect("polled just now").ending();
                     if is_ok {
-                        // Written if the encoding panics: the body has succeeded, so no other body may run.
+                        // This ending is written if the encoding panics: the body has succeeded, so no other body
+                        // may run.
                         ending.ending = Some(AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
                     // A refused call in the body may have caused this error. The error is not recorded, because the

@@ -13,7 +13,8 @@ pub enum AttemptEnd {
 }
 
 impl AttemptEnd {
-    /// Returns the ending to write if the store can't hold the result; `None` if the ending has no result to leave out.
+    /// Returns the ending without its result, for a store that can't hold the result; `None` if the ending has
+    /// no result.
     pub(super) fn without_result(&self) -> Option<Self> {
         match self {
             Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {

@@ -30,7 +30,7 @@ pub(super) struct HeldAttempt {
     on_drop: Option<Release>,
     /// End of the body; `None` until the body has ended.
     ended: Option<BodyExit>,
-    /// True if the library temporarily refused a call that the body made.
+    /// True if the body made a call that the library temporarily refused.
     refused_inside: bool,
 }
 

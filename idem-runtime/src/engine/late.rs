@@ -36,8 +36,8 @@ pub(super) fn may_pass(error: &StoreError) -> bool {
     }
 }
 
-/// Marks that an attempt of the key is being ended after its lease. `None` if the write is not repeated beyond the
-/// lease.
+/// Registers in the store handle that this process ends an attempt of the key after the lapse of its lease. `None` if
+/// the end is not written any more after that lapse.
 pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<LateEndGuard> {
     outlasts_lease(lease).then(|| store.context().ends_late(&lease.key))
 }
@@ -62,7 +62,7 @@ impl<'a> Tries<'a> {
         Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
     }
 
-    /// Converts the tries for a write that no call waits for.
+    /// Converts these tries into the tries of a late write, for which no call waits.
     pub(super) fn late(self, under_way: FlushGuard, outlasts: Option<LateEndGuard>) -> Self {
         Self { outlasts, under_way: Some(under_way), ..self }
     }
@@ -115,7 +115,8 @@ pub(super) async fn write_again(
     loop {
         let Err(error) = written else { return written };
         let too_large = error.kind() == StoreErrorKind::TooLarge;
-        // Only if the store renews leases: a store that accepts no write at all may accept the result after the outage.
+        // The result is given up only if the store renews leases: a store that accepts no write at all may accept the
+        // result after the outage.
         let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)

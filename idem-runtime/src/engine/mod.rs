@@ -140,7 +140,7 @@ impl<R, P> Operation<R, P> {
         self
     }
 
-    /// Replaces the data for a transaction, and returns the earlier data.
+    /// Replaces the data that a run inside of a transaction needs, and returns the earlier data.
     #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
     pub(crate) fn at<Q>(self, place: Q) -> (Operation<R, Q>, P) {
         let Self { subject, recorder, place: left } = self;

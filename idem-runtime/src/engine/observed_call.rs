@@ -167,7 +167,7 @@ impl ObservedCall {
             Progress::Returned { is_ok: true, .. } | Progress::Replayed { is_ok: true } => Standing::Finished(None),
             Progress::Returned { is_ok: false, kept: RecordedPart::Completion | RecordedPart::Result }
             | Progress::Replayed { is_ok: false } => Standing::Finished(Some(Disposition::DeadLetter)),
-            // The operation has finished; the error concerns only its result.
+            // The operation has finished; the error means only that its result can't be replayed.
             Progress::Refused { refusal: Refusal::ResultUnavailable, error } => {
                 Standing::Finished(Some(error.disposition))
             }

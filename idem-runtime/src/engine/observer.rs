@@ -23,7 +23,7 @@ pub(crate) type Seat = Option<usize>;
 #[derive(Default)]
 pub(crate) struct Observer {
     pub(super) calls: Vec<ObservedCall>,
-    /// Seats of the same calls in the enclosing observation.
+    /// Indexes of the same calls in the enclosing observation.
     pub(super) outside: Vec<Seat>,
     /// True if a call has changed since the last report to the enclosing observation.
     pub(super) changed: bool,
@@ -51,7 +51,7 @@ pub(super) struct Message {
 }
 
 impl Observer {
-    /// Records the progress of a call, and gives the call a seat if it has none.
+    /// Records the progress of a call. A call without an index gets the next index, in `seat`.
     pub(super) fn note(&mut self, seat: &mut Seat, call: ObservedCall) {
         self.changed = true;
         self.final_error |= call.ends_with_final_error();
@@ -87,7 +87,8 @@ impl Observer {
         });
     }
 
-    /// Returns key and attempt of the last call, and the time until the next delivery. For a delivery that is cut off.
+    /// Returns key and attempt of the last call, and the time until the next delivery. Called for a delivery that the
+    /// library ends early.
     pub(super) fn last(observer: Option<&Self>) -> (Option<Key>, Option<u32>, Duration) {
         let Some(Self { calls, budget, .. }) = observer else {
             return (None, None, Budget::default().pause(None, None));
@@ -198,7 +199,7 @@ pub(crate) fn unsettled() {
 pub(crate) fn settle(settled: TransactionEnd) {
     with_observer(|Observer { calls, changed, final_error, .. }| {
         *changed = true;
-        // The first call represents the transaction.
+        // The entry of the first call holds the state of the transaction.
         let mut transaction = ObservedCall::NEW;
         if let TransactionEnd::NotBegun { again } = settled {
             // The calls of an earlier try are undone, and must not count.
