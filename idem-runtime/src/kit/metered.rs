@@ -11,16 +11,16 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::clock::Instant;
 
-/// Number of sent bytes without an answer for which an exchange gets one more time limit. The system accepts bytes
-/// immediately, and the library can't see how many of them are still under way.
+/// For each time that an exchange has sent this many bytes without an answer, its time limit grows by the limit of a
+/// short exchange. The system accepts bytes immediately, and the library can't see how many bytes are still under way.
 pub(crate) const SENT_IN_TIME: usize = 256 * 1024;
 
-/// The meter to which a stream reports.
+/// Observer of a stream, which is notified when bytes move on the stream.
 pub(crate) trait Meter {
-    /// Notes that bytes arrived.
+    /// Records that bytes have arrived.
     fn heard(&self);
 
-    /// Notes that bytes were sent.
+    /// Records that bytes were sent.
     fn sent(&self, bytes: usize);
 }
 
@@ -50,7 +50,7 @@ impl Moment {
     }
 }
 
-/// A stream that reports to its meter when bytes move on it.
+/// A stream that notifies its meter when bytes move on it.
 pub(crate) struct Metered<S, M> {
     pub(crate) stream: S,
     pub(crate) meter: M,

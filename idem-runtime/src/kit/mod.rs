@@ -1,5 +1,5 @@
-//! Code that stores share, in addition to the contract. A store imports this, `store`, `record`, `key`, `policy`,
-//! `clock`, `combine` and `sync`, and nothing else of the crate.
+//! Code that several stores of the library use. Of this crate, a store imports only the modules `kit`, `store`,
+//! `record`, `key`, `policy`, `clock`, `combine` and `sync`.
 
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod lanes;

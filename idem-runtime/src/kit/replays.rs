@@ -20,8 +20,8 @@ impl Replays {
         self.share.load(Ordering::Relaxed) >= 128
     }
 
-    /// Notes the number of replays among `asked` reservations. If two tasks do so together, one of the notes may be
-    /// lost.
+    /// Adds `asked` reservations, of which `replays` were replays, to the share. If two tasks call this concurrently,
+    /// one of the two changes may be lost.
     pub(crate) fn note(&self, replays: usize, asked: usize) {
         let before = self.share.load(Ordering::Relaxed);
         let now = 256 * replays / asked.max(1);

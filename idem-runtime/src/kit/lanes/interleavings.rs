@@ -1,4 +1,5 @@
-//! Operations that gather while lanes come and go, in every order; and the server of the stores' own proofs.
+//! Tests of lanes in many orders of their steps: operations join the queue while lanes start and end. Also the fake
+//! server of the tests of the stores' batches.
 
 use std::collections::HashSet;
 use std::future::poll_fn;
@@ -70,9 +71,9 @@ impl GatedServer {
         }
     }
 
-    /// Notes an exchange about `keys`, and waits until the gate is open.
+    /// Logs the arrival of an exchange about `keys`, and waits until the gate is open.
     pub(crate) async fn exchange(&self, keys: impl Iterator<Item = String>) {
-        // The exchange is on its way: a caller that gives up before its next poll has sent nothing.
+        // The exchange arrives at the next poll: a caller that gives up before that poll has sent nothing.
         yield_now().await;
         {
             let mut log = lock(&self.log);
@@ -84,12 +85,12 @@ impl GatedServer {
     }
 }
 
-/// Polls `call` once, which hands its operation over. Returns whether the call has ended.
+/// Polls `call` once, so that its operation is sent or joins the queue. Returns whether the call has ended.
 pub(crate) async fn polled_once<F: Future>(mut call: Pin<&mut F>) -> bool {
     poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
 }
 
-/// Joins threads that must not have panicked.
+/// Joins the threads. Panics if one of them has panicked.
 pub(crate) fn join_all(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
     for thread in threads {
         thread.join().expect("no panic");
@@ -169,7 +170,8 @@ fn gather_numbers(ends: bool) -> Arc<Numbers> {
     numbers
 }
 
-/// Each operation is sent once, by at most as many lanes as allowed, even if it gathers while lanes end.
+/// Each operation is sent once, by at most as many lanes as allowed, even if the operation joins the queue while
+/// lanes end.
 #[test]
 fn lanes_send_each_operation_once() {
     explore(|| {

@@ -91,8 +91,9 @@ pub(crate) struct Lane<O: LaneOwner> {
 }
 
 impl<O: LaneOwner> Lane<O> {
-    /// Returns the batch that `take` finds in the queue. Without a batch, the lane is no longer counted. Both happen
-    /// under one lock, or no lane would take an operation that gathers in between.
+    /// Returns the batch that `take` takes from the queue. If the queue is empty, the lane is no longer counted. The
+    /// queue is read and the count lowered under one lock: otherwise no lane would take an operation that joins the
+    /// queue in between.
     pub(crate) fn next<B>(&mut self, take: impl FnOnce(&mut O::Queue) -> Option<B>) -> Option<B> {
         let lanes = self.owner.lanes();
         let mut queue = lock(&lanes.queue);

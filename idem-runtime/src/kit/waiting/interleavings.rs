@@ -1,4 +1,4 @@
-//! Waiters that come, go and are woken, in every order.
+//! Tests of waiters that join, give up and are woken, in many orders of their steps.
 
 use std::pin::pin;
 
@@ -9,7 +9,7 @@ use super::*;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::explore;
 
-/// Two keys whose attempts end, as a store shows them.
+/// Stand-in for a store with two keys, an attempt of each key, and the waiters for these attempts.
 #[derive(Default)]
 struct RunningAttempts {
     waiting: WaiterTable,
@@ -19,7 +19,7 @@ struct RunningAttempts {
 const KEYS: [&str; 2] = ["a", "b"];
 
 impl RunningAttempts {
-    /// Waits until the attempt has ended, as stores do: listens, then looks.
+    /// Waits until the attempt has ended, as stores do: first registers a waiter, then reads the state of the attempt.
     fn wait(&self, key: usize) {
         block_on(async {
             loop {

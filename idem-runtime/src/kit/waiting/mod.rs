@@ -38,7 +38,7 @@ impl WaiterTable {
         }
     }
 
-    /// Wakes all waiters, as a wake-up may have been lost.
+    /// Wakes the waiters of all keys, for the case that a wake-up was lost.
     #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
     pub(crate) fn wake_all(&self) {
         lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
