@@ -230,7 +230,7 @@ impl<F: Future, S: Clone> Future for ServiceCall<F, S> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        // Clears the mark that a call which was polled earlier on this thread may have left.
+        // Resets the thread's flag: a call that was polled earlier may have left it set.
         let _ = has_begun_to_wait();
         let polled = this.call.poll(cx);
         if has_begun_to_wait()

@@ -20,12 +20,12 @@ use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
 const LIMIT: usize = 200;
 /// Number of lists: large enough that a search reads few scopes.
 const LISTS: usize = 32;
-/// Name that counts all scopes beyond the limit.
+/// Scope under which all scopes beyond the limit are counted.
 const OTHER: &str = "_other";
 /// Number of payloads per handler that shadow mode remembers.
 const PAYLOADS: usize = 1024;
 
-/// Scopes in lists, by hash.
+/// Scopes of one store handle, in lists. The hash of a scope selects its list.
 pub(super) struct Scopes {
     clock: Arc<dyn Clock>,
     lists: Box<[SharedList<Arc<ScopeCells>>]>,
@@ -88,7 +88,8 @@ fn place(scope: &str) -> usize {
     usize::try_from(hash >> 56).unwrap_or_default() % LISTS
 }
 
-/// Latest payloads, each as the hash of the payload and the hash of its key, by the hash of the payload.
+/// Latest payloads of a handler: each entry holds the hash of a payload and the hash of its key. The hash of the
+/// payload selects the entry.
 struct Payloads(Box<[(u64, u64)]>);
 
 impl Default for Payloads {

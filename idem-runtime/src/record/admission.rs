@@ -26,13 +26,13 @@ impl Record {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self.clone())))
     }
 
-    /// Like [`admit`](Self::admit), but takes the record by value and so copies no result.
+    /// Decides like [`admit`](Self::admit), but takes the record by value and so copies no result.
     #[cfg(any(feature = "memory", feature = "redis", feature = "sqlite"))]
     pub(crate) fn admit_owned(self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self)))
     }
 
-    /// Like [`admit`](Self::admit), but returns `None` if the record has finished and is itself the answer.
+    /// Decides like [`admit`](Self::admit), but returns `None` if the record has finished and is itself the answer.
     pub(crate) fn meet(&self, request: &ReserveRequest, lapses_in: Duration) -> Option<Admission> {
         // Fingerprints are compared in every state: a replay or a takeover for another payload would be wrong.
         if let (Some(recorded), Some(presented)) = (self.fingerprint, request.fingerprint)
@@ -62,7 +62,7 @@ impl Record {
         if on_crash == OnCrash::Fail {
             return Some(Admission::Answer(Reservation::Interrupted { attempt: self.attempt }));
         }
-        // A lapsed attempt without the mark does not count, because its body may never have begun.
+        // A lapsed attempt whose record is not marked as begun does not count, because its body may never have begun.
         let counted = match &self.state {
             State::Pending { begun: false, .. } => self.attempts_used.saturating_sub(1),
             _ => self.attempts_used,
@@ -102,8 +102,8 @@ impl Record {
 /// request.
 ///
 /// `fail` promises at most one run, no matter whether the lapsed attempt or the new request has this option. An attempt
-/// under `fail` marks its record before its body begins, so without the mark no body began. An attempt under `retry`
-/// may have begun without a mark.
+/// under `fail` marks its record as begun before its body begins, so without this mark no body began. The body of an
+/// attempt under `retry` may have begun without the mark.
 fn lapsed(on_crash: OnCrash, begun: bool, caller: OnCrash) -> OnCrash {
     match (on_crash, begun) {
         (OnCrash::Fail, false) => OnCrash::Retry,

@@ -306,8 +306,8 @@ impl Record {
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
                 Ruling::Replace(decided(State::Interrupted))
             }
-            // Under `on_crash = fail` a body begins only after its mark. Without the mark no body began, so the attempt
-            // does not count.
+            // Under `on_crash = fail` a body begins only after its record is marked as begun. Without this mark no body
+            // began, so the attempt does not count.
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, .. }) => {
                 let attempts_used = self.attempts_used.saturating_sub(1);
                 Ruling::Replace(Self { attempts_used, ..decided(State::Released) })

@@ -226,8 +226,8 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Like [`decode`], but takes the result out of `value` without a further reference to its memory. From the provenance
-/// of a finished record only the trace is read, because a replay needs no more.
+/// Decodes like [`decode`], but takes the result out of `value` without a further reference to its memory. From the
+/// provenance of a finished record only the trace is read, because a replay needs no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;
@@ -244,7 +244,7 @@ pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Returns whether `value` is a record of another owner whose operation has not finished.
+/// Returns whether `value` is an unfinished record whose owner token is not `owner`.
 #[cfg(feature = "redis")]
 pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Result<bool, FormatError> {
     check(value)?;
@@ -252,7 +252,7 @@ pub(crate) fn is_unfinished_of_another(value: &[u8], owner: OwnerToken) -> Resul
     Ok(!record.is_finished() && record.owner != owner)
 }
 
-/// Returns the result of a finished record, to be filled in.
+/// Returns the bytes of the result in a finished record, for the caller to fill in.
 fn payload(record: &mut Record) -> Option<&mut Bytes> {
     match &mut record.state {
         State::Completed(StoredResult::Encoded { bytes, .. }) | State::Failed(StoredResult::Encoded { bytes, .. }) => {
@@ -302,7 +302,7 @@ fn read(value: &[u8], len: Option<usize>) -> Option<(Record, Option<usize>)> {
 /// Function that reads a provenance, and returns the provenance with the bytes that follow it.
 type ReadProvenance = fn(&[u8]) -> Option<(Provenance, &[u8])>;
 
-/// Like `read`, but reads the provenance with `read_provenance`.
+/// Reads like `read`, but reads the provenance with `read_provenance`.
 fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) -> Option<(Record, Option<usize>)> {
     // Fixed part of the record.
     let mut rest = Reader(value);

@@ -36,7 +36,7 @@ pub struct Lease {
     pub mark: LeaseMark,
 }
 
-/// Number of a store's own in a [`Lease`]: up to 48 bits, 0 by default.
+/// Number in a [`Lease`] that its store uses for its own purposes: up to 48 bits, 0 by default.
 ///
 /// A store sets the mark in the lease that its `reserve` returns, and finds the mark in every later call for that
 /// attempt. The engine sets the mark back to 0 when a later write has changed the record before the body begins.
@@ -48,7 +48,7 @@ pub struct Lease {
 /// assert_eq!(LeaseMark::new(7).get().map(u64::from), Some(7));
 /// assert_eq!(LeaseMark::default().get(), None);
 /// ```
-// The six bytes fit into space that a lease had left.
+// Six bytes fit into the padding of a `Lease`, so the mark does not enlarge a lease.
 #[derive(Clone, Copy, Default)]
 pub struct LeaseMark([u8; 6]);
 

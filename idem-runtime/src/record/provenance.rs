@@ -302,7 +302,8 @@ impl Provenance {
         (sound && !is_empty).then(|| (Self(SmallValue::Told(written.into())), rest))
     }
 
-    /// Like [`read`](Self::read), but reads only the trace and does not check the other texts: a replay needs no more.
+    /// Reads only the trace of a provenance that [`write`](Self::write) wrote, and does not check the other texts: a
+    /// replay needs no more.
     #[cfg(feature = "redis")]
     pub(super) fn read_trace(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (texts, rest) = split_bytes(bytes)?;
@@ -393,7 +394,7 @@ fn split(bytes: &[u8]) -> Option<([&str; 4], &[u8])> {
     Some((texts, rest))
 }
 
-/// Like `split`, but returns the texts as bytes.
+/// Splits off the texts like `split`, but returns them as bytes.
 fn split_bytes(bytes: &[u8]) -> Option<([&[u8]; 4], &[u8])> {
     let (mut texts, mut rest): ([&[u8]; 4], _) = ([&[]; 4], bytes);
     for (at, text) in texts.iter_mut().enumerate() {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::Store;
 
-/// Writes the named methods of [`Store`](crate::Store), each of which forwards to another store. A wrapper writes its
-/// other methods by hand. The trait has no default bodies, so the compiler reports a forgotten method.
+/// Writes the named methods of [`Store`](crate::Store), each of which forwards to another store. A wrapper implements
+/// the remaining methods itself. The trait has no default bodies, so the compiler reports a forgotten method.
 ///
 /// # Examples
 /// ```

@@ -39,7 +39,7 @@ impl<'a, T> StoreFuture<'a, T> {
         self.watched_since(store, op, None)
     }
 
-    /// Like `watched`, for an operation that began at `began`; `None` if the operation begins now.
+    /// Measures like `watched`, for an operation that began at `began`; `None` if the operation begins now.
     pub(crate) fn watched_since<S: Store + ?Sized>(
         mut self,
         store: &'a S,

@@ -376,7 +376,7 @@ struct ScenarioFacts {
 }
 
 impl ScenarioFacts {
-    /// Returns the cut for a later delivery, and marks that cut as used.
+    /// Returns the cut for a later delivery, and records that the cut is used.
     fn cut_again(&mut self, scenario: Scenario) -> Cut {
         self.cut_again = true;
         scenario.then.map_or(Cut::Nothing, |(cut, _)| cut)
@@ -578,7 +578,8 @@ impl Scene {
         }
     }
 
-    /// Applies `cut` to the delivery at `place`. Returns the end of the delivery if the cut ended it.
+    /// Applies `cut` to the delivery. `place` describes the point of the cut, for the story. Returns the end of the
+    /// delivery if the cut ended it.
     async fn cut(self: &Rc<Self>, cut: Cut, number: u32, worker: &Worker, place: &str) -> Option<DeliveryEnd> {
         let clock = self.world.clock();
         if self.scenario.duplicate == Duplicate::During {

@@ -168,7 +168,7 @@ impl Worker {
         }
     }
 
-    /// Yields once at the place with this description, which the story shows.
+    /// Yields once. `place` describes the point of the run at which the worker then waits, for the story.
     async fn travel(&self, place: impl FnOnce() -> String) {
         let mut place = Some(place);
         poll_fn(|cx| match place.take() {
@@ -436,7 +436,7 @@ pub(super) struct WorldState {
     /// Store calls of the first worker, in order.
     pub(super) store_calls: Vec<String>,
     pub(super) effect_calls: Vec<String>,
-    /// Place at which the last poll ended, for the story.
+    /// Description of the point at which the last poll ended, for the story.
     place: Option<String>,
     /// True if the fault has happened at a call since the last `take_cut`.
     cut: bool,
@@ -511,7 +511,7 @@ impl World {
         lock(&self.state).story.push(format!("{:>9.3}s  {line}", at.as_secs_f64()));
     }
 
-    /// Returns the place at which the last poll ended.
+    /// Returns the description of the point at which the last poll ended.
     pub(super) fn take_place(&self) -> String {
         lock(&self.state).place.take().unwrap_or_else(|| "at an await of its own".to_owned())
     }

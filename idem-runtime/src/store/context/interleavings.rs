@@ -1,4 +1,4 @@
-//! Leases that come and go while the renewal task runs, in every order.
+//! Tests of leases that are registered and deregistered while the renewal task runs, in many orders of their steps.
 
 use std::future::poll_fn;
 use std::sync::Arc;

@@ -62,13 +62,14 @@ impl LateWrites {
         self.under_way.store(0, Ordering::SeqCst);
     }
 
-    /// Marks that an attempt of `key` is being ended after its lease, until the returned value is dropped.
+    /// Registers that an attempt of `key` is being ended after the lapse of its lease, until the returned value
+    /// is dropped.
     pub(super) fn ends_late(self: &Arc<Self>, key: &Key) -> LateEndGuard {
         self.change(key, |end| end.writes += 1);
         LateEndGuard { late_writes: Arc::clone(self), key: key.clone() }
     }
 
-    /// Notes that an attempt of `key` was renewed or ended after its lease.
+    /// Records that an attempt of `key` was renewed or ended after the lapse of its lease.
     pub(super) fn ended_late(&self, key: &Key) {
         self.change(key, |_| ());
     }
@@ -78,8 +79,8 @@ impl LateWrites {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// Returns whether an attempt of `key` is being ended after its lease, or was renewed or ended so after
-    /// [`changes`](LateWrites::changes) had returned `since`.
+    /// Returns whether an attempt of `key` is being ended after the lapse of its lease, or was renewed or ended in this
+    /// way after [`changes`](LateWrites::changes) had returned `since`.
     pub(super) fn is_ending(&self, key: &Key, since: u32) -> bool {
         let is_later = |end: &LateEnd| end.changed != since && end.changed.wrapping_sub(since) < u32::MAX / 2;
         self.ends.lock().get(key).is_some_and(|end| end.writes > 0 || is_later(end))
@@ -110,7 +111,7 @@ impl Drop for FlushGuard {
     }
 }
 
-/// Marks an attempt that is being ended after its lease; see [`LateWrites::ends_late`].
+/// Registration of an attempt that is being ended after the lapse of its lease; see [`LateWrites::ends_late`].
 pub(crate) struct LateEndGuard {
     late_writes: Arc<LateWrites>,
     key: Key,

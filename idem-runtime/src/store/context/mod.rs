@@ -163,7 +163,8 @@ impl StoreContext {
         }
     }
 
-    /// Like `here`, but without a system call. For the later steps of a call whose first step used `here`.
+    /// Returns the same state as `here`, but without a system call. For the later steps of a call whose first step
+    /// used `here`.
     fn latest(&self) -> &ProcessState {
         self.process.latest().expect("made with a value")
     }
@@ -272,7 +273,8 @@ impl StoreContext {
         &self.latest().counts
     }
 
-    /// Marks that this handle is ending an attempt of `key` after its lease, until the returned value is dropped.
+    /// Registers that this handle ends an attempt of `key` after the lapse of its lease, until the returned value
+    /// is dropped.
     pub(crate) fn ends_late(&self, key: &Key) -> LateEndGuard {
         self.here().late_writes.ends_late(key)
     }

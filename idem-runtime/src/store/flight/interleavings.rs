@@ -1,5 +1,5 @@
-//! Duplicates that wait together: some give up, some are no longer polled, and one takes a released key. All in every
-//! order.
+//! Tests of duplicates that wait together, in many orders of their steps: some give up, some are no longer polled, and
+//! one takes a released key.
 
 use shuttle::future::block_on;
 use shuttle::thread;
