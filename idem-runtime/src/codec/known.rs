@@ -43,7 +43,7 @@ mod tests {
     use crate::codec::ResultProblem;
 
     #[test]
-    fn the_error_names_the_feature_of_a_missing_codec() {
+    fn the_error_for_a_result_names_the_feature_that_its_codec_needs() {
         for (name, is_there) in [("msgpack", cfg!(feature = "msgpack")), ("postcard", cfg!(feature = "postcard"))] {
             let codec = CodecName::new(name.as_bytes()).unwrap();
             assert_eq!(decode::<u8>(codec, &[7]).is_some(), is_there);

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_and_zero_results_are_read_back() {
+    fn json_reads_back_empty_and_zero_results_as_written() {
         fn there_and_back<T: Serialize + DeserializeOwned + PartialEq + fmt::Debug>(value: &T) {
             assert_eq!(Json::decode::<T>(&Json::encode(value).unwrap()).unwrap(), *value);
         }

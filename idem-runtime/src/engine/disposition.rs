@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_the_calls_does_not_change_the_verdict() {
+    fn the_order_of_the_calls_of_a_delivery_does_not_change_its_verdict() {
         for calls in sequences() {
             let mut sorted = calls.clone();
             sorted.sort_by_key(|call| ALL.iter().position(|it| it == call));

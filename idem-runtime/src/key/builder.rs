@@ -308,7 +308,7 @@ mod tests {
 
     /// For numbers and plain text, the fast paths of `part` must write the same text as `display_part`.
     #[test]
-    fn numbers_and_text_are_written_as_they_are_displayed() {
+    fn numbers_and_text_enter_a_key_as_they_are_displayed() {
         fn same<P: KeyPart + Display + ?Sized>(value: &P) {
             for next in [None, Some(':'), Some('-'), Some('0'), Some('9'), Some('a'), Some('é')] {
                 let [short, long] = [true, false].map(|short| {
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_multibyte_separator_is_escaped() {
+    fn a_multibyte_separator_of_a_template_is_escaped_in_values() {
         let key = build(&[("a→b", Some('→')), ("c", None)], &["→"]).unwrap();
         assert_eq!(key.text(), "a%E2%86%92b→c");
     }
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_and_scopes_beyond_their_limits_are_refused() {
+    fn keys_and_scopes_that_are_too_long_or_hold_invalid_text_are_refused() {
         assert_eq!(problem_of("s", [0xff_u8].as_slice()), Err(KeyProblem::NotUtf8));
         assert_eq!(Key::new("s", b"order".as_slice()).unwrap().text(), "order");
         let room = Key::MAX_BYTES - "1/s/".len();

@@ -952,7 +952,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_count_by_their_value() {
+    fn numbers_of_equal_value_have_equal_fingerprints() {
         for same in [
             vec![
                 of(1),
@@ -992,7 +992,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_texts() {
+    fn names_of_entries_enter_the_fingerprint_as_texts() {
         let one = |name: &str| of(BTreeMap::from([(name, 0)]));
         assert_eq!(of(BTreeMap::from([(1_u8, 0)])), one("1"));
         assert_eq!(of(BTreeMap::from([(i128::MIN, 0)])), one("-170141183460469231731687303715884105728"));
@@ -1019,7 +1019,7 @@ mod tests {
     }
 
     #[test]
-    fn of_entries_with_one_name_the_last_one_counts() {
+    fn the_last_of_several_entries_with_one_name_enters_the_fingerprint() {
         struct Entries(&'static [(&'static str, u8)]);
         impl Serialize for Entries {
             fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -1033,7 +1033,7 @@ mod tests {
     }
 
     #[test]
-    fn private_structs_of_serde_json_are_read() {
+    fn numbers_and_raw_values_of_serde_json_are_hashed_as_their_json() {
         #[derive(Serialize)]
         #[serde(rename = "$serde_json::private::Number")]
         struct Number {
@@ -1109,7 +1109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_form_is_as_it_is_documented() {
+    fn the_canonical_form_of_a_payload_is_the_documented_one() {
         let sum = |form: &[u8]| <[u8; 32]>::from(Sha256::digest(form));
         let text = |tag: &[u8], text: &str| [tag, &(text.len() as u64).to_be_bytes(), text.as_bytes()].concat();
         let list = [&b"["[..], &text(b"n", "15e-1"), b"0t", &text(b"n", "0e0"), b"]"].concat();
@@ -1142,7 +1142,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_not_comparable() {
+    fn fingerprints_of_different_versions_are_not_comparable() {
         let one = of(1);
         assert_eq!((one.version(), one.as_bytes()[0]), (1, 1));
         assert!(one.is_comparable(&of(2)));

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scope_made_by_hand_belongs_to_its_caller_location() {
+    fn a_scope_made_without_the_attribute_belongs_to_the_location_that_made_it() {
         let make = || Scope::named("test::by hand");
         let (first, again) = (make(), make());
         assert_eq!(claim(&first, ""), Ok(()));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_scopes_are_found_while_compiling() {
+    fn is_scope_refuses_empty_and_long_names_slashes_and_control_characters() {
         for text in ["a", "shop::ship", "a b", "é", "Â\u{a0}", "\u{a0}", "x".repeat(MAX_SCOPE_BYTES).as_str()] {
             assert!(is_scope(text) && !text.contains(char::is_control), "{text:?}");
         }

@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn each_runtime_has_its_own() {
+    fn each_runtime_has_its_own_value() {
         let world = TestProcess::default();
         assert!(world.values.here(|_| unreachable!("outside of a runtime")).is_none());
         let (first, second) = (runtime(), runtime());
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_dropped_as_soon_as_its_runtime_ends() {
+    fn the_value_of_a_runtime_other_than_the_first_is_dropped_when_the_runtime_ends() {
         let world = TestProcess::default();
         let (first, second) = (runtime(), runtime());
         first.block_on(async { world.here(true) });
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_task_that_watches_a_runtime_ends_with_the_table() {
+    fn the_task_that_watches_a_runtime_ends_when_the_table_of_values_is_dropped() {
         let (world, runtime) = (TestProcess::default(), runtime());
         runtime.block_on(async { world.here(true) });
         let there = Arc::clone(&world.there);
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     #[cfg(feature = "postgres")]
-    fn any_is_of_a_runtime_that_lives() {
+    fn any_returns_a_value_of_a_runtime_that_has_not_ended() {
         let world = TestProcess::default();
         assert!(world.values.any().is_none());
         let (first, second) = (runtime(), runtime());
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_of_a_runtime_share_its_value() {
+    fn threads_of_one_runtime_share_one_value() {
         let world = Arc::new(TestProcess::default());
         let runtime = runtime();
         let threads: Vec<_> = (0..8)

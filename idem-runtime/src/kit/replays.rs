@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_few_replays_in_a_row_are_expected_to_go_on() {
+    fn after_a_few_replays_in_a_row_more_replays_are_expected() {
         let replays = Replays::new();
         assert!(!replays.are_expected());
         for _ in 0..8 {

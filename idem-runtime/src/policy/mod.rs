@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_changes_the_mode_of_its_policy() {
+    fn a_mode_switch_changes_the_mode_of_its_policy() {
         static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
         static POLICY: Policy = Policy::new(Duration::from_secs(1)).mode_switch(&SWITCH);
         for mode in ModeSwitch::MODES {

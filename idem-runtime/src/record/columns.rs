@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_without_an_owner_or_from_a_later_release_are_refused() {
+    fn record_parts_without_an_owner_or_from_a_later_release_are_refused() {
         let record = record(State::Completed(StoredResult::Unencodable));
         let parts = Parts::of(&record);
         assert_eq!(Parts { format: 2, ..parts.clone() }.record(), Err(FormatError::LaterVersion(2)));

@@ -448,7 +448,7 @@ mod tests {
     const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
     #[test]
-    fn a_holder_is_cut_between_characters() {
+    fn a_holder_that_is_too_long_is_cut_between_two_characters() {
         let holder = written_here(&"ü\n".repeat(200));
         assert!(holder.len() <= Holder::MAX_BYTES && holder.len() > Holder::MAX_BYTES - 3, "{holder}");
         assert!(!holder.contains('\n'));
@@ -504,7 +504,7 @@ mod tests {
     }
     #[cfg(feature = "redis")]
     #[test]
-    fn a_replay_reads_the_trace_only() {
+    fn a_replay_reads_only_the_trace_of_a_provenance() {
         for (texts, trace) in [
             (["host/1", PARENT, "alice", "INC-7"], PARENT),
             (["host/1", "", "alice", ""], ""),

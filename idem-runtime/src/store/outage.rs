@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_minutes_of_failures_write_five_lines() {
+    fn ten_minutes_of_store_failures_write_five_log_lines() {
         let outage = Outage::default();
         let lines: Vec<_> = (0..600).filter_map(|second| outage.fails(1, at(second))).collect();
         let times: Vec<_> = lines.iter().map(|line| line.since.as_secs()).collect();
@@ -217,13 +217,13 @@ mod tests {
             assert!(outage.fails(2, at(second)).is_none());
         }
         assert!(outage.succeeds(1, || at(58)).is_none());
-        // From second 58 on no operation writes a result, so the last failure of kind 2 is too old to prolong the
-        // outage.
+        // No operation writes a result after second 29. From second 59 on, the failure of that second is too old to
+        // prolong the outage.
         assert!(outage.succeeds(1, || at(59)).is_some());
     }
 
     #[test]
-    fn rare_failures_are_logged_at_growing_intervals() {
+    fn rare_failures_of_a_store_are_logged_at_growing_intervals() {
         let outage = Outage::default();
         let mut lines = 0;
         for second in (0..3600).step_by(10) {

@@ -379,7 +379,7 @@ mod tests {
     const PARENT: Process = Process(u32::MAX);
 
     #[test]
-    fn a_child_makes_its_own_value_once() {
+    fn a_forked_child_makes_its_own_value_once() {
         let values = PerProcess::made_by(PARENT, 1);
         assert_eq!((values.latest(), values.known()), (Some(&1), None));
         assert_eq!(*values.here_or(|parents| parents + 1), 2);
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_does_not_wait_for_a_value_that_its_parent_was_making() {
+    fn a_forked_child_does_not_wait_for_a_value_that_its_parent_was_making() {
         let values = PerProcess::empty();
         values.claims[0].process.store(PARENT.0, Ordering::SeqCst);
         assert_eq!(values.latest(), None);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_does_not_wait_for_a_lock_that_was_held_at_the_fork() {
+    fn a_forked_child_does_not_wait_for_a_lock_that_was_held_at_the_fork() {
         let lock = SharedWithChild { process: PARENT, ..SharedWithChild::new(1) };
         let held = lock.lock().unwrap();
         assert!(matches!(lock.lock(), Err(InheritedLock)));
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_copies_data_unless_its_lock_was_held_at_the_fork() {
+    fn a_forked_child_copies_data_unless_its_lock_was_held_at_the_fork() {
         let values = PerProcess::made_by(PARENT, Mutex::new(1));
         assert_eq!(*lock(values.copied()), 1);
         let values = PerProcess::made_by(PARENT, Mutex::new(1));
@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_value_is_made_once_and_kept_by_a_child() {
+    fn a_shared_value_is_made_once_and_kept_by_a_forked_child() {
         let once = SharedOnce::new();
         assert_eq!(once.get(), None);
         assert_eq!(*once.get_or_init(|| 1), 1);
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_makes_a_shared_value_that_its_parent_was_making() {
+    fn a_forked_child_makes_a_shared_value_that_its_parent_was_making() {
         let once = SharedOnce::new();
         std::thread::scope(|threads| {
             let (end, ended) = std::sync::mpsc::channel::<()>();
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_has_each_value_once() {
+    fn a_list_has_each_value_once_even_if_several_threads_add_the_value() {
         let list = SharedList::new();
         let added = std::sync::atomic::AtomicUsize::new(0);
         std::thread::scope(|threads| {
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_can_extend_a_list_that_its_parent_was_extending() {
+    fn a_forked_child_can_extend_a_list_that_its_parent_was_extending() {
         let list = SharedList::new();
         list.find_or_add(|it| *it == 1, || 1);
         let first = list.0.get().unwrap();
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn data_start_anew_if_their_lock_was_held_at_the_fork() {
+    fn a_forked_child_starts_with_new_data_if_their_lock_was_held_at_the_fork() {
         let shared = SharedWithChild { process: PARENT, ..SharedWithChild::new(1) };
         let data = SharedOrAnew { shared, anew: PerProcess::empty() };
         let held = data.lock();

@@ -184,7 +184,7 @@ fn lanes_send_each_operation_once() {
 
 /// When the runtime shuts down, each operation is either sent or refused.
 #[test]
-fn lanes_of_a_runtime_that_shuts_down_strand_no_operation() {
+fn no_operation_is_left_in_the_queue_when_the_runtime_of_its_lanes_shuts_down() {
     explore(|| {
         let numbers = gather_numbers(true);
         let ends = lock(&numbers.ends);

@@ -37,7 +37,7 @@ impl RunningAttempts {
 
 /// A waiter that has joined before an attempt ends is woken by that end. Once all waiters are gone, no entry is left.
 #[test]
-fn no_wake_up_is_lost_and_nothing_is_left() {
+fn each_end_of_an_attempt_wakes_its_waiters_and_no_table_entry_is_left() {
     explore(|| {
         let running = Arc::new(RunningAttempts::default());
         let mut threads: Vec<_> = [0, 0, 1, 1]

@@ -144,7 +144,7 @@ fn each_lease_is_renewed_in_time() {
 
 /// A lease is registered while the renewal task scans the leases, and is due long before the next scan.
 #[test]
-fn a_lease_registered_during_a_scan_is_renewed() {
+fn a_lease_registered_while_the_renewal_task_scans_is_renewed() {
     explore(|| {
         let world = World::new();
         let first = world.register(0, 8 * LONGEST_SLEEP);
@@ -158,7 +158,7 @@ fn a_lease_registered_during_a_scan_is_renewed() {
 /// A lease is registered while the renewal task ends, by a body that never checks its lease. The lease is still
 /// renewed.
 #[test]
-fn a_lease_registered_while_the_task_ends_is_renewed() {
+fn a_lease_registered_while_the_renewal_task_ends_is_renewed() {
     explore(|| {
         let world = World::new();
         let first = world.register(0, LEASE);
