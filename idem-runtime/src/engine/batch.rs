@@ -215,7 +215,7 @@ where
                 this.poll_item(item);
             }
             // An item that is woken during this loop also wakes the batch. An item that was started during this loop
-            // does not: the loop must poll it.
+            // does not wake the batch, so the loop must poll the item.
             let has_more = this.calls.is_some() || !this.next_of_groups.is_empty();
             if !has_more || this.running.len() >= this.limit {
                 break;
@@ -505,8 +505,8 @@ impl<I, T, E> Batch<I, T, E> {
 
 impl<T, E> Batch<KafkaRecord, T, E> {
     /// Returns the records that are not acknowledged, in the form that AWS Lambda expects from a handler of Amazon MSK
-    /// or another Kafka (`ReportBatchItemFailures`). A record that can't succeed is included, unless it is [set
-    /// aside](Batch::dead_letters).
+    /// or of a self-managed Kafka (`ReportBatchItemFailures`). A record that can't succeed is included, unless it is
+    /// [set aside](Batch::dead_letters).
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, idempotent, observe, observe_all};

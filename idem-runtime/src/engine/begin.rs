@@ -205,7 +205,7 @@ enum Step {
     Running(RunningAttempt),
 }
 
-/// Answer to a reservation that needs one more request or a wait.
+/// Answer to a reservation after which the call must make one more request, or wait.
 enum OpenAnswer {
     /// The attempt with this number has another payload under the same key.
     Mismatch(u32),
@@ -276,7 +276,7 @@ impl<'a> Request<'a> {
         {
             tracing::warn!(%key, store = store.context().name(), "{reason}");
         }
-        // A lease that counts real time can't be renewed in a test that moves tokio's time.
+        // A lease that is counted in real time can't be renewed in a test that moves tokio's time.
         if store.context().is_out_of_time() {
             let source = StoreError::new(
                 StoreErrorKind::Misconfigured,
@@ -504,8 +504,8 @@ impl<'a> Request<'a> {
         let retry_after = match source.kind() {
             // An unreadable record needs a repair, which takes minutes.
             StoreErrorKind::Corrupt => policy.backoff.after(8, seed),
-            // The store handle of a transaction ends with its call and has no memory of earlier failures, so they are
-            // counted by key.
+            // The store handle of a transaction ends with its call and has no memory of earlier failures, so the
+            // failures are counted by key.
             _ if !store.context().renews() => {
                 policy.backoff.after(store.context().counts().refusals_in_transactions(&self.reserve.key, true), seed)
             }
@@ -537,7 +537,7 @@ impl<'a> Request<'a> {
     }
 
     /// Returns the time that the call may still wait for other attempts, counted from the moment when the call found
-    /// the first attempt. Zero before the call has found an attempt.
+    /// the first attempt. Returns zero before the call has found an attempt.
     fn left_to_wait(&self) -> Duration {
         let Some(met_at) = self.met_at else { return Duration::ZERO };
         let limit = self.longest_wait().unwrap_or_default();
@@ -766,9 +766,9 @@ async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, S
     hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
 }
 
-/// Sends the request `ask` until an answer arrives before the end of the lease that it renews. Returns the time from
-/// which that lease counts; `None` if the store refuses. After an error, and if this future is dropped, the reservation
-/// is released. `marks` is true if the request may mark the record as begun.
+/// Repeats the request `ask`, which renews `lease`, until its answer arrives before the end of the renewed lease.
+/// Returns the time from which that lease counts; `None` if the store refuses. After an error, and if this future is
+/// dropped, the reservation is released. `marks` is true if the request may mark the record as begun.
 async fn hold<F>(
     request: &Request<'_>,
     lease: &Lease,

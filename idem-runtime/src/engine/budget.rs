@@ -50,8 +50,8 @@ impl Budget {
 
 impl Budget {
     /// Returns the disposition of a message that is to be delivered again. In its last delivery the message becomes a
-    /// dead letter, because some brokers then delete it. Otherwise it is delivered again after `after`. If `after` is
-    /// unknown, the pause grows with the number of deliveries, if that is counted, and is at least `again`.
+    /// dead letter, because some brokers then delete it. Otherwise the message is delivered again after `after`. If
+    /// `after` is unknown, the pause grows with the number of deliveries, if that is counted, and is at least `again`.
     pub(super) fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
         match self.is_last() {
             true => Disposition::DeadLetter,

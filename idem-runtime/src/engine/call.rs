@@ -335,7 +335,7 @@ where
                     };
                     if this.seen.commit == Commit::Pending {
                         // A rollback undoes the attempt too, so the number of the attempt can't grow with the failures.
-                        // The store handle counts them.
+                        // The store handle counts the failures instead.
                         this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
                     }
                     this.seen.progress = Progress::Recording;

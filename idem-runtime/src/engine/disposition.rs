@@ -41,7 +41,8 @@ pub(super) enum Standing {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum DeliveryResult {
     Ok,
-    /// An error. `with_a_call` is true if the delivery returned it in the poll in which a call finished with an error.
+    /// An error. `with_a_call` is true if the delivery returned the error in the poll in which a call finished with
+    /// an error.
     Err {
         with_a_call: bool,
     },

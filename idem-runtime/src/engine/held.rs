@@ -60,11 +60,11 @@ impl Drop for EndingAttempt {
 /// Stage of a body.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum BodyStage {
-    /// Not polled yet, and not registered for heartbeats.
+    /// The body is not polled yet, and its lease is not registered for heartbeats.
     New,
-    /// Being polled. If the poll panics, the stage stays at this value.
+    /// The body is being polled. If the poll panics, the stage stays at this value.
     Polling,
-    /// Polled at least once, and not being polled now.
+    /// The body was polled at least once, and is not being polled now.
     Pending,
 }
 

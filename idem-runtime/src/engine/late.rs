@@ -249,8 +249,9 @@ fn log_late(
 /// insert finds a record, and a replacement names a record that has been replaced.
 ///
 /// If the clean-up has given up and the late reservation takes effect then, its lease lapses without a body: the key is
-/// held for one lease, the attempt is not counted, and the key is not interrupted. A mark (`may_be_marked`) would count
-/// the attempt and interrupt the key, so the clean-up is then repeated after the lease too.
+/// held for one lease, the attempt is not counted, and the key is not interrupted. If the record may be marked as begun
+/// (`may_be_marked`), the attempt would be counted and the key interrupted, so the clean-up is then repeated after the
+/// lease too.
 pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, may_be_marked: bool) {
     if !store.context().writes_late() {
         return;

@@ -178,8 +178,8 @@ impl<R> Operation<R> {
     ///
     /// # Panics
     /// If `body` panics. The key is then freed immediately, or is interrupted under
-    /// [`OnCrash::Fail`](crate::OnCrash::Fail). Also if a migration of [`OnUndecodable`](crate::OnUndecodable) panics;
-    /// the record is not changed then.
+    /// [`OnCrash::Fail`](crate::OnCrash::Fail). A panic of a migration ([`OnUndecodable`](crate::OnUndecodable)) also
+    /// becomes a panic of this call; the record is not changed then.
     ///
     /// # Cancel safety
     /// Dropping the future cancels the body, drops its values, and then frees the key, or interrupts the key under

@@ -31,9 +31,9 @@ use crate::store::{Beat, Callback};
 ///   error of a call, the message is delivered again. If no delivery can change that error, the message is set aside,
 ///   although the delivery returned `Ok`. A recorded error means that its operation has finished, even if the delivery
 ///   swallowed the error.
-/// - If the delivery returns a recorded error, the message is set aside. The delivery counts as returning that error if
-///   the delivery ends in the same poll as the call. An error of a later poll is a different error, and its message is
-///   delivered again.
+/// - If the delivery returns a recorded error, the message is set aside. An error of the delivery counts as the
+///   recorded error of a call if the delivery ends in the same poll as that call. An error of a later poll is a
+///   different error, and its message is delivered again.
 /// - If a call was dropped before it returned, for example by a time-out around it, the message is delivered again. The
 ///   same rule holds for a call in a nested `observe`, `observe_all` or `transact`.
 /// - If the delivery called no idempotent function, the message is delivered again, and the library logs a warning. A

@@ -185,7 +185,7 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
 }
 
 /// Records that the transaction of this delivery begins, for the first time or again. Forgets the calls of an earlier
-/// try. Until [`settle`] is called, the delivery counts as cut off.
+/// try. Until [`settle`] is called, the delivery counts as ended in the middle of the transaction.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unsettled() {
     with_observer(|observer| {

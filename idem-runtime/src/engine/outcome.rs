@@ -35,27 +35,27 @@ impl Outcome {
         self.call.progress != Progress::None
     }
 
-    /// Returns whether this call started its body. The body may have been cancelled later.
+    /// Returns whether the last call started its body. The body may have been cancelled later.
     pub fn executed(&self) -> bool {
         self.call.executed()
     }
 
-    /// Returns whether the call was dropped before it returned, for example by a time-out around it.
+    /// Returns whether the last call was dropped before it returned, for example by a time-out around it.
     pub fn cancelled(&self) -> bool {
         self.call.cancelled()
     }
 
-    /// Returns whether this call returned a recorded result without running the body.
+    /// Returns whether the last call returned a recorded result without running the body.
     pub fn replayed(&self) -> bool {
         matches!(self.call.progress, Progress::Replayed { .. })
     }
 
-    /// Returns whether this call waited for another attempt.
+    /// Returns whether the last call waited for another attempt.
     pub fn waited(&self) -> bool {
         self.call.waited
     }
 
-    /// Returns whether this call took over from an attempt whose lease had lapsed.
+    /// Returns whether the last call took over from an attempt whose lease had lapsed.
     pub fn took_over(&self) -> bool {
         self.call.takeover
     }
@@ -165,7 +165,8 @@ impl Outcome {
         let disposition = match verdict {
             Verdict::Ack => Disposition::Ack,
             Verdict::DeadLetter => {
-                // In earlier deliveries a mismatch led to a redelivery, so it is logged now.
+                // A fingerprint mismatch is logged only in the last delivery: in earlier deliveries it led to
+                // a redelivery.
                 if is_mismatch && budget.is_last() {
                     log_last_delivery(&call, SetAside::Mismatch);
                 }

@@ -1,4 +1,4 @@
-//! Notes that calls leave for code that polls them on the same thread: a call was refused, or a call waits.
+//! Flags of a thread that a call sets for the code that polls the call: the library refused a call, or a call waits.
 
 use std::cell::Cell;
 

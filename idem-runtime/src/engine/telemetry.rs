@@ -1,5 +1,6 @@
-//! Telemetry of a call: its span, its events, its metrics. Only this module writes them, so that they are the same for
-//! the attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer and tower.
+//! Telemetry of a call: its span, its events, its metrics. Only this module writes telemetry, so that every way to make
+//! a call has the same telemetry: the attribute, [`Operation`](super::Operation), calls in transactions, the HTTP layer
+//! and tower.
 
 use std::sync::Arc;
 use std::time::Duration;
