@@ -106,8 +106,8 @@ impl<'a> KeyBuilder<'a> {
         }
     }
 
-    /// Appends text that is displayed as it stands. A fast path of [`display_part`](KeyBuilder::display_part), with the
-    /// same result.
+    /// Appends a value whose `Display` writes exactly `text`. A fast path of
+    /// [`display_part`](KeyBuilder::display_part), with the same result.
     fn text_part(&mut self, text: &str, next: Option<char>) {
         if is_blank(text) {
             self.missing_part();

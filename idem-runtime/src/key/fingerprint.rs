@@ -183,9 +183,9 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 
 /// An existing digest in place of its payload: `fingerprint = PayloadDigest::new(&upload.sha256)`.
 ///
-/// A digest is a payload like any other, or a part of one. It costs the same as a few bytes, however large the upload
-/// is. A digest never equals its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another
-/// fingerprint. A digest never equals the payload that it was made from either: either all producers and consumers of a
+/// A digest is a payload like any other, or a part of one. A digest costs the same as a few bytes, however large the
+/// upload is. A digest never equals its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another
+/// fingerprint. A digest never equals the payload that it was made from. So either all producers and consumers of a
 /// handler use the digest, or none does; otherwise a duplicate is a mismatch.
 ///
 /// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
@@ -331,7 +331,7 @@ enum Position<'a> {
 /// an array of values.
 #[derive(Default)]
 struct Array {
-    /// Elements, while all of them are bytes.
+    /// Elements of the array, as long as all elements are bytes.
     bytes: Vec<u8>,
     /// True once an element was not a byte. From then on each element is hashed individually.
     mixed: bool,
@@ -746,7 +746,7 @@ impl<'a> ser::Serializer for Hasher<'a> {
             .into_iter()
             .try_for_each(|(name, value)| ser::SerializeMap::serialize_entry(&mut object, &name, &value))?;
         if is_unordered::<I>() {
-            // The table's random order must not decide which of two equal names counts.
+            // The random order of a hash table must not decide which of two entries with the same name counts.
             object.entries.entries.sort_unstable();
         }
         ser::SerializeMap::end(object)

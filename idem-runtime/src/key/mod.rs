@@ -1,4 +1,4 @@
-//! Idempotency keys: scope, escaping, limits, and the versioned form that stores hold.
+//! Idempotency keys: scope, escaping, limits, and the versioned text under which stores hold them.
 
 mod builder;
 mod display;
@@ -29,8 +29,8 @@ pub use self::scope::Scope;
 use self::scope::check_scope;
 pub(crate) use self::scope::is_scope;
 
-/// Version of the stored form. A change of the form needs a new version *and* a way to find records under the old
-/// version: otherwise an upgrade would silently run old operations again.
+/// Version of the stored form of keys. A change of this form needs a new version *and* a way to find records under the
+/// old version: otherwise an upgrade would silently run old operations again.
 const VERSION: &str = "1/";
 
 /// Text that names one operation, under the scope of its handler.
@@ -58,7 +58,7 @@ pub struct Key {
 impl Key {
     /// Beginning of every stored key.
     pub(crate) const STORED: &str = VERSION;
-    /// Length of the longest stored form, in bytes.
+    /// Length of the longest stored form of a key, in bytes.
     pub const MAX_BYTES: usize = problem::MAX_BYTES;
     /// Length of the longest scope, in bytes.
     pub const MAX_SCOPE_BYTES: usize = problem::MAX_SCOPE_BYTES;

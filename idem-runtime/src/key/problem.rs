@@ -49,10 +49,10 @@ impl std::error::Error for KeyError {}
 pub enum KeyProblem {
     /// The key, or a part of it, is `None`, empty or blank.
     Missing,
-    /// The stored form is longer than [`Key::MAX_BYTES`](super::Key::MAX_BYTES).
+    /// The stored form of the key is longer than [`Key::MAX_BYTES`](super::Key::MAX_BYTES).
     #[non_exhaustive]
     TooLong {
-        /// Length of the stored form in bytes.
+        /// Length of the key's stored form in bytes.
         bytes: usize,
     },
     /// A part of the key was given as bytes that are not UTF-8.
