@@ -303,8 +303,8 @@ impl Error {
         }
     }
 
-    /// Returns the action for the message. Never [`Disposition::Ack`]: the message of a failed call is not
-    /// acknowledged.
+    /// Returns the action for the message. The action is never [`Disposition::Ack`]: the message of a failed call is
+    /// not acknowledged.
     pub fn disposition(&self) -> Disposition {
         match self {
             Self::InProgress { retry_after, .. }

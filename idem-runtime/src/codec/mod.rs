@@ -38,8 +38,8 @@ pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 ///
 /// A record carries the name of its codec, and this name includes the version of the written form. The first version
 /// has no number, as in `json`; a second version would be `json2`. Change [`Codec::NAME`] whenever the written form
-/// changes, so that no record is ever read in a wrong form. The library reserves `json`, `msgpack`, `postcard`,
-/// `bytes`, and these names with a number.
+/// changes, so that no record is read as if a later version of the codec had written it. The library reserves `json`,
+/// `msgpack`, `postcard`, `bytes`, and these names with a number.
 ///
 /// A handler with one of the library's codecs also reads results that another codec of the library wrote, if the
 /// feature of that codec is enabled. So you can change the codec while records exist. For other changes, use
@@ -94,7 +94,8 @@ pub trait Codec: 'static {
 /// # Errors
 /// Error of the codec.
 pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec<u8>), CodecError> {
-    // Only `Json` is replaced by plain bytes. A codec of the user may encrypt, so its results must not bypass it.
+    // Only `Json` is replaced by plain bytes. A user's own codec may encrypt, so no result of its handlers may bypass
+    // the codec.
     if TypeId::of::<C>() == TypeId::of::<Json>()
         && let Some(bytes) = bytes::of(value)
     {

@@ -281,7 +281,7 @@ pub(super) async fn decisions_about_one_record(case: &Case) {
         assert_eq!(case.decide(&earlier).await, DecisionAnswer::Applied);
         is_answered(&case.decide(&later).await, by, first.name());
     }
-    // Third case: two concurrent decisions. The store applies either one of them.
+    // Third case: two concurrent decisions. The store applies either of the two, and refuses the other.
     for round in 0..20 {
         let key = interrupted(&format!("at the same time {round}")).await;
         let resolve = case.decision(&key, 1, Action::Resolve(completed("decided"))).await.by("alice");

@@ -12,9 +12,9 @@
 //! # fn main() {}
 //! ```
 //!
-//! The expression is evaluated again for each test, inside of a separate tokio runtime, and may `.await`. It returns a
-//! store, or a [`Subject`], which adds facts to the store, above all a second handle that is opened like in another
-//! process:
+//! The expression is evaluated again for each test, inside of a separate tokio runtime, and may `.await`. The
+//! expression returns a store, or a [`Subject`], which adds facts to the store, above all a second handle that is
+//! opened like in another process:
 //!
 //! ```
 //! use idem_runtime::conformance::Subject;

@@ -23,7 +23,7 @@ pub(super) async fn reservation_repeated(case: &Case) {
         let again = case.reserved(&request, 1, "repeated with the same owner token").await;
         assert_eq!(again, lease, "a repeated reservation gets the same lease");
     }
-    // Repeated reservations of later attempts are recognised too, and so are those after a release.
+    // A repeated reservation of a later attempt, after a release, is recognised too.
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     let second = limited(case.request(&key), 2);
     case.reserved(&second, 2, "a released key").await;

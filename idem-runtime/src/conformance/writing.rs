@@ -162,7 +162,7 @@ pub(super) async fn blocked_record_holds_up_no_other(case: &Case) {
             Some(renewed) => {
                 assert!(all_others(), "the call ended ({renewed:?}) without answers for the other leases: {answers:?}");
             }
-            // The call must end, too.
+            // The renewal call itself must end, too.
             None => drop(case.soon(renew, "a renewal of a blocked record").await),
         }
         assert_eq!(lock(&answers)[blocked], None, "the blocked record has no answer");
@@ -331,7 +331,7 @@ pub(super) async fn finish_names_its_attempt(case: &Case) {
     case.lapse().await;
     let between = case.takes_over(&case.request(&key), 2, "a lapsed lease").await;
     assert_eq!(case.release(&between, Release::Returned).await, Verdict::Applied);
-    // The first request arrives again, long after its answer. It gets an attempt that no caller runs.
+    // The first request arrives again, long after its answer. The repeated request gets an attempt that no caller runs.
     let again = ReserveRequest { lease: LONG, ..request };
     let lease = case.reserved(&again, 3, "the first request once more, on a released key").await;
     for finish in [completed("1"), Finish::Failed(stored("1"))] {

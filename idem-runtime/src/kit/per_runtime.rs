@@ -30,7 +30,7 @@ struct RuntimeTable<T> {
     /// Value of the first runtime. A field of its own, because it is read without a lock, and most programs have only
     /// one runtime.
     first: OnceLock<Local<T>>,
-    /// Values of the other runtimes that have not ended.
+    /// Values of all other runtimes that have not ended.
     others: RwLock<Vec<Arc<Local<T>>>>,
 }
 
@@ -181,7 +181,8 @@ impl<T: Send + Sync + 'static> RuntimeTable<T> {
     }
 }
 
-/// Value of a task that a runtime drops at its end. The drop of a `Tenant` removes the runtime's value from the table.
+/// Owned by a task that its runtime drops at its end. The drop of a `Tenant` removes the runtime's value from
+/// the table.
 struct Tenant<T> {
     table: Weak<RuntimeTable<T>>,
     runtime: Id,

@@ -1,4 +1,5 @@
-//! The share of replays among reservations: if most are replays, a store looks before it reserves.
+//! The share of replays among reservations: if most reservations are replays, a store reads the record before it
+//! reserves the key.
 
 use crate::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,5 +1,5 @@
 //! Metrics about calls, leases and stores: a table of all metrics, and a snapshot of each store handle. The feature
-//! `metrics` also exports them through the facade of that name.
+//! `metrics` also exports all metrics through the facade `metrics`.
 //!
 //! [`StoreExt::metrics`](crate::StoreExt::metrics) returns a [`Snapshot`]. [`TABLE`] lists every metric with its labels
 //! and meaning; no label is ever a key. Scopes beyond the first 200 of a store handle are counted together as `_other`.

@@ -53,8 +53,8 @@ impl Scopes {
         let new = |name| Arc::new(ScopeCells::new(name, Arc::clone(&self.clock)));
         let is_it = |cells: &Arc<ScopeCells>| *cells.scope == *scope;
         if self.count.load(Ordering::Acquire) >= LIMIT {
-            // Another thread may have added this scope as the last one within the limit. A scope is counted once it is
-            // in its list.
+            // Another thread may have added this scope, and so reached the limit. A scope is counted once it is in
+            // its list.
             let found = list.iter().find(|cells| is_it(cells));
             return Arc::clone(found.unwrap_or_else(|| self.other.get_or_init(|| new(OTHER))));
         }

@@ -32,16 +32,16 @@ pub struct Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// Lets the next delivery run again: releases the record, and counts no earlier attempt against `max_attempts`.
-    /// Refused if the operation has finished.
+    /// Lets the next delivery run again: releases the record, and counts no earlier attempt against `max_attempts`. The
+    /// action is refused if the operation has finished.
     Reopen,
     /// Discards the result of a finished operation, and lets the next delivery run again: releases the record, and
-    /// counts no earlier attempt against `max_attempts`. Refused unless the operation has finished.
+    /// counts no earlier attempt against `max_attempts`. The action is refused unless the operation has finished.
     Discard,
     /// Ends the operation with this result. A missing result is supplied, but a recorded result is never replaced.
     Resolve(Finish),
-    /// Ends the operation with this result instead of the recorded result. No delivery runs in between. Refused unless
-    /// the operation has finished.
+    /// Ends the operation with this result instead of the recorded result. No delivery runs in between. The action is
+    /// refused unless the operation has finished.
     Replace(Finish),
     /// Ends the lease, even if it is live. The owner of the lease can't write any more. A broken lease has the
     /// consequences of a crash: under `on_crash = retry` the next delivery runs, under `on_crash = fail` the key is

@@ -203,7 +203,7 @@ pub struct Provenance(SmallValue);
 enum SmallValue {
     #[default]
     Nothing,
-    /// Only a holder, which is a store handle of this process.
+    /// The provenance has only a holder, which is a store handle of this process.
     Held(&'static str),
     /// All four texts in the written form of a record; at least one text is not empty. A copy of the bytes that were
     /// read, in one allocation.

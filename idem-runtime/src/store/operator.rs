@@ -102,8 +102,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
 
     /// Records the end of the operation whose latest attempt is `seen`. Every duplicate gets this end.
     ///
-    /// Possible if the attempt was interrupted, has lapsed, or has ended without a result. An operation that completed
-    /// without a storable result gets the result of `resolution`. A recorded result is not changed;
+    /// `resolve` is possible if the attempt was interrupted, has lapsed, or has ended without a result. An operation
+    /// that completed without a storable result gets the result of `resolution`. A recorded result is not changed;
     /// [`replace`](Self::replace) corrects it.
     ///
     /// # Errors
@@ -134,8 +134,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
 
     /// Lets the next delivery run again. The earlier attempts no longer count against `max_attempts`.
     ///
-    /// Possible if the attempt was interrupted, has lapsed, or has ended without a result. A recorded result is not
-    /// changed; [`discard`](Self::discard) removes it.
+    /// `reopen` is possible if the attempt was interrupted, has lapsed, or has ended without a result. A recorded
+    /// result is not changed; [`discard`](Self::discard) removes it.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).
@@ -165,7 +165,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     }
 
     /// Removes the record and its result: the next delivery runs like the first delivery. Returns whether there was a
-    /// record. For a damaged record this is the only possible decision.
+    /// record. `forget` is the only possible decision about a damaged record.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).

@@ -68,8 +68,8 @@ impl Outage {
         Some(LogLine { since: now.saturating_since(since), failed: state.failed, is_first })
     }
 
-    /// Records a success of kind `what`. Returns a line if this success ends an outage that was reported. Costs one
-    /// atomic load if no operation has failed.
+    /// Records a success of kind `what`. Returns a line if this success ends an outage that was reported. The function
+    /// costs one atomic load if no operation has failed.
     #[inline]
     fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<LogLine> {
         if self.open.load(Ordering::Relaxed) { self.ends(what, now()) } else { None }
@@ -89,7 +89,8 @@ impl Outage {
         state.failing = [None; 4];
         self.open.store(false, Ordering::Relaxed);
         let since = state.since.take()?;
-        // Single failures between successes get no line of their own; a later line includes them in its counts.
+        // A single failure between successes gets no log line of its own; a later line includes the failure in
+        // its counts.
         if !std::mem::take(&mut state.told) {
             return None;
         }
@@ -217,8 +218,8 @@ mod tests {
             assert!(outage.fails(2, at(second)).is_none());
         }
         assert!(outage.succeeds(1, || at(58)).is_none());
-        // No operation writes a result after second 29. From second 59 on, the failure of that second is too old to
-        // prolong the outage.
+        // No operation writes a result after second 29. At second 59 the failure of second 29 is too old to prolong
+        // the outage.
         assert!(outage.succeeds(1, || at(59)).is_some());
     }
 

@@ -201,8 +201,8 @@ impl Explorer {
     }
 
     /// Adds scenarios in which a later delivery is also cancelled or killed, at each of its awaits, after the first
-    /// delivery was cut. For handlers whose second attempt takes another path. The number of scenarios with two cuts
-    /// grows with the square of the awaits.
+    /// delivery was cut. Use `twice` for handlers whose second attempt takes another path. The number of scenarios with
+    /// two cuts grows with the square of the awaits.
     pub fn twice(mut self) -> Self {
         self.twice = true;
         self

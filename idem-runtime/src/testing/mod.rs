@@ -91,7 +91,7 @@
 //!
 //! Time is simulated, and `tokio::time` and [`Worker::clock`] show the simulated time. All tasks run on one thread. A
 //! run repeats exactly if the handler is deterministic: the handler must not use real time or real input and output,
-//! and every `tokio::select!` needs `biased;`. For tests of another form, use a [`Simulation`] alone.
+//! and every `tokio::select!` needs `biased;`. For tests that the explorer can't express, use a [`Simulation`] alone.
 //!
 //! # Limits
 //!

@@ -54,7 +54,8 @@ impl Report {
         &self.awaits
     }
 
-    /// Returns the store calls of the plain run. Each store call failed in another scenario.
+    /// Returns the store calls of the plain run. For each of these calls there is another scenario in which the
+    /// call failed.
     pub fn store_calls(&self) -> &[String] {
         &self.store_calls
     }

@@ -33,7 +33,7 @@ impl<Q: Default> Lanes<Q> {
 pub(crate) struct GatedServer {
     /// Blocks each exchange that has arrived.
     gate: Semaphore,
-    // A plain mutex: no thread switch happens while it is held.
+    // A mutex of `std`: the scheduler switches no threads while this lock is held.
     log: std::sync::Mutex<ExchangeLog>,
 }
 
@@ -100,7 +100,7 @@ pub(crate) fn join_all(threads: impl IntoIterator<Item = thread::JoinHandle<()>>
 /// An owner of lanes whose operations are numbers.
 struct Numbers {
     lanes: Lanes<Vec<u32>>,
-    // A plain mutex: no thread switch happens while it is held.
+    // A mutex of `std`: the scheduler switches no threads while this lock is held.
     ends: std::sync::Mutex<NumberEnds>,
 }
 

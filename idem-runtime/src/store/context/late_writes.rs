@@ -19,7 +19,7 @@ pub(crate) struct LateWrites {
     /// Number of writes and renewals under way.
     under_way: AtomicUsize,
     flushed: PerProcess<Notify>,
-    /// Attempts that are renewed or ended after their lease.
+    /// Attempts that are renewed or ended after the lapse of their lease.
     ends: SharedOrAnew<HashMap<Key, LateEnd>>,
     /// Number of changes of `ends`.
     changes: AtomicU32,
@@ -57,7 +57,7 @@ impl LateWrites {
         self.flushed.here();
     }
 
-    /// Forgets the writes of the parent process. For the forked child of a store in memory.
+    /// Forgets the writes of the parent process. Called in a forked child by a store in memory.
     pub(super) fn start_anew(&self) {
         self.under_way.store(0, Ordering::SeqCst);
     }

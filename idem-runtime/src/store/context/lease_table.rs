@@ -116,7 +116,7 @@ pub(super) struct LeaseEntry {
     /// True once the attempt is ending while it holds its lease. A renewal that is refused afterwards may have come
     /// after that end.
     pub(super) is_ending: bool,
-    /// Woken when `standing` changes, and when a lapsed lease is renewed.
+    /// Waker of the body's task, which is woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
 }
 

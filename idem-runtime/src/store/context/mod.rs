@@ -163,8 +163,8 @@ impl StoreContext {
         }
     }
 
-    /// Returns the same state as `here`, but without a system call. For the later steps of a call whose first step
-    /// used `here`.
+    /// Returns the same state as `here`, but without a system call. Used by the later steps of a call whose first step
+    /// has used `here`.
     fn latest(&self) -> &ProcessState {
         self.process.latest().expect("made with a value")
     }
