@@ -1133,7 +1133,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_pinned() {
+    fn fingerprints_of_fixed_payloads_never_change() {
         // A change of these fingerprints lets no operation run again, but an upgrade then turns duplicates in flight
         // into mismatches. So a change needs another version.
         let order = of(("order", 42, [1.5], BTreeMap::from([("a", None::<u8>)])));
