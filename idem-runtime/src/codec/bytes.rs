@@ -126,7 +126,7 @@ macro_rules! refuse_the_rest {
             Err(NotBytes)
         }
 
-        // The value is refused before it is formatted, which might be slow.
+        // The value is refused without formatting it, because the formatting might be slow.
         fn collect_str<T: std::fmt::Display + ?Sized>(self, _: &T) -> Result<Self::Ok, NotBytes> {
             Err(NotBytes)
         }

@@ -238,8 +238,8 @@ impl Case {
         self.ask(self.store().reserve(request), "reserve").await
     }
 
-    /// Returns the lease that `request` gets, and whether `request` has taken over another attempt. Panics if it gets
-    /// no lease.
+    /// Returns the lease that `request` gets, and whether `request` has taken over another attempt. Panics if `request`
+    /// gets no lease.
     pub(super) async fn wins(&self, request: &ReserveRequest, why: &str) -> (Lease, bool) {
         match self.reserve(request).await {
             Reservation::Granted { lease, takeover } => {
@@ -252,7 +252,8 @@ impl Case {
         }
     }
 
-    /// Returns the lease that `request` gets. Panics unless it is the lease of attempt `attempt`, without a takeover.
+    /// Returns the lease that `request` gets. Panics unless the lease belongs to attempt `attempt`, and the store
+    /// reports no takeover.
     pub(super) async fn reserved(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -263,7 +264,8 @@ impl Case {
         lease
     }
 
-    /// Returns the lease that `request` gets. Panics unless it is the lease of attempt `attempt`, by a takeover.
+    /// Returns the lease that `request` gets. Panics unless the lease belongs to attempt `attempt`, and the store
+    /// reports a takeover.
     pub(super) async fn takes_over(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -355,7 +357,8 @@ impl Case {
         self.inspect(key).await.unwrap_or_else(|| panic!("the record of {key} is gone"))
     }
 
-    /// Runs `refused`. Checks that the store refuses it, and that neither the record nor its times change.
+    /// Awaits the write `refused`. Checks that the store refuses the write, and that neither the record nor its
+    /// times change.
     pub(super) async fn changes_nothing<V: Into<Verdict>>(
         &self,
         key: &Key,

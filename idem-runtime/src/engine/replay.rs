@@ -27,8 +27,8 @@ pub(super) struct Replay {
 }
 
 impl Replay {
-    /// Returns the pause before a message is delivered again if its delivery fails after this replay. The pause equals
-    /// the age of the record, so it doubles with each delivery.
+    /// Returns the pause before a message is delivered again if its delivery fails after this replay. The pause is
+    /// about as long as the age of the record, so the pauses grow from delivery to delivery.
     pub(super) fn pause(&self) -> Duration {
         self.backoff.during(self.age.unwrap_or_default(), self.seed)
     }

@@ -14,7 +14,8 @@ pub struct Scope {
     site: Site,
     shared: bool,
     /// True if the attribute made the scope, in a `static` of its own. The address of that `static` then identifies the
-    /// handler. The location does not: all handlers from one `macro_rules!` expansion have the same location.
+    /// handler. The location does not identify the handler: all handlers from one `macro_rules!` expansion have the
+    /// same location.
     attribute: bool,
     /// Type name of the handler's result, or the reason why the handler may not use this scope. Set at the first use.
     claimed: SharedOnce<Result<&'static str, KeyProblem>>,

@@ -87,8 +87,8 @@ impl<T> Deref for Here<'_, T> {
 }
 
 impl<T: Send + Sync + 'static> PerRuntime<T> {
-    /// Returns the value of the current runtime, or `None` outside of a runtime. If there is no value, `make` makes it;
-    /// its argument is true for the first runtime of the process.
+    /// Returns the value of the current runtime, or `None` outside of a runtime. `make` makes a missing value; the
+    /// argument of `make` is true for the first runtime of the process.
     pub(crate) fn here(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
         Some(Here(self.0.here().find_or_make(&runtime, make)))

@@ -100,7 +100,8 @@ impl Histograms {
     }
 }
 
-/// A number that goes up and down. Only the exporter keeps the number: a snapshot gets the level from its caller.
+/// A number that goes up and down. Only the exporter stores the number: a snapshot gets the current value from
+/// its caller.
 pub(crate) struct Gauge {
     metric: &'static Metric,
     exported: facade::Gauge,

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Random identity of one attempt. Every later write to the record must present it.
+/// Random identity of one attempt. Every later write to the record must present the token.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct OwnerToken([u8; Self::BYTES]);
 

@@ -289,8 +289,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
 pub struct Resolution(Finish);
 
 impl Resolution {
-    /// The operation completed with `result`, a value of the type in the `Ok` of the handler. Duplicates replay it. The
-    /// result is written as JSON, and read back as a check.
+    /// The operation completed with `result`, a value of the type in the `Ok` of the handler. Duplicates replay the
+    /// result. The result is written as JSON, and read back as a check.
     ///
     /// # Errors
     /// [`CodecError`] if the result can't be written, or can't be read back.
@@ -314,7 +314,7 @@ impl Resolution {
     }
 
     /// The operation failed permanently with `error`, a value of the error type of a handler under `on_error = record`.
-    /// Duplicates replay it.
+    /// Duplicates replay the error.
     ///
     /// # Errors
     /// See [`completed`](Self::completed).

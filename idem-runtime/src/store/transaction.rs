@@ -101,7 +101,7 @@ impl fmt::Display for TransactionConflict {
 
 impl Error for TransactionConflict {}
 
-/// Returns whether the server undid the transaction in favour of another one.
+/// Returns whether the server undid the transaction in favour of another transaction.
 pub(crate) fn is_conflict(error: &StoreError) -> bool {
     error.source().is_some_and(<dyn Error>::is::<TransactionConflict>)
 }

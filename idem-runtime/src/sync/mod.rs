@@ -41,7 +41,7 @@ impl Process {
         Self(std::process::id())
     }
 
-    /// Returns whether this is the current process. Costs a system call: some 50 ns.
+    /// Returns whether this is the current process. The comparison costs a system call of some 50 ns.
     pub(crate) fn is_this(self) -> bool {
         self.0 == std::process::id()
     }

@@ -60,7 +60,8 @@ impl<T> PerProcess<T> {
     /// until the child has asked for its own value.
     #[inline]
     pub(crate) fn latest(&self) -> Option<&T> {
-        // No child has taken a claim. Each call asks several times, so this usual case costs one load.
+        // No child has taken a claim. Each call of a handler gets the value several times, so this usual case must cost
+        // no more than one load.
         if self.claims[0].process.load(Ordering::Relaxed) == FREE {
             return self.value.as_ref().map(|(_, value)| value);
         }
@@ -181,8 +182,8 @@ impl<T> SharedOnce<T> {
         self.first.get().or_else(|| self.later.latest())
     }
 
-    /// Returns the value; `make` makes it at the first call. Costs one load after the first call, and a system call in
-    /// the first.
+    /// Returns the value; `make` makes it at the first call. The first call costs a system call, and each later call
+    /// one load.
     #[inline]
     pub(crate) fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         match self.get() {

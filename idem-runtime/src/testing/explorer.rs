@@ -129,7 +129,8 @@ impl DeliveryAnswer {
 /// [`Worker`], and calls the handler. [`Explorer`] does the same with options.
 ///
 /// # Panics
-/// If it is called inside of a tokio runtime, because `explore` starts its own runtime. Call it from a plain `#[test]`.
+/// If `explore` is called inside of a tokio runtime, because it starts its own runtime. Call `explore` from a
+/// plain `#[test]`.
 pub fn explore<F, D>(deliver: F) -> Report
 where
     F: Fn(Worker) -> D + 'static,

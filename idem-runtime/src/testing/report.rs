@@ -60,8 +60,8 @@ impl Report {
         &self.store_calls
     }
 
-    /// Returns the effects of the plain run, and its [questions](super::Worker::happened) about effects. Each effect
-    /// and each question got no answer in another scenario.
+    /// Returns the effects of the plain run, and its [questions](super::Worker::happened) about effects. For each of
+    /// these effects and questions there is another scenario in which the handler got no answer.
     pub fn effects(&self) -> &[String] {
         &self.effect_calls
     }

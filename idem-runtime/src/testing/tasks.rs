@@ -164,7 +164,7 @@ impl Tasks {
 
     pub(super) fn kill(&self, id: u64) {
         let future = self.slots.borrow_mut().get_mut(&id).and_then(|slot| {
-            // A future that is being polled is not in its slot. `kill_at = 0` ends it when the poll returns.
+            // A future that is being polled is not in its slot. `kill_at = 0` ends the future when the poll returns.
             slot.kill_at.set(0);
             slot.future.take()
         });

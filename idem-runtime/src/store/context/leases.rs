@@ -64,7 +64,7 @@ pub(crate) struct Leases {
     abandoned: AtomicBool,
 }
 
-/// Way in which a store handle renews its leases.
+/// Whether a store handle renews its leases, and which leases a forked child starts with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RenewalMode {
     /// Leases are renewed. A forked child starts with an empty table of leases.

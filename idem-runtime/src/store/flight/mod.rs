@@ -265,7 +265,7 @@ impl Flight {
         true
     }
 
-    /// Ends the flight with this record. From here on no duplicate can join it.
+    /// Ends the flight with this record. From here on no duplicate can join the flight.
     fn land(&self, told: Option<(Arc<Inspection>, u64)>) {
         let mut flights = lock(&self.store.context().flights().0);
         self.leave(&mut flights);
