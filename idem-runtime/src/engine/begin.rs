@@ -36,7 +36,7 @@ const END_PAUSE: Duration = Duration::from_secs(1);
 /// or if its lease lapsed before the record was marked as begun.
 const TOKENS: u8 = 3;
 
-/// Result of the begin of a call.
+/// Result of the first phase of a call, which reserves the key.
 pub(super) struct BeginResult {
     pub(super) start: Start,
     /// Time that the call waited for another attempt, if it waited. A wait for another item of the same batch counts as

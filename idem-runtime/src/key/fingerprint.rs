@@ -327,8 +327,8 @@ enum Position<'a> {
     Name,
 }
 
-/// The elements of an array that were hashed so far. The end of the array decides whether it is hashed as bytes or as
-/// an array of values.
+/// The elements of an array that were hashed so far. Only at its end is it known whether the array is hashed as bytes
+/// or as an array of values.
 #[derive(Default)]
 struct Array {
     /// Elements of the array, as long as all elements are bytes.

@@ -238,8 +238,8 @@ mod tests {
     }
 
     impl TestProcess {
-        /// Returns whether the current runtime's value is the first runtime's value. The value must be made now if it
-        /// `is_new`.
+        /// Returns whether the current runtime's value is the first runtime's value. Panics if `is_new` does not say
+        /// whether this call has made the value.
         fn here(&self, is_new: bool) -> bool {
             let called = std::cell::Cell::new(false);
             let make = |is_first| {

@@ -11,8 +11,8 @@ pub enum InProgress {
     /// Returns [`Error::InProgress`](crate::Error::InProgress) immediately.
     #[default]
     Reject,
-    /// Waits for the running attempt, for at most this long. Then replays the result of the attempt, or competes for
-    /// the key if the attempt failed. A temporary failure of the store does not end the wait.
+    /// Waits for the running attempt, for at most this long. After the wait the duplicate replays the result of the
+    /// attempt, or competes for the key if the attempt failed. A temporary failure of the store does not end the wait.
     Wait(Duration),
 }
 

@@ -242,7 +242,8 @@ impl StoreContext {
         self.latest().leases.abandon();
     }
 
-    /// Returns whether leases are renewed. Leases of other stores end in another way, for example with a transaction.
+    /// Returns whether leases are renewed. A lease that is not renewed ends in another way, for example with
+    /// a transaction.
     pub(crate) fn renews(&self) -> bool {
         self.mode != RenewalMode::Never
     }
