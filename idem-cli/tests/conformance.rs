@@ -29,7 +29,7 @@ const PROFILES: [&str; 4] = ["ietf", "stripe", "acp", "ucp"];
 /// Mistake, profile of the server that makes it, and cases that catch it.
 type Catch = (Mistake, &'static str, &'static [&'static str]);
 
-/// Mistakes in a part of the rules. The cases are all that catch the mistake.
+/// Mistakes that break a few rules. The listed cases are all cases that catch the mistake.
 #[rustfmt::skip]
 const CAUGHT: &[Catch] = &[
     (Mistake::CaseIgnored, "ietf", &["keys_differ_in_case"]),
@@ -113,7 +113,7 @@ const CAUGHT: &[Catch] = &[
     (Mistake::BareRefusals, "ucp", &["refusal_has_code_and_content"]),
 ];
 
-/// Mistakes that break almost every replay. Further cases may catch them as well.
+/// Mistakes that break almost every replay. Cases that are not listed may catch these mistakes as well.
 const CAUGHT_BY_MANY: &[Catch] = &[
     (
         Mistake::RunsAgain,
@@ -126,8 +126,8 @@ const CAUGHT_BY_MANY: &[Catch] = &[
     (Mistake::KeyFromPayload, "ietf", &["another_key_is_another_operation"]),
 ];
 
-/// Freedoms that the draft leaves: keys are optional, a field that is no String is ignored (RFC 8941), there are no
-/// callers, the payload is the body alone, and a replay has a status and a body alone.
+/// Freedoms that the IETF draft leaves to a server: keys are optional, a field that is no String (RFC 8941) is ignored,
+/// there are no callers, the payload is only the body, and a replay has only a status and a body.
 const FREEDOMS: &[Mistake] = &[
     Mistake::KeyNotRequired,
     Mistake::MalformedIgnored,
@@ -159,7 +159,7 @@ async fn run<'a>(arguments: impl IntoIterator<Item = &'a str>) -> (i32, String, 
     (status.code().unwrap(), text(stdout), text(stderr))
 }
 
-/// Verdict on a server: the exit status, and the names of the cases that it breaks.
+/// Verdict on a server: the exit status, and the names of the cases that the server fails.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Verdict {
     status: i32,
@@ -168,7 +168,7 @@ struct Verdict {
 }
 
 impl Verdict {
-    /// Names of all cases that the server breaks.
+    /// Names of all cases that the server fails.
     fn broken(&self) -> BTreeSet<String> {
         self.failed.union(&self.advice).cloned().collect()
     }
@@ -202,7 +202,7 @@ async fn check_at(address: SocketAddr, profile: &'static str) -> Verdict {
             names.insert(line["case"].as_str().unwrap().to_owned());
         }
     }
-    // Advice is no reason for a failure.
+    // A server that gets only advice passes.
     assert_eq!(verdict.status, i32::from(!verdict.failed.is_empty()), "{verdict:?}");
     verdict
 }
@@ -215,7 +215,7 @@ async fn a_server_without_a_mistake_passes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_may_close_each_connection() {
+async fn a_server_that_closes_each_connection_passes() {
     for profile in PROFILES {
         assert_eq!(check_at(serve_and_close(profile).await, profile).await, Verdict::default(), "{profile}");
     }
@@ -226,16 +226,16 @@ fn advice<const N: usize>(names: [&str; N]) -> Verdict {
     Verdict { advice: names.map(str::to_owned).into(), ..Verdict::default() }
 }
 
-/// The draft recommends 409. A duplicate that waits for the first response runs nothing either.
+/// The draft recommends 409. A duplicate that waits for the first response does not run the operation again either.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_duplicate_may_wait_under_the_draft() {
+async fn under_the_ietf_draft_a_server_may_let_a_duplicate_wait() {
     let verdict = check(&[Mistake::RunningIsAwaited], "ietf").await;
     assert_eq!(verdict, advice(["duplicate_of_a_running_request_is_409"]));
 }
 
-/// A server that does what the draft says with MUST and SHOULD alone.
+/// A server that does everything that the draft demands with MUST and SHOULD, and nothing more.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_with_each_freedom_of_the_draft_passes() {
+async fn a_server_that_uses_every_freedom_of_the_ietf_draft_passes() {
     let expected = advice([
         "keys_differ_in_case",
         "empty_key_is_refused",
@@ -253,16 +253,16 @@ async fn a_server_with_each_freedom_of_the_draft_passes() {
     assert_eq!(check(FREEDOMS, "ietf").await, expected);
 }
 
-/// The draft recommends UUIDs, and a fixed format of keys that is checked.
+/// The draft recommends UUIDs as keys, and a fixed format of keys that the server checks.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_may_take_uuids_alone_under_the_draft() {
+async fn under_the_ietf_draft_a_server_may_accept_only_uuids_as_keys() {
     let verdict = check(&[Mistake::OnlyUuids], "ietf").await;
     assert_eq!(verdict, advice(["keys_differ_in_case", "quoted_key_works"]));
 }
 
-/// Returns the mistakes whose servers get no verdict that `is_right` accepts.
+/// Checks one server for each mistake. Returns the mistakes for which `is_right` rejects the set of failed cases.
 async fn missed(catches: &'static [Catch], is_right: fn(&BTreeSet<String>, &BTreeSet<String>) -> bool) -> Vec<String> {
-    // Not all together: each check runs a server and the program, and mostly waits.
+    // At most 16 checks run at the same time, because each check runs a server and a process.
     let room = Arc::new(Semaphore::new(16));
     let checks = catches.iter().map(|(mistake, profile, cases)| {
         let room = Arc::clone(&room);
@@ -282,19 +282,19 @@ async fn missed(catches: &'static [Catch], is_right: fn(&BTreeSet<String>, &BTre
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_mistake_is_caught_by_its_cases_alone() {
+async fn each_server_mistake_fails_exactly_the_listed_cases() {
     let missed = missed(CAUGHT, |broken, cases| broken == cases).await;
     assert!(missed.is_empty(), "{missed:#?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_without_replays_is_caught() {
+async fn each_mistake_in_all_replays_fails_at_least_the_listed_cases() {
     let missed = missed(CAUGHT_BY_MANY, BTreeSet::is_superset).await;
     assert!(missed.is_empty(), "{missed:#?}");
 }
 
 #[test]
-fn no_case_is_idle() {
+fn each_built_in_case_catches_a_server_mistake() {
     let file: Value = serde_json::from_str(CASES).unwrap();
     let names: Vec<_> = file["cases"].as_array().unwrap().iter().map(|case| case["name"].as_str().unwrap()).collect();
     let catches = || CAUGHT.iter().chain(CAUGHT_BY_MANY);
@@ -307,7 +307,7 @@ fn no_case_is_idle() {
 }
 
 #[tokio::test]
-async fn the_table_names_each_case_and_its_fault() {
+async fn the_report_names_each_case_and_the_rule_that_a_server_breaks() {
     let url = format!("http://{}/", serve("ietf", &[Mistake::CookieReplayed]).await);
     let (status, output, errors) =
         run([&*url, "--case", "replay_sets_no_cookie", "--case", "duplicate_is_replayed"]).await;
@@ -335,13 +335,13 @@ async fn the_table_names_each_case_and_its_fault() {
 }
 
 #[tokio::test]
-async fn the_file_of_cases_is_printed() {
+async fn print_cases_prints_the_built_in_file_of_cases() {
     let (status, output, errors) = run(["--print-cases"]).await;
     assert_eq!((status, &*output, &*errors), (0, CASES, ""));
 }
 
 #[tokio::test]
-async fn routes_and_callers_are_given_by_arguments() {
+async fn arguments_replace_the_routes_and_callers_of_the_file_of_cases() {
     let url = format!("http://{}", serve("acp", &[]).await);
     let only = ["--profile", "acp", "--case", "callers_have_their_own_keys"];
     let ask = async |arguments: &[&'static str]| {
@@ -355,7 +355,7 @@ async fn routes_and_callers_are_given_by_arguments() {
 }
 
 #[tokio::test]
-async fn wrong_use_is_an_error() {
+async fn wrong_arguments_are_an_error() {
     let url = format!("http://{}", serve("ietf", &[]).await);
     for (arguments, text) in [
         (&["127.0.0.1:8080"][..], "not a URL to check"),
@@ -389,7 +389,7 @@ async fn wrong_use_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_file_that_holds_no_cases_is_refused() {
+async fn a_malformed_file_of_cases_is_refused_with_the_mistake_named() {
     let file = std::env::temp_dir().join(format!("idem-cases-{}.json", std::process::id()));
     let own = |cases: &str| {
         let head = r#""path":"/p","other_path":"/o","counter":"/count","body":{},"sources":{"RFC":{}}"#;
@@ -447,8 +447,8 @@ async fn a_file_that_holds_no_cases_is_refused() {
     std::fs::remove_file(&file).unwrap();
 }
 
-/// Starts a server that answers the first `times` requests with the bytes of `answer`. Afterwards it stops if `goes`,
-/// otherwise it stays silent.
+/// Starts a server that answers the first `times` requests with the bytes of `answer`. Afterwards the server stops if
+/// `goes`, and otherwise never answers again.
 async fn scripted(answer: &'static str, mut times: usize, goes: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -472,7 +472,7 @@ async fn scripted(answer: &'static str, mut times: usize, goes: bool) -> String 
 const COUNT: &str = "HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n7";
 
 #[tokio::test]
-async fn an_unreachable_server_is_an_error() {
+async fn a_server_that_is_unreachable_or_stops_answering_gets_no_verdict() {
     let away = {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         format!("http://{}", listener.local_addr().unwrap())
@@ -533,7 +533,7 @@ async fn behind_tls(server: SocketAddr, folder: &Path) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_may_speak_tls() {
+async fn a_server_with_tls_is_checked() {
     let folder = std::env::temp_dir().join(format!("idem-cli-tls-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let port = behind_tls(serve("ietf", &[]).await, &folder).await;
@@ -554,7 +554,7 @@ async fn a_server_may_speak_tls() {
 }
 
 #[tokio::test]
-async fn counters_may_be_chunked_and_come_after_a_hint() {
+async fn the_counter_response_may_be_chunked_and_follow_early_hints() {
     let chunked = "HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n\
                    5;x=1\r\n{\"n\":\r\n2\r\n7}\r\n0\r\ntrailer: 1\r\n\r\n";
     for answer in [chunked, COUNT, "HTTP/1.1 200 OK\r\n\r\n7"] {
@@ -567,7 +567,7 @@ async fn counters_may_be_chunked_and_come_after_a_hint() {
 }
 
 #[tokio::test]
-async fn a_pipe_that_closes_ends_the_run_quietly() {
+async fn a_closed_output_pipe_ends_the_checker_without_a_message() {
     let url = format!("http://{}", serve("ietf", &[]).await);
     let mut child = idem([&*url, "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();

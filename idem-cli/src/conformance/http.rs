@@ -1,4 +1,4 @@
-//! `idem conformance http`: checks whether an HTTP server, in any language, follows the rules of the `Idempotency-Key`.
+//! `idem conformance http`: checks whether an HTTP server follows the rules of the header `Idempotency-Key`.
 
 mod cases;
 mod run;
@@ -18,7 +18,7 @@ use crate::report::{CLOSED_PIPE, time_limit};
 
 const BUILT_IN: &str = include_str!("../../cases/http.json");
 
-/// Case files are written by hand, so a larger file is a mistake.
+/// Largest case file that is read. People write case files, so a larger file is probably the wrong file.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// Checks that an HTTP server follows the rules of the Idempotency-Key.
@@ -108,7 +108,7 @@ fn complain(text: &str) -> ExitCode {
 /// Returns whether all required cases pass.
 async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
     let server = Server::parse(url).map_err(|what| {
-        // The URL may hold a password.
+        // The URL may contain a password, so the errors do not quote such a URL.
         let url = if url.contains('@') { "the URL" } else { url };
         Stop::Error(format!("{url} is not a URL to check: {what}"))
     })?;
@@ -124,7 +124,8 @@ async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
     let (mut failed, mut advice) = (0, 0);
     for (case, ground) in &chosen {
         let wrong = checker.run(case).await.err();
-        // After a failed case the counter shows whether the server itself is gone. That gives no verdict.
+        // A case also fails if the server itself is gone. A request to the counter shows this, and then there
+        // is no verdict.
         if let Some(wrong) = &wrong {
             *if ground.level == Level::Required { &mut failed } else { &mut advice } += 1;
             if let Err(error) = checker.count().await {
@@ -217,7 +218,8 @@ fn file(arguments: &HttpArguments) -> Result<File, String> {
     Ok(file)
 }
 
-/// Selects the cases of the profile, or the named cases among them, with their grounds.
+/// Selects the cases of the profile, or of these only the cases that the arguments name. Each case comes with the
+/// sentence that asks for its rule.
 fn choose<'a>(file: &'a File, arguments: &HttpArguments) -> Result<Vec<(&'a Case, &'a Ground)>, String> {
     let profile = arguments.profile;
     let is_named = |case: &Case, name: &String| case.name == *name || case.id == *name;

@@ -30,11 +30,11 @@ pub(crate) struct StoreCheckArguments {
     pub(crate) json: bool,
 }
 
-/// Clauses that need a test with its own server.
+/// Clauses of the store contract that this command does not check, because their tests need a server of their own.
 const UNARMED: [&str; 3] = ["unreachable_store", "foreign_value", "blocked_record_holds_up_no_other"];
-/// Time limit for a clause; a longer one hangs.
+/// Time limit for the check of one clause. A check that takes longer hangs.
 const LONGEST: Duration = Duration::from_secs(300);
-/// Largest result for an item of DynamoDB, whose limit is 400 KB.
+/// Largest result that the checks write to DynamoDB, which limits an item to 400 KB.
 const LARGEST_ITEM: usize = 390_000;
 
 pub(crate) async fn main(arguments: &StoreCheckArguments) -> Result<ExitCode, Stop> {
@@ -45,7 +45,8 @@ pub(crate) async fn main(arguments: &StoreCheckArguments) -> Result<ExitCode, St
     if place.kind() == "dynamodb" {
         subject = subject.largest_result(LARGEST_ITEM).patience(Duration::from_secs(120));
     }
-    // The panic of a failed clause is reported in its line.
+    // The check of a clause fails by a panic. The line of the clause shows its message, so the default hook must not
+    // print the message too.
     std::panic::set_hook(Box::new(|_| {}));
     let output = Output { json: arguments.json };
     let width = clauses.iter().map(|clause| clause.name().len()).max().unwrap_or_default();
@@ -84,7 +85,7 @@ fn chosen(names: &[String]) -> Result<Vec<&'static Clause>, Stop> {
     names.iter().map(find).collect()
 }
 
-/// Extracts the message from the panic of a clause.
+/// Returns the message of the panic with which the check of a clause failed.
 fn said(panic: Box<dyn Any + Send>) -> String {
     match panic.downcast::<String>() {
         Ok(text) => *text,

@@ -9,7 +9,8 @@ use super::Findings;
 use crate::report::{Stop, human};
 use crate::store::postgres::{Database, VERSION, ask, differences, refused};
 
-/// Number of dead rows above which dead rows cost more than the records.
+/// Number of dead rows above which the doctor warns, if the table also has more than half as many dead rows
+/// as live rows.
 const MANY_DEAD: i64 = 10_000;
 /// Limit for counting expired rows that no purge has removed.
 const MANY_EXPIRED: i64 = 10_000;
@@ -280,7 +281,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
             &table.alter("autovacuum_vacuum_cost_limit = 2000, autovacuum_vacuum_cost_delay = 2"),
         ),
     }
-    // An open transaction keeps every row that has died since it began.
+    // While a transaction is open, VACUUM can't remove the rows that have died since this transaction began.
     let question = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
                     AND xact_start < statement_timestamp() - interval '10 minutes'";
     match one::<i64>(client, question, &[]).await? {

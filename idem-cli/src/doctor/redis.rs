@@ -179,7 +179,7 @@ fn eviction(info: &Info<'_>, findings: &mut Findings) {
     }
 }
 
-/// Checks whether the server was emptied.
+/// Checks whether `FLUSHALL` or `FLUSHDB` has deleted all records since the server started.
 fn flushes(info: &Info<'_>, findings: &mut Findings) {
     let calls = |command: &str| {
         let calls = info.get(&format!("cmdstat_{command}")).strip_prefix("calls=");

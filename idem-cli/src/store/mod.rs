@@ -84,7 +84,7 @@ fn variable(name: &str) -> Result<Option<String>, Stop> {
     }
 }
 
-/// The future of a [`Place`]'s answer.
+/// Future that a method of [`Place`] returns.
 pub(crate) type PlaceFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
 /// Location of records, for one kind of store.
@@ -120,7 +120,7 @@ pub(crate) enum Server<'a> {
     Redis(&'a redis::Servers),
     #[cfg(feature = "sqlite")]
     Sqlite(&'a sqlite::File),
-    /// A build without stores has no place.
+    /// Never constructed. Keeps the enum valid in a build without stores.
     #[cfg(not(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite")))]
     #[expect(dead_code, reason = "it only gives the lifetime a use")]
     Absent(&'a std::convert::Infallible),

@@ -128,7 +128,7 @@ pub(crate) async fn ask(client: &Client, question: &str, texts: &[&str]) -> Resu
     client.query_typed(question, &params).await
 }
 
-/// Converts a refusal. The server's own message names the missing right.
+/// Converts an error of PostgreSQL into a refusal of the command. PostgreSQL's message names the missing right.
 pub(crate) fn refused(error: &tokio_postgres::Error) -> Stop {
     Stop::Unreachable(format!("the server refused a question: {}", chain(error)))
 }

@@ -19,8 +19,8 @@ use crate::store::StoreArguments;
 
 /// Watches running and stuck records: leases, their holders, and keys that wait for an operator.
 ///
-/// On a terminal, the command shows one screen (q ends it, arrows scroll); otherwise it prints each look below the
-/// last.
+/// On a terminal, the command shows one screen (q ends it, arrows scroll); otherwise it prints each snapshot of the
+/// store below the previous one.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 #[expect(clippy::struct_excessive_bools, reason = "independent switches")]
@@ -28,23 +28,23 @@ pub(crate) struct WatchArguments {
     /// Only records of this scope
     #[arg(long, value_name = "NAME")]
     scope: Option<String>,
-    /// Time between two looks, as `2s` or `1m`
+    /// Time between two snapshots, as `2s` or `1m`
     #[arg(long, value_name = "TIME", default_value = "2s")]
     every: Age,
-    /// Ends after this number of looks (default: never)
+    /// Ends after this number of snapshots (default: never)
     #[arg(long, value_name = "N")]
     times: Option<u64>,
-    /// Maximum number of records per look
+    /// Maximum number of records in a snapshot
     #[arg(long, value_name = "N", default_value = "1000")]
     limit: usize,
-    /// Also counts all records at each look, and shows the number of operations that end per second; this reads all
-    /// records
+    /// Also counts all records for each snapshot, and shows the number of operations that end per second; this
+    /// reads all records
     #[arg(long)]
     counts: bool,
-    /// Prints each look below the last, even on a terminal
+    /// Prints each snapshot below the previous one, even on a terminal
     #[arg(long)]
     plain: bool,
-    /// Allows a scan of the whole store in Redis and DynamoDB, in each look
+    /// Allows a scan of the whole store in Redis and DynamoDB, for each snapshot
     #[arg(long)]
     scan: bool,
     #[command(flatten)]
@@ -54,7 +54,7 @@ pub(crate) struct WatchArguments {
     pub(crate) json: bool,
 }
 
-/// Shortest time between two looks, to limit the load of the store.
+/// Shortest time between two snapshots, to limit the load of the store.
 const SHORTEST: Duration = Duration::from_secs(1);
 
 impl WatchArguments {
@@ -63,10 +63,10 @@ impl WatchArguments {
     }
 }
 
-/// Findings of one look.
+/// A snapshot of the store: the records to show, and their counts.
 struct Look {
     store: &'static str,
-    /// Time that the store took for the whole look.
+    /// Time that the store took to answer for this snapshot.
     took: Duration,
     /// Records that need an operator, then running records; in each group the oldest first.
     records: Vec<(Key, Inspection)>,
@@ -74,7 +74,7 @@ struct Look {
     more: bool,
     /// Counts of all records, if requested, and the time of counting.
     stats: Option<(Stats, Instant)>,
-    /// Number of operations that ended per second since the last look.
+    /// Number of operations that ended per second since the previous snapshot.
     ended: Option<f64>,
 }
 
@@ -124,7 +124,7 @@ impl Look {
         self.records.iter().filter(|(_, found)| found.standing() == standing).count()
     }
 
-    /// Returns the lines at the top.
+    /// Returns the lines at the top of the screen.
     fn head(&self) -> Vec<String> {
         let Self { store, took, more, .. } = self;
         let [running, lapsed, interrupted] =

@@ -24,13 +24,14 @@ const SINCE: u16 = 10;
 #[derive(Default)]
 struct View {
     look: Option<Look>,
-    /// Error of the latest look.
+    /// Error of the latest reading of the store; `None` if that reading succeeded.
     failure: Option<String>,
     place: TableState,
 }
 
 pub(super) async fn run(store: &dyn Store, arguments: &WatchArguments) -> Result<ExitCode, Stop> {
-    // A failure of the first look ends the command with its exit status. The screen shows the failures of later looks.
+    // If the first reading of the store fails, the command ends with the exit status of the failure. Later failures are
+    // shown on the screen.
     let first = Look::at(store, arguments, None).await?;
     let mut terminal = ratatui::try_init()?;
     let mut view = View { look: Some(first), ..View::default() };
@@ -131,7 +132,7 @@ impl View {
             .header(Line::new(names).style(Style::new().add_modifier(Modifier::BOLD)))
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
         frame.render_stateful_widget(table, middle, &mut self.place);
-        // A paragraph is cut off if the screen has no room for it.
+        // The hint is cut off if the screen is too narrow for it.
         frame.render_widget(Paragraph::new("q ends, arrows scroll"), bottom);
     }
 }

@@ -138,7 +138,7 @@ mistakes! {
     LargeForgotten,
     /// All callers share their keys.
     CallerIgnored,
-    /// A new token is a new caller.
+    /// The token identifies the caller, so a new token makes a new caller.
     TokenIsTheCaller,
     /// A request without credentials counts as a caller of its own.
     NobodyIsSomebody,
@@ -318,7 +318,7 @@ impl Server {
         if self.has(Mistake::KeyFromPayload) && !payload.contains("takes_ms") {
             id = Some(payload.clone());
         }
-        // Without a key, or by this mistake without a look, the operation runs unprotected.
+        // The operation runs unprotected if the request has no key, or if this mistake skips the search for a record.
         let is_first = self.connections.lock().unwrap().insert(peer);
         let Some(id) = id.filter(|_| is_first || !self.has(Mistake::LooksOncePerConnection)) else {
             return Ok(self.respond(self.operate(&path, &body).await));
@@ -335,7 +335,7 @@ impl Server {
             true => running.await,
             false if self.has(Mistake::RecordsTheDelivered) => tokio::spawn(running).await.unwrap(),
             false => {
-                // Nothing that happens to the client forgets the record.
+                // From here on, a hang-up of the client no longer removes the record.
                 guard.id = None;
                 tokio::spawn(running).await.unwrap()
             }

@@ -60,7 +60,7 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// Sets the scene on the store at this URL.
+    /// Creates the scene of the incident `title` on the store at this URL.
     pub(crate) fn at(title: &'static str, url: &str) -> Self {
         let name = Command::new("uname").arg("-n").output().expect("the name of this host");
         Self {
@@ -73,7 +73,7 @@ impl Scene {
         }
     }
 
-    /// Sets the scene on a SQLite file.
+    /// Creates the scene of the incident `title` on a SQLite file.
     pub(crate) async fn on_file(title: &'static str) -> (Self, SqliteStore) {
         let mut scene = Self::at(title, "");
         scene.url = format!("sqlite:{}", scene.folder.file().display());

@@ -53,7 +53,7 @@ async fn a_running_attempt_is_shown_with_its_lease() {
 }
 
 #[tokio::test]
-async fn a_result_is_shown_only_when_it_is_asked_for() {
+async fn a_recorded_result_is_shown_only_with_the_option_result() {
     let records = Records::new().await;
     completed(&records.store, "42", br#"{"card":"4111"}"#).await;
     for json in [&[][..], &["--json"]] {
@@ -74,7 +74,7 @@ async fn a_result_is_shown_only_when_it_is_asked_for() {
 }
 
 #[tokio::test]
-async fn nothing_found_is_status_4() {
+async fn a_command_on_an_absent_record_exits_with_status_4() {
     let records = Records::new().await;
     for verb in [&["show"][..], &["reopen", "--yes"], &["forget", "--yes"], &["resolve", "--without-result", "--yes"]] {
         let text = [verb, &["pay/42"]].concat();
@@ -112,7 +112,7 @@ async fn an_interrupted_operation_is_resolved_with_its_result() {
 }
 
 #[tokio::test]
-async fn the_later_of_two_people_is_refused() {
+async fn the_second_of_two_decisions_about_the_same_revision_is_refused() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let seen = records.revision("pay/42");
@@ -134,7 +134,7 @@ async fn the_later_of_two_people_is_refused() {
 }
 
 #[tokio::test]
-async fn each_end_can_be_recorded() {
+async fn resolve_records_each_kind_of_end_of_an_operation() {
     let records = Records::new().await;
     let file = records.file(b"\"declined\"");
     let file = file.to_str().unwrap();
@@ -256,7 +256,7 @@ async fn a_request_is_answered_with_the_response_that_an_operator_gave() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_no_response_is_refused_and_not_quoted() {
+async fn a_file_that_is_no_http_response_is_refused_and_not_quoted() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     for (content, problem) in [
@@ -316,7 +316,7 @@ async fn only_release_breaks_a_live_lease() {
 }
 
 #[tokio::test]
-async fn a_changed_record_is_left_alone() {
+async fn a_decision_about_a_record_that_has_changed_is_refused() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let seen = records.revision("pay/42");
@@ -333,7 +333,7 @@ async fn a_changed_record_is_left_alone() {
 }
 
 #[tokio::test]
-async fn no_question_is_asked_without_a_terminal() {
+async fn without_a_terminal_a_decision_asks_for_no_confirmation() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     for verb in [&["reopen"][..], &["forget"], &["resolve", "--without-result"], &["release", "--break-lease"]] {
@@ -355,7 +355,7 @@ fn on_terminal(line: &str, typed: &str) -> (i32, String) {
 }
 
 #[tokio::test]
-async fn on_a_terminal_a_question_is_asked() {
+async fn on_a_terminal_a_decision_asks_for_confirmation() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let line = format!("{} reopen pay/42 --store {}", env!("CARGO_BIN_EXE_idem"), records.url());
@@ -566,7 +566,7 @@ async fn errors_of_wrong_use_show_no_passwords() {
 }
 
 #[test]
-fn an_unreachable_store_is_status_3() {
+fn a_command_on_an_unreachable_store_exits_with_status_3() {
     for url in [
         "redis://bob:secret@127.0.0.1:1",
         "redis-cluster://bob:secret@127.0.0.1:1",
@@ -584,7 +584,7 @@ fn an_unreachable_store_is_status_3() {
 }
 
 #[test]
-fn a_closed_pipe_ends_the_program_quietly() {
+fn a_closed_output_pipe_ends_the_program_without_a_message() {
     for arguments in
         [&["schema", "print", "sqlite"][..], &["key", "pay/42"], &["man"], &["completions", "bash"], &["--help"]]
     {
@@ -598,7 +598,7 @@ fn a_closed_pipe_ends_the_program_quietly() {
 }
 
 #[tokio::test]
-async fn a_pipe_that_closes_during_the_output_ends_the_program_quietly() {
+async fn an_output_pipe_that_closes_midway_ends_the_program_without_a_message() {
     use std::io::BufRead;
     let records = Records::new().await;
     // The list is longer than the buffer of a pipe.
@@ -637,7 +637,7 @@ async fn a_terminal_of_forty_columns_shows_stuck_records() {
 }
 
 #[tokio::test]
-async fn printed_keys_equal_the_keys_of_handlers() {
+async fn keys_printed_by_idem_key_equal_the_keys_of_handlers() {
     use idem_runtime::{Error, MemoryStore, idempotent};
 
     #[idempotent(key = "order:{tenant}:{id}", ttl = "1h", store = store, scope = "ship", on_error = release)]
@@ -670,7 +670,7 @@ async fn printed_keys_equal_the_keys_of_handlers() {
 }
 
 #[test]
-fn printed_keys_of_requests_equal_the_keys_of_the_layer() {
+fn keys_printed_by_idem_key_for_requests_equal_the_keys_of_the_layer() {
     let asked = |arguments: &[&str]| run(&mut command([&["key", "--http"], arguments].concat())).ends(0);
     let of = ["--route", "/payments", "--caller", "alice"];
     let expected = "key     http/POST /payments:alice:order-42\n";
@@ -686,7 +686,7 @@ fn printed_keys_of_requests_equal_the_keys_of_the_layer() {
 }
 
 #[test]
-fn completions_and_pages_name_every_verb() {
+fn shell_completions_and_manual_pages_name_every_subcommand() {
     let verbs = ["doctor", "show", "resolve", "reopen", "forget", "release", "purge", "key", "schema", "conformance"];
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = run(&mut command(["completions", shell])).ends(0).out;
@@ -706,7 +706,7 @@ fn completions_and_pages_name_every_verb() {
 }
 
 #[test]
-fn definitions_are_printed_without_a_server() {
+fn schema_print_needs_no_server() {
     let print = |arguments: &[&str]| run(&mut command([&["schema", "print"], arguments].concat())).ends(0);
     print(&["postgres", "--schema", "shop", "--login", "o\"k"])
         .says(r#"CREATE TABLE IF NOT EXISTS "shop".records"#)
@@ -809,7 +809,7 @@ async fn all_keys_with_a_prefix_are_listed_and_then_forgotten() {
 }
 
 #[tokio::test]
-async fn a_watch_lists_records_for_an_operator_first() {
+async fn watch_lists_records_that_need_an_operator_first() {
     let records = Records::new().await;
     pending(&records.store, "a").await;
     interrupted(&records.store, "b").await;
@@ -831,7 +831,7 @@ async fn a_watch_lists_records_for_an_operator_first() {
 }
 
 #[tokio::test]
-async fn the_document_names_every_verb_and_field() {
+async fn docs_cli_names_every_verb_json_field_and_doctor_check() {
     let document = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/cli.md")).unwrap();
     let help = run(&mut command(["--help"])).ends(0).out;
     let verbs = help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
@@ -866,7 +866,7 @@ async fn the_document_names_every_verb_and_field() {
 }
 
 #[tokio::test]
-async fn a_handler_replays_a_resolution() {
+async fn a_handler_replays_the_result_that_an_operator_recorded() {
     use idem_runtime::{Compressed, Error, Store, StoreExt, idempotent};
     use tokio::sync::Semaphore;
 

@@ -78,7 +78,7 @@ fn finds(run: &Run, check: &str, level: &str, text: &str) {
 }
 
 #[tokio::test]
-async fn sqlite() {
+async fn all_commands_work_on_a_sqlite_file() {
     let records = Records::new().await;
     settles(&records.url(), &records.store).await;
     let doctor = records.idem(&["doctor", "--json"]).ends(0);
@@ -98,7 +98,7 @@ async fn sqlite() {
 }
 
 #[tokio::test]
-async fn redis() {
+async fn all_commands_work_on_a_redis_server() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
     let url = server.url();
     let store = RedisStore::connect(&url).await.unwrap();
@@ -180,7 +180,7 @@ async fn commands_work_on_a_redis_cluster() {
     let doctor = idem_at(&url, &["doctor", "--json"]);
     finds(&doctor, "cluster", "ok", "cluster_state ok");
     finds(&doctor, "probe", "ok", "");
-    // A single node of a cluster is not a server.
+    // The URL of a single server is refused if the server is a node of a cluster.
     let node = format!("redis://127.0.0.1:{}", cluster.ports()[0]);
     idem_at(&node, &["show", "pay/42"]).ends(3).complains("redis-cluster://");
 }
@@ -239,7 +239,7 @@ async fn the_doctor_of_redis_finds_settings_that_lose_records() {
 }
 
 #[tokio::test]
-async fn postgres() {
+async fn all_commands_work_on_a_postgresql_server() {
     let server = PostgresServer::start();
     let url = server.url();
     idem_at(&url, &["show", "pay/42"]).ends(3).complains("there is no table");
@@ -301,7 +301,7 @@ async fn postgres() {
 }
 
 #[tokio::test]
-async fn the_doctor_of_postgres_finds_a_failover_that_forgets() {
+async fn the_doctor_of_postgresql_warns_that_a_failover_would_lose_records() {
     let primary = PostgresServer::start();
     idem_at(&primary.url(), &["schema", "migrate", "--yes"]).ends(0);
     finds(&idem_at(&primary.url(), &["doctor", "--json"]).ends(0), "replication", "ok", "no standby");
@@ -324,7 +324,7 @@ async fn the_doctor_of_postgres_finds_a_failover_that_forgets() {
 }
 
 #[tokio::test]
-async fn an_interrupted_purge_is_an_error_and_another_finishes() {
+async fn an_interrupted_purge_is_an_error_and_a_second_purge_finishes() {
     let mut server = PostgresServer::start();
     let url = server.url();
     idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
@@ -364,7 +364,7 @@ async fn an_interrupted_purge_is_an_error_and_another_finishes() {
 }
 
 #[tokio::test]
-async fn dynamodb() {
+async fn all_commands_work_on_a_dynamodb_table() {
     let emulator = Emulator::start(dynamo::Kind::Dynoxide);
     let url = format!("dynamodb://idempotency?region=eu-central-1&endpoint={}", emulator.endpoint());
     finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "table", "error", "there is no table");
@@ -382,7 +382,7 @@ async fn dynamodb() {
 }
 
 #[tokio::test]
-async fn commands_work_on_a_partitioned_table() {
+async fn commands_work_on_a_partitioned_table_of_postgresql() {
     let server = PostgresServer::start();
     let url = server.url();
     let migrate = ["schema", "migrate", "--partitions", "4", "--yes"];
@@ -441,7 +441,7 @@ async fn warns(url: &str, check: &str, found: &str, bad: &str, mended: &str) {
 }
 
 #[tokio::test]
-async fn the_doctor_of_postgres_finds_settings_that_are_slow_at_size() {
+async fn the_doctor_of_postgresql_finds_settings_that_are_slow_for_large_tables() {
     let server = PostgresServer::start();
     let url = server.url();
     idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);

@@ -43,26 +43,28 @@ pub(super) struct File {
     pub(super) counter: String,
     /// Body of a request that sets none.
     pub(super) body: Value,
-    /// The header lines of each caller.
+    /// Header lines with the credentials of each caller, by the name of the caller.
     pub(super) callers: BTreeMap<String, Vec<String>>,
-    /// Texts that the cases quote: by name, with their address for readers of the file.
+    /// Published texts (standards, manuals) that the cases quote, by name. The values, such as addresses, are for
+    /// readers of the file.
     pub(super) sources: BTreeMap<String, Value>,
     pub(super) cases: Vec<Case>,
 }
 
-/// Caller of a request that names none.
+/// Name of the caller who sends a request without a `caller`.
 pub(super) const FIRST: &str = "first";
 
 /// A rule, and the steps that check it.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Case {
-    /// Stable name for reports of others. The id of a removed case is never used again.
+    /// Stable name of the case, to which other programs can refer. The id of a removed case is never used again.
     pub(super) id: String,
     pub(super) name: String,
     /// The rule in words.
     pub(super) rule: String,
-    /// Sentences that ask for the rule, with their profiles. Other profiles do not have the rule.
+    /// Quoted sentences that ask for the rule, with the profiles to which they apply. A profile without such a sentence
+    /// does not have the rule.
     pub(super) grounds: Vec<Ground>,
     pub(super) steps: Vec<Step>,
     /// Expected number of runs of the operations at the end.
@@ -79,7 +81,7 @@ impl Case {
         self.grounds.iter().flat_map(|ground| ground.profiles.iter().copied())
     }
 
-    /// Checks the parts of a case that are no steps.
+    /// Checks the case except for its steps.
     fn check(&self) -> Result<(), &'static str> {
         let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
         if self.name.is_empty() || !self.name.chars().all(is_name) {
@@ -121,7 +123,8 @@ pub(super) struct Ground {
 pub(super) enum Level {
     /// A server that breaks the rule fails.
     Required,
-    /// The text leaves the matter open. A server that breaks the rule gets an advice.
+    /// The quoted sentence leaves the choice to the server. A server that breaks the rule gets advice, and
+    /// does not fail.
     Advised,
 }
 
@@ -163,10 +166,10 @@ pub(super) struct Send {
     pub(super) caller: Option<String>,
     /// Further header lines.
     pub(super) headers: Vec<String>,
-    /// Name of a key, or a text with `{name}` for keys, sent in the form of the profile. Without `key` and `fields`, no
-    /// key is sent.
+    /// Key that the request sends: the name of a key, or a text in which `{name}` stands for a key. The profile decides
+    /// whether the key is sent in quotes. Without `key` and `fields`, no key is sent.
     pub(super) key: Option<String>,
-    /// The field lines to send instead, with `{name}` for a key.
+    /// Field lines that the request sends instead of `key`, as written; `{name}` stands for a key.
     pub(super) fields: Vec<String>,
     /// A text is sent as is, every other value as JSON.
     pub(super) body: Option<Value>,
@@ -183,7 +186,7 @@ pub(super) enum How {
     Together(u16),
     /// This many requests at the same time over one connection.
     Pipelined(u16),
-    /// Repeatedly while the answer is 409.
+    /// Repeatedly, until the response is not 409.
     UntilFree,
     /// The client sends half of the body, then hangs up.
     HangUpInBody,
@@ -204,16 +207,17 @@ impl How {
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Expect {
     pub(super) status: Option<ByProfile>,
-    /// Status and body equal an earlier response. If `status` is set too, this applies only to a 2xx response.
+    /// Label of an earlier response that has the same status and body. If `status` is set too, only a 2xx response must
+    /// be the same.
     pub(super) same_as: Option<String>,
-    /// The body differs from an earlier response. Applies only to a 2xx response.
+    /// Label of an earlier response that has another body. Applies only to a 2xx response.
     pub(super) differs_from: Option<String>,
-    /// These fields equal those of `same_as`, in their order.
+    /// Names of fields whose values, in their order, equal the values in the response `same_as`.
     pub(super) same_headers: Vec<String>,
     pub(super) headers: BTreeMap<String, Field>,
     /// Required members of the JSON body; `null` accepts any value.
     pub(super) body: Option<Value>,
-    /// Explanation that a response other than 2xx has.
+    /// Explanation that the response must contain unless its status is 2xx.
     pub(super) explained: Option<Explanation>,
 }
 
@@ -223,7 +227,7 @@ pub(super) struct Expect {
 pub(super) enum Explanation {
     /// A link to documentation: `Link`, a problem of RFC 9457, or a URL in the body.
     Link,
-    /// A text, or a link.
+    /// A body that is not blank, or a link.
     Text,
 }
 
@@ -281,13 +285,14 @@ pub(super) enum Field {
     Is(bool),
     /// Present once, with this text.
     Text(String),
-    /// Absent, or with another text.
+    /// Absent, or present with another text than `not`.
     Other { not: String },
     /// An integer of at least this value.
     Number { at_least: u64 },
     /// Present this many times.
     Count { count: usize },
-    /// Present once, with the key that a request with this `key` sends bare.
+    /// Present once. The value is the idempotency key of the request with this `key`, without quotation marks, even in
+    /// the profile `ietf`, whose requests send the key in quotation marks.
     Key { key: String },
 }
 
@@ -350,7 +355,7 @@ impl File {
             if !expect.same_headers.is_empty() && expect.same_as.is_none() {
                 return Err("`same_headers` needs `same_as`".to_owned());
             }
-            // Inner steps run first, so their labels exist when this response arrives.
+            // The steps in `while_running` run first, so their labels exist when this response arrives.
             self.check_steps(case, &step.while_running, labels)?;
             for label in expect.same_as.iter().chain(&expect.differs_from) {
                 if !labels.contains(label) {
@@ -451,7 +456,8 @@ pub(super) fn key_text(key: &str, unique: u128) -> Result<String, String> {
     }
 }
 
-/// Returns the key for the `name` in a case. Each run has its own keys. A server may accept UUIDs alone.
+/// Returns the key that stands for `name` in a case: a UUID, because some servers accept only UUIDs. The keys differ in
+/// each run of a case.
 fn uuid(unique: u128, name: &str) -> String {
     // FNV-1a: two names in a case give two keys.
     let hash = name
@@ -481,7 +487,7 @@ mod tests {
                 assert!(!ground.sentence.is_empty(), "{} has no sentence", case.name);
                 let is_listed = file.sources.keys().any(|name| ground.source.starts_with(&**name));
                 assert!(is_listed, "{} quotes `{}`, which is not listed", case.name, ground.source);
-                // A choice of this project binds no other server, whatever the profile.
+                // A rule that only this project asks for (a source `idem…`) must not be required of any other server.
                 let is_choice = ground.source.starts_with("idem");
                 assert!(!is_choice || ground.level == Level::Advised, "{} requires a choice of idem", case.name);
             }
@@ -490,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_uuids_and_each_name_has_its_own() {
+    fn keys_are_uuids_and_each_name_in_a_case_has_its_own_key() {
         let (mut keys, names) = (HashSet::new(), ["", "a", "b", "A", "ab"]);
         for unique in [0, u128::MAX, 7] {
             for name in names {

@@ -13,12 +13,12 @@ use super::wire::{Connection, Reply, Server};
 /// Pause between two polls.
 const POLL: Duration = Duration::from_millis(10);
 
-/// Time after which a server has most likely noticed a client's hang-up. No answer confirms it; a slower server passes
-/// the case.
+/// Time after which a server has most likely noticed that the client hung up. No response confirms this, so a slower
+/// server passes the case untested.
 const NOTICE: Duration = Duration::from_millis(300);
 
-/// Factor for the duration of operations when a case is repeated because its operation ended before its duplicates were
-/// answered.
+/// Factor by which operations take longer when a case is repeated. A case is repeated if its operation ended before the
+/// duplicates were answered.
 const LONGER: u64 = 6;
 
 /// State of one run of a case.
@@ -208,8 +208,8 @@ impl Checker<'_> {
                     match self.in_time(connection.next_reply()).await? {
                         Some(reply) => replies.push(reply),
                         None if replies.is_empty() => return Err("the server closed the connection".to_owned()),
-                        // A server may close a connection after a response. RFC 9112, 9.6: what it has not answered may
-                        // be asked again over another one.
+                        // A server may close a connection after a response. Requests that it has not answered may be
+                        // sent again over another connection (RFC 9112, section 9.6).
                         None => replies.push(self.exchange(&message.bytes).await?),
                     }
                 }
@@ -313,7 +313,7 @@ impl Checker<'_> {
                 }
             }
         }
-        // Two refusals may be equal.
+        // Only successful responses must differ; two refusals may have equal bodies.
         if let Some(label) = &expect.differs_from
             && (200..300).contains(&status)
             && labelled(label)?.body == reply.body

@@ -153,7 +153,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads the next response to its end; `None` if the server has closed the connection before it began.
+    /// Reads the next response to its end; `None` if the server has closed the connection before the response began.
     pub(super) async fn next_reply(&mut self) -> Result<Option<Reply>, String> {
         if self.read.is_empty() && !self.more_or_end().await.unwrap_or(false) {
             return Ok(None);
