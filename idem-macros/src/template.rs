@@ -2,7 +2,7 @@
 
 use syn::{Expr, LitStr};
 
-/// A piece of a key.
+/// Piece of a key template.
 pub(crate) enum Part {
     /// Text that is the same for every call.
     Text(String),

@@ -71,7 +71,7 @@ pub(crate) enum Setting {
     Timeout(Time),
     Wait(Time),
     Attempts(Expr),
-    /// The method, then the enum and the variant of its argument.
+    /// A method of `Policy`, then the enum and the variant that the method gets as its argument.
     Choice(&'static str, &'static str, &'static str),
     /// The function that migrates results.
     Migrate(Expr),
@@ -625,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn every_word_becomes_a_setting() {
+    fn every_word_of_an_option_becomes_a_setting_of_the_policy() {
         let words = "in_progress = reject, on_crash = fail, missing_key = run, on_store_error = fail, \
                      on_undecodable = error, max_attempts = N, timeout = \"10m\", max_result_bytes = LIMIT, mode = off";
         let call = check(&format!("{REQUIRED}, {words}")).unwrap_or_else(|problems| panic!("{problems:?}"));
@@ -738,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_named_like_a_word_is_reached_by_its_path() {
+    fn a_function_named_like_a_word_of_an_option_is_given_by_its_path() {
         refused("on_error = records", &["write `self::records`"]);
         for function in
             ["decide", "self::records", "record::decide", "|error| decide(error)", "{ decide }", "app.decide"]

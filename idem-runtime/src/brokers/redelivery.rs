@@ -176,7 +176,7 @@ impl<F: Future, B> Observe<F, B> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RedeliveryProblem {
-    /// The record is forgotten before the message.
+    /// The store removes the record while the broker may still deliver the message.
     #[non_exhaustive]
     TtlTooShort {
         /// Retention of the record.

@@ -337,7 +337,8 @@ pin_project! {
     pub struct ResponseBody<B: Body> {
         #[pin]
         kind: ResponseKind<B>,
-        // Fields that trailers to come must not have. Boxed: few responses have trailers.
+        // The layer's own fields, which are removed from trailers that have not arrived yet. Boxed: few
+        // responses have trailers.
         own: Option<Box<OwnFields>>,
     }
 }

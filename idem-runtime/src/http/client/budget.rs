@@ -3,7 +3,8 @@
 use crate::clock::Instant;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// The share of retries among the requests of a layer and its clones, so that an outage is not multiplied.
+/// The share of retries among the requests of a layer and its clones, so that retries do not multiply the load
+/// of an outage.
 ///
 /// The budget is a bucket of tokens, full at the start. Each request with a key adds a part of a token, each second
 /// adds one token, and each retry takes one token out. Without a token there is no retry, and the caller gets the last
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_at_the_ends_of_their_range_work() {
+    fn budgets_of_zero_and_of_the_largest_numbers_do_not_overflow() {
         assert_eq!(drain(&TokenBucket::new(RetryBudget::new(100, 0)), 5_000), 0);
         let most = TokenBucket::new(RetryBudget::new(u32::MAX, u32::MAX));
         most.deposit(Instant::new(Duration::MAX));

@@ -115,7 +115,7 @@ impl<E> RetryError<E> {
         }
     }
 
-    /// Returns the limit that ended the tries; `None` if the request would not have been retried in any case.
+    /// Returns the limit that ended the tries; `None` if a retry would not have been made even without a limit.
     pub fn limit(&self) -> Option<RetryLimit> {
         match self {
             Self::Client { limit, .. } | Self::TimedOut { limit, .. } => *limit,
