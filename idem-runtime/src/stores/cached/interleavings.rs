@@ -51,7 +51,7 @@ fn assert_nothing_is_left(store: &Cached) {
 
 /// A duplicate that has joined another reservation gets an answer, even if that other reservation is dropped.
 #[test]
-fn each_joined_caller_is_answered() {
+fn each_duplicate_that_joined_a_reservation_is_answered() {
     explore(|| {
         let (_, store) = finished();
         let mut threads: Vec<_> = (0..3)

@@ -490,8 +490,8 @@ impl DynamoInner {
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
         match met.record.state {
-            // The condition includes the lease and the mark, because the owner of a record that was renewed or marked
-            // meanwhile still runs.
+            // The condition includes the end of the lease, and whether the body has begun: if either has changed, the
+            // owner of the record still runs.
             State::Pending { .. } => (
                 "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used \
                  AND #begun = :begun AND #lapses_at = :lapses_at",
@@ -561,15 +561,15 @@ impl DynamoInner {
         (terms, times)
     }
 
-    /// Marks that the body of the attempt begins. The clock of this machine decides whether the lease holds, because a
-    /// condition can't read DynamoDB's clock.
+    /// Writes into the record that the body of the attempt begins. The clock of this machine decides whether the lease
+    /// holds, because a condition can't read DynamoDB's clock.
     async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         let (name, until) = (self.name_of(&lease.key), self.deadline());
         let now = self.now();
         let (terms, times) = self.keeping(lease, now);
         let terms = terms.names(&[BEGUN]).value("true", AttributeValue::Bool(true)).value("now", number(now));
         let update = "SET #begun = :true, #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
-        // A delayed mark must not shorten a lease that a renewal has extended.
+        // A late arrival of this write must not shorten a lease that a renewal has extended.
         let condition = format!("{} AND #lapses_at <= :lapses_at AND (#begun = :true OR #lapses_at > :now)", held());
         let met = match self.update(until, &name, update, &condition, terms).await? {
             WriteOutcome::Done => return Ok(Verdict::Applied),

@@ -115,7 +115,7 @@ struct Records {
 struct Shard {
     /// Earliest time at which a record may expire: [`Slot::listed_at`] of the first record in `order`.
     next_due: Nanos,
-    /// Place of each key in `slots`, by the hash of the key.
+    /// Index in `slots` of each key's record, by the hash of the key.
     places: HashTable<u32>,
     slots: Slots,
     order: Order,

@@ -36,7 +36,7 @@ pub(super) struct Slot {
 }
 
 /// A point in time to show to an operator, in units of 2^24 nanoseconds (17 ms). Half the size of a [`Nanos`]. Wraps
-/// around after two years: ages up to that are right.
+/// around after two years, so only ages of less than two years are right.
 #[derive(Clone, Copy)]
 struct Tick(u32);
 
@@ -53,7 +53,7 @@ impl Tick {
     }
 }
 
-/// The rest of a record, and the first bits of the hash of its key.
+/// The parts of a record that depend on its state, and the first bits of the hash of its key.
 enum Body {
     /// Pending, released or interrupted.
     Open {
@@ -61,7 +61,7 @@ enum Body {
         head: Head,
         hash: u32,
         bytes: Arc<[u8]>,
-        /// Meaningful only while the record is pending.
+        /// Duration of the lease. Meaningful only while the record is pending.
         lease: Nanos,
         ttl: Nanos,
     },
@@ -121,7 +121,7 @@ struct Head(u16);
 
 impl Head {
     const FINGERPRINTED: u16 = 1 << 15;
-    /// The provenance is the one of the store's own handles.
+    /// The provenance consists of [`Slots::own`], the holder text of the store's own handles.
     const OWN_PROVENANCE: u16 = 1 << 14;
     /// The provenance is in [`Slots::provenances`].
     const OTHER_PROVENANCE: u16 = 1 << 13;
@@ -217,7 +217,7 @@ impl Slot {
         slot
     }
 
-    /// Replaces the record, but neither its times nor, until [`Slots::set_provenance`] is called, its provenance.
+    /// Replaces the record, and keeps its times. Keeps its provenance, too, until [`Slots::set_provenance`] is called.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);
@@ -277,8 +277,8 @@ impl Slot {
         }
     }
 
-    /// Marks that the body of the pending attempt begins, unless the lease has lapsed at `now`, and renews the lease.
-    /// Returns whether the record is marked.
+    /// Notes that the body of the pending attempt begins, and renews the lease, unless the lease has lapsed at `now`.
+    /// Returns whether the record notes that the body has begun.
     pub(super) fn mark_begun(&mut self, now: Nanos) -> bool {
         let live = !self.lapses_in(now).is_zero();
         let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };
@@ -427,7 +427,7 @@ pub(super) struct Slots {
     slab: Slab<Slot>,
     /// Holder text of the store's own handles. Most provenances consist of it.
     own: Option<&'static str>,
-    /// Provenances with other or more content.
+    /// Provenances that do not consist of `own` alone, by the place of their record.
     provenances: BTreeMap<u32, Provenance>,
 }
 
@@ -600,7 +600,7 @@ mod tests {
     }
 
     #[test]
-    fn a_renewal_by_an_old_reading_of_the_clock_cuts_nothing_short() {
+    fn a_renewal_by_an_old_reading_of_the_clock_shortens_no_lease() {
         let (lease, ttl) = (Duration::from_nanos(100), Duration::from_nanos(1001));
         let state = State::Pending { lease, ttl, on_crash: OnCrash::Retry, begun: false };
         let record = Record {
@@ -621,7 +621,7 @@ mod tests {
 
     /// The first place is always the one with the earliest `listed_at`, after every push, move and removal.
     #[test]
-    fn the_first_one_is_due_first() {
+    fn the_first_place_in_the_order_is_always_due_first() {
         let (mut slots, mut order) = (Slots::default(), Order::default());
         let slot = |ttl: Nanos| {
             let key = Key::new("order", ttl).unwrap();

@@ -49,12 +49,12 @@ impl OpFailure {
         Self::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
     }
 
-    /// Returns a failure whose answer got lost.
+    /// Returns the failure of an operation whose answer got lost.
     pub(super) fn lost() -> Self {
         Self::new(StoreErrorKind::Unconfirmed, "the answer was lost")
     }
 
-    /// Returns a failure without an answer in time.
+    /// Returns the failure of an operation that got no answer in time.
     pub(super) fn timed_out() -> Self {
         let failure = Self::new(StoreErrorKind::Unconfirmed, "the server did not answer in time").giving_up();
         Self { is_late: true, ..failure }

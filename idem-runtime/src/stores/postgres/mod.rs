@@ -77,7 +77,7 @@ const PURGED_AT_ONCE: u32 = 500;
 /// Number of connections for renewals and late writes. At least one connection carries renewals only.
 const UPKEEP_CONNECTIONS: usize = 2;
 
-/// Returns the error for a record that stayed locked, or changed between all [`LOOKS`] looks.
+/// Returns the error for a record that stayed locked, or changed between all [`LOOKS`] reads.
 fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
     looked_in_vain(kind, "stayed locked by another session, or kept changing")
 }
@@ -267,7 +267,7 @@ impl PostgresInner {
         self.here().or_else(|error| self.runtimes.any().ok_or(error))
     }
 
-    /// Marks that the body of the attempt of `lease` begins.
+    /// Writes into the record of `lease` that the body of its attempt begins.
     async fn try_begin(&self, lease: &Lease) -> Result<Verdict, StoreError> {
         for look in 0..LOOKS {
             pause_before(look, &*self.common.clock).await;
@@ -658,7 +658,8 @@ impl Store for PostgresInner {
     }
 }
 
-/// Reads an untrusted row of all columns, for tests. Returns `None` if the row says that the statement made the record.
+/// Reads an untrusted row of all columns, for tests. Returns `None` if the row shows that the statement
+/// made the record.
 ///
 /// # Errors
 /// If the row is no record.

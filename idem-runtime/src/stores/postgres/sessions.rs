@@ -368,8 +368,8 @@ where
     Ok((client, task.abort_handle()))
 }
 
-/// Returns whether the bytes of unencrypted connections can be observed: all hosts must be names or addresses, not
-/// sockets.
+/// Returns whether the bytes of an unencrypted connection can be metered: only if hosts are configured, and all of them
+/// are TCP hosts, none a Unix socket.
 fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }

@@ -35,7 +35,7 @@ const MAX_RESULT_BYTES: usize = 1_000_000_000;
 /// A thousand years, in milliseconds: longer than any policy allows, and far from the end of PostgreSQL's calendar.
 const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
 
-/// The file for users that run their own migrations.
+/// Statements that create the table, also for users who run their own migrations.
 const DDL: &str = include_str!("schema.sql");
 
 /// Returns a name as a quoted identifier.

@@ -16,8 +16,9 @@ use super::sql::{Executor, Statement, Statements};
 pub(super) struct StatementPool {
     pub(super) database: Database,
     pub(super) sql: Arc<Statements>,
-    /// Permit of the batch that is in flight. A batch of reservations and a batch of ends take turns, so that each
-    /// batch gathers the operations of all tasks. The turns halve the number of commits.
+    /// Permit of the one batch that writes and may be in flight: a batch of reservations (unless most of them should be
+    /// replays), of begun bodies, or of ends of attempts. Meanwhile the operations of all tasks gather for the next
+    /// batches, which halves the number of commits.
     pub(super) turn: Semaphore,
 }
 

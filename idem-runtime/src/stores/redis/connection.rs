@@ -128,7 +128,7 @@ struct OpenState {
 #[derive(Clone)]
 struct OpenConnection {
     generation: u64,
-    /// Version of the server's place when this connection was opened.
+    /// Version of the server's address at the time when this connection was opened.
     version: u64,
     connection: MultiplexedConnection,
     pulse: Arc<Pulse>,
@@ -347,7 +347,7 @@ impl<P: Place> Own<P> {
         drop(done);
     }
 
-    /// Opens a new connection. Returns the connection, and the version of the server's place.
+    /// Opens a new connection. Returns the connection, and the version of the server's address.
     async fn try_connect(&self) -> Result<(OpenedStream, u64), RedisError> {
         let (client, version) = self.place.client().await?;
         let connecting = async {

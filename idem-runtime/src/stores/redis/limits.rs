@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configured_limit_wins() {
+    fn a_size_limit_that_the_server_reports_replaces_the_default() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         limits.configure(3 * MIB);
         limits.configure(2 * MIB);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_size_counts_as_too_large_for_a_while() {
+    fn a_value_size_that_the_server_refused_counts_as_too_large_for_a_while() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         let refused = || {
             let message = "Protocol error: invalid bulk length";
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_under_which_connections_keep_breaking_is_too_large() {
+    fn a_value_counts_as_too_large_if_connections_keep_breaking_under_it() {
         let (limits, clock) = (Limits::default(), ManualClock::new());
         let broken = || Err(ExchangeFailure::Broken(Arc::new(RedisError::from((ErrorKind::Io, "closed")))));
         for _ in 1..BREAKS {

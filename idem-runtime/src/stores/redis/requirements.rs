@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_and_cluster_nodes_are_refused() {
+    fn a_replica_or_a_server_of_another_topology_is_refused() {
         let refused = |from: &str, to: &str, words: &str| {
             let text = info(&["redis_version:7.0.15"]).replace(from, to);
             let error = ServerInfo::read(&text).check(false).unwrap_err().to_string();

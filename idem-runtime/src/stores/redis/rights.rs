@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_command_in_the_scripts_has_a_right() {
+    fn each_command_in_a_redis_script_is_in_the_list_of_rights() {
         let mut commands = Vec::new();
         for entry in std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/src/stores/redis/scripts")).unwrap() {
             let script = std::fs::read_to_string(entry.unwrap().path()).unwrap();
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guide_names_each_command() {
+    fn the_guide_names_each_redis_command_that_a_login_must_be_allowed() {
         let guide = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide.md")).unwrap();
         let about = guide.split("with few rights needs").nth(1).and_then(|rest| rest.split("`connect` names").next());
         let words = about.expect("the paragraph about rights").split(|it: char| it.is_whitespace() || it == '`');

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_of_the_latest_failover_wins() {
+    fn among_sentinels_the_answer_of_the_latest_failover_wins() {
         let client = Client::open("redis://localhost").unwrap();
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::default());
         let template = client.get_connection_info().clone();

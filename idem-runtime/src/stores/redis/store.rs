@@ -156,7 +156,8 @@ impl Store for RedisInner {
             let record = Record::after(lease, finish.state());
             let bytes = format::len(&record);
             limits.check(bytes, clock)?;
-            // A large value is sent only to the script: after a failed `SET … IFEQ` it would be sent twice.
+            // A large value goes to the script at the first try: after a failed `SET … IFEQ` it would have to
+            // be sent again.
             let reserved_at = unchanged_since(lease, &self.core).filter(|_| bytes < SURE);
             let expected = reserved_at.map(|_| Record::reserved(lease));
             let name = access.name_of(&lease.key);

@@ -40,7 +40,7 @@ pub(super) enum PublicationSource {
 }
 
 impl PublicationSource {
-    /// Returns a client to subscribe with, and the version of its place.
+    /// Returns a client to subscribe with, and the version of the server's address.
     async fn client(&self) -> Result<(Client, u64), RedisError> {
         match self {
             Self::One(place) => place.client().await,

@@ -112,7 +112,7 @@ impl InlineReader {
     }
 }
 
-/// Shows that the connection must not be used again.
+/// Error: the connection must not be used again.
 struct Unusable;
 
 fn read(

@@ -99,7 +99,7 @@ impl From<FromSqlError> for Trouble {
     }
 }
 
-/// The form of the table with the configured name.
+/// State of the table with the configured name.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum TableForm {
     Absent,
@@ -110,7 +110,7 @@ pub(crate) enum TableForm {
 }
 
 impl TableForm {
-    /// Returns why a table of this form can't be used.
+    /// Returns the reason why this table can't be used; `None` if the table can be used.
     pub(super) fn problem(&self) -> Option<String> {
         match self {
             Self::Ours => None,
@@ -132,7 +132,8 @@ pub(super) fn check_name(table: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the form of the table `name`.
+/// Returns whether the table `name` is absent, has this version's columns, has further columns of a later version,
+/// or is foreign.
 pub(crate) fn form(connection: &Connection, name: &str) -> rusqlite::Result<TableForm> {
     let mut columns = connection.prepare("SELECT name FROM pragma_table_info(?1)")?;
     let columns = columns.query_map([name], |row| row.get::<_, String>(0))?;
@@ -266,7 +267,7 @@ impl Sql {
                 r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, begun = 0,
                 lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            // If the lease has lapsed when the request arrives, the statement marks nothing.
+            // If the lease has lapsed when the request arrives, the statement does not write that the body begins.
             Self::Begin => format!(
                 r#"UPDATE "{table}" SET begun = 1, lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6)
                 WHERE {held} AND (begun OR lapses_at > ?3)"#
@@ -546,7 +547,7 @@ impl<'c> Table<'c> {
         Ok(found.map_or(Verdict::Refused, |found| found.record.ended(lease, with_result)))
     }
 
-    /// Marks that the body begins, and renews the lease.
+    /// Writes into the record that the body begins, and renews the lease.
     pub(crate) fn begin(&mut self, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
         self.keep(Sql::Begin, lease, now)
     }

@@ -99,7 +99,7 @@ const CONNECTIONS: usize = 6;
 /// connections, in total.
 const ROOM_FOR_LARGE: usize = 2;
 
-/// Makes lanes to a server whose gate is shut.
+/// Makes lanes to a test server that answers nothing until its gate opens.
 fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<WorkLanes<Echo<OUTLIVES>>>, Arc<GatedServer>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let limit = Duration::from_secs(1);
@@ -141,13 +141,13 @@ fn each_gets_its_own_answer(turn: Option<Semaphore>) {
     block_on(all_have_ended(&lanes));
 }
 
-/// Each operation gets its own answer, even if the operation gathers while lanes end.
+/// Each caller gets the answer to its own operation, even if the operation gathers while lanes end.
 #[test]
 fn each_operation_gets_its_own_answer() {
     explore(|| each_gets_its_own_answer(None));
 }
 
-/// Each operation gets its own answer if only one batch may be in flight.
+/// Each caller gets the answer to its own operation if only one batch may be in flight.
 #[test]
 fn each_operation_gets_its_own_answer_with_one_batch_in_flight() {
     explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));

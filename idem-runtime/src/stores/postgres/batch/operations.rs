@@ -17,7 +17,7 @@ use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::record::{Lease, Parts, Record, ReserveRequest, StoredResult};
 
-/// The work of reservations.
+/// Reservations, as a kind of [`Work`].
 pub(in super::super) struct Reservations {
     server: Arc<StatementPool>,
     replays: Replays,
@@ -125,7 +125,7 @@ impl Work for Reservations {
     }
 
     fn turn(&self) -> Option<&Semaphore> {
-        // Replays write nothing: they keep the client busy rather than the disk.
+        // Replays write nothing, so batches of replays need not take turns with batches that have to be committed.
         (!self.replays.are_expected()).then_some(&self.server.turn)
     }
 
@@ -201,7 +201,7 @@ impl Work for Reservations {
     }
 }
 
-/// The work of marking that bodies begin.
+/// Notes that bodies have begun, as a kind of [`Work`].
 pub(in super::super) struct BeginMarks(Arc<StatementPool>);
 
 impl BeginMarks {
@@ -209,8 +209,8 @@ impl BeginMarks {
         Self(server)
     }
 
-    /// Returns for each lease whether its record is marked. An attempt has one caller, so no attempt occurs twice in
-    /// `leases`.
+    /// Writes into the records of `leases` that the bodies begin. Returns for each lease whether its record contains
+    /// this now. An attempt has one caller, so no attempt occurs twice in `leases`.
     async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = || order.iter().map(|place| leases[*place]);
@@ -231,7 +231,7 @@ impl BeginMarks {
 
 impl Work for BeginMarks {
     type Operation = Lease;
-    /// True if the record is marked.
+    /// True if the record contains that the body has begun.
     type Answer = bool;
 
     const LANES: usize = 1;
@@ -262,7 +262,7 @@ impl Work for BeginMarks {
     }
 }
 
-/// The work of writing the ends of attempts.
+/// Ends of attempts, as a kind of [`Work`].
 pub(in super::super) struct EndWrites(Arc<StatementPool>);
 
 /// The end of one attempt.

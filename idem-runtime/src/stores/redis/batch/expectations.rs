@@ -11,7 +11,7 @@ const FIRST_RECORD: usize = 64 * 1024;
 
 /// Expectations about the answers over one connection.
 pub(super) struct Expectations {
-    /// Whether reservations mostly find a record.
+    /// Estimate whether most reservations find a record.
     pub(super) replays: Replays,
     /// Generation of the connection whose server refused `SET … IFEQ`; 0 if no server has refused it.
     plain_sets: AtomicU64,

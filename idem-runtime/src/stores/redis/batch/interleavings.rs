@@ -85,7 +85,7 @@ fn script(name: &str) -> Script {
     Script { source: "", sha: name.to_owned() }
 }
 
-/// Makes a dispatch to a server whose gate is shut.
+/// Makes a dispatch to a test server that answers nothing until its gate opens.
 fn open() -> (Arc<Dispatch>, Arc<GatedServer>) {
     let server = GatedServer::shut();
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
@@ -142,7 +142,7 @@ async fn all_have_ended(dispatch: &Dispatch) {
     dispatch.0.lanes.all_have_ended(|queue| queue.batches.is_empty()).await;
 }
 
-/// Each operation gets its own answer, even if the operation gathers while lanes end.
+/// Each caller gets the answer to its own operation, even if the operation gathers while lanes end.
 #[test]
 fn each_operation_gets_its_own_answer() {
     explore(|| {

@@ -75,7 +75,8 @@ impl FirstExchange {
     }
 }
 
-/// The second exchange of a batch: absent keys after a look-up, then calls of scripts that the server had forgotten.
+/// The second exchange of a batch: reservations of keys that the first exchange found absent, then repeated calls of
+/// scripts that the server had forgotten.
 #[derive(Default)]
 pub(super) struct SecondExchange<'a> {
     pub(super) pipeline: Pipeline,

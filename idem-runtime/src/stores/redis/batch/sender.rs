@@ -1,8 +1,9 @@
 //! Sends batches and lone operations, and reads their answers.
 //!
-//! A batch takes one exchange. A second exchange follows for keys that a look-up found absent, for scripts that the
-//! server has forgotten, and for records that have changed since their reservation. Large records are sent in separate
-//! exchanges.
+//! A batch takes one exchange. A second exchange follows in three cases: it reserves the keys that the first
+//! exchange only looked up and found absent, repeats a script call with the script's source if the server has
+//! forgotten the script, and completes by script the records that have changed since their reservation. Large
+//! records are sent in separate exchanges.
 
 use std::ops::Range;
 
@@ -192,8 +193,8 @@ impl BatchSender {
         absent
     }
 
-    /// Answers the completions that were sent as script calls. Calls of a script that the server lost are repeated in
-    /// the second exchange.
+    /// Answers the completions that were sent as script calls. If the server has forgotten the script, the second
+    /// exchange repeats the call.
     fn read_calls(
         &self,
         batch: &OpBatch,
@@ -241,7 +242,7 @@ impl BatchSender {
         compared(answer)
     }
 
-    /// Sends and answers the operations that the first exchange has not settled.
+    /// Sends and answers the operations that the first exchange has not answered.
     async fn send_second(&self, batch: &OpBatch, mut second: SecondExchange<'_>) -> Result<(), ExchangeFailure> {
         if second.pipeline.is_empty() {
             return Ok(());
@@ -280,8 +281,8 @@ impl BatchSender {
     }
 }
 
-/// Answers the commands other than `SET`. Calls of scripts that the server lost (restart, failover, `SCRIPT FLUSH`)
-/// wrote nothing, and are repeated with their source in the second exchange.
+/// Answers the commands other than `SET`. Calls of scripts that the server has forgotten (restart, failover, `SCRIPT
+/// FLUSH`) wrote nothing, and are repeated with their source in the second exchange.
 fn read_commands(
     replies: &Replies,
     commands: Vec<SentCommand>,

@@ -263,7 +263,7 @@ impl Cluster {
         Ok(member)
     }
 
-    /// Returns the node that serves `slot`. If that node is unknown, returns any node, which will redirect.
+    /// Returns the node that serves `slot`. If that node is unknown, returns any node, which redirects the operation.
     async fn owner(&self, slot: u16) -> Option<Arc<Member>> {
         if let Some(member) = self.known_owner(slot) {
             return Some(member);

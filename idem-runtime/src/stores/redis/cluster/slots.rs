@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_equal_the_answers_of_a_server() {
+    fn slots_of_keys_equal_the_answers_of_a_redis_server() {
         // The expected slots come from `CLUSTER KEYSLOT`.
         assert_eq!(crc16(b"123456789"), 0x31c3);
         for (key, of) in [

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn redirections_are_read() {
+    fn redirects_of_cluster_nodes_are_parsed() {
         let read = |code: &str, message: &str| {
             let failure = ExchangeFailure::Refused(ErrorReply { code: code.into(), message: message.into() });
             Redirect::read(&failure, "here").map(|redirect| (redirect.to.0, redirect.to.1, redirect.asking))
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_view_of_a_healthy_cluster_is_read() {
+    fn the_view_of_a_node_is_read_only_if_its_cluster_is_healthy() {
         let node = |host: Value, port| Value::Array(vec![host, Value::Int(port), Value::BulkString(b"id".to_vec())]);
         let named = |host: &str| Value::BulkString(host.as_bytes().to_vec());
         let range =

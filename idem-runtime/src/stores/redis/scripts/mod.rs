@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Error code of a script that found a damaged record.
 pub(super) const DAMAGED: &str = "DAMAGED";
-/// Writes to a key without changing anything.
+/// Script that writes to a key without changing anything.
 pub(super) const TOUCH: &str = include_str!("touch.lua");
 
 /// A script, and the hash that names it at the server.
@@ -50,7 +50,7 @@ impl Scripts {
         include_str!("watch.lua"),
     ];
 
-    /// Names the loaded scripts, which stand in the order of [`Scripts::SOURCES`].
+    /// Gives each loaded script its name. `scripts` are in the order of [`Scripts::SOURCES`].
     pub(super) fn new(scripts: [Script; 11]) -> Self {
         let [begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch] = scripts;
         Self { begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch }

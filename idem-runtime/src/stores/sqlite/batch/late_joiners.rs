@@ -16,7 +16,7 @@ pub(super) struct LateJoiners<'a> {
     queue: &'a Queue,
     /// Number of operations that the last batch answered.
     answered: usize,
-    /// Number of operations that already waited at that time.
+    /// Number of operations that already waited when the last batch was answered.
     waited: usize,
     /// Number of batches without a wait, because the answered callers did not return.
     skip: u32,

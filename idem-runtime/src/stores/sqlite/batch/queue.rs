@@ -22,7 +22,7 @@ pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 /// An operation for a thread.
 #[derive(Debug)]
 pub(in super::super) enum SqliteRequest {
-    /// A reservation. The flag is true if a lease that lapsed while the lock was held must be spared.
+    /// A reservation. The flag is true if it must not yet take over a lease that lapsed while the file was locked.
     Reserve(ReserveRequest, bool),
     Begin(Lease),
     Renew(Lease),
@@ -67,7 +67,7 @@ impl SqliteRequest {
 pub(in super::super) enum Answer {
     Reservation(Reservation),
     Decided(DecisionAnswer),
-    /// Another owner's lease lapsed while the lock was held: the owner first gets time to renew the lease.
+    /// Another owner's lease lapsed while the file was locked: the owner first gets time to renew the lease.
     Spared,
     Write(Verdict),
     Removed(u64),

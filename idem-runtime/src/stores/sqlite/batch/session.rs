@@ -255,7 +255,7 @@ impl<'c> Session<'c> {
         Ok(asked)
     }
 
-    /// Returns the time since which the lock was held, so that this handle could renew no lease.
+    /// Returns the time since which other connections held the lock, so that this handle could renew no lease.
     fn locked_since(&self, asked: LockRequest) -> i64 {
         self.state.locked_since(asked.at).map_or(asked.wall, |since| since.min(asked.wall))
     }
@@ -349,14 +349,14 @@ impl<'c> Session<'c> {
         }
         self.commit()?;
         if self.state.wall_millis() - asked.wall >= LONG_LOCK {
-            // The time of this request is noted, not the time of an earlier request, so that a lease is spared only
-            // once.
+            // The time of this request is noted, not the time of an earlier request, so that the takeover of a lease is
+            // postponed only once.
             self.state.was_locked_since(asked.wall, SPARED);
         }
         Ok(())
     }
 
-    /// Runs `op` at `now`. Since `since` the lock was held, so no lease could be renewed.
+    /// Runs `op` at `now`. Other connections have held the lock since `since`, so no lease could be renewed.
     fn perform(&mut self, op: &Op, now: i64, since: i64) -> Result<Answer, Trouble> {
         let table = &mut self.table;
         Ok(match &op.ask {
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transaction_includes_later_arrivals() {
+    fn a_transaction_includes_operations_that_arrive_before_its_commit() {
         let quiet = ThreadlessStore::new("company");
         let queue = Queue::default();
         let mut company = LateJoiners::of(&queue);
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn the_writer_lets_upkeep_go_first() {
+    fn the_writer_thread_lets_the_upkeep_thread_take_the_lock_first() {
         let quiet = ThreadlessStore::new("first");
         let waits = LockWaitMark::upkeep(&quiet.state);
         let asks = || vec![SqliteRequest::Reserve(reserve(1), true)];
@@ -610,7 +610,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_lapsed_while_the_lock_was_held_is_spared_for_a_moment() {
+    fn a_lease_that_lapsed_while_the_file_was_locked_is_not_taken_over_for_a_moment() {
         const LONG: Duration = Duration::from_secs(600);
         let quiet = ThreadlessStore::new("spared");
         let held = ReserveRequest { lease: Duration::from_millis(1), ..reserve(1) };
@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_lock_is_noted_from_the_first_try_on() {
+    fn a_lock_held_by_another_connection_is_noted_from_the_first_try_on() {
         let quiet = ThreadlessStore::new("noted");
         let state = &quiet.state;
         let at = state.database.clock.now();

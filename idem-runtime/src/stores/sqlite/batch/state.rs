@@ -26,7 +26,7 @@ pub(in super::super) struct HandleState {
     /// True if the writer waits for the lock: after each transaction the upkeep thread leaves the lock to the writer.
     writer_waits: AtomicBool,
     /// Start of the time for which the lock was held, in milliseconds of the wall clock, and the time until which
-    /// leases that lapsed meanwhile are spared. `None` if the lock was not held for long.
+    /// leases that lapsed meanwhile are not taken over. `None` if the lock was not held for long.
     locked: Mutex<Option<(i64, Instant)>>,
     /// Number of reservations since the last clean-up.
     reservations: AtomicU32,
@@ -71,13 +71,13 @@ impl HandleState {
         self.upkeep_waits.store(false, Ordering::SeqCst);
     }
 
-    /// Notes that the lock was held from `since` (by the wall clock) until now, so that no lease could be renewed.
-    /// Leases that lapsed meanwhile are spared for the time `spared`.
+    /// Notes that the lock was held from `since` (by the wall clock) until now, so that no lease could be renewed. For
+    /// the time `spared`, leases that lapsed meanwhile are not taken over.
     pub(super) fn was_locked_since(&self, since: i64, spared: Duration) {
         *lock(&self.locked) = Some((since, self.database.clock.now().saturating_add(spared)));
     }
 
-    /// Returns the time since which no lease could be renewed; `None` if no lease is spared at `now`.
+    /// Returns the time since which no lease could be renewed; `None` if every lapsed lease may be taken over at `now`.
     pub(super) fn locked_since(&self, now: Instant) -> Option<i64> {
         lock(&self.locked).filter(|(_, until)| now < *until).map(|(since, _)| since)
     }
