@@ -230,7 +230,8 @@ impl<F: Future, S: Clone> Future for ServiceCall<F, S> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        // Resets the thread's flag: a call that was polled earlier may have left it set.
+        // Clears the thread's note that a call has begun to wait: a call that was polled earlier may have left this
+        // note.
         let _ = has_begun_to_wait();
         let polled = this.call.poll(cx);
         if has_begun_to_wait()

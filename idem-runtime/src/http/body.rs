@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_client_uses_up_the_deadline_and_a_slow_reader_does_not() {
+    fn a_slow_client_uses_up_the_body_deadline_and_a_slow_reader_does_not() {
         let (clock, seconds) = (ManualClock::new(), Duration::from_secs);
         let claim = DigestClaim::new(Digests { sha256: Some([0; 32]), sha512: None });
         let check = StreamCheck::new(Arc::clone(&claim), Arc::new(clock.clone()), seconds(10));

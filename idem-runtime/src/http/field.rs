@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_keys_are_distinguished() {
+    fn each_defect_of_a_key_field_has_its_own_error() {
         use KeyFieldProblem::{Empty, Malformed, Missing, Repeated, TooLong};
         assert_eq!(of(&[]), Err(Missing));
         assert_eq!(of(&[b"a", b"a"]), Err(Repeated));
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn digests_are_read() {
+    fn digests_in_content_digest_are_parsed() {
         let mut headers = HeaderMap::new();
         assert_eq!(digests(&headers), Some(Digests::default()));
         let empty = "sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:";

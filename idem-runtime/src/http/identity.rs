@@ -235,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn different_fields_give_different_keys() {
+    fn requests_that_differ_in_a_field_get_different_keys() {
         let parts = ["", "a", "a:", ":a", "a:a", "#a", "/a", &"a".repeat(65), &format!("#{}", "a".repeat(64))];
         let mut seen = HashMap::new();
         for route in parts.iter().map(|it| if it.is_empty() { String::new() } else { format!("/{it}") }) {
@@ -253,7 +253,7 @@ mod tests {
 
     #[cfg(feature = "axum")]
     #[test]
-    fn names_of_parameters_are_no_part_of_a_route() {
+    fn names_of_path_parameters_do_not_change_the_route_in_a_key() {
         for (template, route) in [
             ("/payments", "/payments"),
             ("/payments/{id}", "/payments/{}"),
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn spellings_of_one_host_give_one_form() {
+    fn all_spellings_of_a_host_give_the_same_text() {
         let of = |target: &str, fields: &[&str]| {
             let mut headers = HeaderMap::new();
             for field in fields {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_are_not_json_are_compared_as_bytes() {
+    fn a_body_that_is_not_json_is_compared_by_its_bytes() {
         let of = |body: &[u8]| Fingerprint::of(&BodyPrint::of_json(body, None).unwrap()).unwrap();
         let bodies =
             [&b"no json"[..], b"no  json", b"\"caf\xe9\"", b"\"caf\xe8\"", b"\"\xef\xbf\xbd\"", b"[1", b"[1]", b""];
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn different_fields_give_different_payloads() {
+    fn requests_that_differ_in_a_field_get_different_payloads() {
         let of = |path: &str, query: Option<&str>, value: Option<&'static str>, body: &str| {
             let mut headers = HeaderMap::new();
             if let Some(value) = value {

@@ -1,4 +1,4 @@
-//! The print of a JSON body: two bodies have the same print if they have the same meaning.
+//! The print of a JSON body is a hash of its content: two bodies with the same meaning have the same print.
 //!
 //! The print is the SHA-256 of a canonical form. The form is written while the body is read, in one pass and without
 //! recursion:
@@ -56,17 +56,17 @@ pub(super) enum JsonDefect {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct JsonMembers {
     names: Vec<String>,
-    /// True if the members with these names count, false if all others do.
+    /// True if only the members with these names are compared, false if all other members are.
     are_chosen: bool,
 }
 
 impl JsonMembers {
-    /// Chooses these members of the body's object, with all that is in them. Other members may differ.
+    /// Compares only these members of the body's object, with their whole values. Other members may differ.
     pub fn only<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
         Self { names: names.into_iter().map(Into::into).collect(), are_chosen: true }
     }
 
-    /// Chooses all members of the body's object except these, which may differ.
+    /// Compares all members of the body's object except these, which may differ.
     pub fn without<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
         Self { names: names.into_iter().map(Into::into).collect(), are_chosen: false }
     }
@@ -75,7 +75,8 @@ impl JsonMembers {
         self.names.iter().any(|it| it.as_bytes() == name) == self.are_chosen
     }
 
-    /// Describes the members in the contract for clients.
+    /// Returns words for these members, for the description of the API that clients read: which parts of the body a
+    /// retry must repeat.
     pub(super) fn words(&self) -> String {
         let names: Vec<_> = self.names.iter().map(|name| format!("`{name}`")).collect();
         let names = names.join(", ");
@@ -86,7 +87,8 @@ impl JsonMembers {
     }
 }
 
-/// Returns the print of a JSON body, or of its `chosen` members. The first defect in the order of the bytes decides.
+/// Returns the print of a JSON body, or of its `chosen` members. If the body has several defects, the error is the
+/// first defect in the order of the bytes.
 pub(super) fn print(body: &[u8], chosen: Option<&JsonMembers>) -> Result<[u8; 32], JsonDefect> {
     let text = std::str::from_utf8(body).map_err(|_| JsonDefect::NotJson)?;
     let (form, open, members) = (Vec::new(), Vec::new(), Vec::new());
@@ -100,14 +102,14 @@ pub(super) fn print(body: &[u8], chosen: Option<&JsonMembers>) -> Result<[u8; 32
 enum Container {
     Array,
     Object {
-        /// Start of the members in the form.
+        /// Position in [`Reader::form`] at which the members of the object begin.
         start: usize,
-        /// Index of the first member.
+        /// Index of the object's first member in [`Reader::members`].
         first: usize,
     },
 }
 
-/// The position of a member in the form.
+/// The position of a member in [`Reader::form`].
 #[derive(Clone, Copy)]
 struct Member {
     start: usize,
@@ -130,7 +132,7 @@ struct Reader<'a> {
     open: Vec<Container>,
     /// Members of all open objects; the members of the innermost object are the last.
     members: Vec<Member>,
-    /// Members of the outermost object that belong to the form; `None` for all.
+    /// Members of the outermost object that are compared; `None` if all members are compared.
     chosen: Option<&'a JsonMembers>,
 }
 
@@ -443,13 +445,13 @@ mod tests {
     }
 
     #[test]
-    fn only_chosen_members_count() {
+    fn only_chosen_members_of_a_body_are_compared() {
         let only = JsonMembers::only(["amount", "card"]);
         let without = JsonMembers::without(["sent_at"]);
         let of = |members: &JsonMembers, body: &str| super::print(body.as_bytes(), Some(members));
         let long = "x".repeat(100);
         let body = r#"{"amount":5,"card":{"no":"1","sent_at":1},"sent_at":1}"#;
-        // Neither the order of members nor any other member counts.
+        // The order of members and all members that are not chosen may differ.
         for (members, same) in [
             (&only, r#"{"card":{"sent_at":1,"no":"1"},"amount":5.0}"#.to_owned()),
             (&only, format!(r#"{{"a":"{long}","amount":5,"card":{{"no":"1","sent_at":1}},"z":[{{"amount":1}}]}}"#)),
@@ -458,7 +460,7 @@ mod tests {
         ] {
             assert_eq!(of(members, &same), of(members, body), "{same}");
         }
-        // A chosen member counts with its whole value, and only as a member of the outermost object.
+        // A chosen member is compared with its whole value, and only in the outermost object.
         for other in [
             r#"{"amount":6,"card":{"no":"1","sent_at":1},"sent_at":1}"#,
             r#"{"amount":5,"card":{"no":"1","sent_at":2},"sent_at":1}"#,
@@ -476,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_compared_by_its_content() {
+    fn json_bodies_are_compared_by_their_content() {
         let groups = [
             &[r#"{"a":1,"b":[1,2]}"#, " {\n\"b\" : [1.0 , 2e0], \"a\":10e-1 } ", r#"{"\u0061":1,"b":[1,2]}"#][..],
             &[r#"{"a":1,"b":[2,1]}"#],
@@ -524,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn defects_of_json_are_distinguished() {
+    fn each_defect_of_a_json_body_has_its_own_error() {
         for twice in
             [r#"{"a":1,"a":1}"#, r#"[{"b":{"a":1,"\u0061":2}}]"#, r#"{"a":0,"b":{},"a":"a long value, hashed"}"#]
         {
@@ -575,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nesting_of_json_is_bounded() {
+    fn the_nesting_of_a_json_body_is_bounded() {
         for (open, close) in [("[", "]"), ("{\"a\":", "}"), ("[{\"a\":", "}]")] {
             let levels = open.matches(['[', '{']).count();
             let nested = |depth: usize| [&*open.repeat(depth / levels), "1", &*close.repeat(depth / levels)].concat();
@@ -586,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn long_members_are_hashed_and_short_ones_are_not() {
+    fn long_members_of_an_object_are_hashed_and_short_members_are_not() {
         let member = |length: usize| print(format!(r#"{{"a":"{}"}}"#, "x".repeat(length)).as_bytes()).unwrap();
         let prints: std::collections::HashSet<_> = (0..100).map(member).collect();
         assert_eq!(prints.len(), 100);

@@ -157,7 +157,7 @@ impl IdempotencyLayer {
 
     /// Sets the form of keys: a key that `accepts` does not accept gets 400 (default: any printable text). `accepts`
     /// gets the text of the key, without its quotes. The profile's [`min_key_chars`](super::Profile::min_key_chars) and
-    /// the limit of 255 characters hold, too.
+    /// the limit of 255 characters apply, too.
     ///
     /// ```
     /// # use std::time::Duration;

@@ -16,7 +16,7 @@ use crate::key::uuid;
 pub enum ProblemKind {
     /// The request has no key, and a key is required.
     MissingKey,
-    /// The field does not hold exactly one valid key.
+    /// The header field of the key does not hold exactly one valid key.
     InvalidKey,
     /// The body can't be read.
     InvalidBody,
@@ -57,7 +57,7 @@ pub enum ProblemKind {
 }
 
 impl ProblemKind {
-    /// All kinds.
+    /// All kinds of problems.
     pub const ALL: [Self; 20] = [
         Self::MissingKey,
         Self::InvalidKey,

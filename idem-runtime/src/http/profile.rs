@@ -240,7 +240,7 @@ fn ucp_problem(problem: &Problem) -> Response<Bytes> {
     problem.with_body("application/json", &json!({ "code": code(kind), "content": content }))
 }
 
-/// Writes the name of a problem in the form of a code.
+/// Returns the name of a problem in the spelling of an error code: with `_` in place of `-`.
 fn code(kind: ProblemKind) -> String {
     kind.name().replace('-', "_")
 }

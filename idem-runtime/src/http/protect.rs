@@ -76,8 +76,8 @@ pub(super) struct PreparedRequest {
     pub(super) claim: Option<Arc<DigestClaim>>,
     /// Origin of an error that is returned in place of a response.
     pub(super) on_error: ErrorOrigin,
-    /// Place of the request among the requests in flight; `None` if the limit was reached in shadow mode, which refuses
-    /// no request.
+    /// Guard that counts the request as in flight; `None` if the limit was reached in shadow mode, which
+    /// refuses no request.
     pub(super) place: Option<Place>,
 }
 
@@ -97,7 +97,7 @@ pub(super) enum ErrorOrigin {
 pub(super) struct Refusal {
     problem: Problem,
     protocol: ClientProtocol,
-    /// The field of the key, if the response repeats it.
+    /// Header field of the key, if the response repeats this field.
     echo: Option<HeaderValue>,
 }
 
@@ -107,7 +107,7 @@ pub(super) struct KeyedRequest {
     /// The caller, whose requests are counted; `None` if the layer distinguishes no callers.
     caller: Option<Arc<str>>,
     name: IdempotencyKey,
-    /// The field of the key, if the responses repeat it.
+    /// Header field of the key, if the responses repeat this field.
     echo: Option<HeaderValue>,
     method: Method,
     protocol: ClientProtocol,
@@ -644,7 +644,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_names_the_keys_of_all_its_layers() {
+    fn a_request_carries_the_keys_that_all_its_layers_have_reserved() {
         let key = identity::request_key(Some("s"), "POST", "", "", "k").unwrap();
         let mut asked = KeyedRequest {
             key: key.clone(),

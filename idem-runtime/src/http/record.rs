@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_of_one_exchange_are_not_recorded() {
+    fn response_headers_that_concern_only_the_first_exchange_are_not_recorded() {
         let fields = [
             ("connection", "close, X-Hop"),
             ("x-hop", "1"),

@@ -28,9 +28,9 @@ pub(super) type Carry = Arc<dyn Fn(HandlerTask) -> HandlerTask + Send + Sync>;
 
 /// The requests in flight.
 ///
-/// All requests of one key share one place, because at most one of them runs its handler; the others wait for that
-/// handler, or are about to be answered. So the duplicates of a key take no place from other keys. The number of
-/// duplicates has its own limit, of the same size.
+/// Requests with the same key count once against the limit, because at most one of them runs its handler; the others
+/// wait for that handler, or are about to be answered. So the duplicates of one key never use up the limit for other
+/// keys. The number of duplicates has its own limit, of the same size.
 pub(super) struct HandlerTasks {
     limit: u32,
     /// Limit of the requests of each caller, if one was set.
@@ -73,7 +73,7 @@ pub(super) enum NoPlace {
     Caller,
 }
 
-/// The place of a request in flight. Dropped when the request is over.
+/// Guard that counts a request as in flight. Dropped when the request is over.
 pub(super) struct Place {
     tasks: Arc<HandlerTasks>,
     key: Key,
@@ -108,12 +108,12 @@ impl HandlerTasks {
         }
     }
 
-    /// Returns tasks with another limit.
+    /// Returns an empty count of handler tasks with another limit.
     pub(super) fn with_limit(&self, limit: u32) -> Self {
         Self::new(limit, self.caller_limit)
     }
 
-    /// Returns tasks with another limit of each caller.
+    /// Returns an empty count of handler tasks with another limit for each caller.
     pub(super) fn with_caller_limit(&self, caller_limit: u32) -> Self {
         Self::new(self.limit, Some(caller_limit))
     }
@@ -123,7 +123,7 @@ impl HandlerTasks {
         self.caller_limit.unwrap_or((self.limit / 4).max(1))
     }
 
-    /// Counts a request as in flight for as long as the returned place lives.
+    /// Counts a request as in flight for as long as the returned guard lives.
     pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<&Arc<str>>) -> Result<Place, NoPlace> {
         let mut places = lock(&self.places);
         let is_duplicate = places.keys.contains_key(key);
@@ -185,7 +185,7 @@ impl fmt::Debug for HandlerTasks {
     }
 }
 
-/// The point at which a handler begins.
+/// Future that is ready when the handler may begin.
 #[derive(Clone)]
 pub(super) struct Gate(Arc<AtomicBool>);
 
@@ -270,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_usual_duration_follows_the_handlers() {
+    fn the_usual_duration_approaches_the_durations_of_recent_handlers() {
         let (tasks, seconds) = (HandlerTasks::new(1, None), Duration::from_secs);
         assert_eq!(tasks.usual(), Duration::ZERO);
         tasks.took(seconds(8));

@@ -17,7 +17,7 @@ use crate::engine::{Operation, Recorder};
 use crate::error::Error;
 use crate::store::transaction::TransactionStore;
 
-/// Place of an [`Operation`] whose record is inside of a transaction; see
+/// Storage of an [`Operation`] whose record is inside of a transaction; see
 /// [`Within::operation`](super::Within::operation).
 pub struct InTransaction<'a, C> {
     pub(super) asked: mpsc::UnboundedReceiver<MailboxRequest>,

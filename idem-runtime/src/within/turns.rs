@@ -48,7 +48,7 @@ impl CallNode {
     }
 }
 
-/// Guard during which a call counts as the call that is being polled on this thread.
+/// While this guard lives, its call is the one that this thread polls: a call made meanwhile becomes its child.
 pub(super) struct PolledCall(Option<Arc<CallNode>>);
 
 impl PolledCall {

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_printable_and_not_blank() {
+    fn a_call_key_must_be_printable_and_not_blank() {
         for text in ["k", "order 42", "\"quoted\"", "a\"b", &"k".repeat(255)] {
             assert_eq!(CallKey::new(text).unwrap().as_str(), text);
         }

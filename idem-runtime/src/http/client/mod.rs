@@ -83,8 +83,9 @@
 //!
 //! `Retry-After` may hold seconds or a date. The layer pauses as long as the server asks for, but at least for the
 //! [`Backoff`](crate::policy::Backoff). A random part of up to a quarter is added, so that clients don't return at the
-//! same time. A [`RetryBudget`] bounds all retries of a layer and its clones, so that an outage is not multiplied. A
-//! response that the layer would have retried has the extension [`RetryLimit`], with the limit that ended the tries.
+//! same time. A [`RetryBudget`] bounds all retries of a layer and its clones, so that retries do not multiply the load
+//! of an outage. A response that the layer would have retried has the extension [`RetryLimit`], with the limit that
+//! ended the tries.
 //!
 //! # Bodies
 //!
