@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistyped_duration_gets_a_correction() {
+    fn the_error_for_a_mistyped_duration_suggests_a_correction() {
         let cases = [
             ("7 days", "write `7d`"),
             ("1 hour, 30 minutes", "write `1h 30m`"),

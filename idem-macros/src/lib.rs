@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn an_item_that_can_not_be_protected_is_kept() {
+    fn an_item_that_the_attribute_can_not_protect_is_emitted_unchanged() {
         let items = [
             "struct S;",
             "impl S { async fn f() -> Result<(), E> { Ok(()) } }",

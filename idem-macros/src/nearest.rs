@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_with_few_wrong_letters_are_offered() {
+    fn a_name_is_suggested_only_for_a_word_with_few_wrong_letters() {
         let options = ["key", "ttl", "store", "fingerprint"];
         assert_eq!(nearest("tll", &options), Some("ttl"));
         assert_eq!(nearest("KEY", &options), Some("key"));

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn placeholders_are_expressions() {
+    fn each_placeholder_of_a_template_is_an_expression() {
         let sources = [
             "event.order_id",
             "msg.id()",
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_template_gets_a_correction() {
+    fn the_error_for_a_wrong_template_suggests_a_correction() {
         let cases = [
             ("", "every call would have the same key"),
             ("orders", "every call would have the same key"),

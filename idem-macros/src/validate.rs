@@ -765,7 +765,7 @@ mod tests {
     }
 
     #[test]
-    fn a_borrowed_output_is_refused() {
+    fn a_function_whose_output_borrows_is_refused() {
         let output =
             |output: &str| check_on(REQUIRED, &format!("async fn f() {output} {{}}")).err().unwrap_or_default();
         for fine in ["Result<T, E>", "Alias", "Alias<T>", "Result<Cow<'a, str>, E>", "Result<T, E<&'static str>>"] {

@@ -110,7 +110,7 @@ impl Scene {
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL"])
             .arg(std::env::current_exe().expect("a program"))
-            .args(["scene::works_for_an_incident", "--exact"])
+            .args(["scene::worker_process_that_an_incident_starts", "--exact"])
             .env(ORDERS, orders.to_string())
             .stdout(Stdio::null())
             .spawn()
@@ -190,7 +190,7 @@ const ORDERS: &str = "IDEM_RUNBOOK_WORKER";
 
 /// The body of a worker process, which an incident starts. As an ordinary test, this function does nothing.
 #[tokio::test]
-async fn works_for_an_incident() {
+async fn worker_process_that_an_incident_starts() {
     let Ok(orders) = std::env::var(ORDERS) else { return };
     let orders: Value = serde_json::from_str(&orders).expect("orders");
     let text = |name: &str| orders[name].as_str().expect("an order").to_owned();

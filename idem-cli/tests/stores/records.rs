@@ -16,7 +16,7 @@ fn hostname() -> String {
 }
 
 #[tokio::test]
-async fn a_stuck_key_is_shown_with_advice() {
+async fn show_prints_a_stuck_record_with_advice() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
     let shown = records.idem(&["show", "pay/42"]).ends(0).says("state        interrupted").says("idem resolve");
@@ -443,7 +443,7 @@ async fn a_missing_store_is_not_created() {
 }
 
 #[tokio::test]
-async fn a_url_can_name_another_table() {
+async fn the_url_of_a_sqlite_store_can_name_another_table() {
     let folder = Folder::new();
     let url = format!("sqlite:{}?table=shop", folder.file().display());
     idem_at(&url, &["schema", "migrate"]).ends(2).complains("add --yes");
