@@ -1,4 +1,5 @@
-//! Tests of concurrent duplicates of one key that ask, give up, and meet a `reopen`, in many orders of the threads.
+//! Tests of concurrent duplicates of one key that ask the store and give up while an operator reopens the record, in
+//! many orders of the threads.
 
 use shuttle::future::block_on;
 use shuttle::thread;

@@ -263,7 +263,7 @@ struct Entry {
     ends_at: Instant,
     bytes: usize,
     touched: bool,
-    /// Index in the ring.
+    /// Index of the entry's key in the ring.
     at: usize,
 }
 
@@ -469,7 +469,7 @@ impl Cache {
         shard.flights.remove(key);
     }
 
-    /// Forgets `key`.
+    /// Removes the entry of `key` from the cache.
     fn forget(&self, key: &Key) {
         let mut shard = self.shard(key);
         shard.remove(key);
@@ -550,7 +550,7 @@ impl CachedInner {
         if let Ok(Reservation::Finished { record, age }) = &answer
             && is_final(record)
         {
-            // Only the leader sets the record, so the record is not set yet.
+            // Only this call, which asks the store, sets the record of the flight, so the record is not set yet.
             let _ = leading.flight.record.set((record.clone(), *age));
         }
         answer
@@ -577,7 +577,8 @@ impl CachedInner {
         }
     }
 
-    /// Answers a reservation for a finished key by reading the record together with the rest of its retention.
+    /// Answers a reservation for a finished key by reading the record together with the remaining time
+    /// of its retention.
     async fn read(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         let ticket = self.cache.ticket(&request.key);
         // An error of the inspection is ignored, because a login without the right to inspect may still reserve.

@@ -37,7 +37,7 @@ pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     StoreError::new(kind, message)
 }
 
-/// Converts a refusal of DynamoDB.
+/// Converts an error with which DynamoDB refused a request.
 pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tries) -> StoreError {
     use StoreErrorKind::{Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let code = error.code().unwrap_or("no code");

@@ -132,8 +132,8 @@ impl DynamoStore {
     /// [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) or a similar template.
     ///
     /// # Errors
-    /// [`StoreErrorKind::Misconfigured`] if a table of that name has other keys or another TTL attribute, or if the
-    /// client may not create tables; otherwise the errors of any call.
+    /// [`StoreErrorKind::Misconfigured`] if a table of that name has another primary key or another TTL attribute, or
+    /// if the client may not create tables; otherwise the errors of any call.
     ///
     /// # Cancel safety
     /// The call may be repeated.

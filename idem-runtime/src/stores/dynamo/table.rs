@@ -98,7 +98,7 @@ impl DynamoInner {
     }
 }
 
-/// Refuses a table with other keys.
+/// Refuses a table whose primary key is not the partition key `key` alone.
 fn check(table: &TableDescription) -> Result<(), StoreError> {
     let keys = table.key_schema();
     let fits = keys.len() == 1

@@ -55,7 +55,7 @@ impl Tick {
 
 /// The parts of a record that depend on its state, and the first bits of the hash of its key.
 enum Body {
-    /// Pending, released or interrupted.
+    /// A record that is pending, released or interrupted.
     Open {
         stage: Stage,
         head: Head,
@@ -173,7 +173,7 @@ impl Form {
                 written = size.to_be_bytes();
                 (Self::TOO_LARGE, &[], &written)
             }
-            // `LeftOut` is never written.
+            // `LeftOut` stands only in the answer to a list, and is never written.
             StoredResult::Unencodable | StoredResult::LeftOut { .. } => (Self::UNENCODABLE, &[], &[]),
             StoredResult::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
         };
@@ -278,7 +278,7 @@ impl Slot {
     }
 
     /// Notes that the body of the pending attempt begins, and renews the lease, unless the lease has lapsed at `now`.
-    /// Returns whether the record notes that the body has begun.
+    /// Returns whether the body counts as begun.
     pub(super) fn mark_begun(&mut self, now: Nanos) -> bool {
         let live = !self.lapses_in(now).is_zero();
         let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };

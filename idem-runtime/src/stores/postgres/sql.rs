@@ -124,7 +124,7 @@ pub(super) fn millis(duration: Duration) -> i64 {
 /// A statement and the types of its parameters.
 #[derive(Debug)]
 pub struct Statement {
-    /// Index among all statements.
+    /// Index of this statement among all statements.
     pub(super) place: usize,
     pub(super) text: String,
     pub(super) types: &'static [Type],
@@ -348,7 +348,7 @@ impl Statements {
             )
         };
         let (free_one, free_many) = (free("(VALUES ($1)) AS a (key)"), free("unnest($1) AS a (key)"));
-        // A release passes no attempt number.
+        // A release passes no attempt number, so no number is compared.
         let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, attempts_used = greatest(r.attempts_used - u.refund, 0), \
@@ -411,7 +411,7 @@ impl Statements {
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
-        // If the lease has lapsed when the request arrives, the statement marks nothing.
+        // If the lease has lapsed when the request arrives, the statement does not write that the body begins.
         let begin = format!(
             "UPDATE {table} AS r SET begun = true, lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} \
@@ -798,7 +798,7 @@ impl FoundRow {
         self.expires_at.since(self.now)
     }
 
-    /// Returns the rest of the lease; zero if the lease has lapsed or the record is not pending.
+    /// Returns the remaining time of the lease; zero if the lease has lapsed or the record is not pending.
     pub(super) fn lapses_in(&self) -> Duration {
         match self.record.state {
             State::Pending { .. } => self.lapses_at.since(self.now),

@@ -72,7 +72,7 @@ pub(super) trait Place: Send + Sync + 'static {
     fn check(&self, connection: &mut MultiplexedConnection) -> impl Future<Output = Result<(), RedisError>> + Send;
 }
 
-/// The fixed address of a client.
+/// A client, as the location of a server whose address never changes.
 impl Place for Client {
     fn version(&self) -> u64 {
         0
@@ -308,7 +308,8 @@ impl<P: Place> Own<P> {
                     None => {
                         let (done, connecting) = watch::channel(());
                         open.connecting = Some(connecting.clone());
-                        // A task opens the connection: a caller that is no longer polled would block all other callers.
+                        // A spawned task opens the connection for all callers. If a caller opened the connection and
+                        // were no longer polled, all other callers would wait.
                         tokio::spawn(Arc::clone(self).connect(done));
                         connecting
                     }

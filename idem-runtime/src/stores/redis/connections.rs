@@ -35,7 +35,7 @@ impl Connections {
 
 /// The settings from which each runtime opens its connections.
 pub(super) enum ConnectPlan {
-    /// Over the user's own connection.
+    /// All operations use the user's own connection.
     Theirs(UserConnection),
     At(Box<Client>),
     /// The primary that these sentinels call `name`. The address in `template` is ignored.

@@ -25,7 +25,7 @@ pub(super) enum ExchangeFailure {
     /// the operation may have taken effect.
     Lost,
     /// The server gave this answer, but too few replicas have the write: the write may get lost with the server. The
-    /// second field is the server's reason for that, if the server gave one.
+    /// second field is the server's reason why replicas are missing, if the server gave a reason.
     Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 

@@ -14,7 +14,7 @@ pub(super) type ServerConnection = Connection<ServerPlace>;
 /// Location of a server that keeps records.
 #[derive(Clone)]
 pub(super) enum ServerPlace {
-    /// The address of the client.
+    /// A fixed address: the address of this client.
     At(Box<Client>),
     /// The address that the sentinels name for the primary.
     Primary(Arc<Sentinels>),

@@ -151,7 +151,7 @@ impl<'a> ServerInfo<'a> {
         }
     }
 
-    /// Returns major and minor version.
+    /// Returns the major and the minor version of the server.
     fn release(&self) -> [u32; 2] {
         let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or_default());
         [(); 2].map(|()| parts.next().unwrap_or_default())

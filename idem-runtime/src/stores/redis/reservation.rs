@@ -110,7 +110,7 @@ fn answer_found(
 enum TakeoverAnswer {
     Replaced,
     Lapsed,
-    /// The key now has another record, with the rest of its lease; `None` if the key has no record.
+    /// The key now has another record, with the remaining time of its lease; `None` if the key has no record.
     Changed(Option<(Bytes, Duration)>),
     Held(Duration),
 }

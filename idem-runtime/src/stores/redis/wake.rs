@@ -31,7 +31,7 @@ const SUBSCRIBE: Duration = Duration::from_secs(5);
 const RESUBSCRIBE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// Source of publications.
+/// Source of the publications that wake waiters.
 #[derive(Clone)]
 pub(super) enum PublicationSource {
     One(ServerPlace),
@@ -69,7 +69,7 @@ pub(super) struct Wakeups {
 }
 
 struct Subscription {
-    /// True if publications arrive.
+    /// True while the subscription works, so that publications arrive.
     live: watch::Receiver<bool>,
     _task: OwnedTask,
 }

@@ -226,7 +226,7 @@ impl Database {
 #[cfg(unix)]
 fn no_descriptors() -> bool {
     let opened: Vec<_> = (0..4).map(|_| std::fs::File::open("/dev/null")).collect();
-    // `ENFILE` and `EMFILE`.
+    // The errors `ENFILE` and `EMFILE`: no file descriptor is left.
     opened.iter().any(|file| matches!(file, Err(error) if matches!(error.raw_os_error(), Some(23 | 24))))
 }
 

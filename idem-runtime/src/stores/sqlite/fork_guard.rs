@@ -135,7 +135,7 @@ impl Link {
     }
 }
 
-/// Returns a guard while which no other connection of this process is closed.
+/// Returns a guard. While the guard lives, no other connection of this process is closed.
 fn closing() -> MutexGuard<'static, ()> {
     lock(CLOSING.here())
 }

@@ -125,7 +125,8 @@ fn read(
     match table.replay(request, wall_millis(&*database.clock)) {
         Ok(found) => Ok(found),
         Err(Trouble::Sqlite(error)) if breaks_connection(&error) => Err(Unusable),
-        // A lock or a damaged record: the reader thread reads the record again, and reports the error.
+        // The file is locked, or the record is damaged: the reader thread reads the record again, and
+        // reports the error.
         Err(_) => Ok(None),
     }
 }

@@ -88,7 +88,7 @@ impl Reservations {
 /// The requests of a batch that have one key.
 struct OfKey<'a> {
     places: &'a [usize],
-    /// The request that was sent.
+    /// Index in the batch of the request that was sent, if a request was sent.
     asked: Option<usize>,
     met: LookupResult,
 }

@@ -88,7 +88,7 @@ struct Map {
     seeds: Vec<Arc<Member>>,
 }
 
-/// One node.
+/// A node of the cluster.
 pub(super) struct Member {
     address: Address,
     client: Client,

@@ -1,6 +1,6 @@
 -- Finishes one record, at less cost than the script for many. KEYS: record. ARGV: wake channel, new record, retention.
--- Owner token and number must be equal in both records. A record that has lost its expiry gets an expiry again: no
--- other attempt can have taken over such a record. Answers 1 done, 0 refused.
+-- The stored record and the new record must have the same owner token and attempt number. A stored record that has lost
+-- its expiry gets an expiry again: no other attempt can have taken over such a record. Answers 1 done, 0 refused.
 local record = redis.call('GET', KEYS[1])
 if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
 if string.sub(record, 9, 28) ~= string.sub(ARGV[2], 9, 28) then return 0 end

@@ -63,7 +63,7 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 /// The choice of the threads that run an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ThreadChoice {
-    /// The writer or the reader.
+    /// The writer or the reader, for the operations of calls.
     Calls,
     Upkeep,
 }
@@ -342,7 +342,7 @@ impl Core {
                     self.on(&link, connect, &mut Vec::new(), |session, _| session.checkpoint());
                     self.let_others_write();
                 } else {
-                    // Another connection holds the lock.
+                    // Another connection holds the lock, so the thread pauses before its next try.
                     thread::park_timeout(pause);
                     pause = (pause * 2).min(LONGEST_PAUSE);
                 }
