@@ -96,7 +96,7 @@ pub(crate) struct Resolve {
     change: Change,
 }
 
-/// End of an operation.
+/// End that an operator records for an operation whose result is unknown.
 #[derive(Clone, Copy, ValueEnum)]
 enum OperationEnd {
     Completed,

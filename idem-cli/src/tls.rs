@@ -1,4 +1,4 @@
-//! Encryption, for connections that no driver encrypts.
+//! TLS for the connections that this program opens itself, without a driver.
 
 use std::sync::Arc;
 

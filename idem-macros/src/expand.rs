@@ -286,7 +286,7 @@ impl Expansion<'_> {
         } else {
             quote_spanned!(value=> __idem::returning::<__idem::Json>())
         };
-        // `on_error` selects the recorder.
+        // The option `on_error` selects the recorder, which decides whether an error is recorded.
         let recorder = match &call.on_error {
             OnError::Release => quote_spanned!(value=> values(#codec)),
             OnError::Record(span) => {

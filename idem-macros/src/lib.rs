@@ -347,7 +347,7 @@ use crate::validate::Call;
 /// # Expansion
 ///
 /// The expansion is a single call of `idem_runtime::run` with the store, the key, a `const` policy and the body as an
-/// `async` block. You can also write this call by hand.
+/// `async` block. You can also write this call yourself.
 #[proc_macro_attribute]
 pub fn idempotent(args: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     attribute(args.into(), &item.into()).into()

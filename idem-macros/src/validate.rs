@@ -653,7 +653,7 @@ mod tests {
     #[test]
     fn a_policy_makes_the_ttl_optional() {
         assert!(check(r#"key = "{id}", store = store, policy = P"#).is_ok());
-        // The macro can't see the lease of the policy.
+        // The macro can't see the lease of the policy, so it accepts any `ttl` here.
         assert!(check(r#"key = "{id}", store = store, policy = P, ttl = "1s""#).is_ok());
         assert!(check(r#"key = "{id}", store = store, ttl = "1s""#).is_err());
         assert!(check(r#"key = "{id}", store = store, ttl = "1s", lease = "3s""#).is_ok());

@@ -124,7 +124,7 @@ async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
     let (mut failed, mut advice) = (0, 0);
     for (case, ground) in &chosen {
         let wrong = checker.run(case).await.err();
-        // A case also fails if the server itself is gone. A request to the counter shows this, and then there
+        // A case also fails if the server itself is gone. Then the request for the counter fails, too, and there
         // is no verdict.
         if let Some(wrong) = &wrong {
             *if ground.level == Level::Required { &mut failed } else { &mut advice } += 1;

@@ -97,7 +97,7 @@ impl Findings {
     }
 }
 
-/// Adds findings about the server, which are read through the server's own driver.
+/// Examines the server through its own driver, and adds the findings.
 #[allow(unused_variables, reason = "a build without stores examines none")]
 async fn examine(
     server: Server<'_>,

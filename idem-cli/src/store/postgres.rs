@@ -14,7 +14,7 @@ use crate::tls;
 
 /// Start of the comment on the table.
 pub(crate) const VERSION: &str = "idem 1";
-/// Default schema.
+/// Default schema of the table of records.
 const SCHEMA: &str = "idem";
 
 /// A database, and the schema that contains the table.

@@ -12,7 +12,7 @@ use super::{Place, PlaceFuture, Server, parameters};
 use crate::report::Stop;
 use crate::tls;
 
-/// Default namespace.
+/// Default namespace: the start of every key in Redis.
 pub(crate) const NAMESPACE: &str = "idem:";
 
 /// Servers that a URL names, and their roles.

@@ -10,7 +10,7 @@ use rusqlite::{Connection, OpenFlags};
 use super::{Place, PlaceFuture, Server, compare};
 use crate::report::Stop;
 
-/// Default table.
+/// Default name of the table of records.
 pub(crate) const TABLE: &str = "idem_records";
 
 /// A file, and the name of the table in this file.

@@ -82,8 +82,8 @@ impl Redelivery {
         Self::of("the broker", Some(longest))
     }
 
-    /// A broker that keeps messages until they are deleted by hand: a Redis stream that is not trimmed, a queue without
-    /// a message TTL. No `ttl` suffices.
+    /// A broker that keeps a message until a client or an operator deletes it: a Redis stream that is not trimmed, a
+    /// queue without a message TTL. No `ttl` is long enough for such a broker.
     pub const fn unbounded() -> Self {
         Self::of("the broker", None)
     }

@@ -20,7 +20,7 @@ use super::problem::ProblemKind;
 use super::record::OwnFields;
 use crate::clock::{Clock, Instant, Sleep};
 
-/// Any error of a body.
+/// Error of a body of any type.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The parts of a completely read body that have not been returned yet.
@@ -119,7 +119,7 @@ impl ArrivalTimer {
         end.as_mut().poll(cx).is_ready()
     }
 
-    /// Ends the present wait.
+    /// Notes that data has arrived, which ends the present wait.
     fn arrived(&mut self) {
         if let Some((since, _)) = self.wait.take() {
             self.left = self.left.saturating_sub(self.clock.now().saturating_since(since));

@@ -1,4 +1,4 @@
-//! Parsers of header fields: the key, which is a `String` of RFC 9651 or a bare token, and the digests of RFC 9530.
+//! Parsers of header fields: the key, which is a `String` of RFC 9651 or has no quotes, and the digests of RFC 9530.
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -20,7 +20,7 @@ pub(super) enum KeyFieldProblem {
     Missing,
     /// The field has more than one line.
     Repeated,
-    /// The value is neither a structured field's `String` nor a bare token.
+    /// The value is neither a structured field's `String` nor a key without quotes.
     Malformed,
     /// The key is empty or blank.
     Empty,

@@ -133,13 +133,13 @@ pub(super) struct Payload<'a> {
     body: BodyPrint,
 }
 
-/// Path and query.
+/// Path and query of a request.
 pub(super) type Target<'a> = (&'a str, Option<&'a str>);
 
 /// The fingerprint input that stands for a body.
 #[derive(Serialize)]
 pub(super) enum BodyPrint {
-    /// The SHA-256 of the bytes.
+    /// The SHA-256 of the body's bytes.
     Sha256(String),
     /// The print of the body as JSON.
     Json(String),

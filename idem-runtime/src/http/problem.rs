@@ -346,12 +346,12 @@ impl Problem {
         self.kind
     }
 
-    /// The status of the response.
+    /// Returns the status of the response.
     pub fn status(&self) -> StatusCode {
         self.status
     }
 
-    /// The `type` of RFC 9457.
+    /// Returns the `type` of RFC 9457: a URI that names the kind of problem.
     pub fn type_uri(&self) -> &str {
         &self.type_uri
     }

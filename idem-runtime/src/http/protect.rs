@@ -405,7 +405,7 @@ impl Settings {
             let call = observe(operation.recorded_by(RecordResponses).run(body))
                 .traceparent(asked.traceparent.as_deref().copied());
             let (result, outcome) = call.await;
-            // Boxed: few requests are forgotten, but all would carry the size of this future.
+            // Boxed: few records are removed again, but every request would carry the size of this future.
             if enforced && outcome.attempt() == Some(1) && matches!(result, Err(NotRecorded::Forgotten)) {
                 Box::pin(this.forget(&asked.key)).await;
             }

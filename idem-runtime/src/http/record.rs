@@ -68,7 +68,7 @@ pub(super) const REPLAYABLE: HeaderName = HeaderName::from_static("idempotency-r
 /// client.
 #[derive(Clone, Debug)]
 pub(super) struct OwnFields {
-    /// The mark of a replay.
+    /// Field that marks a replay.
     pub(super) marker: HeaderName,
     /// The field of the key, if responses repeat it.
     pub(super) echo: Option<HeaderName>,
@@ -265,7 +265,8 @@ impl Recorder<Recordable, NotRecorded> for RecordResponses {
             }
             Ok(Recordable::Ran(stored)) => AttemptEnd::Finish(Finish::Completed(stored.clone())),
             Err(NotRecorded::Freed(release)) => AttemptEnd::Release(*release),
-            // A forgotten record is first released, and removed later. A body never returns `Refused` or `Replayed`.
+            // The record of a response that is to be forgotten is first released, and removed later. A body never
+            // returns `Refused` or `Replayed`.
             Err(NotRecorded::Forgotten | NotRecorded::Refused(_)) | Ok(Recordable::Replayed(_)) => {
                 AttemptEnd::Release(Release::Returned)
             }

@@ -89,7 +89,7 @@ enum FailureCause<E> {
 }
 
 impl<E> TryFailure<E> {
-    /// Failure of the commit.
+    /// Returns the failure of a try whose commit failed.
     pub(super) fn at_commit(error: impl Into<E>, conflicts: bool) -> Self {
         Self { cause: FailureCause::Error(error.into()), conflicts }
     }

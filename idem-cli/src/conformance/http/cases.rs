@@ -35,11 +35,11 @@ impl fmt::Display for Profile {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct File {
-    /// Path of the operation.
+    /// Path of the operation that most steps call.
     pub(super) path: String,
-    /// Path of a second operation.
+    /// Path of the second operation, for steps that need two operations.
     pub(super) other_path: String,
-    /// Path of the counter of runs.
+    /// Path of the counter, which shows how often the operations have run.
     pub(super) counter: String,
     /// Body of a request that sets none.
     pub(super) body: Value,
@@ -175,11 +175,11 @@ pub(super) struct Send {
     pub(super) body: Option<Value>,
 }
 
-/// Way of sending a request.
+/// Number of a step's requests, their connections, and the moment at which the client hangs up.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum How {
-    /// Over its own connection.
+    /// One request, over its own connection.
     #[default]
     Alone,
     /// This many requests at the same time, each over its own connection.
@@ -221,7 +221,7 @@ pub(super) struct Expect {
     pub(super) explained: Option<Explanation>,
 }
 
-/// Explanation in a refusal.
+/// Kind of explanation that a refusal must contain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Explanation {
@@ -281,7 +281,7 @@ impl ByProfile {
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Field {
-    /// Present or absent.
+    /// Present if true, absent if false.
     Is(bool),
     /// Present once, with this text.
     Text(String),
@@ -330,7 +330,7 @@ impl File {
 
     fn check_steps(&self, case: &Case, steps: &[Step], labels: &mut HashSet<String>) -> Result<(), String> {
         for step in steps {
-            // First the request: a mistake in the file should not look like a mistake of the server.
+            // The request is checked first, so that a mistake in the file does not look like a mistake of the server.
             let caller = step.send.caller.as_deref().unwrap_or(FIRST);
             if !self.callers.contains_key(caller) {
                 return Err(format!("there is no caller `{caller}`"));
@@ -339,7 +339,7 @@ impl File {
             if matches!(step.how, How::Together(count) | How::Pipelined(count) if !(2..=1000).contains(&count)) {
                 return Err("2 to 1000 requests are sent together".to_owned());
             }
-            // Then the expectations: a client that hangs up gets no response, for example.
+            // The expectations are checked next: a client that hangs up, for example, gets no response.
             let expect = &step.expect;
             if step.how.hangs_up() && (step.label.is_some() || !expect.is_empty()) {
                 return Err("a client that hangs up gets no response to expect or to name".to_owned());
@@ -432,7 +432,7 @@ pub(super) fn fill(template: &str, unique: u128) -> Result<String, String> {
         text.push_str(before);
         match form {
             "" => text.push_str(&uuid(unique, name)),
-            // Padded in the middle, so that such keys differ in their last characters.
+            // The padding is in the middle, so that keys of this length differ in their last characters.
             length => match length.parse::<usize>() {
                 Ok(length @ 64..=100_000) => {
                     let shared = uuid(unique, "");

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::cases::{Case, Expect, Explanation, FIRST, Field, File, How, Profile, Send, Step, fill, header, key_text};
 use super::wire::{Connection, Reply, Server};
 
-/// Pause between two polls.
+/// Pause between two requests with which a step waits for a change.
 const POLL: Duration = Duration::from_millis(10);
 
 /// Time after which a server has most likely noticed that the client hung up. No response confirms this, so a slower
@@ -23,11 +23,11 @@ const LONGER: u64 = 6;
 
 /// State of one run of a case.
 struct Run {
-    /// Randomness of the keys.
+    /// Random number of this run, from which its keys derive.
     unique: u128,
     /// Factor by which operations take longer than the case states.
     factor: u64,
-    /// Responses by label.
+    /// Responses to which later steps refer, by their labels.
     replies: HashMap<String, Reply>,
     /// True if an operation ended before its duplicates were answered.
     was_too_fast: bool,
@@ -156,7 +156,7 @@ impl Checker<'_> {
         let name = "idempotency-key";
         if let Some(key) = &send.key {
             let key = key_text(key, run.unique)?;
-            // The keys of the IETF draft are strings of RFC 9651; the other profiles send bare keys.
+            // The keys of the IETF draft are strings of RFC 9651; the other profiles send keys without quotes.
             let value = if self.profile == Profile::Ietf { format!("\"{key}\"") } else { key };
             fields.push((name.to_owned(), value));
         }

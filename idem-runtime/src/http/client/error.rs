@@ -14,11 +14,11 @@ use super::key::CallKey;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RetryLimit {
-    /// [`RetryLayer::max_tries`](super::RetryLayer::max_tries).
+    /// The number of tries, set by [`RetryLayer::max_tries`](super::RetryLayer::max_tries).
     Tries,
     /// The server asks for a pause that is longer than [`RetryLayer::max_pause`](super::RetryLayer::max_pause).
     Pause,
-    /// [`RetryLayer::budget`](super::RetryLayer::budget).
+    /// The share of retries, set by [`RetryLayer::budget`](super::RetryLayer::budget).
     Budget,
 }
 
@@ -74,7 +74,7 @@ pub enum RetryError<E> {
     },
     /// The client's error of the last try.
     Client {
-        /// The error.
+        /// Error of the client.
         error: E,
         /// The key that was sent; `None` if the request has no key, or the client was never ready for the request.
         key: Option<CallKey>,

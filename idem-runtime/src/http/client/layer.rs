@@ -97,7 +97,7 @@ impl RetryLayer {
         self.with(|it| it.bucket = Arc::new(TokenBucket::new(budget)))
     }
 
-    /// Writes keys in quotes, as the draft of the IETF requires (default: no, because most services expect bare keys).
+    /// Writes keys in quotes, as the draft of the IETF requires (default: no, because most services expect no quotes).
     /// A key that already has quotes stays unchanged, and so does a field that the caller has set.
     #[must_use]
     pub fn quoted(self, quoted: bool) -> Self {
