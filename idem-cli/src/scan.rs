@@ -23,7 +23,7 @@ pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
 #[derive(Default)]
 pub(crate) struct ListEnd {
     pub(crate) next: Option<Cursor>,
-    /// Number of entries that are not records: another program stores them there.
+    /// Number of entries of other programs, which are not records.
     pub(crate) unreadable: u64,
 }
 

@@ -156,7 +156,7 @@ mistakes! {
     KeyNotRepeated,
     /// Refusals do not repeat the key.
     KeyNotRepeatedInRefusals,
-    /// A replay is not marked.
+    /// A replay has no field that marks it as a replay.
     NotMarked,
     /// Every response is marked as a replay.
     AllMarked,

@@ -26,7 +26,7 @@ fn comes_again(outcome: &Outcome) -> bool {
 }
 
 #[tokio::test]
-async fn a_worker_dies_under_on_crash_fail() {
+async fn the_runbook_resolves_the_death_of_a_worker_under_on_crash_fail() {
     let (scene, store) = Scene::on_file("A worker died under `on_crash = fail`").await;
     let policy = PAY.lease(SECOND).on_crash(OnCrash::Fail);
     let mut worker = scene.worker("42", OnCrash::Fail, SECOND).await;
@@ -60,7 +60,7 @@ async fn a_worker_dies_under_on_crash_fail() {
 }
 
 #[tokio::test]
-async fn a_process_hangs_and_holds_its_lease() {
+async fn the_runbook_resolves_a_hung_process_that_holds_its_lease() {
     let (scene, store) = Scene::on_file("A process hangs and holds its lease").await;
     // The lease is so long that the test can't wait for its lapse.
     let policy = PAY.lease(HOUR);
@@ -82,7 +82,7 @@ async fn a_process_hangs_and_holds_its_lease() {
 }
 
 #[tokio::test]
-async fn a_result_grew_too_large() {
+async fn the_runbook_resolves_a_result_that_grew_too_large() {
     let (scene, store) = Scene::on_file("A result grew too large").await;
     let policy = PAY.max_result_bytes(1024);
     let large = async {
@@ -123,7 +123,7 @@ fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
 }
 
 #[tokio::test]
-async fn a_deployment_changed_a_return_type() {
+async fn the_runbook_resolves_a_return_type_that_a_deployment_changed() {
     let (scene, store) = Scene::on_file("A deployment changed a return type").await;
     let before = async || {
         let body = async {
@@ -149,7 +149,7 @@ async fn a_deployment_changed_a_return_type() {
 }
 
 #[tokio::test]
-async fn a_ttl_is_too_short() {
+async fn the_runbook_resolves_a_ttl_that_is_too_short() {
     let clock = ManualClock::new();
     let mut scene = Scene::at("A `ttl` is too short", "");
     scene.url = format!("sqlite:{}", scene.folder.file().display());
@@ -180,7 +180,7 @@ async fn a_ttl_is_too_short() {
 }
 
 #[tokio::test]
-async fn redis_was_flushed() {
+async fn the_runbook_resolves_a_flush_of_redis() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
     let mut scene = Scene::at("Redis was flushed", &server.url());
     let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
@@ -213,7 +213,7 @@ async fn redis_was_flushed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn postgresql_failed_over() {
+async fn the_runbook_resolves_a_failover_of_postgresql() {
     let mut primary = PostgresServer::start();
     let store = PostgresStore::options().ensure_schema().connect(&primary.url()).await.unwrap();
     drop(store);
@@ -269,7 +269,7 @@ async fn postgresql_failed_over() {
 }
 
 #[tokio::test]
-async fn a_poison_message() {
+async fn the_runbook_resolves_a_poison_message() {
     let (scene, store) = Scene::on_file("A poison message").await;
     let policy = PAY.max_attempts(3);
     for _ in 0..3 {
@@ -290,7 +290,7 @@ async fn a_poison_message() {
 }
 
 #[tokio::test]
-async fn a_key_is_too_coarse() {
+async fn the_runbook_resolves_a_key_that_is_too_coarse() {
     let (scene, store) = Scene::on_file("A key is too coarse").await;
     // Each shop has its own order numbers.
     let deliver = async |key: &str, shop: &str| {
@@ -312,7 +312,7 @@ async fn a_key_is_too_coarse() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_store_was_away_for_an_hour() {
+async fn the_runbook_resolves_an_hour_without_the_store() {
     let mut server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes", "--appendfsync", "always"]);
     let mut scene = Scene::at("The store was away for an hour", &server.url());
     let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();

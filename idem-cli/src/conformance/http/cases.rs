@@ -1,4 +1,4 @@
-//! The file of cases: requests and their expected responses. `docs/http.md` describes it.
+//! The file of cases: requests and their expected responses. `docs/http.md` describes this file.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::{self, Write as _};

@@ -11,7 +11,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 
 use crate::tls;
 
-/// Limit for a response: a longer one is treated as endless.
+/// Limit for a response: a longer response is treated as endless.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 const MAX_FIELDS: usize = 128;
 
