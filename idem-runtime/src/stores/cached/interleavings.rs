@@ -29,8 +29,8 @@ fn finished() -> (MemoryStore, Cached) {
     (store.clone(), Cached::new(store))
 }
 
-/// Reserves the key until it is finished, and returns the attempt number of the replay. Finishes each attempt that is
-/// granted.
+/// Repeats the reservation of the key until the key is finished, and returns the attempt number of the replay. Finishes
+/// each attempt that is granted.
 fn take_part(store: &Cached) -> u32 {
     loop {
         match reserve(store) {

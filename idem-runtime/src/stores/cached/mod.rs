@@ -269,7 +269,7 @@ struct Entry {
 
 enum CacheAnswer {
     Nothing,
-    /// The key is finished, but its record must be read.
+    /// The key is finished, but its record must be read from the store.
     Finished,
     Answer(Reservation),
 }
@@ -497,7 +497,7 @@ impl Cache {
 
 /// Returns whether the record, and the result that is read from it, stay the same within the retention.
 fn is_final(record: &Record) -> bool {
-    // An unreadable result may be readable later.
+    // An unreadable result may be readable later, so its record is not final.
     let is_whole = |payload| !matches!(payload, &(StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. }));
     record.state.result().is_some_and(is_whole)
 }

@@ -214,7 +214,8 @@ fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<
         None => Some(false),
         Some(flag) => flag.as_bool().ok().copied(),
     };
-    // A later version may give these names another meaning, so only its format number is read.
+    // A later version of this library may give the attributes another meaning, so only the format number of its
+    // items is read.
     let ours = format == Parts::VERSION;
     let (empty, nothing): (&[u8], _) = (&[], 0);
     Some(Parts {

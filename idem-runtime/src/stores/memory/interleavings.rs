@@ -36,7 +36,8 @@ fn counted(store: &MemoryStore) -> (usize, usize) {
     shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
 }
 
-/// Reserves the key until it is finished. Releases the first attempt of the key, and finishes the second attempt.
+/// Repeats the reservation of the key until the key is finished. Releases the first attempt of the key, and finishes
+/// the second attempt.
 fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     loop {
         let request = request(store, key);

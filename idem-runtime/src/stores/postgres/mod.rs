@@ -548,8 +548,8 @@ impl Store for PostgresInner {
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
             let order = by_key(leases, |lease| lease.key.as_str());
-            // Two chunks are in flight at a time: enough to keep the server busy, while other connections stay free for
-            // attempts that start and finish.
+            // Two chunks of leases are in flight at a time: enough to keep the server busy, while other connections
+            // stay free for attempts that start and finish.
             let chunks: Vec<_> = order.chunks(RENEWED_AT_ONCE).collect();
             let mut halves = [0, 1].map(|half| {
                 let chunks = chunks.iter().skip(half).step_by(2);

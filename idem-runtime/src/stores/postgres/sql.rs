@@ -116,7 +116,7 @@ fn lock_seed(schema: &str) -> i64 {
     i64::from_be_bytes(*Sha256::digest(schema).first_chunk().expect("a digest is longer"))
 }
 
-/// Returns milliseconds as a parameter.
+/// Returns `duration` in milliseconds, as a parameter of a statement.
 pub(super) fn millis(duration: Duration) -> i64 {
     signed_millis(duration).min(MAX_MILLIS)
 }
@@ -130,62 +130,65 @@ pub struct Statement {
     pub(super) types: &'static [Type],
 }
 
-/// All statements about records. Each comment names the parameters of its statement before the colon.
+/// All statements about records. The comment on a statement names its parameters.
 #[derive(Debug)]
 pub(super) struct Statements {
-    /// `key`: returns the record of the key, if there is a record.
+    /// Returns the record of the key, if there is a record. Parameters: `key`.
     pub(super) look: Statement,
-    /// `key`: returns the columns that answer a reservation, if there is a record.
+    /// Returns the columns that answer a reservation, if there is a record. Parameters: `key`.
     pub(super) answer: Statement,
-    /// `keys`: returns the records of the keys, without results of more than [`IN_A_BATCH`] bytes.
+    /// Returns the records of the keys, without results of more than [`IN_A_BATCH`] bytes. Parameters: `keys`.
     pub(super) look_many: Statement,
-    /// The columns of [`RESERVE`]: makes a record, or returns the existing record.
+    /// Makes a record, or returns the existing record. Parameters: [`RESERVE`].
     pub(super) reserve: Statement,
-    /// Arrays of the columns of [`RESERVE`]: like `reserve`, without results of more than [`IN_A_BATCH`] bytes.
+    /// Works like `reserve`, without results of more than [`IN_A_BATCH`] bytes. Parameters: arrays of [`RESERVE`].
     pub(super) reserve_many: Statement,
-    /// The columns of [`RESERVE`]: like `reserve` inside the user's transaction, unless another transaction holds the
-    /// key. The statement always returns one row; see [`WithinAnswer`].
+    /// Works like `reserve` inside the user's transaction, unless another transaction holds the key. The statement
+    /// always returns one row; see [`WithinAnswer`]. Parameters: [`RESERVE`].
     pub(super) reserve_within: Statement,
     /// Replaces a record by the record of a new attempt, if the record is unchanged since it was read.
     pub(super) replace: Statement,
-    /// The columns of [`END`]: ends an attempt.
+    /// Ends an attempt. Parameters: [`END`].
     pub(super) end: Statement,
-    /// Arrays of the columns of [`END`]: ends many attempts.
+    /// Ends many attempts. Parameters: arrays of [`END`].
     pub(super) end_many: Statement,
-    /// `keys, owners, attempts`: renews leases. Returns the indexes of the renewed leases, counted from 1.
+    /// Renews leases. Returns the indexes of the renewed leases, counted from 1. Parameters:
+    /// `keys`, `owners`, `attempts`.
     pub(super) renew: Statement,
-    /// The parameters of `renew`: renews leases, and marks that the bodies of the attempts begin.
+    /// Renews leases, and notes that the bodies of the attempts begin. Parameters: as for `renew`.
     pub(super) begin: Statement,
-    /// The parameters of `renew`: returns the indexes of leases that were not renewed only because their row was
-    /// locked.
+    /// Returns the indexes of leases that were not renewed only because their row was locked. Parameters:
+    /// as for `renew`.
     pub(super) held: Statement,
-    /// `key, attempt`: marks the row, so that the end of the attempt is published. Returns whether the attempt is
-    /// pending, and whether the row is marked.
+    /// Marks the row as awaited, so that the end of the attempt is published. Returns whether the attempt is pending,
+    /// and whether the row is marked. Parameters: `key`, `attempt`.
     pub(super) mark: Statement,
-    /// `key, attempt`: returns whether the attempt is pending.
+    /// Returns whether the attempt is pending. Parameters: `key`, `attempt`.
     pub(super) is_pending: Statement,
-    /// The columns of [`DECIDE`]: replaces a record by an operator's decision, if the record is unchanged since it was
-    /// read.
+    /// Replaces a record by an operator's decision, if the record is unchanged since it was
+    /// read. Parameters: [`DECIDE`].
     pub(super) decide: Statement,
-    /// The columns of [`FORGET`]: removes a record, if the record is unchanged since it was read.
+    /// Removes a record, if the record is unchanged since it was read. Parameters: [`FORGET`].
     pub(super) forget: Statement,
-    /// `key`: returns the row of the key, and a digest of all columns.
+    /// Returns the row of the key, and a digest of all columns. Parameters: `key`.
     pub(super) examine: Statement,
-    /// `key, digest`: removes the row if it still has this digest.
+    /// Removes the row if it still has this digest. Parameters: `key`, `digest`.
     pub(super) forget_damaged: Statement,
-    /// `limit, from`: deletes expired rows whose `listed_at` is `from` or later, and moves the `listed_at` of renewed
-    /// rows. Returns the number of deleted and of moved rows, and the last `listed_at` that the statement reached.
+    /// Deletes expired rows whose `listed_at` is `from` or later, and moves the `listed_at` of renewed rows.
+    /// Returns the number of deleted and of moved rows, and the last `listed_at` that the statement reached.
+    /// Parameters: `limit`, `from`.
     pub(super) purge: Statement,
-    /// The columns of [`LIST`]: returns the records in a range of keys, and a last row with the last key and the number
-    /// of rows that were read.
+    /// Returns the records in a range of keys, and a last row with the last key and the number of rows that were
+    /// read. Parameters: [`LIST`].
     pub(super) list: Statement,
     /// Returns whether the server is read-only.
     pub(super) ping: Statement,
     /// Returns the lock timeout of this session.
     pub(super) lock_timeout: Statement,
-    /// `key`: waits until no other transaction holds the key, then holds the key until the present transaction ends.
+    /// Waits until no other transaction holds the key, then holds the key until the present transaction
+    /// ends. Parameters: `key`.
     pub(super) hold: Statement,
-    /// Name of the schema: returns properties of the server and of the table.
+    /// Returns properties of the server and of the table. Parameters: the name of the schema.
     pub(super) check: Statement,
 }
 

@@ -1,9 +1,10 @@
 //! The largest size of a value that the server takes.
 //!
-//! A server refuses a value over `proto-max-bulk-len` by closing the connection, and its reason may get lost with the
-//! connection. So the store asks a server for its limit when it connects, and does not send a larger value. If the
-//! login may not ask, or if a proxy has a smaller limit, the store learns the limit from failures. Values that may be
-//! too large are sent over a separate connection: if that connection is closed, no other operation fails.
+//! A server refuses a value over `proto-max-bulk-len` by closing the connection, and the reason that the server
+//! sends may get lost with the connection. So the store asks a server for its limit when it connects, and does not
+//! send a larger value. If the login may not ask, or if a proxy has a smaller limit, the store learns the limit
+//! from failures. Values that may be too large are sent over a separate connection: if that connection is closed,
+//! no other operation fails.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;

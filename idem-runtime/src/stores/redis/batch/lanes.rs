@@ -60,7 +60,7 @@ impl ConnectionLanes {
         })
     }
 
-    /// Keeps the buffers of a sent batch for another, unless they grew unusually large.
+    /// Keeps the buffers of a sent batch for a later batch, unless these buffers grew unusually large.
     fn keep(&self, batch: OpBatch) {
         let Some(empty) = batch.emptied() else { return };
         self.lanes.with_queue(|queue| {

@@ -18,7 +18,7 @@ pub(super) struct FirstExchange {
     pub(super) commands: Vec<SentCommand>,
     /// Ranges of [`OpBatch::completions`], one for each script call.
     pub(super) calls: Vec<Range<usize>>,
-    /// Completions by `SET … IFEQ`.
+    /// Completions that are sent as `SET … IFEQ`.
     pub(super) compared: Vec<WriteEntry>,
 }
 
