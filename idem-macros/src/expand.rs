@@ -234,7 +234,8 @@ impl Expansion<'_> {
                 quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
             }
             Setting::Migrate(function) => {
-                // The span is that of the function, so that a message about its signature points there.
+                // The span is the span of the function, so that a message about the function's signature points
+                // at the function.
                 let migrate = quote_spanned!(blamed(function)=> __idem::OnUndecodable::Migrate(#function));
                 quote_spanned!(site=> .on_undecodable(#migrate))
             }

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quoted_and_a_bare_key_are_one_key() {
+    fn a_key_in_quotes_and_the_same_key_without_quotes_are_one_key() {
         for line in ["8e03978e", "\"8e03978e\"", "  \"8e03978e\"\t", "\"8e03978e\";v=1", "\"8e03978e\"; a;b=?0;c=\"x\""]
         {
             assert_eq!(of(&[line.as_bytes()]).as_deref(), Ok("8e03978e"), "{line}");

@@ -23,9 +23,9 @@ use sha2::{Digest, Sha256};
 /// Deepest nesting that is read. Most readers of JSON accept no more than 128 or 512 levels.
 pub(super) const MAX_DEPTH: usize = 400;
 
-/// Ends a text, a name or a number.
+/// Byte that ends a text, a name or a number in the canonical form.
 const END: u8 = 0xff;
-/// Ends the members of an object.
+/// Byte that ends the members of an object in the canonical form.
 const MEMBERS_END: u8 = 0xfe;
 
 /// Longest members of an object that are not replaced by their hash.
@@ -150,7 +150,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a value; of an array or object, only the beginning. Returns whether a first element or member follows.
+    /// Reads a value, but only the beginning of an array or object. Returns whether a first element or member follows.
     fn opens_value(&mut self) -> Result<bool, JsonDefect> {
         match self.peek().ok_or(JsonDefect::NotJson)? {
             b'{' => return self.opens_object(),

@@ -480,7 +480,8 @@ impl Settings {
             let found = store.inspect(key).watched(store, StoreOp::Inspect).await?;
             if let Some(found) = found.filter(|it| it.record.attempt == 1 && it.record.state == State::Released) {
                 let decision = Decision::forget(key, &found).reason("the request failed validation");
-                // The store refuses the decision if another attempt has begun meanwhile, whose record must stay.
+                // The store refuses the decision if another attempt has begun meanwhile: the record of that
+                // attempt must stay.
                 let _ = store.decide(&decision).watched(store, StoreOp::Decide).await?;
             }
             Ok::<_, StoreError>(())

@@ -116,7 +116,7 @@ impl<'a, C: TransactionStore> Within<'a, C> {
         let Self { transaction, notes, namespace, holder } = self;
         let (mailbox, asked) =
             Mailbox::open(C::NAME, (namespace, holder), transaction.place(), Arc::clone(&notes.clock));
-        // Shadow mode does not change the effect of the body.
+        // Shadow mode must not change the effect of the body, so it undoes no write of a body that fails.
         let undoes = policy.current_mode() == Mode::Enforce;
         let place = InTransaction { asked, transaction: transaction.clone(), notes, undoes };
         Operation::new(&mailbox, key, policy).at(place).0

@@ -142,8 +142,8 @@ impl<S, B> RequestTries<S, B> {
         self.deadline.get_or_insert_with(|| self.settings.clock.sleep(limit)).as_mut().poll(cx)
     }
 
-    /// Returns the number of bytes of the response's body to read. A request without a key is not retried, so its body
-    /// is not read.
+    /// Returns the number of bytes to read from the body of the response. A request without a key is not retried, so
+    /// the body of its response is not read.
     fn body_limit<R>(&self, response: &Response<R>) -> usize {
         if self.key.is_some() { self.settings.body_limit(response.headers()) } else { 0 }
     }

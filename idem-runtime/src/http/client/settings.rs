@@ -79,8 +79,8 @@ impl Settings {
         }
     }
 
-    /// Returns the number of bytes of a body with these headers to read. An event stream is not read, because it has no
-    /// end.
+    /// Returns the number of bytes to read from a body with these headers. An event stream is not read, because it
+    /// has no end.
     pub(super) fn body_limit(&self, headers: &HeaderMap) -> usize {
         const EVENTS: &[u8] = b"text/event-stream";
         let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.as_bytes().get(..EVENTS.len()));
