@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_with_the_lengths_of_its_chunks_is_refused() {
+    fn a_response_body_that_still_holds_chunk_lengths_is_refused() {
         const HEAD: &str = "HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n";
         for body in ["6\r\n{\"a\":1\r\n1\r\n}\r\n0\r\n\r\n", "1F;name=value\r\ncut", "0\r\n\r\n"] {
             let problem = problem(&format!("{HEAD}{body}"));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_content_length_of_another_body_is_refused() {
+    fn a_response_whose_content_length_differs_from_its_body_is_refused() {
         let with = |lengths: &str| problem(&format!("HTTP/1.1 200 OK\r\n{lengths}\r\nbody"));
         for right in ["", "Content-Length: 4\r\n", "Content-Length: 4\r\nContent-Length: 4\r\n"] {
             assert_eq!(with(right), None, "{right:?}");

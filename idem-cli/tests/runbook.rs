@@ -25,7 +25,7 @@ const INCIDENTS: [&str; 10] = [
 ];
 
 #[test]
-fn the_page_has_each_incident_and_a_link_to_it() {
+fn docs_operations_has_each_incident_and_a_link_to_it() {
     assert_eq!(page::titles(), INCIDENTS);
     let (table, source) = (page::table(), include_str!("runbook/incidents.rs"));
     for title in INCIDENTS {

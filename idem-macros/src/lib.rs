@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn the_code_around_a_boxed_body_is_kept() {
+    fn the_code_of_async_trait_around_a_boxed_body_is_kept() {
         let item = "fn f<'a>(&'a self, __arg1: (u8, u8)) -> Pin<Box<dyn Future<Output = Result<u8, E>> + Send + 'a>> {
             Box::pin(async move {
                 if let Some(__ret) = None::<Result<u8, E>> { return __ret; }

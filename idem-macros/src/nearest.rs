@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_distance_is_the_number_of_wrong_letters() {
+    fn the_distance_of_two_words_is_the_number_of_wrong_letters() {
         let cases =
             [("", "abc", 3), ("ttl", "ttl", 0), ("tll", "ttl", 1), ("recrod", "record", 1), ("leese", "lease", 1)];
         for (from, to, expected) in cases {

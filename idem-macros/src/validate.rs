@@ -661,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn all_problems_are_reported_together_and_once() {
+    fn all_problems_of_an_attribute_are_reported_together_and_once() {
         refused("tll = 1", &["did you mean `ttl`"]);
         refused("ttl = 1, ttl = \"x\"", &["`ttl` is given twice", "`ttl` is given twice"]);
         refused("lease = \"x\", scope = \"\"", &["can't read `x`", "an empty `scope`"]);

@@ -205,13 +205,13 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_screen_shows_leases() {
+    fn a_wide_watch_screen_shows_leases() {
         let lines = drawn(&mut view(), 120, 12);
         assert!(lines[5].contains("shop::payments/order:3") && lines[5].contains("lapses in 12.0 s"), "{lines:#?}");
     }
 
     #[test]
-    fn an_unreachable_store_is_shown_above_the_last_findings() {
+    fn an_unreachable_store_is_shown_above_the_records_that_were_read_last() {
         let mut view = view();
         view.failure = Some("the server can't be reached".to_owned());
         let lines = drawn(&mut view, 40, 12);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_scroll_and_end_the_screen() {
+    fn key_presses_scroll_and_end_the_watch_screen() {
         let mut view = view();
         let mut press = |code, modifiers| view.ends(&Event::Key(KeyEvent::new(code, modifiers)));
         assert!(!press(KeyCode::Down, KeyModifiers::NONE) && !press(KeyCode::Char('c'), KeyModifiers::NONE));

@@ -188,7 +188,7 @@ fn agree(expected: &[String], printed: &[String]) -> bool {
 }
 
 #[test]
-fn only_durations_in_the_output_are_replaced() {
+fn only_durations_in_the_output_of_a_command_are_replaced() {
     assert_eq!(tidy("running     1 min 30 s  attempt 1"), "running TIME attempt 1");
     assert_eq!(tidy("lease        30.0 s, lapses in 1.0 s unless"), "lease TIME, lapses in TIME unless");
     let lines = |lines: &[&str]| lines.iter().map(|line| (*line).to_owned()).collect::<Vec<_>>();

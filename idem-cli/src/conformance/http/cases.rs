@@ -164,7 +164,7 @@ pub(super) struct Send {
     /// Query of the request's URL.
     pub(super) query: Option<String>,
     pub(super) caller: Option<String>,
-    /// Further header lines.
+    /// Header lines in addition to the key and to the credentials of the caller.
     pub(super) headers: Vec<String>,
     /// Key that the request sends: the name of a key, or a text in which `{name}` stands for a key. The profile decides
     /// whether the key is sent in quotes. Without `key` and `fields`, no key is sent.
