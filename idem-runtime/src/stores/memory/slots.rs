@@ -621,7 +621,7 @@ mod tests {
 
     /// The first place is always the one with the earliest `listed_at`, after every push, move and removal.
     #[test]
-    fn the_first_place_in_the_order_is_always_due_first() {
+    fn the_first_record_in_the_order_has_the_earliest_listed_at() {
         let (mut slots, mut order) = (Slots::default(), Order::default());
         let slot = |ttl: Nanos| {
             let key = Key::new("order", ttl).unwrap();

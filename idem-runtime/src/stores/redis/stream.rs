@@ -103,7 +103,7 @@ fn config() -> AsyncConnectionConfig {
         .set_pipeline_buffer_size(DRIVER_QUEUE)
 }
 
-/// Opens a connection over the stream that `stream` makes from a pulse.
+/// Opens a connection over a stream. `stream` opens that stream, and gets the pulse that notes when bytes move on it.
 async fn over<S, F>(
     info: &ConnectionInfo,
     clock: &Arc<dyn Clock>,

@@ -209,8 +209,8 @@ impl BeginMarks {
         Self(server)
     }
 
-    /// Writes into the records of `leases` that the bodies begin. Returns for each lease whether its record contains
-    /// this now. An attempt has one caller, so no attempt occurs twice in `leases`.
+    /// Writes into the records of `leases` that the bodies begin. Returns for each lease whether its record now shows
+    /// this. An attempt has one caller, so no attempt occurs twice in `leases`.
     async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = || order.iter().map(|place| leases[*place]);
@@ -231,7 +231,7 @@ impl BeginMarks {
 
 impl Work for BeginMarks {
     type Operation = Lease;
-    /// True if the record contains that the body has begun.
+    /// True if the record now shows that the body has begun.
     type Answer = bool;
 
     const LANES: usize = 1;
