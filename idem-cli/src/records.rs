@@ -617,7 +617,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     match refused {
         0 => Ok(ExitCode::SUCCESS),
         refused => {
-            let left = "are running, are damaged or have moved on, and were left";
+            let left = "are running, are damaged or have changed, and were not removed";
             Err(Stop::Refused(format!("{refused} of {count} records {left}")))
         }
     }

@@ -118,7 +118,7 @@ async fn persistence(info: &Info<'_>, server: &mut MultiplexedConnection, findin
         ),
         (_, _, None) => findings.warning(
             check,
-            "appendonly is off; whether there are snapshots is not told to this login",
+            "appendonly is off; this login may not see whether there are snapshots",
             "a crash forgets minutes of records or all of them",
             AOF,
         ),

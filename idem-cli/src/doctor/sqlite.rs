@@ -56,7 +56,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
             "put the file on a disk",
         ),
         Some(kind) => findings.ok("file system", format!("`{kind}`")),
-        None => findings.unknown("file system", "it can't be told here", "make sure that the disk is a local one"),
+        None => findings.unknown("file system", "unknown on this system", "make sure that the disk is a local one"),
     }
     let mut wal = file.path.clone().into_os_string();
     wal.push("-wal");

@@ -130,7 +130,7 @@ pub(crate) async fn ask(client: &Client, question: &str, texts: &[&str]) -> Resu
 
 /// Converts an error of PostgreSQL into a refusal of the command. PostgreSQL's message names the missing right.
 pub(crate) fn refused(error: &tokio_postgres::Error) -> Stop {
-    Stop::Unreachable(format!("the server refused a question: {}", chain(error)))
+    Stop::Unreachable(format!("the server refused a statement: {}", chain(error)))
 }
 
 /// Returns the partitions of the table that hold records, each with its storage parameters; empty if the table is

@@ -345,7 +345,7 @@ impl File {
                 return Err("a client that hangs up gets no response to expect or to name".to_owned());
             }
             if !step.while_running.is_empty() && step.how != How::Alone {
-                return Err("`while_running` stands beside a single request".to_owned());
+                return Err("`while_running` needs a single request".to_owned());
             }
             if let Some(status) = &expect.status
                 && let Some(profile) = case.profiles().find(|profile| status.of(*profile).is_none())
@@ -389,7 +389,7 @@ impl Send {
             fill(line, 0)?;
         }
         match self.key.is_some() && !self.fields.is_empty() {
-            true => Err("`key` and `fields` are two ways to say one thing".to_owned()),
+            true => Err("`key` and `fields` exclude each other".to_owned()),
             false => Ok(()),
         }
     }
