@@ -223,7 +223,7 @@ impl<W: Work> WorkLanesInner<W> {
         let database = self.work.database();
         let (room, full) = match (why, &self.large) {
             (LoneReason::Large, Some(large)) => (large, "other large results are still on their way"),
-            _ => (&self.alone, "others wait for records that another session has locked"),
+            _ => (&self.alone, "other operations wait for records that another session has locked"),
         };
         let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), room.acquire());
         let answer = match room.await {
@@ -243,7 +243,7 @@ impl<W: Work> WorkLanesInner<W> {
             now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
         });
         for waiting in late.drain(..) {
-            waiting.answer.send(Err(OpFailure::not_sent("it did not answer what was sent before"))).ok();
+            waiting.answer.send(Err(OpFailure::not_sent("it did not answer earlier statements"))).ok();
         }
         if batch.len() > 1 {
             let mut answer = self.work.many(&batch).await;

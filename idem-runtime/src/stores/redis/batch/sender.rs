@@ -26,7 +26,7 @@ use super::replies::Replies;
 /// Smallest number of reservations in a batch for which the keys are looked up first, if replays are expected.
 const LOOK_FIRST: usize = 8;
 /// Reason in the error of an operation that was not sent.
-pub(super) const STALLED: &str = "the server did not answer what was sent before";
+pub(super) const STALLED: &str = "the server did not answer earlier requests";
 
 /// A connection, and the expectations about its answers.
 pub(super) struct BatchSender {
