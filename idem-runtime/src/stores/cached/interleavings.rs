@@ -75,7 +75,8 @@ fn each_duplicate_that_joined_a_reservation_is_answered() {
     });
 }
 
-/// After a `reopen` no duplicate gets the reopened result, even if its reservation began before.
+/// After a `reopen` no duplicate gets the reopened result, even if the duplicate's reservation began
+/// before the `reopen`.
 #[test]
 fn a_reopened_result_is_not_replayed() {
     explore(|| {

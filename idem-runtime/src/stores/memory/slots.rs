@@ -636,7 +636,7 @@ mod tests {
             Slot::new(record, &key, 0, ttl, 0)
         };
         let first = |slots: &Slots, order: &Order| order.first().map(|place| slots.get(place).listed_at);
-        // Lists many records, then moves every third one forward.
+        // Lists many records, then moves every third record forward.
         let mut places = Vec::new();
         for n in 0..1_000 {
             let place = slots.insert(slot(10_000 + n * 7_919 % 1_000));

@@ -369,8 +369,9 @@ impl PostgresInner {
         Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
-    /// Renews the `leases` at `places` and answers each. Answers "refused" for a lease that the statement did not
-    /// renew, unless another session had only locked its row. Returns the places of leases with locked rows.
+    /// Renews those of `leases` that are at `places`, and answers each lease. Answers "refused" for a lease that
+    /// the statement did not renew, unless another session had only locked its row. Returns the places of leases
+    /// with locked rows.
     async fn renew_some(
         &self,
         leases: &[Lease],

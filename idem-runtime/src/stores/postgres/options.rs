@@ -311,7 +311,7 @@ impl StatementPool {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server is not PostgreSQL: it answers differently".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
-        // Columns of a wrong type show, too, that the server is not PostgreSQL.
+        // If the columns of the answer have a wrong type, the server is not PostgreSQL either.
         let read = || -> Result<_, tokio_postgres::Error> {
             let (version, number): (&str, i64) = (row.try_get(0)?, row.try_get(1)?);
             let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);

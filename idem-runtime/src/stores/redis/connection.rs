@@ -60,7 +60,7 @@ impl Clone for UserConnection {
     }
 }
 
-/// Location of a server, which may move to another address.
+/// Location of a server. The server may move to another address.
 pub(super) trait Place: Send + Sync + 'static {
     /// Returns the number of addresses found so far; 0 for a fixed address.
     fn version(&self) -> u64;

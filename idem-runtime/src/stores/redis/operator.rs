@@ -85,7 +85,7 @@ pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<D
     Err(keeps_changing())
 }
 
-/// Replaces the record that was found by `value`, or removes it if `value` is empty.
+/// Replaces the record that was found. The new record is `value`; an empty `value` removes the record.
 fn replacement(
     core: &Core,
     name: Name<'_>,

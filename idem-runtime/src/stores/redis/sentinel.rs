@@ -85,7 +85,7 @@ impl Sentinels {
     /// Waits until the sentinels name another primary than the one of `version`.
     pub(super) async fn moved(&self, version: u64) {
         let mut versions = self.version.subscribe();
-        // The sender lives as long as `self`.
+        // The wait can't fail, because the sender lives as long as `self`.
         let _ = versions.wait_for(|now| *now != version).await;
     }
 

@@ -24,7 +24,7 @@ const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Size of a file without records, in bytes: the pages of the schema, of the table and of its indexes.
 const EMPTY_FILE: u64 = 4 * 4096;
-/// Number of pages of a file with a size limit that are reserved for clean-up.
+/// Number of pages that are reserved for clean-up, in a file with a size limit.
 const RESERVED_PAGES: i64 = 8;
 /// Number of pages in the WAL from which a renewal or a late write copies the WAL into the file. Other writes copy the
 /// WAL from 1000 pages on, so a renewal pays for the copy only if there are no other writes.

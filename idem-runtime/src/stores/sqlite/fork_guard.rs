@@ -140,7 +140,7 @@ fn closing() -> MutexGuard<'static, ()> {
     lock(CLOSING.here())
 }
 
-/// Closes an inherited connection.
+/// Closes a connection that this process inherited at a fork.
 fn let_go(mut connected: MutexGuard<'_, Option<FileConnection>>) -> Result<(), StoreError> {
     let Some(FileConnection { connection, .. }) = connected.take() else { return Ok(()) };
     // Keeps SQLite from checking whether this is the last connection: by the inherited list, SQLite would remove the

@@ -31,7 +31,7 @@ const GRACE: Duration = Duration::from_millis(5);
 /// Longest time that a single slow read counts for, unless the read before it was slow, too: a thread that was not
 /// scheduled for some time only looks like a slow disk.
 const ALONE: Duration = Duration::from_micros(500);
-/// Time that a failure to open the connection counts for, so that not every read tries to open the connection.
+/// Time for which no read tries to open the connection again after a failure to open it.
 const NOT_OPENED: Duration = Duration::from_millis(55);
 
 pub(super) struct InlineReader {

@@ -85,7 +85,7 @@ impl Reservations {
     }
 }
 
-/// The requests of a batch that have one key.
+/// The requests for one key in a batch.
 struct OfKey<'a> {
     places: &'a [usize],
     /// Index in the batch of the request that was sent, if a request was sent.

@@ -635,8 +635,8 @@ mod tests {
         };
         let (_, answers) = quiet.work(ask(false), write);
         assert!(taken_over(&answers), "{answers:?}");
-        // The lock was held for long, but only after the lease had lapsed: the lock was not the reason, so the lease is
-        // not spared.
+        // The lock was held for long, but only after the lease had lapsed. So the lock was not the reason for the
+        // lapse, and the lease is taken over.
         let pass = |millis| {
             let until = quiet.state.wall_millis() + millis;
             while quiet.state.wall_millis() <= until {
