@@ -77,7 +77,7 @@ pub(crate) fn named(function: &TokenStream) -> TokenStream {
 struct Expansion<'a> {
     call: &'a Call,
     function: &'a Function,
-    /// Span of the generated names, which gives them their hygiene.
+    /// Span of the generated names. The span gives the names their hygiene.
     site: Span,
 }
 

@@ -147,7 +147,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
 }
 
 fn missing(args: &Args, problems: &mut Problems) {
-    // A `policy` contains a `ttl`, so the option `ttl` is then not required.
+    // A `policy` contains a `ttl`, so a use with the option `policy` does not require the option `ttl`.
     let is_missing = |name: &&str| args.is_missing(name) && (*name != "ttl" || args.is_missing("policy"));
     let names: Vec<_> = ["key", "ttl", "store"].into_iter().filter(is_missing).collect();
     if !names.is_empty() {

@@ -107,7 +107,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         match &reserved {
             Reservation::Granted { .. } if self.undoes => {
                 if request.on_crash == OnCrash::Fail {
-                    // The mark that the body has started must survive the undo of the body's writes.
+                    // The record must show that the body has begun even after the body's writes are undone.
                     self.keep().await?;
                     self.save().await?;
                 }
@@ -170,7 +170,8 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         self.transaction.rewind().await?;
         let written = match request.on_crash {
             OnCrash::Fail => ending.write(&self.transaction, lease).await?,
-            // The rewind has also undone the reservation, so the key is reserved again, with the same attempt number.
+            // The rollback to the savepoint has also undone the reservation, so the key is reserved again, with the
+            // same attempt number.
             _ => match self.transaction.reserve(&request).await? {
                 Reservation::Granted { lease, .. } => ending.write(&self.transaction, &lease).await?,
                 // Another transaction has reserved the key in between, so no record of this attempt is written.

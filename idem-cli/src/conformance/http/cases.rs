@@ -448,7 +448,8 @@ pub(super) fn fill(template: &str, unique: u128) -> Result<String, String> {
     Ok(text)
 }
 
-/// Returns the text of the key that a case calls `key`: a name, or a text with `{name}` for keys.
+/// Returns the text of the key that a request names as `key`: the key for this name, or the text with a key
+/// for each `{name}`.
 pub(super) fn key_text(key: &str, unique: u128) -> Result<String, String> {
     match key.contains('{') {
         true => fill(key, unique),
