@@ -10,14 +10,14 @@ use super::terms::ExchangeTerms;
 
 /// One server, and a store's connections to it.
 pub(super) struct Node {
-    /// For operations that no replica has to confirm.
+    /// Connection for operations that no replica has to confirm.
     plain: Dispatch,
-    /// For operations that replicas have to confirm. A separate connection: `WAIT` blocks every later command on it.
+    /// Connection for operations that replicas have to confirm. `WAIT` blocks every later command on this connection.
     confirmed: Option<Dispatch>,
-    /// For renewals, in a node for upkeep.
+    /// Connection for renewals; only a node for upkeep has this connection.
     renewing: Option<Dispatch>,
-    /// For large results. A server may refuse a large result by closing the connection, and a slow network carries it
-    /// slowly.
+    /// Connection for large results. A server may refuse a large result by closing the connection, and a slow network
+    /// carries a large result slowly.
     large: Dispatch,
 }
 

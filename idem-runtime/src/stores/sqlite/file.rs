@@ -161,7 +161,7 @@ impl Database {
         let page_size: i64 = connection.query_row("PRAGMA page_size", [], |row| row.get(0))?;
         let pages = i64::try_from(max_bytes).unwrap_or(i64::MAX) / page_size.max(1);
         let pages = if cleans_up { pages } else { pages - RESERVED_PAGES };
-        // SQLite raises the value to the present size of the file, and limits it to its own maximum.
+        // SQLite raises a value below the present size of the file, and lowers a value above SQLite's own maximum.
         connection.query_row(&format!("PRAGMA max_page_count = {}", pages.clamp(1, 4_294_967_294)), [], |_| Ok(()))
     }
 
