@@ -403,7 +403,7 @@ async fn a_malformed_file_of_cases_is_refused_with_the_mistake_named() {
     };
     let case = |steps: &str| own(&format!("[{}]", one("ietf", steps)));
     let (ietf, acp) = (ground("ietf"), one("acp", "[{}]"));
-    // Each text has one mistake, with a part of the expected error.
+    // Each entry has a text with one mistake, and a part of the expected error.
     for (text, error) in [
         (String::new(), "not a file of cases: EOF"),
         ("no json".to_owned(), "not a file of cases: expected"),

@@ -85,7 +85,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
     Ok(())
 }
 
-/// Compares this machine's clock with the `Date` of DynamoDB's answer, which has whole seconds.
+/// Compares this machine's clock with the `Date` of DynamoDB's answer. A `Date` has whole seconds.
 fn clock(date: Option<&str>, findings: &mut Findings) {
     let theirs = date.and_then(|date| DateTime::from_str(date, DateTimeFormat::HttpDate).ok());
     let ours = SystemTime::now().duration_since(UNIX_EPOCH).map(|now| i128::from(now.as_secs()));

@@ -44,7 +44,7 @@ impl Default for RetryBudget {
     }
 }
 
-/// Units of a token. A bucket gains one unit each millisecond.
+/// Number of units in a token. A bucket gains one unit each millisecond.
 const TOKEN: u64 = 1000;
 
 /// The tokens of a [`RetryBudget`]. The tokens are held in atomics, because the child of a fork could wait forever for
