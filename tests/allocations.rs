@@ -57,7 +57,7 @@ fn of_the_check() -> u64 {
 fn now<F: Future>(future: F) -> F::Output {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(output) => output,
-        Poll::Pending => panic!("the memory store answers at once"),
+        Poll::Pending => panic!("the store in memory answers at the first poll"),
     }
 }
 
@@ -100,7 +100,7 @@ fn of_64_at_once(runtime: &Runtime, rounds: u64, call: impl AsyncFn(u64)) -> [u6
 }
 
 #[test]
-fn over_redis_each_call_is_encoded_once_and_decoded_in_place() {
+fn over_redis_a_result_is_encoded_once_and_decoded_in_place() {
     let server = RedisServer::start(Kind::Redis);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let store = runtime.block_on(RedisStore::connect(&server.url())).unwrap();
@@ -149,7 +149,7 @@ fn a_duplicate_of_a_running_attempt_allocates_its_key_alone() {
 }
 
 #[test]
-fn a_first_run_allocates_key_and_result_and_the_record() {
+fn a_first_run_allocates_its_key_its_result_and_its_record() {
     let store = MemoryStore::new();
     // The shards' chunks, tables and lists grow from time to time. With a filled store, most calls find spare capacity.
     for id in 1_000..11_000 {
@@ -264,7 +264,7 @@ fn the_memory_of_expired_records_is_freed() {
     assert!(each <= 150, "{each}");
 }
 
-/// A codec chooses its own allocations: `Json` encodes with one.
+/// The number of allocations for an encoding depends on the codec. `Json` needs a single one.
 #[test]
 fn json_encodes_with_one_allocation_of_the_exact_size() {
     let value = receipt(1);
@@ -298,7 +298,7 @@ fn memory_of_json(body: String) -> u64 {
 
 #[test]
 #[cfg(feature = "http")]
-fn a_large_body_is_compared_as_json_in_a_few_times_its_size() {
+fn comparing_a_large_request_body_as_json_takes_a_few_times_its_size() {
     let nested = |inner: &str| [&*"[".repeat(399), inner, &*"]".repeat(399)].concat();
     let list = |element: &str| format!("[{}{element}]", format!("{element},").repeat(1_000_000 / (element.len() + 1)));
     let members = |value: &str| {

@@ -328,8 +328,8 @@ fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_graceful_failover_of_a_cluster_loses_nothing() {
-    // This time-out never fires for live servers, and is within the time limit of a manual failover.
+async fn a_graceful_failover_of_a_cluster_loses_no_result() {
+    // No live server is silent for this node time-out of 5 s, so only the command below starts a failover.
     let cluster = Cluster::start(5000);
     let store = options().connect(&cluster.url()).await.unwrap();
     let load = Load::start(&store);
@@ -599,7 +599,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
     let late = options().connect(&watched.url()).await.unwrap();
     reserved(&late, "late").await;
     let before = store.inspect(&key("late")).await.unwrap();
-    assert!(before.is_some(), "both are at the new primary");
+    assert!(before.is_some(), "the reservation and the read used the new primary");
     load.serves(200).await;
     // Whether the old server is still a primary or already a replica, no store writes to it.
     let writes = field(old, "INFO commandstats", "cmdstat_evalsha").is_some();
@@ -860,8 +860,8 @@ async fn a_found_record_does_not_count_as_replicated() {
         // The stopped replica is still connected, but far behind.
         replica.signal("-STOP");
         let request = request(&store, "k");
-        // In the first round each operation writes. Then the same store and a new store repeat the operations, and find
-        // them done.
+        // In the first round each operation writes. Then the same store and a new store repeat the operations, which
+        // change nothing.
         for round in 0..3 {
             let store = if round == 2 { connect().await } else { store.clone() };
             unconfirmed(store.reserve(&request).await.unwrap_err());

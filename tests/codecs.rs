@@ -280,7 +280,7 @@ impl Golden {
 }
 
 #[test]
-fn the_encoded_forms_are_pinned() {
+fn every_codec_writes_the_bytes_of_its_golden_file() {
     fn pin<C: Codec>(file: &str) {
         Golden::new(file).pin_all::<C>(file);
     }
@@ -323,9 +323,9 @@ fn read_as<A: Serialize, B: DeserializeOwned + Debug>(written: &A) -> String {
 }
 
 #[test]
-fn postcard_reads_no_value_of_another_type() {
+fn postcard_refuses_bytes_of_a_value_of_another_type() {
     const OTHER: &str = "it was written as a value of another type";
-    // Module `then` has the types of the writer, and `now` the types of the reader.
+    // The values are written with the types of module `then`, and read with the types of module `now`.
     mod then {
         use super::*;
         #[derive(Serialize)]
@@ -392,7 +392,7 @@ fn postcard_reads_no_value_of_another_type() {
 }
 
 #[test]
-fn postcard_says_why_it_reads_no_value() {
+fn postcard_says_why_it_cannot_read_the_bytes() {
     assert_eq!(read_as::<_, (u8, u8)>(&(1_u8, 2_u8, 3_u8)), "the value ends 1 bytes before the end");
     assert_eq!(read_as::<_, (u8, u8, u8)>(&(1_u8, 2_u8)), "the bytes end early, after byte 2");
     assert_eq!(read_as::<_, bool>(&2_u8), "a value does not fit its type, after byte 1");
@@ -446,7 +446,7 @@ fn postcard_writes_nothing_that_it_would_misread() {
     assert!(matches!(Postcard::decode(&full).unwrap(), Outer::New(Sparse { a: Some(1), b: None })));
 }
 
-// ---- Nonsense ----------------------------------------------------------------------------------------------------------
+// ---- Bytes that no codec wrote ----------------------------------------------------------------------------------------------------------
 
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 enum Tree {
@@ -548,7 +548,7 @@ fn bytes_after_a_value_are_an_error() {
 }
 
 #[test]
-fn nesting_without_an_end_is_an_error() {
+fn endlessly_nested_bytes_are_an_error() {
     fn deep<C: Codec, T: DeserializeOwned + Debug>(level: &[u8]) {
         let bytes = level.repeat(1_000_000);
         let error = C::decode::<T>(&bytes).unwrap_err().to_string();
@@ -587,7 +587,7 @@ fn nesting_without_an_end_is_an_error() {
 }
 
 #[test]
-fn a_false_length_reserves_no_memory() {
+fn a_false_length_in_encoded_bytes_reserves_no_memory() {
     // The bytes claim the largest possible length, and are followed by space for the shape.
     let most = [&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01][..], &[0; 8]].concat();
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
@@ -689,7 +689,8 @@ impl World {
         self.store.inspect(&Key::new("test", "k").unwrap()).await.unwrap().expect("a record").record
     }
 
-    /// Makes a call whose result can't be returned. Checks the outcome and the record, and returns the error.
+    /// Makes a call that finds a recorded result which the handler can't read. Checks the outcome and the record, and
+    /// returns the error.
     async fn unavailable<C: Codec, T: Serialize + DeserializeOwned + Debug>(&self, policy: Policy, value: T) -> Error {
         let before = self.record().await;
         let (result, outcome) = self.value::<C, T>(policy, value).await;
@@ -864,7 +865,7 @@ async fn plain_bytes_are_recorded_unchanged() {
 }
 
 #[tokio::test]
-async fn only_plain_bytes_are_not_json() {
+async fn only_results_of_plain_bytes_are_not_recorded_as_json() {
     async fn is_json<T: Serialize + DeserializeOwned + PartialEq + Debug + Clone>(value: T) {
         let expected = ("json".to_owned(), serde_json::to_vec(&value).unwrap());
         assert_eq!(recorded::<Json, T>(value).await, expected);
@@ -929,7 +930,7 @@ fn recorded_bytes_are_read_like_an_array() {
                 Some(raw)
             }
             (Err(ResultProblem::Undecodable { .. }), Err(ResultProblem::Undecodable { source, .. })) => {
-                assert_eq!(source.to_string(), "the bytes do not fit the type", "and never what they are");
+                assert_eq!(source.to_string(), "the bytes do not fit the type", "the error quotes no bytes");
                 None
             }
             (array, raw) => panic!("{array:?}, and {raw:?}"),
@@ -961,7 +962,7 @@ fn recorded_bytes_are_read_like_an_array() {
 }
 
 #[tokio::test]
-async fn bytes_keep_the_rules_of_other_results() {
+async fn recorded_bytes_obey_the_size_limit_migrations_and_the_codec_check() {
     fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         Json::encode(&String::from_utf8(recorded.decode::<Vec<u8>>()?)?)
     }
@@ -1091,7 +1092,7 @@ async fn a_failed_migration_is_an_error_and_runs_no_body() {
 }
 
 #[tokio::test]
-async fn a_migration_that_panics_changes_nothing() {
+async fn a_migration_that_panics_leaves_the_record_unchanged() {
     let world = World::default();
     world.value::<Json, _>(POLICY, BEFORE()).await.0.unwrap();
     let before = world.record().await;
@@ -1174,7 +1175,7 @@ async fn a_missing_result_is_not_migrated() {
 }
 
 #[tokio::test]
-async fn waiting_duplicates_migrate_as_well() {
+async fn a_waiting_duplicate_migrates_the_result_of_the_previous_release() {
     // The duplicate waits for an attempt of the previous release.
     let world = World::default();
     let wait = idem_runtime::InProgress::Wait(Duration::from_secs(60));

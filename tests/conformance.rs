@@ -62,7 +62,7 @@ async fn open() -> Subject {
     Plain::subject(Mistake::None)
 }
 
-/// Mistakes of a store, each with the clauses of the contract that catch it.
+/// Mistakes of the `Plain` store, each with the clauses of the store contract (tests of the suite) that detect it.
 #[rustfmt::skip]
 const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::LeaseCutShort, &["first_reservation"]),
@@ -290,8 +290,8 @@ fn every_mistake_is_caught() {
 fn every_clause_of_the_contract_catches_a_mistake() {
     let catching: HashSet<_> = CAUGHT.iter().flat_map(|(_, clauses)| *clauses).copied().collect();
     let idle: Vec<_> = CLAUSES.iter().map(Clause::name).filter(|name| !catching.contains(name)).collect();
-    assert_eq!(idle, [""; 0], "no mistake is caught by these clauses");
+    assert_eq!(idle, [""; 0], "these clauses detect no mistake");
     let made: HashSet<_> = CAUGHT.iter().map(|(mistake, _)| format!("{mistake:?}")).collect();
     let unused: Vec<_> = Mistake::ALL.iter().filter(|mistake| !made.contains(&format!("{mistake:?}"))).collect();
-    assert!(unused.is_empty(), "no clause is named for these mistakes: {unused:?}");
+    assert!(unused.is_empty(), "the table names no clause that detects these mistakes: {unused:?}");
 }

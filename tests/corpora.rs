@@ -2,7 +2,7 @@
 
 // The fuzzer's programs include the same targets.
 #[path = "../fuzz/src/lib.rs"]
-#[allow(unreachable_pub)] // The programs are another crate.
+#[allow(unreachable_pub)] // The fuzzer's programs, which are another crate, use these items.
 mod targets;
 
 use std::panic::catch_unwind;

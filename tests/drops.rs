@@ -35,12 +35,13 @@ use idem_tests::proxy::Line;
 use rigs::Rig;
 use scene::{Load, Scene};
 
-/// Lease of scenes without an outage: longer than a scene drops calls, and than a store takes to answer.
+/// Lease of scenes without an outage. No lease lapses while a scene drops calls, or while a store answers.
 const LEASE: Duration = Duration::from_secs(6);
 /// Time within which a store must answer.
 const ANSWER: Duration = Duration::from_secs(3);
 const EVEN: Line = Line::Pass;
-/// Line on which requests over different connections may overtake each other by this time.
+/// Line that delays each piece of data by a random time of up to 4 ms, so that a request may overtake a request of
+/// another connection.
 const UNEVEN: Line = Line::Uneven(Duration::from_millis(4));
 
 /// Defines a test for each store, with its lines and the number of calls in each scene under load.

@@ -83,7 +83,7 @@ fn json(item: &BTreeMap<String, AttributeValue>) -> String {
     serde_json::Value::Object(attributes.collect()).to_string()
 }
 
-// The stored form.
+// Stored items.
 
 #[tokio::test]
 async fn the_stored_form_is_pinned() {
@@ -215,7 +215,7 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
 }
 
 #[tokio::test]
-async fn a_result_that_no_item_holds_ends_the_operation_without_it() {
+async fn a_result_too_large_for_an_item_ends_the_operation_without_the_result() {
     let (store, wire) = wired("too-large");
     let runs = AtomicU32::new(0);
     let policy = POLICY.max_result_bytes(1 << 20);
@@ -249,7 +249,7 @@ async fn namespaces_keep_applications_apart() {
     }
 }
 
-// Creation of the table.
+// Creation of the table in DynamoDB.
 
 #[tokio::test]
 async fn the_template_makes_the_same_table_as_create_table() {
@@ -340,7 +340,7 @@ async fn each_operation_costs_its_documented_requests() {
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     costs("inspection", &["GetItem"]);
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
-    costs("look and decision of an operator", &["GetItem", "GetItem", "PutItem"]);
+    costs("inspection and decision of an operator", &["GetItem", "GetItem", "PutItem"]);
 
     // In a takeover, the first request finds the lapsed lease.
     let lapsed = request(&store, "lapsed").lease(Duration::from_millis(1));
@@ -428,7 +428,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
         let lapses = lease / 2 + lease;
         for at in [lease / 2, lease, lapses - 1, lapses] {
             machines.at(at);
-            let lapses_in = refused("the lease still holds").await;
+            let lapses_in = refused("the lease has not lapsed").await;
             assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?} at {at}");
             // The answer to a duplicate contains the time until a takeover is possible.
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
@@ -534,7 +534,7 @@ async fn a_change_before_a_takeover_prevents_the_takeover() {
 }
 
 #[tokio::test]
-async fn a_clock_beyond_the_skew_is_warned_of_once() {
+async fn a_clock_beyond_the_skew_is_logged_once() {
     for (off, words) in [(0, None), (600_000, Some("ahead of")), (-600_000, Some("behind"))] {
         let log = Log::start();
         let store =
@@ -571,7 +571,7 @@ async fn a_late_renewal_does_not_shorten_a_lease() {
     assert_eq!(renew_all(&store, &[forged]).await.unwrap(), [Verdict::Refused]);
 }
 
-// Leases that are kept.
+// Renewals of leases.
 
 /// Starts a runtime of one thread that runs `work` and is then blocked until the returned sender is dropped.
 fn blocked_runtime<F>(work: impl FnOnce() -> F + Send + 'static) -> std::sync::mpsc::Sender<()>
@@ -627,7 +627,7 @@ async fn upkeep_goes_on_while_the_runtime_of_its_callers_is_blocked() {
 }
 
 #[tokio::test]
-async fn a_renewal_that_hangs_delays_no_other() {
+async fn a_renewal_that_hangs_delays_no_other_renewal() {
     const HUNG: usize = 40;
     let (store, wire) = wired("hung");
     let mut leases = Vec::new();
@@ -655,7 +655,7 @@ async fn a_renewal_that_hangs_delays_no_other() {
 }
 
 #[tokio::test]
-async fn a_call_of_several_requests_has_one_time_limit() {
+async fn a_store_call_of_several_requests_has_one_time_limit() {
     const LIMIT: Duration = Duration::from_secs(2);
     let (store, wire) = wired("limit-of-all");
     assert_eq!(store.release(&reserved(&store, "k").await, Release::Returned).await.unwrap(), Verdict::Applied);
@@ -745,7 +745,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
 }
 
 #[tokio::test]
-async fn every_refusal_has_its_kind_in_every_call() {
+async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
     let (store, wire) = wired("kinds");
     for (n, (reply, expected)) in answers().into_iter().enumerate() {
         let request = request(&store, &format!("k{n}"));
@@ -836,7 +836,7 @@ async fn a_refusal_without_the_item_makes_the_store_read_the_item() {
     wire.seen();
     let error = store.reserve(&request(&store, "endless")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
-    assert_eq!(wire.seen().len(), 2 * 20, "a low bound limits the number of requests");
+    assert_eq!(wire.seen().len(), 2 * 20, "20 tries, each with a refused write and a read");
     // The refusal contains an item that is not a record.
     let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
     wire.script([Reply::Instead(400, nonsense)]);
@@ -844,7 +844,7 @@ async fn a_refusal_without_the_item_makes_the_store_read_the_item() {
 }
 
 #[tokio::test]
-async fn damaged_items_and_items_of_a_later_version_are_left_alone() {
+async fn damaged_items_and_items_of_a_later_version_are_not_changed() {
     let (store, wire) = wired("others");
     let written = reserved(&store, "sample").await;
     let sample = item(&raw(), "others:1/test/sample").await;
@@ -917,7 +917,7 @@ async fn damaged_items_and_items_of_a_later_version_are_left_alone() {
 }
 
 #[tokio::test]
-async fn errors_show_neither_signatures_nor_results() {
+async fn errors_of_the_store_show_neither_signatures_nor_results() {
     let (store, wire) = wired("secrets");
     for code in ["InvalidSignatureException", "ThrottlingException", "UnrecognizedClientException", "Whatever"] {
         let body = format!("{{\"__type\":\"{code}\",\"message\":\"x-amz-security-token: hush\",\"Item\":\"hush\"}}");
@@ -974,7 +974,7 @@ async fn writes_that_the_client_repeats_take_effect_once() {
 }
 
 #[tokio::test]
-async fn a_refusal_after_a_lost_answer_is_unconfirmed() {
+async fn a_refusal_that_follows_a_lost_answer_is_reported_as_unconfirmed() {
     let (store, wire) = retrying("doubt");
     let throttled = || Reply::error(400, "ThrottlingException");
     wire.script([throttled(), throttled(), throttled()]);
@@ -1009,7 +1009,7 @@ async fn a_refusal_after_a_lost_answer_is_unconfirmed() {
 // Faults.
 
 #[tokio::test]
-async fn a_call_without_an_answer_ends_at_its_time_limit() {
+async fn a_store_call_without_an_answer_ends_at_its_time_limit() {
     let (store, _) = wired("silence");
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let hurried = options("silence").response_timeout(Duration::from_millis(100)).build(client(&wire), TABLE);
@@ -1067,7 +1067,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
 }
 
 #[tokio::test]
-async fn an_error_of_an_unreachable_server_says_nothing_was_written() {
+async fn the_error_for_an_unreachable_server_says_that_nothing_was_written() {
     let store = DynamoStore::new(client(&Wire::to("http://127.0.0.1:1")), TABLE);
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");

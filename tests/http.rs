@@ -14,7 +14,7 @@
 //! | a client that hangs up cancels the handler | `a_client_that_hangs_up_cancels_nothing_that_has_begun` |
 //! | headers are split at commas | `a_replay_has_the_same_headers_in_their_order` |
 //! | `Location` and `ETag` get lost, 201 becomes 200 | `a_replay_has_the_same_headers_in_their_order` |
-//! | cookies and challenges are replayed | `headers_of_one_exchange_are_not_replayed` |
+//! | cookies and challenges are replayed | `headers_that_concern_only_the_first_exchange_are_not_replayed` |
 //! | the key stays locked on some paths | `handlers_that_panic_or_break_off_free_the_key` |
 //! | a cancelled run is recorded as a final 500 | `a_client_that_hangs_up_while_its_key_is_reserved_leaves_it_free`, `a_client_that_hangs_up_cancels_nothing_that_has_begun` |
 //! | the fingerprint is of the parsed body | `bodies_are_compared_byte_by_byte` |

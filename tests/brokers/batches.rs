@@ -10,7 +10,7 @@ use idem_runtime::{Disposition, InProgress, Mode, Refusal, StoreExt as _, observ
 use super::super::*;
 
 #[tokio::test]
-async fn items_of_one_key_run_once_and_the_others_replay() {
+async fn the_first_item_of_a_key_runs_and_later_items_of_the_key_replay() {
     for limit in [1, 2, 3, 16] {
         let world = World::new();
         let calls = [("a", "k"), ("b", "k"), ("c", "other"), ("d", "k")];
@@ -144,7 +144,7 @@ async fn items_that_use_two_keys_in_opposite_order_all_end() {
 }
 
 #[tokio::test]
-async fn a_batch_without_protection_runs_every_item() {
+async fn in_mode_off_a_batch_runs_every_item() {
     let world = World::new();
     let off = POLICY.mode(Mode::Off);
     let calls = [1, 2].map(|id| (id, observe(world.lasting("k", off, Duration::from_secs(1)))));
@@ -313,7 +313,7 @@ mod groups {
             let key = if end == End::Poison { String::new() } else { id.to_string() };
             let call = async move {
                 if end == End::Poison {
-                    // These events are the handler's work before its call, which is refused because its key is empty.
+                    // The handler works before its call. The call is refused, because its key is empty.
                     events.lock().unwrap().push((id, true));
                     world.sleep(Duration::from_secs(seconds)).await;
                     events.lock().unwrap().push((id, false));
@@ -358,7 +358,7 @@ mod groups {
             for group in 0..3 {
                 let of_group: Vec<_> = events.iter().filter(|(id, _)| messages[*id].0 == Some(group)).collect();
                 for pair in of_group.chunks(2) {
-                    prop_assert_eq!((pair[0].0, pair[0].1, pair[1].1), (pair[1].0, true, false), "one item at a time");
+                    prop_assert_eq!((pair[0].0, pair[0].1, pair[1].1), (pair[1].0, true, false), "a group runs one item at a time");
                 }
                 prop_assert!(of_group.is_sorted_by_key(|(id, _)| *id), "in their order");
             }

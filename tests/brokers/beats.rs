@@ -123,7 +123,7 @@ async fn a_call_in_a_nested_observation_gives_beats_to_both_observations() {
 }
 
 #[tokio::test]
-async fn a_handler_whose_message_is_lost_goes_on_under_its_lease() {
+async fn a_handler_whose_message_went_elsewhere_goes_on_under_its_lease() {
     let world = World::new();
     let told = CallbackCalls::default();
     let note = told.clone();
@@ -149,7 +149,7 @@ fn note(uncertain: Uncertain<'_>) {
 }
 
 #[tokio::test]
-async fn a_handler_whose_message_is_lost_is_cancelled_if_configured() {
+async fn a_handler_whose_message_went_elsewhere_is_cancelled_if_configured() {
     let lost = |beat: Beat| {
         beat.lost();
         async { Ok::<_, String>(()) }
@@ -167,7 +167,7 @@ async fn a_handler_whose_message_is_lost_is_cancelled_if_configured() {
         assert_eq!(world.record("k").await.state, left);
         assert!(world.now() < EVERY * 2, "{:?}", world.now());
     }
-    assert_eq!(*CANCELLED.lock().unwrap(), [Doubt::Cancelled; 2], "told once for each");
+    assert_eq!(*CANCELLED.lock().unwrap(), [Doubt::Cancelled; 2], "one notification for each cancelled attempt");
 
     // A duplicate that waits has no body to cancel. `on_beat` can be combined with `catch_panics`.
     let world = World::new();
@@ -182,7 +182,7 @@ async fn a_handler_whose_message_is_lost_is_cancelled_if_configured() {
 }
 
 #[tokio::test]
-async fn a_callback_that_fails_is_called_again_soon() {
+async fn a_beat_callback_that_fails_is_called_again_soon() {
     let world = World::new();
     let told = CallbackCalls::default();
     let note = told.clone();
@@ -217,7 +217,7 @@ async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
 }
 
 #[tokio::test]
-async fn a_panicking_callback_delays_no_other_and_is_called_again() {
+async fn a_beat_callback_that_panics_delays_no_other_and_is_called_again() {
     let world = World::new();
     let told = CallbackCalls::default();
     let note = told.clone();
@@ -233,7 +233,7 @@ async fn a_panicking_callback_delays_no_other_and_is_called_again() {
 }
 
 #[tokio::test]
-async fn a_running_callback_is_dropped_when_its_delivery_ends() {
+async fn a_running_beat_callback_is_dropped_when_its_delivery_ends() {
     struct Dropped(Arc<AtomicBool>);
     impl Drop for Dropped {
         fn drop(&mut self) {
@@ -257,7 +257,7 @@ async fn a_running_callback_is_dropped_when_its_delivery_ends() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_away_stops_no_beats() {
+async fn beats_continue_while_the_store_is_unreachable() {
     let world = World::new();
     world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     let told = CallbackCalls::default();
@@ -290,7 +290,7 @@ fn on_threads<F: Future>(test: impl FnOnce() -> F) {
 }
 
 #[test]
-fn a_handler_that_blocks_its_thread_beats() {
+fn beats_continue_while_a_handler_blocks_its_thread() {
     on_threads(|| async {
         let (tell, told) = mpsc::channel();
         let store = FaultyStore::new(&MemoryStore::new());
@@ -350,7 +350,7 @@ fn a_callback_that_blocks_its_thread_costs_no_lease() {
 
 #[cfg(feature = "sqlite")]
 #[test]
-fn a_call_in_a_transaction_beats_although_nothing_is_renewed() {
+fn a_call_in_a_transaction_beats_although_no_lease_is_renewed() {
     on_threads(|| async {
         let mut connection = rusqlite::Connection::open_in_memory().unwrap();
         let tx = idem_runtime::within::OpenTransaction::new(connection.transaction().unwrap());

@@ -11,7 +11,7 @@ use super::super::*;
 #[derive(Clone, Copy, Debug)]
 struct Broker {
     name: &'static str,
-    /// Number of deliveries after which the broker sets the message aside.
+    /// Number of deliveries after which the broker dead-letters or drops the message ("sets it aside").
     limit: u32,
     /// Time after which the broker delivers a message again, unless the consumer extends it.
     timeout: Option<Duration>,
@@ -96,7 +96,7 @@ async fn a_consumer_that_does_not_count_deliveries_loses_its_duplicate() {
 }
 
 #[tokio::test]
-async fn the_duplicate_of_a_worker_that_died_takes_over() {
+async fn a_duplicate_takes_over_from_a_worker_that_died() {
     for broker in BROKERS {
         let clock = ManualClock::new();
         let memory = MemoryStore::options().clock(clock.clone()).build();
@@ -150,7 +150,7 @@ async fn an_outage_of_the_store_sets_no_message_aside() {
 }
 
 #[tokio::test]
-async fn a_duplicate_is_retried_after_longer_and_longer_pauses() {
+async fn the_pauses_between_retries_of_a_duplicate_grow() {
     let world = World::new();
     let handler = world.lasting("k", POLICY.timeout(LEASE * 1_000), LEASE * 100);
     let ask = async {
@@ -240,7 +240,11 @@ async fn a_duplicates_pause_grows_with_its_deliveries_during_one_attempt() {
     assert!(poll_once(handler.as_mut()).await.is_pending());
     // Deliveries 1 to 8 failed for other reasons than this attempt.
     let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(9).await;
-    assert_eq!(outcome.disposition(), Disposition::Retry { after: LEASE }, "the first meeting");
+    assert_eq!(
+        outcome.disposition(),
+        Disposition::Retry { after: LEASE },
+        "the first duplicate that finds this attempt running"
+    );
     let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(10).await;
     assert!(matches!(outcome.disposition(), Disposition::Retry { after } if after <= LEASE * 2), "{outcome:?}");
 }
@@ -269,7 +273,7 @@ async fn only_some_duplicates_on_their_last_deliveries_wait() {
                 },
             }
         }
-        assert_eq!(waiting.len(), 4, "places of the consumer that wait");
+        assert_eq!(waiting.len(), 4, "number of duplicates that wait");
         // One waiting duplicate ends, so another one may wait.
         waiting.pop();
         let mut duplicate =

@@ -30,7 +30,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Everything that the model keeps of a started message.
+/// Started message, as the model keeps it.
 #[derive(Debug)]
 struct Fact {
     partition: u8,
@@ -144,14 +144,14 @@ fn a_message_of_an_earlier_generation_commits_nothing() {
         let old = tracker.started(&"orders", 5).unwrap();
         if is_revoked {
             tracker.revoked(&"orders");
-            assert_eq!(tracker.started(&"orders", 6), None, "the partition is another consumer's");
+            assert_eq!(tracker.started(&"orders", 6), None, "another consumer has the partition");
         }
         // Another consumer has committed offset 8 meanwhile.
         tracker.assigned(&"orders");
         let new = tracker.started(&"orders", 8).unwrap();
         let behind = tracker.started(&"orders", 9).unwrap();
         assert_eq!(tracker.settled(behind), None);
-        assert_eq!(tracker.settled(old), None, "6 would take the group back");
+        assert_eq!(tracker.settled(old), None, "a commit of offset 6 would move the group back");
         assert_eq!(tracker.settled(new), Some(10));
     }
 }

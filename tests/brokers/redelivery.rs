@@ -35,7 +35,7 @@ fn a_ttl_shorter_than_the_brokers_redelivery_is_refused_at_start() {
 }
 
 #[test]
-fn the_error_names_both_times_and_a_remedy() {
+fn the_error_of_a_short_ttl_names_both_times_and_a_remedy() {
     let text = |ttl, redelivery| POLICY.ttl(ttl).check_redelivery(&redelivery).unwrap_err().to_string();
     assert_eq!(
         text(DAY * 7, Redelivery::sqs(DAY * 14)),

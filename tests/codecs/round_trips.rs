@@ -79,7 +79,7 @@ where
 }
 
 #[tokio::test]
-async fn a_debug_build_panics_where_a_duplicate_gets_another_value() {
+async fn a_debug_build_panics_if_a_duplicate_would_get_another_value() {
     for nested in [None, Some(None), Some(Some(7_u8))] {
         rule_of_every_codec(nested).await;
         rule_of_every_codec(Tagged::One(nested)).await;
@@ -109,7 +109,7 @@ async fn a_debug_build_panics_where_a_duplicate_gets_another_value() {
 }
 
 #[tokio::test]
-async fn tables_with_a_random_order_count_as_equal() {
+async fn maps_and_sets_with_a_random_order_count_as_equal() {
     for _ in 0..20 {
         rule_of_every_codec((0..50).map(|n| format!("{n}")).collect::<HashSet<_>>()).await;
         rule_of_every_codec((0..50_u32).map(|n| (n, vec![n])).collect::<HashMap<_, _>>()).await;
@@ -167,7 +167,7 @@ impl Codec for OneWay {
 }
 
 #[tokio::test]
-async fn a_result_that_is_never_read_back_is_refused_unless_it_is_migrated() {
+async fn a_result_that_its_codec_cannot_read_back_is_refused_unless_it_is_migrated() {
     #[allow(clippy::unnecessary_wraps, reason = "the signature of a migration")]
     fn migrate(_: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
         Ok(b"7".to_vec())
@@ -201,7 +201,7 @@ async fn values_that_can_not_be_compared_are_not_reported() {
 }
 
 #[tokio::test]
-async fn a_call_that_records_nothing_is_not_compared() {
+async fn the_result_of_a_call_that_records_nothing_is_not_compared() {
     let world = World::default();
     let released = world.value::<Json, Option<Option<u8>>>(POLICY.max_result_bytes(1), Some(None)).await.0;
     assert_eq!(released.unwrap(), Some(None), "too large to be recorded");

@@ -109,7 +109,7 @@ type Values = BTreeMap<String, Value>;
 struct Shared {
     values: Mutex<Values>,
     written: Notify,
-    /// First record that a wait for each key returned.
+    /// For each key, the record that the first wait for this key returned.
     told: Mutex<HashMap<Key, Inspection>>,
     /// Keys that another session has locked.
     locked: Mutex<HashSet<String>>,
@@ -126,7 +126,7 @@ impl Drop for Lock {
     }
 }
 
-/// Store that makes `mistake`.
+/// Minimal store in memory that makes the mistake `mistake`.
 #[derive(Clone, Debug)]
 pub(crate) struct Plain {
     mistake: Mistake,
@@ -658,7 +658,7 @@ impl Plain {
         Inspection::new(slot.record.clone(), Duration::ZERO, lapses_in)
     }
 
-    /// Reports whether the operator saw the present record.
+    /// Reports whether the operator's decision names the present revision of the record.
     fn is_seen(&self, slot: &Slot, decision: &Decision) -> bool {
         let (is, seen) = (self.inspection(slot).revision(), decision.seen.with_attempt(slot.record.attempt));
         let broken = decision.action == Action::BreakLease
@@ -672,7 +672,7 @@ impl Plain {
     #[expect(clippy::too_many_lines, reason = "one decision, to be read together")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> DecisionAnswer {
         let now = self.now();
-        // By mistake a decision applies to any attempt, or at any time.
+        // By mistake the store applies a decision to any attempt, or at any time.
         let any = match decision.action {
             Action::Reopen | Action::Discard => M::ReopensAnyAttempt,
             Action::Resolve(_) => M::ResolvesAnyAttempt,
@@ -708,7 +708,7 @@ impl Plain {
                 DecisionAnswer::other_attempt(found.record.attempt)
             };
         }
-        // The same operator repeats a decision, which has already been applied.
+        // The same operator repeats a decision that the store has already applied.
         if let Some((_, last)) = &found.decided
             && (&last.seen, &last.action, &last.by) == (&decision.seen, &decision.action, &decision.by)
             && !(matches!(decision.action, Action::Resolve(_)) && self.is(M::ResolveNotRepeatable))

@@ -48,7 +48,7 @@ impl Held {
 
     fn duplicate(&self) -> impl Future<Output = (Result<u32, Error>, Outcome)> + Send + 'static {
         let operation = Operation::new(&self.peer, Ok(self.lease.key.clone()), POLICY);
-        async move { observe(operation.run(async { panic!("a duplicate runs") })).await }
+        async move { observe(operation.run(async { panic!("the body of a duplicate runs") })).await }
     }
 
     async fn ends(&self) {
@@ -83,13 +83,16 @@ pub(crate) async fn many_wait(subject: Subject, many: u64) {
         // The duplicates start in groups. If they all started together, a slow machine would repeat reservations after
         // a time-out.
         if n % 100 == 0 {
-            until("all have asked", async || since(&*held.peer, before)[0] >= n).await;
+            until("all duplicates have asked the store", async || since(&*held.peer, before)[0] >= n).await;
         }
     }
     // On a slow server, some duplicates repeat their reservation after a time-out.
     let once = many..=many + many / 100;
     let [reserves, waits, _] = since(&*held.peer, before);
-    assert!(once.contains(&reserves) && waits == 0, "each asks, {reserves}; the wait is under way, {waits}");
+    assert!(
+        once.contains(&reserves) && waits == 0,
+        "reservations: {reserves}, one for each duplicate; waits that have ended: {waits}, none"
+    );
     held.ends().await;
     for duplicate in duplicates {
         is_replayed(duplicate.await.unwrap());

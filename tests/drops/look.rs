@@ -38,8 +38,8 @@ impl Scene {
         .await;
     }
 
-    /// Checks all keys again, because no write may have taken effect since [`look`](Self::look). Then calls the other
-    /// keys.
+    /// Checks all keys again. The keys that [`look`](Self::look) did not call must still have the same record, because
+    /// all late writes had ended; these keys are called now.
     pub async fn look_again(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;

@@ -18,13 +18,13 @@ use crate::rigs::Rig;
 use crate::scene::{Book, Calls, Failure, Load, Scene};
 
 const LEASE: Duration = Duration::from_secs(1);
-/// Longest time of an answer: a little shorter than the interval of heartbeats.
+/// Time within which a store must answer: a little shorter than the interval of heartbeats.
 pub const ANSWER: Duration = Duration::from_millis(300);
 /// Number of calls in a scene.
 const CALLS: usize = 240;
 /// Number of keys that are checked concurrently.
 const AT_ONCE: usize = 32;
-/// Longest time of late writes after an outage. The pauses between their tries double.
+/// Time for late writes after an outage. The pauses between the tries of a late write double.
 const PATIENCE: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -153,7 +153,8 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
         State::Pending { .. } if found.lapses_in.is_none_or(|left| !left.is_zero()) => {
             return Err(Wrong::Yet(format!("held: {found:?}")));
         }
-        // The process of a body that began writes its end, and the clean-up of a mark, for as long as it lives.
+        // A process repeats the write of an attempt's end, and the removal of the mark of a body that never began, for
+        // as long as the process lives.
         State::Pending { begun: true, .. } if fail && !interrupted => {
             return Err(Wrong::Yet(format!("interrupted without a body that began and did not return: {found:?}")));
         }

@@ -41,7 +41,7 @@ pub enum Load {
     Outage,
 }
 
-/// Way in which a call ends.
+/// End of a call: by its result, or by a drop.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     /// The call is not dropped.
@@ -161,8 +161,7 @@ impl Books {
     }
 }
 
-/// Value of a body, which must not exist together with such a value of another body for the same key. Its drop takes
-/// some
+/// Local value of a body. Guards of two bodies of the same key must not exist together. The drop of a guard takes some
 /// time, like the drop of a transaction or of a temporary directory.
 struct Guard {
     calls: Arc<Calls>,
@@ -180,7 +179,8 @@ impl Guard {
         if let Some(other) = calls.books.guard(*key, attempt)
             && calls.keeps_others_out()
         {
-            let problem = format!("{}: attempt {attempt} began beside a value of attempt {other}", calls.key(*key));
+            let problem =
+                format!("{}: attempt {attempt} began while attempt {other} still had its guard", calls.key(*key));
             calls.told.lock().unwrap().push(problem);
         }
     }
@@ -207,7 +207,7 @@ pub struct Calls {
     made: AtomicUsize,
     dropped: AtomicUsize,
     refused: AtomicUsize,
-    /// Moving average of the duration of completed calls, in microseconds.
+    /// Moving average of the durations of completed calls, in microseconds.
     usual: AtomicU64,
     books: Arc<Books>,
     /// Problems so far: wrong answers to callers, and panics in drops.

@@ -148,7 +148,7 @@ async fn a_header_that_is_no_text_is_replayed_as_it_is() {
 }
 
 #[tokio::test]
-async fn headers_of_one_exchange_are_not_replayed() {
+async fn headers_that_concern_only_the_first_exchange_are_not_replayed() {
     const NEVER: &[(&str, &str)] = &[
         ("set-cookie", "session=1; Path=/"),
         ("set-cookie", "b=2, c=3"),

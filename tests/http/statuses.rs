@@ -101,7 +101,7 @@ async fn an_exhausted_operation_is_a_409_without_a_time_to_retry() {
 }
 
 #[tokio::test]
-async fn a_body_that_is_too_long_is_refused_before_it_is_sent() {
+async fn a_request_body_that_is_too_long_is_refused_if_possible_before_the_client_sends_it() {
     let (address, stage) = serve_counter(layer().max_body_bytes(10)).await;
     let head = "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\ncontent-length: 11\r\nexpect: 100-continue\r\n\
                 connection: close\r\n\r\n";
@@ -126,7 +126,7 @@ async fn a_body_that_is_too_long_is_refused_before_it_is_sent() {
 }
 
 #[tokio::test]
-async fn a_body_that_does_not_end_holds_no_key() {
+async fn a_request_body_that_does_not_end_holds_no_key() {
     let store = FaultyStore::new(&MemoryStore::new());
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).body_deadline(Duration::from_millis(1));
     let (address, stage) = serve_counter(layer).await;
