@@ -410,7 +410,7 @@ impl Machines {
 }
 
 #[tokio::test]
-async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
+async fn machines_within_the_skew_never_take_over_early_and_at_most_two_skews_late() {
     const SKEW: i64 = 2000;
     let lease = i64::try_from(LEASE.as_millis()).unwrap();
     for (n, ahead) in [[0, 0], [SKEW, 0], [0, SKEW], [-SKEW, 0], [0, -SKEW], [-700, 900]].into_iter().enumerate() {
@@ -450,7 +450,7 @@ async fn clocks_within_the_skew_never_take_over_early_and_always_soon_after() {
 }
 
 #[tokio::test]
-async fn clocks_within_the_skew_never_forget_early() {
+async fn machines_within_the_skew_never_forget_a_record_early() {
     const SKEW: i64 = 2000;
     let ttl = i64::try_from(TTL.as_millis()).unwrap();
     for (n, ahead) in [[0, 0], [SKEW, 0], [0, SKEW], [-700, 900]].into_iter().enumerate() {
@@ -777,7 +777,7 @@ async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
 }
 
 #[tokio::test]
-async fn no_answer_leads_to_a_second_run() {
+async fn neither_a_refusal_nor_an_invalid_answer_makes_a_body_run_twice() {
     // Each answer replaces the answers to the first requests of each step.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {

@@ -176,7 +176,7 @@ async fn each_item_keeps_the_attributes_of_its_delivery() {
 /// Batches of ten thousand items, with one key for all or a key for each: the number of polls of an item does not grow
 /// with the batch.
 #[tokio::test]
-async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
+async fn the_number_of_polls_of_an_item_does_not_grow_with_its_batch() {
     const ITEMS: usize = 10_000;
     for keys in [1, ITEMS] {
         let store = MemoryStore::new();
@@ -205,7 +205,7 @@ async fn a_batch_polls_each_item_a_few_times_however_large_it_is() {
 }
 
 #[tokio::test]
-async fn an_unpolled_call_delays_another_item_for_its_time_limit_only() {
+async fn a_call_that_no_task_polls_delays_another_item_until_its_time_limit() {
     const LIMIT: Duration = Duration::from_secs(60);
     let world = World::new();
     let policy = POLICY.timeout(LIMIT);

@@ -199,7 +199,7 @@ async fn a_beat_callback_that_fails_is_called_again_soon() {
 }
 
 #[tokio::test]
-async fn a_callback_that_hangs_harms_neither_its_delivery_nor_another() {
+async fn a_beat_callback_that_hangs_harms_no_delivery() {
     let world = World::new();
     let (told, other) = (CallbackCalls::default(), CallbackCalls::default());
     let note = told.clone();
@@ -312,7 +312,7 @@ fn beats_continue_while_a_handler_blocks_its_thread() {
 }
 
 #[test]
-fn a_callback_that_blocks_its_thread_costs_no_lease() {
+fn a_beat_callback_that_blocks_its_thread_costs_no_lease() {
     on_threads(|| async {
         let store = FaultyStore::new(&MemoryStore::new());
         let (blocked, is_blocked) = mpsc::channel();

@@ -72,7 +72,7 @@ async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> 
 }
 
 #[tokio::test]
-async fn the_duplicate_of_a_healthy_handler_of_ten_leases_is_not_set_aside() {
+async fn the_duplicate_of_a_handler_that_runs_for_ten_leases_is_not_dead_lettered() {
     for broker in BROKERS {
         let world = World::new();
         let handler = world.lasting("k", POLICY, LEASE * 10);
@@ -116,7 +116,7 @@ async fn a_duplicate_takes_over_from_a_worker_that_died() {
 }
 
 #[tokio::test]
-async fn an_outage_of_the_store_sets_no_message_aside() {
+async fn an_outage_of_the_store_dead_letters_no_message() {
     for broker in BROKERS {
         for knows in [true, false] {
             let world = World::new();

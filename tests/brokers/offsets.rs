@@ -69,7 +69,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
 
     #[test]
-    fn no_commit_passes_a_message_that_is_not_settled(steps in prop::collection::vec(step(), 1..120)) {
+    fn no_commit_passes_the_offset_of_an_unsettled_message(steps in prop::collection::vec(step(), 1..120)) {
         let mut tracker = OffsetTracker::new();
         let mut account = Account::default();
         let mut started: Vec<Option<StartedMessage>> = Vec::new();
