@@ -159,7 +159,7 @@ async fn a_duplicate_replays_the_first_result() {
 }
 
 #[tokio::test]
-async fn retention_counts_from_completion() {
+async fn the_retention_of_a_result_counts_from_its_completion() {
     let world = World::new();
     let (go, gate) = tokio::sync::oneshot::channel::<()>();
     let call = world.operation(POLICY).run(async {
@@ -176,11 +176,11 @@ async fn retention_counts_from_completion() {
     world.clock.advance(TTL - Duration::from_millis(1));
     assert!(world.call(POLICY).await.1.replayed());
     world.clock.advance(Duration::from_millis(1));
-    assert!(world.call(POLICY).await.1.executed(), "the retention is over");
+    assert!(world.call(POLICY).await.1.executed(), "the retention has ended");
 }
 
 #[tokio::test]
-async fn a_running_attempt_turns_duplicates_away() {
+async fn duplicates_of_a_running_attempt_get_in_progress() {
     let world = World::new();
     let running = world.hang(POLICY).await;
     world.clock.advance(Duration::from_secs(5));
@@ -217,7 +217,7 @@ async fn a_waiting_duplicate_is_woken_by_the_completion() {
 }
 
 #[tokio::test]
-async fn a_duplicate_stops_waiting_when_its_time_is_over() {
+async fn a_duplicate_waits_no_longer_than_its_policy_allows() {
     let world = World::new();
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
     let running = world.hang(wait).await;
@@ -310,7 +310,7 @@ async fn a_function_decides_which_errors_are_recorded() {
 }
 
 #[tokio::test]
-async fn an_error_that_does_not_encode_is_returned_and_released() {
+async fn an_error_that_can_not_be_encoded_is_returned_and_frees_the_key() {
     let world = World::new();
     let body = async { Err::<u32, _>(Failure::Idempotency(ErrorText("unserializable".into()))) };
     let (result, outcome) = observe(world.operation(POLICY).record_errors().run(body)).await;
@@ -383,7 +383,7 @@ async fn a_panic_frees_the_key_immediately() {
 }
 
 #[tokio::test]
-async fn attempts_are_limited() {
+async fn max_attempts_limits_the_attempts_of_a_key() {
     let world = World::new();
     let policy = POLICY.max_attempts(2);
     for _ in 0..2 {
@@ -396,7 +396,7 @@ async fn attempts_are_limited() {
 }
 
 #[tokio::test]
-async fn an_attempt_whose_body_never_started_does_not_count() {
+async fn an_attempt_whose_body_never_started_does_not_count_towards_max_attempts() {
     let world = World::new();
     let policy = POLICY.max_attempts(1);
     for _ in 0..3 {
@@ -439,7 +439,7 @@ async fn fingerprints_are_compared_in_every_state() {
 }
 
 #[tokio::test]
-async fn a_fingerprint_that_fails_is_an_error_and_not_a_match() {
+async fn a_payload_that_can_not_be_fingerprinted_is_an_error_and_not_a_match() {
     struct Broken;
     impl Serialize for Broken {
         fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
@@ -474,7 +474,7 @@ async fn a_missing_key_is_rejected_or_runs_without_a_store_call() {
 }
 
 #[tokio::test]
-async fn a_key_that_is_not_valid_never_runs() {
+async fn a_call_with_an_invalid_key_runs_no_body() {
     let world = World::new();
     let long = "x".repeat(Key::MAX_BYTES);
     for key in [Key::new("test", long.as_str()), Key::new("test", [0xff].as_slice()), Key::new("a/b", "k")] {
@@ -567,12 +567,12 @@ async fn the_error_of_a_lost_lease_names_both_possible_causes() {
 }
 
 #[tokio::test]
-async fn a_policy_that_can_not_be_honoured_never_runs() {
+async fn a_call_with_an_invalid_policy_runs_no_body() {
     let world = World::new();
     for policy in [POLICY.ttl(Duration::ZERO), POLICY.ttl(LEASE / 4), POLICY.lease(Duration::from_millis(99))] {
         let (result, outcome) = world.call(policy).await;
         assert!(matches!(result, Err(Error::InvalidPolicy { .. })), "{result:?}");
-        assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "no message is to blame");
+        assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "the policy is at fault, not the message");
         assert!(outcome.misconfigured());
     }
     assert_eq!((world.runs(), world.store.count(StoreCall::Reserve)), (0, 0));
@@ -586,7 +586,11 @@ async fn a_store_that_fails_is_never_read_as_no_record() {
         let (result, outcome) = world.call(POLICY).await;
         assert!(matches!(&result, Err(Error::Store { source, .. }) if source.kind() == kind), "{result:?}");
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
-        assert_eq!((world.runs(), world.store.count(StoreCall::Reserve)), (0, 1), "a retry can't help");
+        assert_eq!(
+            (world.runs(), world.store.count(StoreCall::Reserve)),
+            (0, 1),
+            "the engine does not retry this error"
+        );
 
         let (result, outcome) = world.call(POLICY.on_store_error(OnStoreError::Run)).await;
         if kind == StoreErrorKind::Corrupt {
@@ -650,7 +654,7 @@ async fn a_reservation_that_is_answered_after_a_takeover_starts_no_body() {
     let call = answered_too_late(&world).await;
     assert!(world.call(POLICY).await.1.took_over());
     let (result, outcome) = observe(call).await;
-    assert_eq!(result.unwrap(), 1, "the result of the other attempt");
+    assert_eq!(result.unwrap(), 1, "the call replays the result of the other attempt");
     assert!(outcome.replayed());
     assert_eq!(world.runs(), 1);
 }
@@ -684,7 +688,7 @@ async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Resu
         Box::pin(world.operation(policy).run(async { Ok::<_, Error>(current().expect("inside").lease_remaining()) }));
     assert!(poll_once(waiting.as_mut()).await.is_pending());
     world.clock.advance(Duration::from_secs(1));
-    assert!(poll_once(waiting.as_mut()).await.is_pending(), "asked again, and waits");
+    assert!(poll_once(waiting.as_mut()).await.is_pending(), "the duplicate has repeated its reservation, and waits");
     drop(running);
     let late = world.store.reserves()[1].clone();
     assert!(matches!(world.store.reserve(&late).await, Ok(idem_runtime::store::Reservation::Granted { .. })));
@@ -841,7 +845,7 @@ async fn empty_and_zero_results_are_replayed() {
 }
 
 #[tokio::test]
-async fn a_heartbeat_keeps_a_slow_handler_alive() {
+async fn heartbeats_keep_the_lease_of_a_slow_handler() {
     let world = World::new();
     let (go, gate) = tokio::sync::oneshot::channel::<()>();
     let call = world.operation(POLICY).run(async {
@@ -865,7 +869,7 @@ async fn a_heartbeat_keeps_a_slow_handler_alive() {
 }
 
 #[tokio::test]
-async fn one_call_renews_all_leases() {
+async fn one_store_call_renews_all_leases() {
     let world = World::new();
     let calls: Vec<_> = (0..1000)
         .map(|n| {
@@ -886,7 +890,7 @@ async fn one_call_renews_all_leases() {
 }
 
 #[tokio::test]
-async fn a_handler_is_registered_before_its_first_poll_and_until_its_end() {
+async fn a_lease_is_registered_for_renewal_from_the_first_poll_of_its_handler_to_the_end() {
     let world = World::new();
     let seen = Cell::new(usize::MAX);
     world
@@ -981,7 +985,7 @@ async fn a_dropped_caller_does_not_lose_a_result_that_is_being_recorded() {
 async fn shadow_mode_always_runs_the_body_and_reports_duplicates() {
     let world = World::new();
     let shadow = POLICY.mode(Mode::Shadow);
-    assert!(world.call(shadow).await.1.recorded(), "records like the real thing");
+    assert!(world.call(shadow).await.1.recorded(), "shadow mode records the result");
     let (result, outcome) = world.call(shadow).await;
     assert_eq!(result.unwrap(), 2, "runs again");
     assert!(outcome.executed() && !outcome.recorded());
@@ -1016,7 +1020,7 @@ async fn in_shadow_mode_no_failure_of_the_library_reaches_the_caller() {
 }
 
 #[tokio::test]
-async fn the_mode_is_switched_while_the_process_runs() {
+async fn a_switch_of_the_mode_applies_to_the_next_call() {
     static SWITCH: ModeSwitch = ModeSwitch::new(Mode::Off);
     let world = World::new();
     let policy = POLICY.mode_switch(&SWITCH);
@@ -1025,7 +1029,7 @@ async fn the_mode_is_switched_while_the_process_runs() {
         assert_eq!(result.unwrap(), n);
         assert_eq!(outcome.bypassed(), None);
     }
-    assert_eq!(world.store.count(StoreCall::Reserve), 0, "off means no store call");
+    assert_eq!(world.store.count(StoreCall::Reserve), 0, "in mode off a call makes no store call");
     SWITCH.set(Mode::Enforce);
     assert_eq!(world.call(policy).await.0.unwrap(), 3);
     assert!(world.call(policy).await.1.replayed());
@@ -1045,7 +1049,7 @@ async fn the_current_attempt_is_known_to_the_body_only() {
     };
     let mut call = Box::pin(world.operation(POLICY).run(inside));
     assert!(poll_once(call.as_mut()).await.is_pending());
-    assert!(current().is_err(), "not between polls");
+    assert!(current().is_err(), "a thread has a current attempt only while it polls the body");
     let child = call.await.unwrap();
     assert!(current().is_err());
     assert_eq!(world.store.count(StoreCall::Renew), 1);
@@ -1082,7 +1086,7 @@ async fn a_body_without_a_reservation_has_an_attempt_of_its_own() {
             let (off, number) = off?.unwrap();
             assert_eq!((number, outcome.key().unwrap().text()), (0, "a"));
             let (on, outcome) = child(POLICY, "a").await;
-            assert_eq!(on?.unwrap(), (off.clone(), 1), "the same key downstream, whatever the mode");
+            assert_eq!(on?.unwrap(), (off.clone(), 1), "the body gets the same child key in every mode");
             assert!(outcome.executed());
             let (shadow, outcome) = child(POLICY.mode(Mode::Shadow), "a").await;
             assert_eq!(shadow?.unwrap(), (off, 0));
@@ -1129,10 +1133,10 @@ async fn a_result_too_large_for_the_store_still_ends_the_operation() {
     assert!(unavailable, "{result:?}");
     assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::DeadLetter));
 
-    // A dropped call also leaves its too large result out, after the caller is gone.
+    // After a drop of the call, the operation also ends without the result that is too large.
     let world = World::new();
     world.store.next(StoreCall::Finish, Fault::Slow(2));
-    // The drop tries to write once, in case the store answers immediately; then a task continues.
+    // Two faults: the drop tries the write once, and if that fails or is not answered immediately, a task tries again.
     world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
     let body = world.body();
@@ -1200,7 +1204,7 @@ async fn a_handler_may_call_another_handler() {
 }
 
 #[tokio::test]
-async fn a_handler_that_calls_itself_is_turned_away() {
+async fn a_handler_that_calls_itself_with_its_own_key_gets_in_progress() {
     let world = World::new();
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
     let result = world
@@ -1215,7 +1219,7 @@ async fn a_handler_that_calls_itself_is_turned_away() {
 }
 
 #[tokio::test]
-async fn a_handler_that_holds_nothing_may_wait_for_its_own_key() {
+async fn a_handler_without_a_reservation_may_wait_for_its_own_key() {
     let world = World::new();
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
     let (go, gate) = tokio::sync::oneshot::channel::<()>();
@@ -1242,7 +1246,7 @@ impl World {
 }
 
 #[tokio::test]
-async fn the_last_failed_call_of_a_delivery_decides() {
+async fn the_last_failed_call_of_a_delivery_decides_its_disposition() {
     let world = World::new();
     let (result, outcome) = observe(async {
         world.call_result(POLICY).await?;
@@ -1253,7 +1257,10 @@ async fn the_last_failed_call_of_a_delivery_decides() {
     assert!(matches!(result, Err(Error::InvalidPolicy { .. })));
     assert!(outcome.misconfigured(), "the outcome shows the failed call");
     let (_, outcome) = observe(async { Ok::<(), Error>(()) }).await;
-    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "nothing idempotent happened");
+    assert!(
+        matches!(outcome.disposition(), Disposition::Retry { .. }),
+        "a delivery without a call is not acknowledged"
+    );
     assert!(!outcome.executed());
 }
 

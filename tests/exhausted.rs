@@ -57,7 +57,7 @@ fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)
     None
 }
 
-/// Stands for no server.
+/// Starts no server.
 fn nothing() -> (String, Box<dyn std::any::Any>) {
     (String::new(), Box::new(()))
 }
@@ -144,8 +144,8 @@ fn without_threads_a_store_in_memory_renews_on_the_runtime_of_its_callers() {
 }
 
 #[test]
-fn without_threads_a_redis_that_has_to_be_looked_up_is_unavailable() {
-    let name = "without_threads_a_redis_that_has_to_be_looked_up_is_unavailable";
+fn without_threads_a_redis_url_with_a_host_name_is_unavailable() {
+    let name = "without_threads_a_redis_url_with_a_host_name_is_unavailable";
     let Some(url) = limited(name, redis) else { return };
     let named = url.replace("127.0.0.1", "localhost");
     assert_ne!(url, named);
@@ -159,9 +159,9 @@ fn without_threads_a_redis_that_has_to_be_looked_up_is_unavailable() {
 
 #[test]
 #[cfg(feature = "postgres")]
-fn without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable() {
+fn without_threads_a_postgres_url_with_a_host_name_is_unavailable() {
     use idem_runtime::PostgresStore;
-    let name = "without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable";
+    let name = "without_threads_a_postgres_url_with_a_host_name_is_unavailable";
     // No server listens at this port: the store fails for lack of a thread before it connects.
     let Some(_) = limited(name, nothing) else { return };
     block_on(async {
@@ -174,9 +174,11 @@ fn without_threads_a_postgres_that_has_to_be_looked_up_is_unavailable() {
 
 #[test]
 #[cfg(feature = "sqlite")]
-fn without_threads_sqlite_is_unavailable() {
+fn without_threads_sqlite_can_not_be_opened_and_an_open_store_goes_on() {
     use idem_runtime::SqliteStore;
-    let Some(_) = limited("without_threads_sqlite_is_unavailable", nothing) else { return };
+    let Some(_) = limited("without_threads_sqlite_can_not_be_opened_and_an_open_store_goes_on", nothing) else {
+        return;
+    };
     let folder = idem_tests::sqlite::Folder::new();
     block_on(async {
         let open = SqliteStore::open(folder.file()).await.unwrap();

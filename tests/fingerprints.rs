@@ -564,7 +564,7 @@ fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
 }
 
 #[test]
-fn a_short_digest_is_no_fingerprint() {
+fn a_digest_that_is_too_short_is_refused_as_a_fingerprint() {
     for len in 0..PayloadDigest::MIN_BYTES {
         let error = Fingerprint::of(&("upload", PayloadDigest::new(vec![7; len]))).unwrap_err();
         assert_eq!(error.to_string(), format!("a digest of {len} bytes, and not of at least 16"));
@@ -574,7 +574,7 @@ fn a_short_digest_is_no_fingerprint() {
 
 /// Checks that the generators produce both equal and unequal data.
 #[test]
-fn equal_and_unequal_data_occur() {
+fn the_generators_produce_equal_and_unequal_data() {
     let mut runner = TestRunner::deterministic();
     let mut texts = BTreeMap::<String, (usize, Vec<String>)>::new();
     for _ in 0..2000 {
@@ -735,7 +735,7 @@ proptest! {
 }
 
 #[test]
-fn a_set_of_many_elements_has_one_fingerprint() {
+fn a_set_of_many_elements_has_one_fingerprint_in_any_order() {
     let of = || Fingerprint::of(&(0..100).collect::<HashSet<u32>>()).unwrap();
     let first = of();
     assert!((0..20).all(|_| of() == first));

@@ -90,7 +90,7 @@ async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
     refused
 }
 
-/// Handlers of a parent. They pause while a child runs, so that a slow child is not one that lacks processor time.
+/// Handlers of a parent. They pause while a child runs, so that the child gets enough processor time.
 struct Busy {
     store: Arc<dyn Store>,
     calls: AtomicU64,

@@ -44,7 +44,7 @@ fn floors() -> Vec<String> {
 }
 
 #[test]
-fn imports_go_down_from_floor_to_floor() {
+fn each_module_imports_only_from_floors_below_its_own() {
     let sources = root().join("idem-runtime/src");
     let floors = floors();
     let height = |name: &str| floors.iter().rev().position(|floor| floor == name);
@@ -67,7 +67,7 @@ fn imports_go_down_from_floor_to_floor() {
                 // Exported macros are in the crate root.
                 _ if target.starts_with("__") || target == name => {}
                 Some(floor) if floor < limit => {}
-                Some(_) => wrong.push(format!("{relative} imports `{target}`, which lies above")),
+                Some(_) => wrong.push(format!("{relative} imports `{target}`, which is on a higher floor")),
                 None => wrong.push(format!("{relative} imports `{target}` through the crate root")),
             }
         }
@@ -95,7 +95,7 @@ fn the_picture_of_the_modules_agrees_with_the_table() {
         let modules = words(line).into_iter().filter(|word| !["stores", "kit"].contains(&word.as_str()));
         let heights: Vec<_> = modules.filter_map(|word| floors.iter().position(|floor| *floor == word)).collect();
         let (top, bottom) = (heights.iter().min().expect("modules"), heights.iter().max().expect("modules"));
-        assert!(*top >= from, "a module of the row `{row}` lies above one of the row before");
+        assert!(*top >= from, "a module of the row `{row}` is on a higher floor than a module of the row before");
         from = bottom + 1;
     }
 }
@@ -438,7 +438,7 @@ fn types(sources: &Path) -> Vec<(String, PathBuf)> {
     found
 }
 
-/// A name that many types share forces the reader to open the file.
+/// A reader who meets a name that many types share must open the file to find out which type is meant.
 #[test]
 fn a_type_name_occurs_twice_at_most_in_a_crate() {
     for package in ["idem-runtime", "idem-macros", "idem-cli"] {
@@ -612,7 +612,7 @@ fn no_files_import_each_other() {
 }
 
 #[test]
-fn the_first_pages_are_short() {
+fn readme_and_architecture_stay_below_a_number_of_words() {
     for (page, most) in [("README.md", 1400), ("ARCHITECTURE.md", 3000)] {
         let (mut words, mut is_code) = (0, false);
         for line in read(&root().join(page)).lines() {

@@ -16,7 +16,7 @@ async fn outlast(world: &World, leases: u32) {
 }
 
 #[tokio::test]
-async fn only_some_policies_mark_that_the_body_begins() {
+async fn only_policies_with_fail_or_max_attempts_mark_that_the_body_begins() {
     let one = POLICY.max_attempts(1);
     let three = POLICY.max_attempts(3);
     for (policy, first, second) in [(POLICY, 0, 0), (AT_MOST_ONCE, 1, 2), (one, 1, 1), (three, 0, 1)] {
@@ -101,7 +101,7 @@ async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
     }
 }
 
-/// The store refuses the first mark, because the lease has lapsed by its clock, which the process can't know in
+/// The store refuses the first mark, because the lease has lapsed by the store's clock, which the process can't know in
 /// advance.
 #[tokio::test]
 async fn a_mark_after_the_lapse_leads_to_another_attempt() {
@@ -116,7 +116,7 @@ async fn a_mark_after_the_lapse_leads_to_another_attempt() {
     assert_eq!(
         world.store.count(StoreCall::Release),
         1,
-        "where clocks differ, the lapsed reservation would be in the way"
+        "the lapsed reservation is released: by another clock its lease may still hold"
     );
 }
 
@@ -128,11 +128,20 @@ async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
     assert!(world.operation(AT_MOST_ONCE).run(body).await.is_err());
     outlast(&world, 6).await;
     let (result, outcome) = world.call(AT_MOST_ONCE).await;
-    assert!(matches!(result, Err(Error::InProgress { attempt: 1, .. })), "this process knows of its end: {result:?}");
-    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "a dead letter would be wrong in a moment");
+    assert!(
+        matches!(result, Err(Error::InProgress { attempt: 1, .. })),
+        "this process knows that the attempt has ended: {result:?}"
+    );
+    assert!(
+        matches!(outcome.disposition(), Disposition::Retry { .. }),
+        "the key is released soon, so the message must not be dead-lettered"
+    );
     let elsewhere = world.memory.peer();
     let elsewhere = Operation::new(&elsewhere, Ok(World::key("k")), AT_MOST_ONCE);
-    assert!(matches!(elsewhere.run(world.body()).await, Err(Error::Interrupted { .. })), "another does not");
+    assert!(
+        matches!(elsewhere.run(world.body()).await, Err(Error::Interrupted { .. })),
+        "another process does not know it"
+    );
     let patient = AT_MOST_ONCE.in_progress(InProgress::Wait(LEASE * 9));
     let mut waiting = Box::pin(world.call(patient));
     assert!(poll_once(waiting.as_mut()).await.is_pending(), "the call waits for the end of the attempt");
@@ -172,7 +181,7 @@ async fn a_late_release_of_a_reopened_attempt_does_not_end_its_successor() {
         outlast(&world, 1).await;
         assert!(
             matches!(world.state().await, State::Pending { begun: true, .. }),
-            "the release is not for this attempt"
+            "the late release does not apply to the next attempt"
         );
     }
     drop(call);

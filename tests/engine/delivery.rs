@@ -193,7 +193,7 @@ async fn deliveries_become_rarer_during_a_long_outage() {
         world.clock.advance(retries(&outcome));
         deliveries += 1;
     }
-    assert!(deliveries <= 16, "a broker that delivers twenty times gives up: {deliveries}");
+    assert!(deliveries <= 16, "a broker that delivers at most 20 times would dead-letter the message: {deliveries}");
     world.store.always(StoreCall::Reserve, Fault::None);
     world.call_failing(POLICY).await.0.unwrap_err();
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));

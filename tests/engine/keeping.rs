@@ -1,5 +1,5 @@
-//! Leases that are kept and lost: beats on the library's own thread, bodies that block or hang, and stores that accept
-//! no results.
+//! Leases that are renewed and lost: beats on the library's own thread, bodies that block or hang, and stores that
+//! accept no results.
 
 use std::sync::Arc;
 use std::thread;
@@ -38,7 +38,7 @@ fn a_body_that_blocks_its_only_thread_keeps_its_lease() {
                 Operation::new(&memory.peer(), Ok(World::key("k")), POLICY).run(async { Ok::<_, Error>(2) }),
             ));
             let Poll::Ready((result, _)) = other.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
-                panic!("memory answers at once")
+                panic!("the store in memory answers at the first poll")
             };
             assert!(matches!(result, Err(Error::InProgress { .. })), "the running attempt was taken over: {result:?}");
         }
@@ -54,7 +54,7 @@ fn a_call_that_is_dropped_outside_of_any_runtime_frees_its_key() {
     let operation = Operation::new(&store, Ok(World::key("k")), POLICY);
     let mut call = Box::pin(operation.run(std::future::pending::<Result<u32, Error>>()));
     assert!(runtime.block_on(poll_once(call.as_mut())).is_pending());
-    // The first tries fail, so the release needs a task that waits and repeats it.
+    // The first tries of the release fail, so a task must wait and repeat the release.
     store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
     drop(runtime);
@@ -237,7 +237,7 @@ async fn a_beat_refused_after_the_own_completion_loses_nothing() {
 }
 
 #[tokio::test]
-async fn an_attempt_that_has_ended_holds_no_lease() {
+async fn an_attempt_that_has_ended_has_no_lease_time_left() {
     let world = World::new();
     let kept = Cell::new(None);
     world
@@ -331,7 +331,7 @@ async fn a_process_that_stood_still_for_many_leases_renews_before_it_gives_up() 
     world.store.next(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     world.clock.advance(LEASE * 50);
     settle().await;
-    assert!(poll_once(call.as_mut()).await.is_pending(), "its first renewal since then has failed");
+    assert!(poll_once(call.as_mut()).await.is_pending(), "the first renewal after the standstill has failed");
     world.clock.advance(LEASE / 3);
     settle().await;
     assert!(poll_once(call.as_mut()).await.is_pending());

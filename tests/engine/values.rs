@@ -57,7 +57,10 @@ impl Scene {
     /// Asserts that the attempt held the key when the value was dropped, and that the record's state is `left` now.
     fn assert_held_then(&self, way: &str, left: &State) {
         let found = self.found.take();
-        assert!(matches!(found, Some(State::Pending { .. })), "{way}: the value met {found:?}");
+        assert!(
+            matches!(found, Some(State::Pending { .. })),
+            "{way}: when the value was dropped, the record was {found:?}"
+        );
         assert_eq!(state_of(&self.memory).as_ref(), Some(left), "{way}");
     }
 }

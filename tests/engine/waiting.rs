@@ -114,7 +114,7 @@ async fn a_waiting_duplicate_reserves_once_and_gets_the_result() {
     hall.tell(hall.found().await);
     assert_eq!(result_of(call).await, 1);
     assert_eq!(hall.asked(), (2, 0), "the holder, and the duplicate once");
-    assert_eq!(hall.store.inner.count(StoreCall::Inspect), 1, "that of the test");
+    assert_eq!(hall.store.inner.count(StoreCall::Inspect), 1, "only the test has inspected the record");
 }
 
 /// Duplicates that came during a wait share one more read of the record after that wait.
@@ -126,7 +126,7 @@ async fn many_duplicates_share_one_wait() {
     for _ in 0..50 {
         calls.push(hall.waits().await);
     }
-    assert_eq!(hall.asked(), (51, 1), "each has asked, and the store waits once");
+    assert_eq!(hall.asked(), (51, 1), "each duplicate has reserved, and the store waits once");
     hall.finish(&lease, "1").await;
     hall.tell(hall.found().await);
     for call in &mut calls {
@@ -173,7 +173,7 @@ async fn no_duplicate_gets_a_record_read_before_its_request() {
 
 /// A duplicate that comes while an answer to earlier duplicates is under way makes its own reservation.
 #[tokio::test]
-async fn a_duplicate_too_late_for_an_answer_reserves_again() {
+async fn a_duplicate_that_comes_too_late_for_an_answer_reserves_again() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let mut calls = vec![hall.waits().await, hall.waits().await];
@@ -186,7 +186,7 @@ async fn a_duplicate_too_late_for_an_answer_reserves_again() {
     let again = hall.held().await;
     calls.push(hall.waits().await);
     hall.tell(found);
-    assert!(poll_once(calls[2].as_mut()).await.is_pending(), "the third asks, and waits for the second attempt");
+    assert!(poll_once(calls[2].as_mut()).await.is_pending(), "the third duplicate reserves, and waits for attempt 2");
     assert_eq!(hall.asked(), (6, 1));
     hall.finish(&again, "2").await;
     hall.tell(hall.found().await);
@@ -224,7 +224,7 @@ async fn each_waiting_duplicate_compares_its_fingerprint() {
 
 /// No duplicate depends on the first one, which may be dropped or stand still.
 #[tokio::test]
-async fn no_duplicate_depends_on_the_first() {
+async fn no_waiting_duplicate_depends_on_the_first_one() {
     for dropped in [true, false] {
         let hall = Hall::new();
         let lease = hall.held().await;
@@ -262,7 +262,7 @@ async fn a_wait_ends_with_its_last_duplicate() {
 
 /// One duplicate takes a released key. The other duplicates wait for this attempt, and make no reservations.
 #[tokio::test]
-async fn one_takes_a_released_key_and_the_others_go_on_waiting() {
+async fn one_waiting_duplicate_takes_a_released_key_and_the_others_go_on_waiting() {
     let hall = Hall::new();
     let lease = hall.held().await;
     let mut calls = Vec::new();
@@ -299,7 +299,7 @@ async fn a_stalled_duplicate_lets_the_next_one_reserve() {
         assert_eq!(hall.store.inner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
         hall.store.inner.next(StoreCall::Reserve, Fault::Hang);
         hall.tell(hall.found().await);
-        assert!(poll_once(first.as_mut()).await.is_pending(), "its question hangs");
+        assert!(poll_once(first.as_mut()).await.is_pending(), "its reservation hangs");
         assert!(poll_once(second.as_mut()).await.is_pending(), "the second call waits for the first call");
         if dropped {
             drop(first);
@@ -327,7 +327,7 @@ async fn if_a_wait_returns_nothing_one_duplicate_reserves() {
     for call in &mut calls {
         let _ = poll_once(call.as_mut()).await.map(|(result, _)| assert_eq!(result.unwrap(), 1));
     }
-    assert_eq!(hall.asked(), (7, 1), "one has asked and has its result; the store is asked what the others may know");
+    assert_eq!(hall.asked(), (7, 1), "one duplicate has reserved; the store waits again, for the others");
     hall.tell(hall.found().await);
     for call in calls.into_iter().skip(1) {
         assert_eq!(result_of(call).await, 1);

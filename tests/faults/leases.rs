@@ -153,7 +153,7 @@ impl<R: Rig> Scene<R> {
         // Duplicates take over key 0, and get `Interrupted` for key 1.
         let successors = self.crew.start(0, Keys::Together(2), Work::Held);
         self.crew
-            .until("their leases have lapsed for the others", |lines| {
+            .until("duplicates have taken over key 0 and found key 1 interrupted", |lines| {
                 let seen = [(0, Event::Held), (1, Event::Interrupted)];
                 let of = |(key, event): &(usize, Event)| {
                     lines.iter().any(|line| line.worker == successors && line.key == *key && line.event == *event)
@@ -167,7 +167,7 @@ impl<R: Rig> Scene<R> {
             self.crew.signal(*worker, "-CONT");
         }
         self.crew
-            .until("who was taken over is told, and the others go on", |lines| {
+            .until("the call for key 0 has lost its lease, and the other bodies go on", |lines| {
                 let since = |worker: u32| lines.iter().filter(move |line| line.worker == worker && line.at > woken);
                 let told = |worker| since(worker).any(|line| line.event.ends_a_call());
                 let goes_on = |worker| since(worker).filter(|line| line.event == Event::Polled).count() > 3;
@@ -231,9 +231,8 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn insert_uncommitted(&mut self) {
-        // The open transaction inserts key 0. Among the other keys, some are held, some are replayed repeatedly, and
-        // some begin
-        // during the fault.
+        // The open transaction inserts key 0. Of the other keys, some are held, some are replayed repeatedly, and some
+        // begin during the fault.
         let (beside, all) = (2, 40);
         self.rig.break_down(Fault::insert_uncommitted).await;
         let holder = self.crew.start(0, Keys::Beside(1 + HELD, beside), Work::Quiet);
@@ -260,9 +259,13 @@ impl<R: Rig> Scene<R> {
         let spared = |(key, event): &&(usize, Event)| {
             *key == 0 || matches!(event, Event::Ran(_) | Event::Replayed(_) | Event::InProgress)
         };
-        assert_eq!(told.iter().find(|it| !spared(it)), None, "a key that is free");
+        assert_eq!(told.iter().find(|it| !spared(it)), None, "answers to calls for keys other than key 0");
         let of_the_insert = |(key, event): &&(usize, Event)| *key != 0 || *event == Event::InProgress;
-        assert_eq!(told.iter().find(|it| !of_the_insert(it)), None, "the key that is inserted");
+        assert_eq!(
+            told.iter().find(|it| !of_the_insert(it)),
+            None,
+            "answers to calls for key 0, which the open transaction inserts"
+        );
         self.rig.heal(Fault::insert_uncommitted).await;
         self.ran_once(&[holder], 0..all, all).await;
     }
@@ -279,7 +282,7 @@ impl<R: Rig> Scene<R> {
             let goes_on = |(it, event): &(usize, Event)| it == key && matches!(event, Event::Replayed(_));
             assert!(told.iter().any(goes_on), "key {key} of a healthy node waits for the stopped node: {told:?}");
             let refused = |(it, event): &&(usize, Event)| it == key && !matches!(event, Event::Replayed(_));
-            assert_eq!(told.iter().find(refused), None, "a healthy node");
+            assert_eq!(told.iter().find(refused), None, "answers to calls for keys of healthy nodes");
         }
         self.rig.heal(Fault::node_stopped).await;
         self.ran_once(&[holder], healthy, held + beside).await;
@@ -299,7 +302,7 @@ impl<R: Rig> Scene<R> {
             tokio::time::sleep(MOMENT).await;
             self.rig.heal(*fault).await;
             self.crew
-                .until("their callers are told", |lines| {
+                .until("the callers of these bodies have their answers", |lines| {
                     let told = |line: &&race::Line| line.worker == holder && line.event.ends_a_call();
                     lines.iter().filter(told).count() >= HELD
                 })

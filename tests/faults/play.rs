@@ -130,7 +130,7 @@ impl<R: Rig> Scene<R> {
         let two = crew.start(first, Keys::Open, Work::Some);
         let scene = Self { rig, crew, holder, others: [one, two] };
         scene
-            .until("everybody is at work", |seen| {
+            .until("all workers serve keys", |seen| {
                 let holds = seen.0.iter().any(|line| line.worker == holder && line.event == Event::Held);
                 let ran = |line: &race::Line| matches!(line.event, Event::Ran(_) | Event::Replayed(_));
                 let at_work = |worker| seen.0.iter().any(|line| line.worker == worker && ran(line));
@@ -155,7 +155,7 @@ impl<R: Rig> Scene<R> {
     /// ended with `Unrecorded`, its process repeats the write, and further calls for the key get `InProgress`.
     async fn told(&self) {
         let now = race::now();
-        self.until("everybody is refused", |seen| {
+        self.until("the store refuses the calls of all workers", |seen| {
             let refused = self.others.map(|worker| seen.refused_since(now, worker) > 0);
             let stuck = |(worker, refused): (&u32, &bool)| *refused || seen.is_recording(*worker);
             // A worker that is just about to record a result does not show that the store fails.
@@ -210,7 +210,7 @@ impl<R: Rig> Scene<R> {
             let told = |line: &&race::Line| line.worker == holder && line.call == call && line.event.ends_a_call();
             seen.0.iter().find(told).map(|line| line.event.clone())
         };
-        self.until("who wakes is told something", |seen| told(seen).is_some()).await;
+        self.until("the worker that was stopped gets an answer", |seen| told(seen).is_some()).await;
         let told = told(&Seens(&self.crew.lines()));
         assert!(told.as_ref().is_some_and(Event::is_lease_lost), "the stopped call was taken over: {told:?}");
         self.crew.open_gate(successor);
@@ -263,18 +263,18 @@ impl<R: Rig> Scene<R> {
         let fault = Fault::server_stopped_and_continued;
         let victim = self.crew.start(1, Keys::Gated(GATED), Work::Some);
         let survivor = self.crew.start(2 + GATED, Keys::Gated(GATED), Work::Some);
-        self.until("both are ready", |seen| {
+        self.until("both workers have served a key and wait at their gates", |seen| {
             let is_ready = |worker| seen.last_of(worker).is_some_and(|line| matches!(line.event, Event::Ran(_)));
             is_ready(victim) && is_ready(survivor)
         })
         .await;
         self.rig.break_down(fault).await;
         let from = race::now();
-        self.until("calls are told from those before", |_| race::now() > from).await;
+        self.until("the time has advanced, so that later calls have later times", |_| race::now() > from).await;
         for worker in [victim, survivor] {
             self.crew.open_gate(worker);
         }
-        self.until("both ask for all their keys, and the survivor is refused", |seen| {
+        self.until("both workers have requested all their keys, and the store refuses the survivor's calls", |seen| {
             let asked = |worker| {
                 let asked = |line: &&race::Line| line.worker == worker && line.event == Event::Asked && line.at > from;
                 seen.0.iter().filter(asked).map(|line| line.key).collect::<HashSet<_>>().len() >= GATED
@@ -364,7 +364,7 @@ impl<R: Rig> Scene<R> {
             // A duplicate of the running attempt waits for it.
             let duplicate = self.crew.start(0, Keys::Open, Work::Some);
             let (now, wanted) = (race::now(), step * 1000);
-            self.until("a body runs at another time", |seen| {
+            self.until("a body runs under the changed clock", |seen| {
                 seen.told_since(now).any(|line| {
                     let off = i64::try_from(line.wall).expect("the clock shows a time after 1970")
                         - i64::try_from(line.at).expect("soon")
@@ -374,7 +374,7 @@ impl<R: Rig> Scene<R> {
             })
             .await;
             if !leases_move {
-                self.until("a duplicate is not misled", |seen| {
+                self.until("the duplicate's call ends in spite of the changed clock", |seen| {
                     seen.0.iter().any(|line| line.worker == duplicate && line.key == 0 && line.event.ends_a_call())
                 })
                 .await;

@@ -78,7 +78,7 @@ pub trait Rig {
         (1, 3 * lease)
     }
 
-    /// True if the store serves other keys while the record of key 0 is locked.
+    /// True if the store serves other keys while another session locks the record of key 0.
     fn works_next_to_a_lock(&self) -> bool {
         true
     }

@@ -159,7 +159,7 @@ async fn a_refreshed_token_is_the_same_caller() {
 }
 
 #[tokio::test]
-async fn without_credentials_nothing_is_stored_or_shared() {
+async fn a_request_without_credentials_is_neither_recorded_nor_replayed() {
     let store = FaultyStore::new(&MemoryStore::new());
     let caller = by_token().challenge("Bearer realm=\"till\"");
     let (address, stage) = serve_counter(IdempotencyLayer::new(&store, POLICY, caller)).await;
