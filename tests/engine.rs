@@ -258,7 +258,7 @@ async fn when_the_owner_fails_exactly_one_waiter_runs() {
 }
 
 #[tokio::test]
-async fn an_error_frees_the_key() {
+async fn an_error_of_the_body_frees_the_key() {
     let world = World::new();
     let (failed, outcome) = world.call_failing(POLICY).await;
     assert_eq!(failed, Err(Failure::Declined(1)));
@@ -349,7 +349,7 @@ async fn under_fail_a_crash_needs_an_operator() {
 }
 
 #[tokio::test]
-async fn cancellation_frees_the_key_immediately() {
+async fn a_dropped_call_frees_its_key_immediately() {
     let world = World::new();
     drop(world.hang(POLICY).await);
     assert_eq!(world.state().await, State::Released);
@@ -357,7 +357,7 @@ async fn cancellation_frees_the_key_immediately() {
 }
 
 #[tokio::test]
-async fn under_fail_cancellation_counts_as_interrupted() {
+async fn under_fail_a_dropped_call_leaves_its_key_interrupted() {
     let world = World::new();
     let policy = POLICY.on_crash(OnCrash::Fail);
     drop(world.hang(policy).await);
@@ -367,7 +367,7 @@ async fn under_fail_cancellation_counts_as_interrupted() {
 }
 
 #[tokio::test]
-async fn a_panic_frees_the_key_immediately() {
+async fn a_panic_of_the_body_frees_the_key_immediately() {
     let world = std::sync::Arc::new(World::new());
     for (policy, state) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
         let shared = std::sync::Arc::clone(&world);
@@ -415,7 +415,7 @@ async fn an_attempt_whose_body_never_started_does_not_count_towards_max_attempts
 }
 
 #[tokio::test]
-async fn fingerprints_are_compared_in_every_state() {
+async fn fingerprints_are_compared_in_every_state_of_the_record() {
     let world = World::new();
     let call = async |payload: &str| {
         let operation = world.operation(POLICY).fingerprint(payload);
@@ -513,7 +513,7 @@ fn no_key_holds_a_control_character() {
 
 /// If any try of a reservation may have taken effect, the call's error says so, also if the last try had none.
 #[tokio::test]
-async fn an_error_says_nothing_was_written_only_if_no_try_may_have_landed() {
+async fn an_error_promises_that_nothing_was_written_only_if_no_try_may_have_taken_effect() {
     let faults = [
         Fault::Before(StoreErrorKind::Unavailable),
         Fault::Before(StoreErrorKind::Unconfirmed),
@@ -696,7 +696,7 @@ async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Resu
 }
 
 #[tokio::test]
-async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is() {
+async fn a_lease_that_is_found_late_counts_from_its_reservation() {
     let world = World::new();
     let waiting = lands_late(&world).await;
     world.clock.advance(LEASE / 2);
@@ -705,7 +705,7 @@ async fn a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is(
 }
 
 #[tokio::test]
-async fn a_reservation_that_lands_while_its_caller_waits_is_released_with_it() {
+async fn a_reservation_that_takes_effect_while_its_caller_waits_is_released_if_the_caller_is_dropped() {
     let world = World::new();
     drop(lands_late(&world).await);
     world.store.context().flush().await;
@@ -714,7 +714,7 @@ async fn a_reservation_that_lands_while_its_caller_waits_is_released_with_it() {
 }
 
 #[tokio::test]
-async fn a_reservation_that_is_given_up_is_released() {
+async fn a_reservation_whose_caller_gave_up_is_released() {
     let world = World::new();
     world.store.always(StoreCall::Reserve, Fault::After);
     let (result, _) = driving(&world.clock, world.call(POLICY)).await;
@@ -803,7 +803,7 @@ async fn results_that_can_not_be_stored_still_end_the_operation() {
 }
 
 #[tokio::test]
-async fn results_that_no_longer_decode_never_run_again() {
+async fn an_operation_whose_result_no_longer_decodes_never_runs_again() {
     struct Other;
     impl Codec for Other {
         const NAME: &'static str = "other";
@@ -1317,7 +1317,7 @@ fn debug_output_shows_no_payload_and_no_token() {
 }
 
 #[test]
-fn a_future_does_not_double_with_its_depth() {
+fn the_future_of_a_call_does_not_double_with_each_call_around_it() {
     fn wrap<F: Future<Output = Result<u32, Error>>>(
         world: &World,
         body: F,

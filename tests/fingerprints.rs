@@ -493,7 +493,7 @@ proptest! {
 }
 
 #[test]
-fn bytes_are_an_array_of_numbers_in_every_type() {
+fn bytes_of_every_type_have_the_fingerprint_of_an_array_of_numbers() {
     for len in [0, 1, 2, 31, 32, 33, 255, 256, 1000, 70_000] {
         let bytes: Vec<u8> = (0..=255).cycle().take(len).collect();
         let same = [
@@ -530,7 +530,7 @@ fn bytes_are_an_array_of_numbers_in_every_type() {
 }
 
 #[test]
-fn a_digest_is_not_the_payload_that_consists_of_its_bytes() {
+fn a_digest_and_a_payload_of_the_same_bytes_have_different_fingerprints() {
     let digest: [u8; 32] = std::array::from_fn(|at| 7 * u8::try_from(at).unwrap());
     let of_digest = of(&PayloadDigest::new(digest));
     // The container of a digest makes no difference.

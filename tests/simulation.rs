@@ -44,7 +44,7 @@ use world::{Broken, Report, run};
 const RUNS: u64 = 1_000;
 
 /// Seeds that once found a problem of the engine:
-/// - the first shows `a_reservation_that_lands_late_is_not_believed_to_be_younger_than_it_is` of `engine.rs`
+/// - the first shows `a_lease_that_is_found_late_counts_from_its_reservation` of `engine.rs`
 /// - the second made a history that the checker's search of 20 000 configurations could not decide
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 

@@ -31,7 +31,7 @@ async fn only_policies_with_fail_or_max_attempts_mark_that_the_body_begins() {
 
 /// A server that stood still for longer than a lease executes the reservation of a process that has died meanwhile.
 #[tokio::test]
-async fn a_reservation_that_lands_late_interrupts_nothing_and_is_not_counted() {
+async fn a_reservation_that_takes_effect_after_its_process_died_is_not_counted() {
     let one = POLICY.max_attempts(1);
     for policy in [AT_MOST_ONCE, one, AT_MOST_ONCE.max_attempts(1)] {
         let world = World::new();
@@ -70,7 +70,7 @@ async fn no_body_begins_before_its_mark_is_confirmed() {
 }
 
 #[tokio::test]
-async fn a_mark_that_lands_in_an_outage_is_taken_back_after_the_outage() {
+async fn a_mark_that_takes_effect_in_an_outage_is_removed_after_the_outage() {
     let world = World::new();
     world.store.always(StoreCall::Begin, Fault::After);
     world.store.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
@@ -104,7 +104,7 @@ async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
 /// The store refuses the first mark, because the lease has lapsed by the store's clock, which the process can't know in
 /// advance.
 #[tokio::test]
-async fn a_mark_after_the_lapse_leads_to_another_attempt() {
+async fn a_mark_that_is_refused_after_the_lapse_of_its_lease_leads_to_another_attempt() {
     let world = World::new();
     world.store.next(StoreCall::Begin, Fault::Slow(1));
     let mut call = Box::pin(observe(world.operation(AT_MOST_ONCE).run(world.body())));

@@ -81,7 +81,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
 }
 
 #[tokio::test]
-async fn the_outcome_of_a_dropped_call_says_how_far_it_came() {
+async fn the_outcome_of_a_dropped_call_shows_the_phase_in_which_it_was_dropped() {
     // The call is cut off while its key is being reserved.
     let world = World::new();
     world.store.next(StoreCall::Reserve, Fault::Hang);

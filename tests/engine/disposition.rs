@@ -219,7 +219,7 @@ async fn a_failure_of_the_last_delivery_is_dead_lettered() {
 }
 
 #[tokio::test]
-async fn a_mistake_of_the_deployment_is_not_set_aside_before_the_last_delivery() {
+async fn a_message_that_fails_for_a_mistake_of_the_deployment_is_dead_lettered_only_at_its_last_delivery() {
     let world = World::new();
     world.call(POLICY).await.0.unwrap();
     for delivery in 1..=5 {

@@ -187,7 +187,7 @@ async fn a_result_is_recorded_after_its_store_was_full_for_a_moment() {
 }
 
 #[tokio::test]
-async fn a_result_that_the_store_never_takes_is_left_out_after_half_a_lease() {
+async fn a_result_that_the_store_never_accepts_is_left_out_of_the_record_after_half_a_lease() {
     for kind in [StoreErrorKind::Full, StoreErrorKind::Unconfirmed] {
         let world = World::new();
         world.store.always(StoreCall::Finish, Fault::BeforeResult(kind));
@@ -213,7 +213,7 @@ async fn a_call_whose_result_is_refused_ends_after_one_lease() {
 }
 
 #[tokio::test]
-async fn a_beat_refused_after_the_own_completion_loses_nothing() {
+async fn a_renewal_that_is_refused_after_the_attempt_recorded_its_result_loses_nothing() {
     let world = World::new();
     // The result is recorded, but the answer is lost, and further completions fail until after the next beat.
     world.store.next(StoreCall::Finish, Fault::After);
@@ -307,7 +307,7 @@ async fn a_refusal_for_good_ends_a_thousand_bodies_within_a_beat_of_the_lapse() 
 }
 
 #[tokio::test]
-async fn an_outage_pauses_a_body_for_a_stated_time() {
+async fn an_outage_pauses_a_body_for_max_pause_at_most() {
     for (policy, pause) in [(POLICY, LEASE * 3), (POLICY.max_pause(LEASE / 2), LEASE / 2)] {
         for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After, Fault::Hang] {
             let world = World::new();

@@ -336,7 +336,7 @@ async fn if_a_wait_returns_nothing_one_duplicate_reserves() {
 
 /// A wait survives a failover of the store, because the running attempt may survive it too.
 #[tokio::test]
-async fn an_outage_ends_no_wait() {
+async fn an_outage_of_the_store_ends_no_wait_of_a_duplicate() {
     for kind in [StoreErrorKind::Unavailable, StoreErrorKind::Unconfirmed] {
         let world = World::new();
         let policy = WAIT.on_store_error(OnStoreError::Run);
