@@ -1,4 +1,4 @@
-//! Clients that hang up, hurry or crowd; and the task in which a handler runs.
+//! Clients that hang up, pipeline or send many duplicates; and the task in which a handler runs.
 
 use std::future::poll_fn;
 use std::io::{BufRead, BufReader};
@@ -57,7 +57,7 @@ async fn of_many_duplicates_one_runs() {
 }
 
 #[tokio::test]
-async fn pipelined_duplicates_are_answered_in_turn() {
+async fn pipelined_duplicates_get_the_response_of_the_first_request() {
     let (address, stage) = serve_counter(layer()).await;
     let one = format!("{HEAD}content-length: 0\r\n\r\n");
     let last = format!("{HEAD}content-length: 0\r\nconnection: close\r\n\r\n");
@@ -69,7 +69,7 @@ async fn pipelined_duplicates_are_answered_in_turn() {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_in_its_request_starts_nothing() {
+async fn a_client_that_hangs_up_while_it_sends_its_request_starts_no_handler() {
     let store = FaultyStore::new(&MemoryStore::new());
     let (address, stage) = serve_counter(IdempotencyLayer::new(&store, POLICY, Caller::single())).await;
     for part in [
@@ -93,7 +93,7 @@ async fn hang_up(version: Version, address: SocketAddr, reached: impl Future<Out
             stream.write_all(format!("{HEAD}content-length: 0\r\n\r\n").as_bytes()).await.unwrap();
             reached.await;
         }
-        // Resets the stream, on a connection that goes on.
+        // Resets the stream. The connection stays open.
         Version::Two => {
             let mut connection = Connection::open(address, version).await;
             let asking = tokio::spawn(async move {
@@ -106,7 +106,7 @@ async fn hang_up(version: Version, address: SocketAddr, reached: impl Future<Out
     }
 }
 
-/// Counts the requests that are over, however they ended.
+/// Counts the requests that have ended, in any way.
 #[derive(Debug, Default)]
 struct Gone(Arc<AtomicUsize>);
 
@@ -130,7 +130,7 @@ impl Drop for Held {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_cancels_nothing_that_has_begun() {
+async fn a_client_that_hangs_up_cancels_no_handler_that_has_begun() {
     for version in BOTH {
         for on_crash in [OnCrash::Retry, OnCrash::Fail] {
             let stage = Stage::closed();
@@ -150,7 +150,7 @@ async fn a_client_that_hangs_up_cancels_nothing_that_has_begun() {
             let address = serve(app).await;
             hang_up(version, address, stage.entered()).await;
             until("the server has dropped the request", || gone.count() == 1).await;
-            // Of the request, only the task is left.
+            // The task of the handler is all that is left of the request.
             let duplicate = send_by(version, address, post("k", "")).await;
             assert_eq!(duplicate.problem(), (409, "in-progress".to_owned()));
             assert_eq!((stage.begun(), stage.ended(), layer.in_flight()), (1, 0, 1));
@@ -164,19 +164,19 @@ async fn a_client_that_hangs_up_cancels_nothing_that_has_begun() {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_while_its_key_is_reserved_leaves_it_free() {
+async fn a_client_that_hangs_up_while_its_key_is_reserved_leaves_the_key_free() {
     let store = FaultyStore::new(&MemoryStore::new());
     store.next(StoreCall::Reserve, Fault::Hang);
     let layer = IdempotencyLayer::new(&store, POLICY.on_crash(OnCrash::Fail), Caller::single());
     let address = serve_stage(layer.clone(), &Stage::open()).await;
     hang_up(Version::Two, address, until("it asks", || store.count(StoreCall::Reserve) == 1)).await;
-    until("its place is free", || layer.in_flight() == 0).await;
+    until("the request is no longer in flight", || layer.in_flight() == 0).await;
     store.context().flush().await;
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_while_it_waits_frees_its_place() {
+async fn a_waiting_duplicate_whose_client_hangs_up_no_longer_counts_as_in_flight() {
     let stage = Stage::closed();
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(600)));
     let store = FaultyStore::new(&MemoryStore::new());
@@ -185,14 +185,14 @@ async fn a_client_that_hangs_up_while_it_waits_frees_its_place() {
     let first = tokio::spawn(send(address, post("k", "")));
     stage.entered().await;
     hang_up(Version::Two, address, until("it waits", || store.count(StoreCall::Wait) == 1)).await;
-    until("its place is free", || layer.in_flight() == 1).await;
+    until("the duplicate is no longer in flight", || layer.in_flight() == 1).await;
     stage.go();
     assert_eq!(first.await.unwrap().text(), "run 1");
     assert_eq!(stage.begun(), 1);
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_in_the_response_finds_it_recorded() {
+async fn a_client_that_hangs_up_during_the_response_gets_a_replay_from_its_retry() {
     let policy = POLICY.max_result_bytes(16 << 20);
     let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single());
     let stage = Stage::open();
@@ -230,7 +230,7 @@ async fn drain_waits_for_handlers_whose_clients_are_gone() {
     stage.go();
     drained.await.unwrap();
     assert_eq!(stage.ended(), 1);
-    // Requests stay refused, and so do replays: the process is about to end.
+    // The layer keeps refusing requests, even those with a recorded response: the process is about to end.
     assert_eq!(send(address, post("k", "")).await.problem(), (503, "busy".to_owned()));
     layer.drain().await;
 }
@@ -312,7 +312,7 @@ fn request_as(version: Version, mut request: Request<axum::body::Body>) -> Reque
 }
 
 #[tokio::test]
-async fn a_task_that_is_not_carried_on_is_a_503_and_leaves_its_key_free() {
+async fn a_task_that_the_carrier_drops_is_a_503_and_leaves_its_key_free() {
     let store = MemoryStore::new();
     let stage = Stage::open();
     let dropping = IdempotencyLayer::new(&store, POLICY, Caller::single()).carry(|_| Box::pin(async {}));
@@ -330,13 +330,13 @@ fn staged(layer: &IdempotencyLayer, stage: &Stage) -> Router {
 }
 
 #[test]
-fn a_runtime_that_ends_takes_its_handlers_along_and_frees_their_keys() {
+fn the_end_of_a_runtime_drops_its_handlers_and_frees_their_keys() {
     let layer = layer();
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (begun, stage) in [(0, Stage::closed()), (1, Stage::closed())] {
         let key = format!("begun-{begun}");
         let first = runtime();
-        // Polled by hand, so that the task exists and, depending on the case, has run or not.
+        // The test polls the call itself. The task of the handler then exists; in some cases it has begun to run.
         let mut asking = {
             let mut asking = Box::pin(staged(&layer, &stage).oneshot(post(&key, "")));
             let _entered = first.enter();
@@ -365,8 +365,8 @@ fn a_runtime_that_ends_takes_its_handlers_along_and_frees_their_keys() {
 }
 
 #[test]
-fn a_call_whose_runtime_is_gone_frees_its_key_where_it_is_dropped() {
-    // Dropped outside of any runtime, before and after the handler has begun.
+fn a_call_that_is_dropped_after_its_runtime_has_ended_frees_its_key() {
+    // The calls are dropped outside of any runtime, before and after their handlers have begun.
     let layer = layer();
     for has_begun in [false, true] {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -393,7 +393,7 @@ fn a_call_whose_runtime_is_gone_frees_its_key_where_it_is_dropped() {
 }
 
 #[tokio::test]
-async fn a_handler_finds_the_same_around_it_whether_its_client_stays_or_hangs_up() {
+async fn a_handler_has_the_same_task_locals_whether_its_client_stays_or_hangs_up() {
     // The handler finds the same task-local before and after it waits: none, unless `carry` carries it.
     for (layer, expected) in
         [(layer(), "none none"), (layer().carry(|task| Box::pin(TENANT.scope(TENANT.get(), task))), "acme acme")]
@@ -428,7 +428,7 @@ async fn a_handler_finds_the_same_around_it_whether_its_client_stays_or_hangs_up
 }
 
 #[tokio::test]
-async fn the_core_needs_no_tower() {
+async fn the_layer_serves_a_request_without_tower() {
     let layer = layer();
     let stage = Stage::open();
     let ask = async |body: &'static str, fails: bool| {
@@ -488,7 +488,7 @@ impl Drop for Till {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_killed_in_its_handler_is_taken_over() {
+async fn a_retry_takes_over_from_a_server_that_was_killed_in_its_handler() {
     let folder = Folder::new();
     let charges = folder.file().with_extension("charges");
     let written = || std::fs::read_to_string(&charges).unwrap_or_default();

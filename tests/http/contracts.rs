@@ -1,5 +1,7 @@
-//! The contract that a layer publishes. `data/openapi-3.0.json` and `openapi-3.1.json` are the schemas of `OpenAPI`
-//! (<https://spec.openapis.org>, Apache License 2.0), which a document with the contract must fit.
+//! The contract that a layer publishes: its description in terms of `OpenAPI`.
+//!
+//! `data/openapi-3.0.json` and `openapi-3.1.json` are the schemas of `OpenAPI` (<https://spec.openapis.org>, Apache License
+//! 2.0), which a document with the contract must fit.
 
 use std::time::Duration;
 
@@ -55,7 +57,7 @@ fn a_contract_is_valid_in_both_versions_of_openapi() {
             assert_eq!(defects(version, &contract), [""; 0], "{version}: {contract:#}");
         }
     }
-    // The schemas find defects.
+    // The schemas of `OpenAPI` detect a defect.
     let mut wrong = contract(&layer());
     wrong["components"]["headers"]["IdempotentReplayed"]["schema"]["const"] = true.into();
     assert_ne!(defects("3.0.3", &wrong), [""; 0]);
@@ -103,7 +105,7 @@ fn every_response_refers_to_the_headers_of_the_layer() {
 }
 
 #[tokio::test]
-async fn an_example_is_the_body_that_clients_get() {
+async fn an_example_in_a_contract_is_the_body_that_clients_get() {
     for profile in [Profile::ietf(), Profile::acp()] {
         let layer = layer().profile(profile).problem_base("https://api.example.com/problems/");
         let responses = contract(&layer)["operation"]["responses"].clone();
@@ -121,7 +123,7 @@ async fn an_example_is_the_body_that_clients_get() {
 }
 
 #[test]
-fn a_contract_fits_its_layer() {
+fn a_contract_describes_the_settings_of_its_layer() {
     let policy = POLICY.ttl(Duration::from_secs(3 * 86_400)).max_attempts(3);
     let layer = layer_of(policy, Caller::single())
         .fingerprint_headers([HeaderName::from_static("x-account")])
@@ -138,7 +140,7 @@ fn a_contract_fits_its_layer() {
     ] {
         assert!(said.text.contains(part), "{part}: {}", said.text);
     }
-    // There are no callers, and no attempt is ever interrupted.
+    // The layer distinguishes no callers, and no attempt is ever interrupted.
     assert!(!said.text.contains("unauthenticated") && !said.text.contains("problems/interrupted"), "{}", said.text);
     let contract = contract(&layer);
     let (operation, components) = (&contract["operation"], &contract["components"]);
@@ -152,7 +154,7 @@ fn a_contract_fits_its_layer() {
 }
 
 #[test]
-fn lifetimes_are_durations_of_iso_8601() {
+fn lifetimes_in_a_contract_are_durations_of_iso_8601() {
     for (seconds, lifetime) in [(90, "PT90S"), (120, "PT2M"), (3600, "PT1H"), (129_600, "PT36H"), (604_800, "P7D")] {
         let layer = layer_of(Policy::new(Duration::from_secs(seconds)), Caller::single());
         assert_eq!(contract(&layer)["operation"]["x-idempotency-key-lifetime"], lifetime);
@@ -169,15 +171,15 @@ fn a_contract_names_no_setting_that_the_profile_ignores() {
     assert!(!text.contains("x-account") && !text.contains("query"), "{text}");
     assert!(text.contains("is required on") && text.contains("missing-key"), "{text}");
     assert_eq!(contract(&layer)["components"]["parameters"]["IdempotencyKey"]["required"], true);
-    // Settings that count are named.
+    // The contract names settings that have an effect.
     let chosen = layer.clone().fingerprint_members(JsonMembers::without(["sent_at"])).key_format(|_| true);
     let text = chosen.describe().text;
     assert!(text.contains("its body without these members: `sent_at`, compared as JSON"), "{text}");
     assert!(text.contains("checks its form"), "{text}");
-    // A rule of the layer is stronger than its profile.
+    // A setting of the layer outranks its profile.
     let layer = layer.required(|_| false);
     assert_eq!(contract(&layer)["components"]["parameters"]["IdempotencyKey"]["required"], false);
-    // A profile that fails closed, and one with another status for another payload.
+    // The profile `ucp` fails closed, and has its own status for another payload.
     let ucp = layer_of(POLICY, Caller::single()).profile(Profile::ucp());
     assert!(contract(&ucp)["operation"]["responses"].get("422").is_none());
     assert!(ucp.describe().text.contains("22 to 255 printable"));

@@ -141,7 +141,7 @@ async fn a_unary_call_replays_with_its_trailers() {
 }
 
 #[tokio::test]
-async fn a_status_that_passes_is_not_recorded() {
+async fn a_temporary_status_of_grpc_is_not_recorded() {
     let stage = Stage::open();
     let address = serve_grpc(layer(), &stage).await;
     for run in ["run 1", "run 2"] {
@@ -155,7 +155,7 @@ async fn a_status_that_passes_is_not_recorded() {
 }
 
 #[tokio::test]
-async fn problems_become_a_status_of_grpc() {
+async fn a_refusal_by_the_layer_becomes_a_status_of_grpc() {
     let stage = Stage::closed();
     let address = serve_grpc(layer(), &stage).await;
     let code = async |key, text| call(address, key, text).await.unwrap_err().code();
@@ -170,9 +170,8 @@ async fn problems_become_a_status_of_grpc() {
     assert_eq!(first.await.unwrap().unwrap().0, "pay, run 1");
 }
 
-/// Only the bytes of the message count when calls are compared.
 #[tokio::test]
-async fn a_call_without_a_body_is_an_operation_too() {
+async fn a_request_and_a_response_without_bytes_pass_the_layer() {
     let layer = layer();
     let request = http::Request::post("/till.Till/Pay").header("idempotency-key", "k").body(Bytes::new()).unwrap();
     let answered =
@@ -188,7 +187,7 @@ async fn without_key(version: Version, address: SocketAddr, fields: &[(&str, &st
 }
 
 #[tokio::test]
-async fn only_a_client_of_grpc_is_answered_by_grpc() {
+async fn only_a_client_of_grpc_gets_refusals_as_a_status_of_grpc() {
     let (address, _) = serve_counter(layer()).await;
     let grpc = ("content-type", "application/grpc");
     let te = ("te", "trailers");
@@ -213,7 +212,7 @@ fn web_frame(flag: u8, content: &str) -> Vec<u8> {
     [&[flag][..], &u32::try_from(content.len()).unwrap().to_be_bytes(), content.as_bytes()].concat()
 }
 
-/// Base64 of `grpc-web-text`, of each frame for itself.
+/// Body of type `grpc-web-text`: each frame is encoded as Base64 separately.
 fn web_text(frames: &[Vec<u8>]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::new();
@@ -228,7 +227,7 @@ fn web_text(frames: &[Vec<u8>]) -> String {
 }
 
 #[tokio::test]
-async fn problems_of_grpc_web_are_trailers_in_the_body() {
+async fn refusals_to_grpc_web_clients_are_trailers_in_the_body() {
     let (address, _) = serve_counter(layer()).await;
     let frame = web_frame(0x80, "grpc-status: 3\r\ngrpc-message: The request has no idempotency key\r\n");
     for version in BOTH {
@@ -251,7 +250,7 @@ async fn problems_of_grpc_web_are_trailers_in_the_body() {
 }
 
 #[tokio::test]
-async fn the_status_in_the_body_of_grpc_web_decides_about_its_recording() {
+async fn the_status_in_the_body_of_a_grpc_web_response_decides_whether_it_is_recorded() {
     let stage = Stage::open();
     let runs = stage.clone();
     let address = serve_handler(layer(), async move |request: axum::extract::Request| {

@@ -105,7 +105,7 @@ impl Till {
     async fn play(&mut self, line: &str) -> Option<String> {
         let Sentence { words, values } = Sentence::read(line);
         match words.as_str() {
-            // The server of each scenario has such an endpoint, and a store of its own.
+            // The server of each scenario has this endpoint and its own store.
             "a POST endpoint at _ that creates an order"
             | "a PATCH endpoint at _ that creates an order"
             | "the SQLite store is clean" => None,

@@ -17,9 +17,9 @@ use crate::rig::*;
 enum Verdict {
     /// The handler ran.
     Ran,
-    /// The body means the same as the first one.
+    /// The body has the same meaning as the first body with this key.
     Same,
-    /// The body means something else.
+    /// The body has another meaning than the first body with this key.
     Other,
     /// The body can't be compared.
     Refused,
@@ -75,7 +75,7 @@ fn meaning(value: Value) -> Value {
 }
 
 #[tokio::test]
-async fn documents_of_the_suite_are_equal_if_they_mean_the_same() {
+async fn json_bodies_of_the_suite_are_equal_if_they_have_the_same_meaning() {
     const REFUSED: [&str; 2] = ["y_object_duplicated_key", "y_object_duplicated_key_and_value"];
     let layer = json_layer();
     let documents: Vec<_> = of_kind("y_").collect();
@@ -101,7 +101,7 @@ async fn documents_of_the_suite_are_equal_if_they_mean_the_same() {
 }
 
 #[tokio::test]
-async fn documents_that_are_not_json_are_refused_or_compared_by_their_bytes() {
+async fn request_bodies_that_are_not_json_are_refused_or_compared_as_bytes() {
     const REFUSED: [&str; 2] = ["n_structure_100000_opening_arrays", "n_structure_open_array_object"];
     let layer = json_layer();
     let documents: Vec<_> = of_kind("n_").collect();
@@ -117,7 +117,7 @@ async fn documents_that_are_not_json_are_refused_or_compared_by_their_bytes() {
 }
 
 #[tokio::test]
-async fn documents_that_readers_may_refuse_are_all_different() {
+async fn json_bodies_that_parsers_may_refuse_all_count_as_different() {
     const REFUSED: [&str; 1] = ["i_structure_500_nested_arrays"];
     // Bytes that are not UTF-8, or begin with a byte order mark.
     let is_bytes = |name: &str| {
@@ -149,13 +149,13 @@ async fn documents_that_readers_may_refuse_are_all_different() {
 }
 
 #[tokio::test]
-async fn a_nested_body_is_refused_and_leaves_no_record() {
+async fn a_deeply_nested_request_body_is_refused_and_leaves_no_record() {
     let layer = json_layer();
     for (key, open, close, levels) in [("k1", "[", "]", 1), ("k2", "{\"a\":", "}", 1), ("k3", "[{\"a\":", "}]", 2)] {
         let nested = |depth: usize| [&*open.repeat(depth / levels), "1", &*close.repeat(depth / levels)].concat();
         let deepest = nested(400);
         assert_eq!(ask(&layer, key, nested(402).as_bytes()).await, Verdict::Refused);
-        // Neither 10 kB nor 1 MB end the process.
+        // Neither 10 000 levels nor 1 MB of levels overflow the stack.
         assert_eq!(ask(&layer, key, nested(10_000).as_bytes()).await, Verdict::Refused);
         assert_eq!(ask(&layer, key, open.repeat(1_000_000 / open.len()).as_bytes()).await, Verdict::Refused);
         assert_eq!(ask(&layer, key, deepest.as_bytes()).await, Verdict::Ran);
@@ -164,7 +164,7 @@ async fn a_nested_body_is_refused_and_leaves_no_record() {
 }
 
 #[tokio::test]
-async fn a_nested_body_is_a_problem_that_says_so() {
+async fn the_refusal_of_a_deeply_nested_request_body_names_the_limit() {
     let mut rules = Profile::ietf();
     rules.equality = Profile::acp().equality;
     let (address, stage) = serve_counter(layer().profile(rules)).await;
@@ -176,7 +176,7 @@ async fn a_nested_body_is_a_problem_that_says_so() {
 }
 
 #[tokio::test]
-async fn texts_that_can_not_be_read_are_different() {
+async fn json_bodies_with_different_invalid_strings_count_as_different() {
     let layer = json_layer();
     let bodies: [&[u8]; 9] = [
         br#"{"to":"\ud800"}"#,
@@ -296,18 +296,18 @@ fn spelled(tree: &Tree, mut choices: u64) -> String {
 }
 
 proptest! {
-    /// Two spellings of a document are one payload, and two documents are two.
+    /// Two spellings of a document are the same payload, and two different documents are different payloads.
     #[test]
-    fn random_documents_are_compared_by_their_meaning(
+    fn random_json_bodies_are_compared_by_their_meaning(
         one in trees(), other in trees(), choices in any::<[u64; 3]>(), at in any::<prop::sample::Index>(), byte: u8,
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         let [first, second] = [choices[0], choices[1]].map(|choices| spelled(&one, choices));
         let third = spelled(&other, choices[2]);
-        // `serde_json` reads both spellings, and as the same value where it reads numbers exactly.
+        // `serde_json` parses both spellings, to the same value if it reads the numbers exactly.
         let [read, again] = [&first, &second].map(|text| meaning(serde_json::from_str(text).unwrap()));
         prop_assert_eq!(read, again);
-        // Any other byte in the document: the body is another payload, unless it still means the same.
+        // One byte of the document is changed. The body is then another payload, unless it still has the same meaning.
         let mut altered = first.clone().into_bytes();
         let at = at.index(altered.len());
         altered[at] = byte;

@@ -32,7 +32,7 @@ async fn a_duplicate_gets_the_response_of_the_first_run() {
 }
 
 #[tokio::test]
-async fn a_quoted_and_a_bare_key_are_one() {
+async fn a_key_with_and_without_quotes_is_the_same_key() {
     let (address, stage) = serve_counter(layer()).await;
     for key in ["8e03978e-40d5", "\"8e03978e-40d5\"", "  \"8e03978e-40d5\" ", "\"8e03978e-40d5\";v=1"] {
         assert_eq!(send(address, post(key, "")).await.text(), "run 1", "{key}");
@@ -81,7 +81,7 @@ async fn policy_and_route_decide_whether_a_key_is_needed() {
 }
 
 #[tokio::test]
-async fn methods_that_are_not_covered_pass() {
+async fn requests_with_methods_outside_of_the_setting_pass_through() {
     let (address, _) = serve_counter(layer()).await;
     let with = |method| request(method, "/pay").header("idempotency-key", "k").body("".into()).unwrap();
     for (run, method) in [Method::GET, Method::PUT, Method::DELETE, Method::GET].into_iter().enumerate() {
@@ -98,7 +98,7 @@ async fn methods_that_are_not_covered_pass() {
 }
 
 #[tokio::test]
-async fn header_and_marker_can_have_other_names() {
+async fn the_key_header_and_the_replay_header_can_have_other_names() {
     let layer = layer()
         .header(HeaderName::from_static("paypal-request-id"))
         .replay_marker(HeaderName::from_static("x-idempotent-replayed"));
@@ -112,7 +112,7 @@ async fn header_and_marker_can_have_other_names() {
 async fn a_handler_reads_the_key_without_its_quotes() {
     let address = serve_handler(layer(), async |key: IdempotencyKey| key.0).await;
     assert_eq!(send(address, post("\"a \\\"b\\\"\"", "")).await.text(), "a \"b\"");
-    // Without a layer the extractor reads the field.
+    // Without a layer the extractor reads the header field.
     let handler = async |key: Option<IdempotencyKey>| key.map_or("none".to_owned(), |key| key.0);
     let app = axum::Router::new().route("/pay", axum::routing::post(handler));
     let address = serve(app).await;
@@ -141,7 +141,7 @@ async fn two_callers_with_one_key_are_two_operations() {
     let (address, _) = serve_counter(IdempotencyLayer::new(&MemoryStore::new(), POLICY, by_token())).await;
     assert_eq!(send(address, as_caller("alice.1", "k")).await.text(), "run 1");
     assert_eq!(send(address, as_caller("bob.1", "k")).await.text(), "run 2");
-    // No caller can write a key that equals another caller's.
+    // A caller can't write a key that equals another caller's key in the store.
     assert_eq!(send(address, as_caller("alice.1", "bob:k")).await.text(), "run 3");
     assert_eq!(send(address, as_caller("alice:bob.1", "k")).await.text(), "run 4");
     let long = ["a", "b"].map(|end| format!("{}{end}.1", "x".repeat(100)));
@@ -207,7 +207,7 @@ async fn a_key_is_bound_to_its_path_query_headers_and_body() {
 }
 
 #[tokio::test]
-async fn bodies_are_compared_byte_by_byte() {
+async fn request_bodies_are_compared_byte_by_byte() {
     let (address, _) = serve_counter(layer()).await;
     for (number, [one, other]) in [
         [r#"{"amount":1}"#, r#"{ "amount":1}"#],
@@ -253,7 +253,7 @@ fn digested(key: &str, digest_of: &str, body: &str) -> Request<axum::body::Body>
 }
 
 #[tokio::test]
-async fn a_digest_is_checked_and_stands_for_the_body() {
+async fn a_content_digest_is_checked_and_stands_for_the_request_body() {
     let (address, stage) = serve_counter(layer()).await;
     let lie = send(address, digested("k", "amount=2", "amount=1")).await;
     assert_eq!((lie.problem(), stage.begun()), ((400, "digest-mismatch".to_owned()), 0));
@@ -261,7 +261,7 @@ async fn a_digest_is_checked_and_stands_for_the_body() {
     nonsense.headers_mut().insert("content-digest", HeaderValue::from_static("sha-256=nonsense"));
     assert_eq!(send(address, nonsense).await.problem(), (400, "digest-mismatch".to_owned()));
     assert_eq!(send(address, digested("k", "amount=1", "amount=1")).await.text(), "run 1");
-    // The payload is the same with and without the field.
+    // A request with the digest and a request without it have the same payload.
     assert!(send(address, post("k", "amount=1")).await.is_replay());
     assert_eq!(send(address, digested("k", "amount=2", "amount=2")).await.problem().0, 422);
 }
@@ -271,7 +271,7 @@ const SHA_512_OF_LARGE: &str =
     "TL5K8krBXD7ykUEbw422kDcPTiYxnxnFkSercoWhH3F6hUAZSZtBzUW+QpRuxbPrLtcRN5ujSW4rbeuxSwBv3g==";
 
 #[tokio::test]
-async fn a_large_body_with_a_digest_streams_through() {
+async fn a_large_request_body_with_a_digest_streams_through() {
     use http_body_util::BodyExt;
     let large = "x".repeat(3_000_000);
     let (sizes, stage) = (Stage::open(), Stage::open());
@@ -298,7 +298,7 @@ async fn a_large_body_with_a_digest_streams_through() {
     let again = send(address, digested("k", "large", &large)).await;
     assert_eq!((again.text(), again.is_replay()), ("3000000 bytes", true));
     assert_eq!(send(address, digested("k", "amount=1", &large)).await.problem().0, 422);
-    // The same without a length.
+    // The request is repeated without a length.
     let mut chunked = digested("k2", "large", "");
     *chunked.body_mut() = frames((0..3000).map(|_| Ok("x".repeat(1000).leak() as &str)).collect::<Vec<_>>());
     assert_eq!(send(address, chunked).await.text(), "3000000 bytes");
@@ -308,7 +308,7 @@ async fn a_large_body_with_a_digest_streams_through() {
 }
 
 #[tokio::test]
-async fn a_digest_is_read_as_a_structured_field() {
+async fn a_content_digest_is_read_as_a_structured_field() {
     let (address, stage) = serve_counter(layer()).await;
     let with = |key: &str, digests: &str| {
         let mut request = post(key, "amount=1");
@@ -321,7 +321,7 @@ async fn a_digest_is_read_as_a_structured_field() {
         format!("{digest} garbage"),
         format!("{digest},"),
         "sha-256=?1".to_owned(),
-        // The first one is right, and the second one is a lie.
+        // The first digest is right, and the second digest is wrong.
         format!("{digest}, sha-512=:{}:", "A".repeat(86)),
     ]
     .iter()
@@ -338,7 +338,7 @@ async fn a_digest_is_read_as_a_structured_field() {
 }
 
 #[tokio::test]
-async fn all_digests_of_a_streamed_body_are_checked() {
+async fn all_digests_of_a_streamed_request_body_are_checked() {
     let large = "x".repeat(3_000_000);
     let read = async |body: axum::body::Body| {
         use http_body_util::BodyExt;
@@ -361,7 +361,7 @@ async fn all_digests_of_a_streamed_body_are_checked() {
 }
 
 #[tokio::test]
-async fn a_streamed_body_has_a_deadline() {
+async fn a_streamed_request_body_has_a_deadline() {
     use http_body_util::BodyExt;
     let read = async |body: axum::body::Body| match body.collect().await {
         Ok(_) => "read",
@@ -377,7 +377,7 @@ async fn a_streamed_body_has_a_deadline() {
         assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
         assert!(said.contains("body-timeout"), "{said}");
     }
-    // The slot is free.
+    // The slot of the streamed request is free.
     assert_eq!(send(address, post("k2", "short")).await.text(), "read");
 }
 
@@ -390,11 +390,11 @@ fn to_host(host: &str) -> Request<axum::body::Body> {
 }
 
 #[tokio::test]
-async fn hosts_can_have_keys_of_their_own() {
+async fn each_host_can_have_its_own_keys() {
     let (address, stage) = serve_counter(layer().separate_hosts(true)).await;
     assert_eq!(send_by(Version::One, address, to_host("a.example")).await.text(), "run 1");
     assert_eq!(send_by(Version::Two, address, to_host("b.example")).await.text(), "run 2");
-    // One host in both versions of HTTP, in every spelling.
+    // All spellings are the same host, in both versions of HTTP.
     for version in BOTH {
         for (host, run) in [("a.example", "run 1"), ("A.Example:80", "run 1"), ("b.example", "run 2")] {
             let again = send_by(version, address, to_host(host)).await;
@@ -428,7 +428,7 @@ async fn hosts_are_separate_under_each_scope_and_profile() {
 }
 
 #[tokio::test]
-async fn a_host_in_the_payload_is_the_same_in_both_versions() {
+async fn a_host_in_the_payload_is_the_same_in_http_1_and_http_2() {
     let (address, _) = serve_counter(layer().fingerprint_headers([http::header::HOST])).await;
     for (version, host) in [(Version::One, "a.example"), (Version::Two, "a.example"), (Version::Two, "A.example:443")] {
         assert_eq!(send_by(version, address, to_host(host)).await.text(), "run 1");
@@ -441,13 +441,13 @@ async fn a_host_in_the_payload_is_the_same_in_both_versions() {
 
 #[test]
 #[should_panic(expected = "`ttl` is 0ns")]
-fn a_policy_that_can_not_be_honoured_is_refused_when_the_layer_is_built() {
+fn an_invalid_policy_is_refused_when_the_layer_is_built() {
     let policy = Policy::new(std::time::Duration::ZERO);
     drop(IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()));
 }
 
 #[tokio::test]
-async fn chosen_members_of_a_body_make_the_payload() {
+async fn only_chosen_members_of_a_json_request_body_are_compared() {
     let digest = "sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:";
     let layer = layer().fingerprint_members(JsonMembers::without(["sent_at"])).stream_digested(true);
     let (address, _) = serve_counter(layer).await;
@@ -471,7 +471,7 @@ async fn chosen_members_of_a_body_make_the_payload() {
 }
 
 #[tokio::test]
-async fn a_key_has_the_form_that_the_service_asks_for() {
+async fn a_key_that_fails_the_format_check_of_the_service_is_refused() {
     let (address, stage) = serve_counter(layer().key_format(|key| key.starts_with("order-"))).await;
     assert_eq!(send(address, post("order-1", "")).await.text(), "run 1");
     // Quotes are not part of a key.
@@ -480,7 +480,7 @@ async fn a_key_has_the_form_that_the_service_asks_for() {
         assert_eq!(send(address, post(refused, "")).await.problem(), (400, "invalid-key".to_owned()));
     }
     assert_eq!(stage.begun(), 1);
-    // The limits of the library and of the profile hold, too.
+    // The limits of the library and of the profile apply as well.
     let long = format!("order-{}", "x".repeat(250));
     assert_eq!(send(address, post(&long, "")).await.problem(), (400, "invalid-key".to_owned()));
     let ucp = layer().profile(Profile::ucp()).key_format(|_| true);

@@ -1,4 +1,4 @@
-//! Requests in flight: the places that duplicates, callers and uploads take.
+//! Limits of requests in flight ("slots"): for all keys, for waiting duplicates, for each caller, and during uploads.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ fn problem(reply: &Reply) -> (u16, String) {
 }
 
 #[tokio::test]
-async fn waiting_duplicates_of_one_key_leave_room_for_other_keys() {
+async fn waiting_duplicates_of_a_key_use_up_no_slots_of_other_keys() {
     let (stage, store) = (Stage::closed(), FaultyStore::new(&MemoryStore::new()));
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(600)));
     let layer = IdempotencyLayer::new(&store, policy, Caller::single()).max_in_flight(2);
@@ -29,12 +29,12 @@ async fn waiting_duplicates_of_one_key_leave_room_for_other_keys() {
     stage.entered().await;
     let waiting: Vec<_> = (0..2).map(|_| tokio::spawn(send(address, post("k", "")))).collect();
     until("both wait", || store.count(StoreCall::Wait) == 2).await;
-    // Waiting duplicates have a bound of their own.
+    // Waiting duplicates have their own limit.
     assert_eq!(problem(&send(address, post("k", "")).await), (BUSY.0, BUSY.1.to_owned()));
     let other = tokio::spawn(send(address, post("other", "")));
     stage.entered().await;
     assert_eq!(layer.in_flight(), 4);
-    // Two keys run, so there is no place for a third one.
+    // Handlers run for two keys, so there is no slot for a third key.
     assert_eq!(problem(&send(address, post("third", "")).await), (BUSY.0, BUSY.1.to_owned()));
     stage.go();
     stage.go();
@@ -43,11 +43,11 @@ async fn waiting_duplicates_of_one_key_leave_room_for_other_keys() {
     for waiter in waiting {
         assert!(waiter.await.unwrap().is_replay());
     }
-    until("all places are free", || layer.in_flight() == 0).await;
+    until("no request is in flight", || layer.in_flight() == 0).await;
 }
 
 #[tokio::test]
-async fn a_duplicate_that_runs_in_the_end_keeps_the_place_of_its_key() {
+async fn a_duplicate_that_runs_after_its_wait_keeps_the_slot_of_its_key() {
     let (stage, store) = (Stage::closed(), FaultyStore::new(&MemoryStore::new()));
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_secs(600)));
     let layer = IdempotencyLayer::new(&store, policy, Caller::single()).max_in_flight(1);
@@ -77,7 +77,7 @@ fn post_by(caller: &str, key: &str) -> Request<Body> {
 }
 
 #[tokio::test]
-async fn one_caller_leaves_room_for_others() {
+async fn one_caller_cannot_use_up_the_slots_of_all_callers() {
     let callers = || Caller::by(|head| Some(head.headers.get("x-caller")?.to_str().ok()?.to_owned()));
     let by_callers = || IdempotencyLayer::new(&MemoryStore::new(), POLICY, callers());
     for layer in [by_callers().max_in_flight(8), by_callers().max_in_flight_per_caller(2).max_in_flight(3)] {
@@ -107,7 +107,7 @@ async fn one_caller_leaves_room_for_others() {
 }
 
 #[tokio::test]
-async fn requests_without_callers_have_no_bound_of_their_own() {
+async fn a_layer_with_a_single_caller_has_no_limit_per_caller() {
     let stage = Stage::closed();
     let address = serve_stage(layer().max_in_flight(2).max_in_flight_per_caller(1), &stage).await;
     let running = ["a", "b"].map(|key| tokio::spawn(send(address, post(key, ""))));
@@ -121,7 +121,7 @@ async fn requests_without_callers_have_no_bound_of_their_own() {
 }
 
 #[tokio::test]
-async fn a_request_counts_from_the_start_of_its_body() {
+async fn a_request_counts_as_in_flight_from_the_start_of_its_upload() {
     let stage = Stage::open();
     let layer = layer().max_in_flight(1);
     let address = serve_stage(layer.clone(), &stage).await;
@@ -137,10 +137,10 @@ async fn a_request_counts_from_the_start_of_its_body() {
     let mut answer = String::new();
     uploading.read_to_string(&mut answer).await.unwrap();
     assert!(answer.ends_with("run 1"), "{answer}");
-    // An upload that breaks off gives its place back.
+    // An upload that breaks off frees its slot.
     let mut uploading = TcpStream::connect(address).await.unwrap();
     uploading.write_all(head.replace(": k", ": k2").as_bytes()).await.unwrap();
     until("the upload counts", || layer.in_flight() == 1).await;
     drop(uploading);
-    until("its place is free", || layer.in_flight() == 0).await;
+    until("the upload is no longer in flight", || layer.in_flight() == 0).await;
 }

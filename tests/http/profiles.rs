@@ -1,4 +1,4 @@
-//! Rules of other protocols.
+//! Profiles: the rules of the IETF draft, Stripe, ACP and UCP for keys, recordings and refusals.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ fn json(reply: &Reply) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn stripe_replays_begun_requests() {
+async fn under_stripe_rules_every_response_of_a_begun_request_is_replayed() {
     let address = serve_statuses(with(Profile::stripe())).await;
     for (status, is_recorded) in [(200, true), (402, true), (500, true), (503, true), (401, false), (429, false)] {
         let (path, key) = (format!("/{status}"), format!("k{status}"));
@@ -46,7 +46,7 @@ async fn stripe_replays_begun_requests() {
 }
 
 #[tokio::test]
-async fn stripe_forgets_what_failed_validation() {
+async fn under_stripe_rules_a_request_that_failed_validation_frees_its_key_for_another_payload() {
     let address = serve_handler(with(Profile::stripe()), async move |request: Request<Body>| {
         let path = request.uri().path().to_owned();
         let body = request.into_body().collect().await.unwrap().to_bytes();
@@ -63,11 +63,11 @@ async fn stripe_forgets_what_failed_validation() {
         assert_eq!(send(address, post_to(&path, &key, "wrong")).await.status, status);
         let corrected = send(address, post_to(&path, &key, "corrected")).await;
         assert_eq!((corrected.status.as_u16(), corrected.text()), (200, "corrected"), "after {status}");
-        // From here on the key belongs to the corrected request.
+        // The key now belongs to the corrected request.
         assert!(send(address, post_to(&path, &key, "corrected")).await.is_replay());
         assert_eq!(send(address, post_to(&path, &key, "wrong")).await.status, 400);
     }
-    // A handler that has begun says so.
+    // A handler that has begun its work asks for a recording of its response.
     assert_eq!(send(address, post_to("/400/final", "k", "wrong")).await.status, 400);
     assert!(send(address, post_to("/400/final", "k", "wrong")).await.is_replay());
     assert_eq!(send(address, post_to("/400/final", "k", "corrected")).await.status, 400);
@@ -76,7 +76,7 @@ async fn stripe_forgets_what_failed_validation() {
 #[tokio::test]
 async fn an_operation_that_has_begun_before_is_never_forgotten() {
     let store = FaultyStore::new(&MemoryStore::new());
-    // As on the page about HTTP.
+    // This rule is the example of docs/http.md.
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).recording(|head, trailers| match head.status {
         StatusCode::BAD_REQUEST => Recording::Forget,
         _ => (Profile::ietf().recording)(head, trailers),
@@ -89,21 +89,21 @@ async fn an_operation_that_has_begun_before_is_never_forgotten() {
     })
     .await;
     let ask = async |key: &str, body: &'static str| send(address, post_to("/pay", key, body)).await.status.as_u16();
-    // Forgotten: another payload is a new operation.
+    // The record of a 400 is forgotten, so another payload is a new operation.
     assert_eq!(ask("a", "wrong").await, 400);
     assert_eq!(ask("a", "corrected").await, 201);
-    // The first attempt failed in its middle, so its payload counts after the second, too.
+    // The first attempt may have had an effect, so the key keeps its payload after the second attempt, too.
     assert_eq!(ask("b", "1").await, 500);
     assert_eq!(ask("b", "1").await, 400);
     assert_eq!(ask("b", "2").await, 422);
-    // Without its store the layer only frees the key.
+    // If the store fails, the layer only frees the key, which keeps its payload.
     store.always(StoreCall::Decide, Fault::Before(StoreErrorKind::Unavailable));
     assert_eq!(ask("c", "1").await, 400);
     assert_eq!(ask("c", "2").await, 422);
 }
 
 #[tokio::test]
-async fn acp_compares_the_content_of_bodies() {
+async fn under_acp_rules_request_bodies_are_compared_as_json() {
     let layer = with(Profile::acp());
     let address = serve_statuses(layer.clone()).await;
     let ask = async |key: &str, body: &'static str| send(address, post_to("/200", key, body)).await;
@@ -135,7 +135,7 @@ async fn acp_compares_the_content_of_bodies() {
 }
 
 #[tokio::test]
-async fn acp_tells_when_a_request_is_in_flight() {
+async fn under_acp_rules_a_duplicate_of_a_running_request_gets_in_flight() {
     let stage = Stage::closed();
     let address = serve_stage(with(Profile::acp()), &stage).await;
     let first = tokio::spawn(send(address, post("k", "{}")));
@@ -148,7 +148,7 @@ async fn acp_tells_when_a_request_is_in_flight() {
 }
 
 #[tokio::test]
-async fn ucp_compares_bytes_and_wants_long_keys() {
+async fn under_ucp_rules_request_bodies_are_compared_as_bytes_and_short_keys_are_refused() {
     let key = "8e03978e-40d5-43e8-bc93-6894a57f9324";
     let store = FaultyStore::new(&MemoryStore::new());
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).profile(Profile::ucp());
@@ -181,12 +181,12 @@ fn with_field(field: &str, body: &'static str) -> Request<Body> {
 }
 
 #[tokio::test]
-async fn each_response_repeats_the_key_where_the_profile_asks_for_it() {
+async fn each_response_repeats_the_key_header_if_the_profile_asks_for_it() {
     let mut ietf = Profile::ietf();
     ietf.echoes_key = true;
     for profile in [Profile::acp(), Profile::stripe(), ietf] {
         let layer = with(profile).max_body_bytes(100);
-        // The handler repeats it as well, in another form.
+        // The handler sets the same header itself, with another value.
         let address = serve_handler(layer, async || answer(200, &[("idempotency-key", "of the handler")], "")).await;
         let echoes = async |field: &str, body: &'static str| {
             let reply = send(address, with_field(field, body)).await;
@@ -205,7 +205,7 @@ async fn each_response_repeats_the_key_where_the_profile_asks_for_it() {
         ] {
             assert_eq!(echoes(field, body).await, (status, is_replay, field.to_owned()), "{}", profile.name);
         }
-        // None, or several, can't be repeated.
+        // A request without a key header, or with two of them, gets none back.
         let none = request(Method::POST, "/200").body("".into()).unwrap();
         assert_eq!(send(address, none).await.header("idempotency-key"), None);
         let mut two = with_field("k", "1");
@@ -228,7 +228,7 @@ async fn each_response_repeats_the_key_where_the_profile_asks_for_it() {
 }
 
 #[tokio::test]
-async fn a_duplicate_of_a_running_request_repeats_the_key() {
+async fn the_refusal_of_a_duplicate_repeats_its_key_header() {
     let stage = Stage::closed();
     let address = serve_stage(with(Profile::acp()), &stage).await;
     let first = tokio::spawn(send(address, post("k", "{}")));
@@ -240,7 +240,7 @@ async fn a_duplicate_of_a_running_request_repeats_the_key() {
 }
 
 #[test]
-fn a_policy_below_the_floor_of_a_profile_is_refused_when_the_layer_is_built() {
+fn a_policy_weaker_than_its_profile_requires_is_refused_when_the_layer_is_built() {
     let short = POLICY.ttl(Duration::from_secs(3600));
     let open = POLICY.on_store_error(OnStoreError::Run);
     for (policy, profile, works) in [

@@ -55,7 +55,7 @@ async fn only_responses_that_depend_on_the_request_are_recorded() {
 }
 
 #[tokio::test]
-async fn a_handler_decides_for_itself() {
+async fn a_handler_can_decide_whether_its_response_is_recorded() {
     let (address, _) = serve_responses(layer(), |run, request| {
         let (status, recording) = match request.uri().path() {
             "/500" => (500, Recording::Record),
@@ -90,7 +90,7 @@ async fn a_handler_decides_for_itself() {
 }
 
 #[tokio::test]
-async fn cache_control_means_nothing() {
+async fn a_response_is_recorded_whatever_its_cache_control() {
     for value in ["no-store", "private, no-cache, max-age=0"] {
         let (address, runs) =
             serve_responses(layer(), move |_, _| answer(200, &[("cache-control", value)], "paid")).await;
@@ -135,7 +135,7 @@ async fn a_replay_has_the_same_headers_in_their_order() {
 }
 
 #[tokio::test]
-async fn a_header_that_is_no_text_is_replayed_as_it_is() {
+async fn a_header_that_is_no_text_is_replayed_unchanged() {
     let (address, _) = serve_responses(layer(), |_, _| {
         let mut response = answer(200, &[], "");
         response.headers_mut().insert("x-name", HeaderValue::from_bytes(b"caf\xe9").unwrap());
@@ -171,7 +171,7 @@ async fn headers_that_concern_only_the_first_exchange_are_not_replayed() {
         ("idempotent-replayed", "false"),
         ("date", "Thu, 01 Jan 1970 00:00:00 GMT"),
     ];
-    // A layer that also leaves `x-request-id` out.
+    // The layer also leaves `x-request-id` out of replays.
     let layer = layer().replay_headers(|name| name != "x-request-id");
     let (address, _) = serve_responses(layer, |_, _| {
         let mut response = answer(200, NEVER, "paid");
@@ -190,14 +190,14 @@ async fn headers_that_concern_only_the_first_exchange_are_not_replayed() {
     for (name, value) in NEVER {
         match *name {
             "idempotent-replayed" => assert!(again.is_replay()),
-            "date" => assert_ne!(again.header("date"), Some(*value), "that of the replay"),
+            "date" => assert_ne!(again.header("date"), Some(*value), "the date is that of the replay"),
             name => assert_eq!(again.header(name), None),
         }
     }
 }
 
 #[tokio::test]
-async fn responses_without_a_body_are_replayed_right() {
+async fn responses_without_a_body_are_replayed_without_a_body() {
     for version in BOTH {
         let layer = layer().methods([Method::POST, Method::HEAD]);
         let (address, _) = serve_responses(layer, |_, request| match (request.method(), request.uri().path()) {
@@ -264,7 +264,7 @@ async fn trailers_are_replayed() {
 }
 
 #[tokio::test]
-async fn a_handlers_own_marks_in_trailers_reach_no_client() {
+async fn marks_that_a_handler_forges_in_trailers_reach_no_client() {
     const MARKS: [(&str, &str); 5] = [
         ("idempotent-replayed", "true"),
         ("idempotency-recorded", "false"),
@@ -293,7 +293,7 @@ async fn a_handlers_own_marks_in_trailers_reach_no_client() {
         })
         .await;
         let expected = if echoes_key { &["x-checksum"][..] } else { &["idempotency-key", "x-checksum"] };
-        // A response that is read whole and its replay; responses that stream; one that is resumed.
+        // The responses are one that is read whole, its replay, responses that stream, and one that is resumed.
         for path in ["/whole", "/whole", "/error", "/events", "/mark", "/large"] {
             let mut request = post_to(path, &path[1..], "");
             request.headers_mut().insert("te", HeaderValue::from_static("trailers"));
@@ -307,7 +307,7 @@ async fn a_handlers_own_marks_in_trailers_reach_no_client() {
 }
 
 #[tokio::test]
-async fn a_status_in_the_trailers_decides() {
+async fn a_grpc_status_in_the_trailers_decides_about_recording() {
     let (address, _) = serve_responses(layer(), |_, request| match request.uri().path() {
         "/14" => answer(200, &[], with_trailers("grpc-status", "14")),
         _ => answer(200, &[], with_trailers("grpc-status", "5")),
@@ -325,7 +325,7 @@ async fn a_status_in_the_trailers_decides() {
 #[tokio::test]
 async fn a_response_that_is_too_large_is_never_run_again() {
     let policy = POLICY.max_result_bytes(1000).lease(Duration::from_millis(100));
-    // A body with a length and one without; and a response whose headers alone are too large.
+    // The responses have a length, have no length, or have headers that are too large without the body.
     for path in ["/sized", "/chunked", "/headers"] {
         let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single());
         let (address, runs) = serve_responses(layer, |_, request| match request.uri().path() {
@@ -380,7 +380,7 @@ async fn a_stream_of_events_reaches_the_first_client_as_it_comes() {
 }
 
 #[tokio::test]
-async fn an_encoded_response_is_marked_and_not_recorded() {
+async fn an_encoded_response_is_marked_as_finished_and_not_recorded() {
     let (address, runs) = serve_responses(layer(), |_, request| match request.uri().path() {
         "/gzip" => answer(200, &[("content-encoding", "gzip")], "\u{1f}"),
         _ => answer(200, &[("content-encoding", "identity")], "paid"),
@@ -394,7 +394,7 @@ async fn an_encoded_response_is_marked_and_not_recorded() {
 }
 
 #[tokio::test]
-async fn an_upgrade_goes_through_and_is_marked() {
+async fn an_upgrade_goes_through_and_its_key_is_marked_as_finished() {
     let (address, _) = serve_responses(layer(), |_, mut request| {
         let upgrade = hyper::upgrade::on(&mut request);
         tokio::spawn(async move {
@@ -422,7 +422,7 @@ async fn an_upgrade_goes_through_and_is_marked() {
 }
 
 #[tokio::test]
-async fn handlers_that_panic_or_break_off_free_the_key() {
+async fn handlers_that_panic_or_break_off_their_response_free_the_key() {
     for (on_crash, next) in [(OnCrash::Retry, 200), (OnCrash::Fail, 409)] {
         for path in ["/panic", "/breaks-off"] {
             let layer = IdempotencyLayer::new(&MemoryStore::new(), POLICY.on_crash(on_crash), Caller::single());
@@ -469,7 +469,7 @@ async fn recorded(store: &MemoryStore, shown: &str) -> (CodecName, Bytes) {
 }
 
 #[tokio::test]
-async fn a_megabyte_of_body_takes_a_megabyte_of_record() {
+async fn the_record_of_a_response_of_a_megabyte_is_hardly_larger() {
     let store = MemoryStore::new();
     let layer = IdempotencyLayer::new(&store, POLICY.max_result_bytes(2 << 20), Caller::single()).scope("large");
     let (address, _) = serve_responses(layer, |_, _| answer(200, &[], vec![0x80; 1 << 20])).await;
@@ -481,7 +481,7 @@ async fn a_megabyte_of_body_takes_a_megabyte_of_record() {
 }
 
 #[tokio::test]
-async fn the_written_form_of_responses_is_pinned() {
+async fn recorded_responses_have_the_bytes_of_the_golden_file() {
     let lines = include_str!("../golden/http-v1.txt").lines();
     let pinned: HashMap<_, _> = lines.map(|line| line.split_once(' ').expect("a name and its bytes")).collect();
     let store = MemoryStore::new();
@@ -503,7 +503,7 @@ async fn the_written_form_of_responses_is_pinned() {
         let (codec, bytes) = recorded(&store, &format!("golden/POST::{name}")).await;
         assert_eq!((codec.as_str(), hex(&bytes)), ("http1", pinned[name].to_owned()));
     }
-    // A payload of another form would turn every retry over an upgrade into a 422.
+    // If a release changed the fingerprint, each retry of a request from before the upgrade would get a 422.
     let mut request = post_to("/plain?a=1", "payload", "amount=1");
     request.headers_mut().insert("x-account", HeaderValue::from_static("7"));
     send(address, request).await;
@@ -513,12 +513,12 @@ async fn the_written_form_of_responses_is_pinned() {
 }
 
 #[tokio::test]
-async fn a_record_of_something_else_is_never_run_again() {
+async fn a_key_that_a_call_outside_of_http_has_finished_runs_no_request_handler() {
     let store = MemoryStore::new();
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).scope("shared");
     let (address, runs) = serve_responses(layer, |_, _| answer(200, &[], "paid")).await;
     assert_eq!(send(address, post("k", "")).await.text(), "paid");
-    // A handler outside of HTTP, with the same key.
+    // A call outside of HTTP uses the same key.
     let operation = Operation::new(&store, Key::new("shared", "POST::k2"), POLICY);
     operation.run(async { Ok::<_, Error>(7) }).await.unwrap();
     assert_eq!(send(address, post("k2", "")).await.problem(), (410, "result-unavailable".to_owned()));
@@ -526,7 +526,7 @@ async fn a_record_of_something_else_is_never_run_again() {
 }
 
 #[tokio::test]
-async fn a_content_type_in_capitals_is_a_stream_too() {
+async fn a_stream_is_recognised_by_its_content_type_in_any_case() {
     for content_type in ["Text/Event-Stream; charset=utf-8", "MULTIPART/x-mixed-replace"] {
         let (address, _) = serve_responses(layer(), move |_, _| {
             let mut response = answer(200, &[], "data: 1\n\n");
@@ -563,13 +563,13 @@ async fn a_handler_can_not_forge_the_marks_of_the_layer() {
 }
 
 #[tokio::test]
-async fn the_first_client_learns_that_its_response_is_not_kept() {
+async fn a_response_that_can_not_be_replayed_tells_its_client_so() {
     let policy = POLICY.max_result_bytes(1000);
     let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single());
     let (address, _) = serve_responses(layer, |_, request| {
         let mut response = match request.uri().path() {
             "/large" => answer(200, &[], "x".repeat(1001)),
-            // The body fits, and its headers do not.
+            // The body alone fits, but not together with its headers.
             "/head" => answer(200, &[("x-a", "1")], "x".repeat(1000)),
             "/events" => answer(200, &[("content-type", "text/event-stream")], "data: 1\n\n"),
             "/encoded" => answer(200, &[("content-encoding", "br")], "x"),

@@ -1,4 +1,4 @@
-//! The client's half, with the server's half.
+//! The layer for clients (`RetryLayer`), against the layer for servers and against scripted servers.
 
 #[path = "retries/answers.rs"]
 mod answers;
@@ -116,7 +116,7 @@ async fn play(statuses: &'static [(u16, Option<&'static str>)]) -> (u16, usize, 
 }
 
 #[tokio::test]
-async fn a_transient_failure_is_retried_with_the_same_key() {
+async fn a_client_retries_a_transient_failure_with_the_same_key() {
     let secs = |all: &[u64]| all.iter().copied().map(Duration::from_secs).collect::<Vec<_>>();
     assert_eq!(play(&[]).await, (200, 1, secs(&[])));
     let (status, tries, pauses) = play(&[(409, Some("3")), (503, Some("2"))]).await;
@@ -130,7 +130,7 @@ async fn a_transient_failure_is_retried_with_the_same_key() {
     for (pause, longest) in pauses.iter().zip([100, 200, 400, 800]) {
         assert!((longest / 2..=longest).contains(&pause.as_millis()), "{pauses:?}");
     }
-    // No response at all.
+    // The first try gets no response.
     let (status, tries, _) = play(&[(0, None), (502, None), (504, None)]).await;
     assert_eq!((status, tries), (200, 4));
     // The client does not retry forever.
@@ -140,17 +140,17 @@ async fn a_transient_failure_is_retried_with_the_same_key() {
 }
 
 #[tokio::test]
-async fn a_permanent_failure_is_final() {
+async fn a_client_does_not_retry_a_permanent_failure() {
     for answer in [
         &[(400, None)][..],
         &[(402, None)],
-        // Interrupted, or another client's conflict.
+        // A 409 without `Retry-After`: the operation is interrupted, or the conflict is that of another client.
         &[(409, None)],
         &[(409, Some("soon"))],
         &[(410, Some("1"))],
         &[(422, Some("1"))],
         &[(501, None)],
-        // Longer than the client waits.
+        // The pause is longer than the client waits.
         &[(503, Some("3600"))],
     ] {
         assert_eq!(play(answer.to_vec().leak()).await, (answer[0].0, 1, vec![]), "{answer:?}");
@@ -158,7 +158,7 @@ async fn a_permanent_failure_is_final() {
 }
 
 #[tokio::test]
-async fn without_a_key_nothing_is_tried_again() {
+async fn a_client_does_not_retry_a_request_without_a_key() {
     let address = serve_statuses(&[(503, None), (503, None)]).await;
     let keys = Arc::default();
     let client = RetryLayer::new().clock(Hurried::default()).layer(client(address, &keys));
@@ -173,7 +173,7 @@ async fn without_a_key_nothing_is_tried_again() {
 }
 
 #[tokio::test]
-async fn keys_can_be_quoted_and_two_requests_have_two() {
+async fn a_client_can_quote_its_keys_and_gives_each_request_its_own_key() {
     let (address, stage) = serve_counter(layer()).await;
     let keys = Arc::default();
     let client = RetryLayer::new().quoted(true).layer(client(address, &keys));
@@ -186,7 +186,7 @@ async fn keys_can_be_quoted_and_two_requests_have_two() {
 }
 
 #[tokio::test]
-async fn both_halves_together_run_a_handler_once() {
+async fn client_and_server_layer_together_run_a_handler_once() {
     let stage = Stage::closed();
     let address = serve_stage(layer(), &stage).await;
     let keys = Arc::default();
@@ -227,7 +227,7 @@ async fn both_halves_together_run_a_handler_once() {
 }
 
 #[tokio::test]
-async fn inside_of_a_handler_the_key_is_the_same_on_every_attempt() {
+async fn a_request_that_a_handler_sends_has_the_same_key_in_every_attempt() {
     #[idempotent(key = "{order}", ttl = "1h", store = store, scope = "http test: order")]
     async fn order<S>(
         store: &MemoryStore,

@@ -209,7 +209,7 @@ impl Connection {
                 }
             }
         };
-        tokio::time::timeout(PATIENCE, asking).await.expect("an answer, sooner or later")
+        tokio::time::timeout(PATIENCE, asking).await.expect("the server answers within the time limit")
     }
 }
 

@@ -1,4 +1,4 @@
-//! Position of the layer: in nested routers, on one route, twice.
+//! Position of the layer: in nested routers, on a single route, or applied twice.
 
 use axum::Router;
 use axum::routing::{MethodRouter, any};
@@ -27,7 +27,7 @@ fn nested(stage: &Stage, layer: Option<&IdempotencyLayer>) -> Router {
 }
 
 #[tokio::test]
-async fn nested_routers_are_distinguished() {
+async fn routes_of_different_nested_routers_are_different_operations() {
     let store = MemoryStore::new();
     for inside in [true, false] {
         let stage = Stage::open();
@@ -35,11 +35,11 @@ async fn nested_routers_are_distinguished() {
         let app = if inside { nested(&stage, Some(&layer)) } else { nested(&stage, None).layer(layer) };
         let address = serve(app).await;
         let key = format!("inside-{inside}");
-        // One key on two routes is two operations...
+        // The same key on two routes is two operations.
         assert_eq!(send(address, post_to("/eu/pay/1", &key, "")).await.text(), "run 1");
         assert_eq!(send(address, post_to("/us/pay/1", &key, "")).await.text(), "run 2");
         assert_eq!(send(address, post_to("/eu/refund/1", &key, "")).await.text(), "run 3");
-        // ... and on two paths of one route it is a misuse.
+        // The same key on two paths of a route is a misuse.
         assert_eq!(send(address, post_to("/eu/pay/2", &key, "")).await.problem().0, 422);
         let again = send(address, post_to("/us/pay/1", &key, "")).await;
         assert_eq!((again.text(), again.is_replay()), ("run 2", true));
@@ -47,7 +47,7 @@ async fn nested_routers_are_distinguished() {
 }
 
 #[tokio::test]
-async fn routes_with_one_scope_share_their_keys() {
+async fn routes_with_the_same_scope_share_their_keys() {
     let stage = Stage::open();
     let layer = IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single()).scope("payments");
     let address = serve(nested(&stage, Some(&layer))).await;
@@ -56,7 +56,7 @@ async fn routes_with_one_scope_share_their_keys() {
 }
 
 #[tokio::test]
-async fn without_a_router_the_path_tells_requests_apart() {
+async fn without_a_router_requests_with_different_paths_are_different_operations() {
     let stage = Stage::open();
     let app = Router::new().fallback_service(counter(&stage)).layer(layer());
     let address = serve(app).await;
@@ -65,7 +65,7 @@ async fn without_a_router_the_path_tells_requests_apart() {
 }
 
 #[tokio::test]
-async fn the_layer_twice_on_one_route_is_the_layer_once() {
+async fn a_layer_that_is_applied_twice_to_a_route_works_once() {
     let store = FaultyStore::new(&MemoryStore::new());
     let stage = Stage::open();
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single());
@@ -116,7 +116,7 @@ async fn an_idempotent_function_in_a_handler_is_an_operation_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_parameter_can_get_another_name() {
+async fn a_path_parameter_can_get_another_name_without_losing_keys() {
     let store = MemoryStore::new();
     let answer = async |route: &str, path: &str, key: &str| {
         let stage = Stage::open();
@@ -127,7 +127,7 @@ async fn a_parameter_can_get_another_name() {
     };
     assert_eq!(answer("/pay/{id}/of/{customer}", "/pay/1/of/2", "k").await, (200, false));
     assert_eq!(answer("/pay/{payment_id}/of/{id}", "/pay/1/of/2", "k").await, (200, true));
-    // A wildcard, and text in braces, are other routes.
+    // A path with a wildcard, or with other text in braces, is another route.
     assert_eq!(answer("/pay/{*rest}", "/pay/1/of/2", "k").await, (200, false));
     assert_eq!(answer("/pay/{*all}", "/pay/1/of/2", "k").await, (200, true));
     assert_eq!(answer("/see/{id}", "/see/{id}", "k").await, (200, false));

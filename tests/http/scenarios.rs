@@ -69,7 +69,7 @@ struct Shop {
     store: FaultyStore,
     clock: ManualClock,
     lease: Duration,
-    /// Stage of handlers that end when the scenario lets them, and of all others.
+    /// Stage of handlers that end when the scenario lets them. `open` is the stage of all other handlers.
     held: Stage,
     open: Stage,
 }
@@ -100,7 +100,7 @@ impl Shop {
     async fn open(suite: &Suite, config: &Value) -> Self {
         let clock = ManualClock::new();
         let has_faults = config["faults"].is_object();
-        // The pauses of an engine that tries again take real time.
+        // The pauses before the engine's retries take real time.
         let inner = match has_faults {
             true => MemoryStore::new(),
             false => MemoryStore::options().clock(clock.clone()).build(),
@@ -206,7 +206,7 @@ impl Shop {
         request_key(Some(SCOPE), method, "", caller_of(request), key).unwrap()
     }
 
-    /// Reserves the key of a request, as a process does that dies then.
+    /// Reserves the key of a request, and leaves the reservation as a process that died.
     async fn reserve(&self, request: &Value) {
         let key = Self::key_of(request, request["headers"]["Idempotency-Key"].as_str().unwrap());
         let day = Duration::from_secs(24 * 3600);

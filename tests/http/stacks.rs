@@ -1,4 +1,4 @@
-//! Layers of tower-http around and inside of this one: the effect of each on a request, and on a run.
+//! Layers of tower-http around and inside of the idempotency layer: their effects on requests and on runs of handlers.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ fn counting(stage: &Stage) -> MethodRouter {
 const LIMIT: Duration = Duration::from_secs(1);
 
 #[tokio::test(start_paused = true)]
-async fn a_time_limit_inside_cuts_off_a_run() {
+async fn a_time_limit_inside_of_the_layer_interrupts_the_run() {
     for on_crash in POLICIES {
         for status in [408, 503, 504] {
             let stage = Stage::closed();
@@ -63,7 +63,7 @@ async fn a_time_limit_inside_cuts_off_a_run() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_time_limit_inside_with_another_status_looks_like_a_handler() {
+async fn the_response_of_an_inner_time_limit_with_an_unusual_status_is_recorded() {
     for on_crash in POLICIES {
         let stage = Stage::closed();
         let limit = TimeoutLayer::with_status_code(StatusCode::IM_A_TEAPOT, LIMIT);
@@ -75,7 +75,7 @@ async fn a_time_limit_inside_with_another_status_looks_like_a_handler() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_time_limit_outside_stops_no_handler() {
+async fn a_time_limit_outside_of_the_layer_stops_no_handler() {
     for on_crash in POLICIES {
         let stage = Stage::closed();
         let limit = TimeoutLayer::with_status_code(StatusCode::GATEWAY_TIMEOUT, LIMIT);
@@ -91,7 +91,7 @@ async fn a_time_limit_outside_stops_no_handler() {
 }
 
 #[tokio::test]
-async fn a_guard_against_panics_hides_no_panic() {
+async fn a_layer_that_catches_panics_does_not_hide_them_from_the_idempotency_layer() {
     for on_crash in POLICIES {
         for is_inside in [true, false] {
             let stage = Stage::open();
@@ -114,7 +114,7 @@ async fn a_guard_against_panics_hides_no_panic() {
 }
 
 #[tokio::test]
-async fn an_error_of_the_service_inside_cuts_off_a_run() {
+async fn an_error_of_the_inner_service_interrupts_the_run() {
     for on_crash in POLICIES {
         let stage = Stage::open();
         let running = stage.clone();
@@ -134,18 +134,18 @@ async fn an_error_of_the_service_inside_cuts_off_a_run() {
 }
 
 #[tokio::test]
-async fn a_response_that_proves_nothing_interrupts_under_fail() {
+async fn under_on_crash_fail_a_response_that_leaves_the_effect_unclear_interrupts_the_key() {
     for (profile, status, own, is_free) in [
         (Profile::ietf(), 408, None, false),
         (Profile::ietf(), 500, None, false),
         (Profile::ietf(), 599, None, false),
         (Profile::ucp(), 502, None, false),
         (Profile::stripe(), 408, None, false),
-        // Refused before anything was done.
+        // These statuses refuse a request before it has any effect.
         (Profile::ietf(), 401, None, true),
         (Profile::ietf(), 409, None, true),
         (Profile::ietf(), 429, None, true),
-        // The handler knows better.
+        // The handler's own decision outranks its status.
         (Profile::ietf(), 503, Some(Recording::Release), true),
         (Profile::ietf(), 409, Some(Recording::Interrupt), false),
     ] {
@@ -169,21 +169,21 @@ async fn a_response_that_proves_nothing_interrupts_under_fail() {
 }
 
 #[tokio::test]
-async fn a_body_that_an_outer_limit_cuts_is_a_413() {
+async fn a_request_body_beyond_the_limit_of_an_outer_layer_is_a_413() {
     let read = async |body: Body| match axum::body::to_bytes(body, usize::MAX).await {
         Ok(body) => (StatusCode::OK, format!("{} bytes", body.len())),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     };
     let app = Router::new().route("/pay", on_post(read)).layer(layer().stream_digested(true));
     let address = serve(app.layer(RequestBodyLimitLayer::new(10))).await;
-    // The second body streams, as it has a digest.
+    // The second body streams, because it has a digest.
     for digest in ["", "content-digest: sha-256=:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=:\r\n"] {
         let head = format!("POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\n{digest}connection: close\r\n");
         let long = format!("{head}transfer-encoding: chunked\r\n\r\nb\r\n12345678901\r\n0\r\n\r\n");
         let said = send_raw(address, &long).await;
         assert!(said.starts_with("HTTP/1.1 413 ") && said.contains("body-too-large"), "{said}");
     }
-    // The limit itself refuses a length.
+    // The outer limit itself refuses a request whose announced length is too large.
     assert_eq!(send(address, post("k", "12345678901")).await.status, 413);
     assert_eq!(send(address, post("k2", "short")).await.text(), "5 bytes");
 }
@@ -207,7 +207,7 @@ fn field((name, value): (HeaderName, &'static str)) -> (HeaderName, HeaderValue)
 }
 
 #[tokio::test]
-async fn a_body_is_decompressed_inside() {
+async fn a_request_body_is_decompressed_inside_of_the_layer() {
     let decompression = RequestDecompressionLayer::new;
     let app = || Router::new().route("/pay", on_post(async |body: String| body));
     let address = serve(app().layer(decompression()).layer(layer())).await;
@@ -215,7 +215,7 @@ async fn a_body_is_decompressed_inside() {
         let reply = send(address, encoded("k")).await;
         assert_eq!((reply.status.as_u16(), reply.text(), reply.is_replay()), (200, "amount=1", is_replay));
     }
-    // Outside, the digest no longer belongs to the body that the layer reads.
+    // With the decompression outside, the digest does not match the body that the layer reads.
     let address = serve(app().layer(layer()).layer(decompression())).await;
     assert_eq!(send(address, encoded("k")).await.problem(), (400, "digest-mismatch".to_owned()));
     // A limit inside of the decompression bounds the decoded body.
@@ -225,7 +225,7 @@ async fn a_body_is_decompressed_inside() {
 }
 
 #[tokio::test]
-async fn a_response_is_compressed_outside() {
+async fn a_response_is_compressed_outside_of_the_layer() {
     let text = "a receipt of many words, and then of some more words";
     let app = || Router::new().route("/pay", on_post(async move || text));
     let compressed = || {
@@ -239,7 +239,7 @@ async fn a_response_is_compressed_outside() {
     assert_eq!((plain.text(), plain.header("content-encoding"), plain.is_replay()), (text, None, true));
     let again = send(address, compressed()).await;
     assert_eq!((again.header("content-encoding"), again.is_replay()), (Some("gzip"), true));
-    // Inside, the response is for one client only.
+    // With the compression inside, the response suits the first client only, so it is not replayed.
     let address = serve(app().layer(CompressionLayer::new()).layer(layer())).await;
     let first = send(address, compressed()).await;
     assert_eq!((first.status.as_u16(), first.header("idempotency-replayable")), (200, Some("false")));
@@ -275,7 +275,7 @@ async fn each_origin_gets_its_own_fields_of_cors() {
         let problem = send(address, from(origin, post("k", "another"))).await;
         assert_eq!((problem.problem().0, allowed(&problem).as_deref()), (422, Some(origin)));
     }
-    // Inside, the record has the fields of the first origin, and a problem has none.
+    // With CORS inside, the record has the fields of the first origin, and a refusal by the layer has none.
     let address = serve(app().layer(cors()).layer(layer())).await;
     for origin in ORIGINS {
         assert_eq!(allowed(&send(address, from(origin, post("k", ""))).await).as_deref(), Some(ORIGINS[0]));
@@ -284,7 +284,7 @@ async fn each_origin_gets_its_own_fields_of_cors() {
 }
 
 #[test]
-fn each_status_of_grpc_has_a_meaning() {
+fn each_status_of_grpc_records_releases_or_interrupts_its_key() {
     let head = Response::new(()).into_parts().0;
     let meaning = |status: u32| {
         let trailers = [("grpc-status".parse().unwrap(), status.into())].into_iter().collect();

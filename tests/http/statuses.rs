@@ -29,7 +29,7 @@ async fn a_duplicate_of_a_running_request_gets_a_retry_after() {
         for _ in 0..3 {
             let duplicate = send_by(version, address, post("k", "")).await;
             assert_eq!(duplicate.problem(), (409, "in-progress".to_owned()));
-            // The layer has no durations of handlers yet.
+            // The layer has not measured the duration of any handler yet.
             assert_eq!(duplicate.header("retry-after"), Some("1"));
         }
         stage.go();
@@ -56,7 +56,7 @@ async fn a_duplicate_can_wait_for_the_running_request() {
 }
 
 #[tokio::test]
-async fn a_wait_that_is_over_is_a_409() {
+async fn a_duplicate_whose_wait_has_ended_without_a_result_gets_a_409() {
     let stage = Stage::closed();
     let policy = POLICY.in_progress(InProgress::Wait(Duration::from_millis(1)));
     let address = serve_stage(with(policy), &stage).await;
@@ -108,7 +108,7 @@ async fn a_request_body_that_is_too_long_is_refused_if_possible_before_the_clien
     let said = send_raw(address, head).await;
     assert!(said.starts_with("HTTP/1.1 413 "), "{said}");
     assert!(!said.contains("100 Continue"), "{said}");
-    // The server asks for a short body.
+    // The server asks the client to send a body that is short enough.
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(head.replace("11", "2").as_bytes()).await.unwrap();
     let mut said = [0; 25];
@@ -142,7 +142,7 @@ async fn a_request_body_that_does_not_end_holds_no_key() {
 }
 
 #[tokio::test]
-async fn a_store_that_is_down_is_a_503_and_no_handler_runs() {
+async fn an_unreachable_store_is_a_503_and_no_handler_runs() {
     let store = FaultyStore::new(&MemoryStore::new());
     store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let (address, stage) = serve_counter(IdempotencyLayer::new(&store, POLICY, Caller::single())).await;
@@ -151,14 +151,14 @@ async fn a_store_that_is_down_is_a_503_and_no_handler_runs() {
     let seconds: u64 = reply.header("retry-after").unwrap().parse().unwrap();
     assert!((1..=5).contains(&seconds), "{seconds}");
     assert_eq!(stage.begun(), 0);
-    // The client must not see errors between the layer and its store.
+    // The response must not show the error text of the store.
     assert!(!reply.text().contains("failed on command"), "{}", reply.text());
     store.always(StoreCall::Reserve, Fault::None);
     assert_eq!(send(address, post("k", "")).await.text(), "run 1");
 }
 
 #[tokio::test]
-async fn a_handler_that_ran_without_its_store_says_so() {
+async fn a_response_of_a_handler_that_ran_without_the_store_says_so() {
     let store = FaultyStore::new(&MemoryStore::new());
     store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unavailable));
     let policy = POLICY.on_store_error(OnStoreError::Run);
@@ -266,13 +266,13 @@ async fn a_handler_that_runs_for_too_long_is_a_504() {
     let address = serve_stage(with(POLICY.timeout(Duration::from_millis(50))), &stage).await;
     assert_eq!(send(address, post("k", "")).await.problem(), (504, "timed-out".to_owned()));
     assert_eq!((stage.begun(), stage.ended()), (1, 0));
-    // The key is free.
+    // The handler that timed out has freed its key.
     stage.go();
     assert_eq!(send(address, post("k", "")).await.text(), "run 2");
 }
 
 #[tokio::test]
-async fn one_request_too_many_is_a_503() {
+async fn a_request_beyond_the_limit_of_requests_in_flight_gets_a_503() {
     let stage = Stage::closed();
     let layer = layer().max_in_flight(1);
     let address = serve_stage(layer.clone(), &stage).await;
@@ -284,12 +284,12 @@ async fn one_request_too_many_is_a_503() {
     stage.go();
     stage.go();
     assert_eq!(first.await.unwrap().text(), "run 1");
-    until("the first is counted out", || layer.in_flight() == 0).await;
+    until("the first request is no longer in flight", || layer.in_flight() == 0).await;
     assert_eq!(send(address, post("k2", "")).await.text(), "run 2");
 }
 
 #[tokio::test]
-async fn problems_have_pages_and_can_be_replaced() {
+async fn problem_responses_link_to_pages_and_can_be_replaced() {
     let (address, _) = serve_counter(layer()).await;
     let without = || request(Method::POST, "/pay").body("".into()).unwrap();
     let reply = send(address, without()).await;
@@ -314,7 +314,7 @@ async fn problems_have_pages_and_can_be_replaced() {
 }
 
 #[tokio::test]
-async fn a_shadow_refuses_nothing() {
+async fn in_shadow_mode_the_layer_refuses_no_request() {
     static MODE: ModeSwitch = ModeSwitch::new(Mode::Shadow);
     let layer = with(POLICY.mode_switch(&MODE)).max_body_bytes(10);
     let (address, stage) = serve_counter(layer).await;
@@ -344,7 +344,7 @@ async fn a_shadow_refuses_nothing() {
 }
 
 #[tokio::test]
-async fn a_problem_names_its_occurrence_and_says_whether_to_retry() {
+async fn a_problem_response_has_an_id_of_its_occurrence_and_says_whether_to_retry() {
     let stage = Stage::closed();
     let address = serve_stage(with(POLICY), &stage).await;
     let first = tokio::spawn(send(address, post("k", "1")));
@@ -369,7 +369,7 @@ async fn a_problem_names_its_occurrence_and_says_whether_to_retry() {
 }
 
 #[test]
-fn a_retry_helps_where_the_moment_is_the_reason() {
+fn only_temporary_problems_are_marked_as_retryable() {
     use ProblemKind::{BodyTimeout, Busy, InProgress, StoreUnavailable, TimedOut, Unrecorded};
     let retryable: Vec<_> = ProblemKind::ALL.into_iter().filter(|kind| kind.is_retryable()).collect();
     assert_eq!(retryable, [BodyTimeout, InProgress, TimedOut, Busy, StoreUnavailable, Unrecorded]);

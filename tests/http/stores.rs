@@ -36,7 +36,7 @@ async fn every_store_replays_a_response_byte_for_byte() {
         let stage = Stage::closed();
         let runs = stage.clone();
         let layer = IdempotencyLayer::new(&*store, POLICY, Caller::by(|_| Some("alice"))).scope("stores");
-        // Bytes that are no text, and more than fit into a packet.
+        // The body is no text, and is larger than a packet.
         let body: Vec<u8> = (0..=255).cycle().take(100_000).collect();
         let sent = body.clone();
         let address = serve_handler(layer.clone(), async move || {

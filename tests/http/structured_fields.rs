@@ -23,9 +23,9 @@ enum Class {
     Long,
     /// An item that is written on two lines.
     TwoLines,
-    /// Text without quotes that is a key as it stands, whether it is an item or not.
+    /// Text without quotes that is a key unchanged, even if it is no valid item.
     Bare,
-    /// Text without quotes with a blank, an unprintable character, or one of `",;\`; also no text.
+    /// Text without quotes that is no key: it is empty, or has a blank, an unprintable character or one of `",;\`.
     NotBare,
 }
 
@@ -103,7 +103,7 @@ fn quoted(text: &str) -> String {
 }
 
 #[test]
-fn each_vector_of_the_suite_has_its_place_in_the_table() {
+fn the_table_of_the_page_about_http_covers_each_vector_of_the_suite() {
     let mut counts = BTreeMap::new();
     for vector in suite() {
         *counts.entry(vector.class()).or_insert(0) += 1;
@@ -121,7 +121,7 @@ fn each_vector_of_the_suite_has_its_place_in_the_table() {
 }
 
 #[tokio::test]
-async fn items_of_the_suite_are_keys_or_are_refused() {
+async fn structured_field_items_of_the_suite_are_keys_or_are_refused() {
     let stage = Stage::open();
     let address = serve_key(&stage).await;
     let mut keys = HashSet::new();
@@ -138,7 +138,7 @@ async fn items_of_the_suite_are_keys_or_are_refused() {
 }
 
 #[tokio::test]
-async fn spellings_of_one_text_are_one_key() {
+async fn all_spellings_of_a_structured_field_string_are_one_key() {
     let stage = Stage::open();
     let address = serve_key(&stage).await;
     let vectors = suite();

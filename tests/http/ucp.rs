@@ -87,7 +87,7 @@ fn operations() -> [(Method, &'static str, u16, Option<Value>, Value); 4] {
 }
 
 #[tokio::test]
-async fn a_duplicate_gets_the_response_and_another_payload_is_a_conflict() {
+async fn under_ucp_a_duplicate_gets_the_response_and_another_payload_is_a_conflict() {
     let (address, stage) = serve_shop(ucp()).await;
     for (at, (method, path, status, body, other)) in operations().into_iter().enumerate() {
         let what = format!("{method} {path}");
@@ -112,7 +112,7 @@ async fn another_key_is_another_operation() {
 }
 
 #[tokio::test]
-async fn a_key_of_one_checkout_is_not_that_of_another() {
+async fn the_same_key_in_two_checkouts_is_two_operations() {
     let (address, stage) = serve_shop(ucp()).await;
     // Both bodies are empty, so their digests are equal.
     let cancel = |id| ask(&Method::POST, id, Some(KEY), None);
@@ -122,8 +122,8 @@ async fn a_key_of_one_checkout_is_not_that_of_another() {
 }
 
 #[tokio::test]
-async fn changes_need_a_key_and_reads_have_none() {
-    // The policy has no say about missing keys.
+async fn under_ucp_changes_need_a_key_and_reads_have_none() {
+    // The policy's setting for missing keys has no effect.
     for policy in [POLICY, POLICY.missing_key(MissingKey::Run)] {
         let store = idem_runtime::MemoryStore::new();
         let layer = IdempotencyLayer::new(&store, policy, Caller::single()).profile(Profile::ucp());

@@ -29,7 +29,7 @@ pub(super) enum Turn {
     Body(u16, Body),
     /// No response.
     Fails(&'static str),
-    /// No response, and no end of the try.
+    /// No response, and no error: the try hangs.
     Hangs,
 }
 
@@ -95,7 +95,7 @@ fn busy(retry_after: &'static str) -> Turn {
 }
 
 #[tokio::test]
-async fn a_pause_of_zero_waits_for_the_backoff() {
+async fn a_client_that_gets_a_retry_after_of_zero_waits_for_its_backoff() {
     let clock = Hurried::default();
     let (status, tries, pauses) = play(&clock, [busy("0"), busy("0"), busy("0"), busy("0")]).await;
     assert_eq!((status, tries), (200, 5));
@@ -105,7 +105,7 @@ async fn a_pause_of_zero_waits_for_the_backoff() {
 }
 
 #[tokio::test]
-async fn the_pause_that_a_server_asks_for_is_spread_and_never_shortened() {
+async fn a_client_randomly_lengthens_the_pause_that_a_server_asks_for() {
     let clock = Hurried::default();
     let mut all = std::collections::HashSet::new();
     for _ in 0..50 {
@@ -113,7 +113,7 @@ async fn the_pause_that_a_server_asks_for_is_spread_and_never_shortened() {
         assert!((Duration::from_secs(8)..=Duration::from_secs(10)).contains(&pauses[0]), "{pauses:?}");
         all.insert(pauses[0]);
     }
-    assert!(all.len() > 10, "clients that were told the same time return together: {all:?}");
+    assert!(all.len() > 10, "clients with the same `Retry-After` retry at the same time: {all:?}");
 }
 
 #[tokio::test]
@@ -122,7 +122,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
     let clock = Hurried::at(Duration::from_secs(1_445_412_480));
     for (date, seconds) in [
         ("Wed, 21 Oct 2015 07:28:08 GMT", 8),
-        // The two obsolete forms.
+        // The next two dates have obsolete formats.
         ("Wednesday, 21-Oct-15 07:28:08 GMT", 8),
         ("Wed Oct 21 07:28:08 2015", 8),
     ] {
@@ -138,12 +138,12 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
     let (status, tries, pauses) = play(&clock, [busy("Wed, 21 Oct 2015 07:27:00 GMT")]).await;
     assert_eq!((status, tries), (200, 2));
     assert!((50..=100).contains(&pauses[0].as_millis()), "{pauses:?}");
-    // Later than the client waits.
+    // The date is later than the client waits.
     assert_eq!(play(&clock, [busy("Wed, 21 Oct 2015 09:00:00 GMT")]).await, (503, 1, vec![]));
     assert_eq!(play(&clock, [busy("Fri, 31 Dec 9999 23:59:59 GMT")]).await, (503, 1, vec![]));
-    // More seconds than a number holds.
+    // The number of seconds exceeds every integer type.
     assert_eq!(play(&clock, [busy("99999999999999999999999")]).await, (503, 1, vec![]));
-    // No date: the backoff counts, and a 409 is final.
+    // These texts are no dates: the client uses its backoff, and a 409 is final.
     for text in ["soon", "Wed, 21 Oct 2015 07:28:08", "+5", "-5", "1.5", "Wed, 32 Oct 2015 07:28:08 GMT"] {
         let (status, _, pauses) = play(&clock, [busy(text)]).await;
         assert_eq!((status, pauses.len()), (200, 1), "{text}");
@@ -157,7 +157,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
 }
 
 #[tokio::test]
-async fn stripe_should_retry_decides_over_the_status() {
+async fn the_header_stripe_should_retry_outranks_the_status() {
     let clock = Hurried::default();
     for status in [400, 402, 409, 422, 501] {
         let turn = Turn::Whole(status, vec![("stripe-should-retry", "true")], "");
@@ -170,13 +170,13 @@ async fn stripe_should_retry_decides_over_the_status() {
     // The pause that the server asks for counts.
     let turn = Turn::Whole(409, vec![("stripe-should-retry", "true"), ("retry-after", "8")], "");
     assert!(play(&clock, [turn]).await.2[0] >= Duration::from_secs(8));
-    // Any other value says nothing.
+    // Any other value has no effect.
     assert_eq!(play(&clock, [Turn::Whole(400, vec![("stripe-should-retry", "maybe")], "")]).await.0, 400);
     assert_eq!(play(&clock, [Turn::Whole(500, vec![("stripe-should-retry", "")], "")]).await.0, 200);
 }
 
 #[tokio::test]
-async fn a_body_that_breaks_off_is_not_final() {
+async fn a_response_body_that_breaks_off_is_retried() {
     for status in [200, 201, 402, 503] {
         let script = Script::of([Turn::Breaks(status, "half of th")]);
         let response = hurried(&Hurried::default()).layer(script.client()).oneshot(to("/pay")).await.unwrap();
@@ -210,7 +210,7 @@ async fn the_part_that_arrived_of_a_broken_response_is_in_the_error() {
 }
 
 #[tokio::test]
-async fn a_response_of_an_earlier_try_outlives_the_failures_after_it() {
+async fn the_error_of_a_failed_last_try_holds_the_response_of_an_earlier_try() {
     let mut turns = vec![Turn::Whole(409, vec![("retry-after", "1"), ("x-charge", "7")], "still runs")];
     turns.extend((0..4).map(|_| Turn::Fails("connection refused")));
     let script = Script::of(turns);
@@ -222,7 +222,7 @@ async fn a_response_of_an_earlier_try_outlives_the_failures_after_it() {
         (409, &"7".parse().unwrap(), &b"still runs"[..])
     );
     assert!(error.to_string().contains("connection refused"), "{error}");
-    // Without any response there is none.
+    // If no try got a response, the error holds none.
     let script = Script::of((0..5).map(|_| Turn::Fails("connection refused")));
     let error = hurried(&Hurried::default()).layer(script.client()).oneshot(to("/pay")).await.unwrap_err();
     assert!(error.last_response().is_none());
@@ -260,7 +260,7 @@ async fn clones_of_a_layer_share_a_budget() {
     for _ in 0..3 {
         assert_eq!((tries(&layer.clone()).await, tries(&derived).await), (1, 2));
     }
-    // A request that is answered costs nothing, and brings its share.
+    // A request that needs no retry spends nothing of the budget, and adds half a retry to it.
     let answered = layer.layer(Script::default().client()).oneshot(to("/pay")).await.unwrap();
     assert!(answered.extensions().get::<RetryLimit>().is_none());
     assert_eq!(tries(&derived).await, 2);
@@ -269,7 +269,7 @@ async fn clones_of_a_layer_share_a_budget() {
 }
 
 #[tokio::test]
-async fn a_larger_body_streams() {
+async fn a_response_body_beyond_the_limit_streams() {
     const LIMIT: usize = 8;
     let layer = hurried(&Hurried::default()).max_body_bytes(LIMIT);
     let reply = async |turn: Turn| {
@@ -283,20 +283,20 @@ async fn a_larger_body_streams() {
     assert!(response.body().is_whole());
     assert_eq!(http_body::Body::size_hint(response.body()).exact(), Some(8));
     assert_eq!(text(response).await.unwrap(), "12345678");
-    // A longer one streams from its beginning.
+    // A longer body streams from its beginning.
     let response = reply(Turn::Body(201, frames([Ok("1234"), Ok("5678"), Ok("9"), Ok("10")]))).await;
     assert!(!response.body().is_whole());
     assert_eq!(text(response).await.unwrap(), "12345678910");
-    // If that one breaks off, the application gets the error.
+    // If a streaming body breaks off, the application gets the error.
     let response = reply(Turn::Body(201, frames([Ok("123456789"), Err("broke off")]))).await;
     assert!(response.extensions().get::<CallKey>().is_some());
     assert!(text(response).await.unwrap_err().to_string().contains("broke off"));
-    // Frames without data take no room.
+    // Frames without data count nothing towards the limit.
     let empty = std::iter::repeat_n(Ok(""), 10_000).chain([Ok("12345678")]);
     let response = reply(Turn::Body(201, frames(empty.collect::<Vec<_>>()))).await;
     assert!(response.body().is_whole());
     assert_eq!(response.into_body().frame().await.unwrap().unwrap().into_data().unwrap(), "12345678");
-    // An announced length is enough to know.
+    // A body with an announced length beyond the limit streams without being read first.
     let response = reply(Turn::Body(201, Body::from("123456789"))).await;
     assert!(!response.body().is_whole());
     assert_eq!(text(response).await.unwrap(), "123456789");
@@ -309,7 +309,7 @@ fn open_body(text: &'static str) -> Body {
 }
 
 #[tokio::test]
-async fn a_stream_of_events_is_handed_on_as_it_comes() {
+async fn a_client_passes_on_a_stream_of_events_as_it_comes() {
     let layer = hurried(&Hurried::default());
     for (layer, kind) in [
         (layer.clone(), "text/event-stream"),
@@ -326,7 +326,7 @@ async fn a_stream_of_events_is_handed_on_as_it_comes() {
 }
 
 #[tokio::test]
-async fn trailers_outlive_the_reading() {
+async fn a_client_that_reads_a_response_keeps_its_trailers() {
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", "0".parse().unwrap());
     let all = [Frame::data(Bytes::from("text")), Frame::trailers(trailers.clone())].map(Ok::<_, BoxError>);
@@ -339,9 +339,9 @@ async fn trailers_outlive_the_reading() {
 }
 
 #[tokio::test]
-async fn a_try_that_hangs_is_made_again() {
+async fn a_try_that_exceeds_its_time_limit_is_repeated() {
     let layer = hurried(&Hurried::default()).try_timeout(Duration::from_secs(30));
-    // Before the response, and in the middle of its body.
+    // The server hangs before its response, or in the middle of the body.
     for turn in [Turn::Hangs, Turn::Body(200, open_body("half"))] {
         let script = Script::of([turn]);
         let response = layer.layer(script.client()).oneshot(to("/pay")).await.unwrap();
@@ -357,7 +357,7 @@ async fn a_try_that_hangs_is_made_again() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_dropped_sends_nothing_more() {
+async fn a_dropped_client_call_sends_no_further_request() {
     let clock = ManualClock::new();
     let script = Script::of([busy("1")]);
     let layer = RetryLayer::new().clock(clock.clone());
@@ -370,7 +370,7 @@ async fn a_call_that_is_dropped_sends_nothing_more() {
 }
 
 #[tokio::test]
-async fn a_client_that_takes_no_more_requests_ends_the_tries() {
+async fn an_inner_client_that_accepts_no_more_requests_ends_the_tries() {
     // The worker of a buffer dies with its service, which panics at the second request.
     let script = Script::of([busy("1")]);
     let inner = script.client();

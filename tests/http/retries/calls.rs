@@ -45,7 +45,7 @@ async fn send_from(place: Place, script: &Script, name: CallName) -> Result<Stri
 }
 
 #[tokio::test]
-async fn a_name_that_carries_its_attempt_gives_every_attempt_the_same_key() {
+async fn a_call_name_that_carries_its_attempt_gives_every_attempt_the_same_key() {
     #[idempotent(key = "{order}", ttl = "1h", store = store, scope = "http test: name of an attempt")]
     async fn order(
         store: &MemoryStore,
@@ -67,14 +67,14 @@ async fn a_name_that_carries_its_attempt_gives_every_attempt_the_same_key() {
         assert_eq!(order(&store, script.clone(), place, number, false).await.unwrap(), "200 OK");
         let keys = script.keys.lock().unwrap().clone();
         assert!(keys.len() == 2 && keys[0].is_some() && keys[0] == keys[1], "{place:?}: one charge: {keys:?}");
-        // Another operation has another key.
+        // The call of another operation has another key.
         order(&store, script.clone(), place, number + 10, false).await.unwrap();
         assert_ne!(script.keys.lock().unwrap()[2], keys[0]);
     }
 }
 
 #[tokio::test]
-async fn a_name_without_an_attempt_is_refused() {
+async fn a_call_name_without_an_attempt_is_refused() {
     #[idempotent(key = "{order}", ttl = "1h", store = store, scope = "http test: plain name elsewhere")]
     async fn order(store: &MemoryStore, script: Script, place: Place, order: u32) -> Result<String, Error> {
         let sent = send_from(place, &script, CallName::new("charge")).await;
@@ -88,7 +88,7 @@ async fn a_name_without_an_attempt_is_refused() {
         assert_eq!(*script.keys.lock().unwrap(), [], "{place:?}: nothing is sent");
         assert!(said.contains("CallName::of") && said.contains("nothing was sent"), "{place:?}: {said}");
     }
-    // Outside of every handler.
+    // The same name is refused outside of every handler.
     let script = Script::default();
     let client = hurried(&Hurried::default()).layer(script.client());
     let error = client.oneshot(named(CallName::new("charge"))).await.unwrap_err();
@@ -110,7 +110,7 @@ async fn charge(store: &MemoryStore, address: SocketAddr, order: u32) -> Result<
     Ok(format!("{}, {}", String::from_utf8_lossy(&bytes), Reply::of(again).await?.text()))
 }
 
-/// The same with hyper's client, whose errors and bodies a middle layer boxes.
+/// Handler that uses hyper's client, whose errors and bodies a middle layer boxes.
 #[idempotent(key = "{order}", ttl = "1h", store = store, scope = "http test: hyper's client")]
 async fn charge_by_hyper(store: &MemoryStore, address: SocketAddr, order: u32) -> Result<String, BoxError> {
     let hyper = Client::builder(TokioExecutor::new()).http2_only(true).build_http::<Full<Bytes>>();
@@ -128,7 +128,7 @@ async fn charge_by_hyper(store: &MemoryStore, address: SocketAddr, order: u32) -
 }
 
 #[tokio::test]
-async fn a_handler_that_is_spawned_calls_with_boxed_errors() {
+async fn a_spawned_handler_can_call_a_client_with_boxed_errors() {
     let (address, stage) = serve_counter(layer()).await;
     let store = MemoryStore::new();
     let its = store.clone();
@@ -141,7 +141,7 @@ async fn a_handler_that_is_spawned_calls_with_boxed_errors() {
 }
 
 #[tokio::test]
-async fn a_handler_of_axum_calls_with_boxed_errors() {
+async fn a_handler_of_axum_can_call_a_client_with_boxed_errors() {
     let (bank, stage) = serve_counter(layer()).await;
     let store = MemoryStore::new();
     let pay = async move || charge(&store, bank, 1).await.unwrap_or_else(|error| error.to_string());

@@ -15,7 +15,7 @@ fn keyed(key: CallKey) -> Request<Small> {
 }
 
 #[tokio::test]
-async fn every_response_and_every_error_has_the_key() {
+async fn every_response_and_every_error_of_a_client_holds_the_key() {
     let layer = hurried(&Hurried::default());
     for turns in [
         vec![],
@@ -31,7 +31,7 @@ async fn every_response_and_every_error_has_the_key() {
     let script = Script::of((0..5).map(|_| Turn::Fails("refused")));
     let error = layer.layer(script.client()).oneshot(to("/pay")).await.unwrap_err();
     assert_eq!(error.key().map(CallKey::as_str), script.keys.lock().unwrap()[0].as_deref());
-    // A request without a key has none.
+    // The response to a request without a key holds none.
     let get = || Request::get("http://till/pay").body(Small::default()).unwrap();
     let response = layer.layer(Script::default().client()).oneshot(get()).await.unwrap();
     assert!(response.extensions().get::<CallKey>().is_none());
@@ -58,21 +58,21 @@ async fn an_application_that_gave_up_asks_again_with_the_same_key_and_pays_once(
             Err(BoxError::from("hung up"))
         }
     });
-    // The key that the layer made is in the last response: the payment still runs.
+    // The payment still runs. The last response holds the key that the layer made.
     let retry = hurried(&Hurried::default()).max_tries(2);
     let response = retry.layer(inner).oneshot(to("/pay")).await.unwrap();
     assert_eq!((response.status().as_u16(), response.extensions().get()), (409, Some(&RetryLimit::Tries)));
     let stored = response.extensions().get::<CallKey>().unwrap().as_str().to_owned();
     stage.go();
     until("the payment has ended", || stage.ended() == 1).await;
-    // Later, from the text that was stored.
+    // The application retries later, with the key that it has stored as a text.
     let again = RetryLayer::new().layer(first_hangs_up).oneshot(keyed(CallKey::new(stored).unwrap())).await.unwrap();
     let reply = Reply::of(again).await.unwrap();
     assert_eq!((reply.text(), reply.is_replay(), stage.begun()), ("run 1", true, 1));
 }
 
 #[tokio::test]
-async fn a_key_is_sent_byte_for_byte_as_before() {
+async fn a_key_of_the_application_is_sent_unchanged() {
     let (bare, quoted) = (hurried(&Hurried::default()), hurried(&Hurried::default()).quoted(true));
     for layer in [bare, quoted] {
         for text in ["order-42", "\"order-42\""] {
@@ -85,8 +85,8 @@ async fn a_key_is_sent_byte_for_byte_as_before() {
                 next = response.extensions().get::<CallKey>().cloned().map(keyed);
             }
             let sent = script.keys.lock().unwrap().clone();
-            assert_eq!(sent[0].as_deref(), Some(text), "a field is kept");
-            // The layer with quotes writes them around a key that has none, and both forms are one key there.
+            assert_eq!(sent[0].as_deref(), Some(text), "the header field is unchanged");
+            // A layer with quotes adds them to a key without quotes. For the server both are the same key.
             assert!(
                 sent[1] == sent[2] && sent[1].as_ref().is_some_and(|it| it.trim_matches('"') == "order-42"),
                 "{sent:?}"
@@ -111,7 +111,7 @@ async fn a_key_of_the_application_works_with_every_method() {
         let script = Script::of([Turn::Fails("refused")]);
         let mut request = keyed(CallKey::new("mine").unwrap());
         *request.method_mut() = method;
-        // The key counts before a name.
+        // A key outranks a call name.
         request.extensions_mut().insert(CallName::new("charge"));
         hurried(&Hurried::default()).layer(script.client()).oneshot(request).await.unwrap();
         assert_eq!(*script.keys.lock().unwrap(), [Some("mine".to_owned()), Some("mine".to_owned())]);
@@ -119,7 +119,7 @@ async fn a_key_of_the_application_works_with_every_method() {
 }
 
 #[tokio::test]
-async fn a_layer_that_requires_keys_makes_none() {
+async fn a_client_layer_that_requires_keys_makes_none() {
     let layer = hurried(&Hurried::default()).require_key(true);
     let script = Script::default();
     let error = layer.layer(script.client()).oneshot(to("/pay?token=secret")).await.unwrap_err();
@@ -133,7 +133,7 @@ async fn a_layer_that_requires_keys_makes_none() {
 }
 
 #[tokio::test]
-async fn a_field_that_holds_no_key_is_refused() {
+async fn a_request_whose_key_header_holds_no_valid_key_is_not_sent() {
     for values in [&[""][..], &["  "], &["\"\""], &["\" \""], &["a", "b"], &["a", "a"], &["k\u{e9}y"]] {
         let script = Script::default();
         let mut request = to("/pay?token=secret");
@@ -149,7 +149,7 @@ async fn a_field_that_holds_no_key_is_refused() {
 }
 
 #[tokio::test]
-async fn no_text_shows_a_key_or_a_payload() {
+async fn debug_output_and_errors_of_a_client_show_no_key_and_no_payload() {
     const SECRETS: [&str; 3] = ["card-4111", "cookie-secret", "body-secret"];
     let key = || CallKey::new("card-4111").unwrap();
     let mut turns = vec![Turn::Whole(503, vec![("set-cookie", "cookie-secret")], "body-secret")];
