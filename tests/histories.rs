@@ -494,7 +494,7 @@ fn sqlite_agrees_with_the_reference_in_real_time() {
     });
 }
 
-/// Every result is offloaded and compressed, whatever its size. In one of two runs the cache drops most entries.
+/// The wrappers offload and compress results of any size. In one of two runs the cache drops most entries.
 #[cfg(feature = "wrappers")]
 #[test]
 fn wrappers_agree_with_the_reference_in_simulated_time() {

@@ -1,4 +1,4 @@
-//! Log of one thread, as text.
+//! Log of a single thread, as text.
 
 use std::io;
 use std::sync::{Arc, LazyLock, Mutex};

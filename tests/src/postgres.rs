@@ -189,8 +189,8 @@ impl PostgresServer {
         std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
 
-    /// Kills all processes of the server (`kill -9`). If only the postmaster died, the processes of its connections
-    /// would go on answering for a while.
+    /// Kills all processes of the server (`kill -9`). If only the postmaster were killed, the processes of open
+    /// connections would answer for a while.
     pub fn kill(&mut self) {
         let Some(mut postmaster) = self.child.take() else { return };
         // The postmaster stops first, so that it starts no further process.

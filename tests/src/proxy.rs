@@ -1,4 +1,4 @@
-//! A TCP proxy that breaks connections on command.
+//! TCP proxy that delays, loses or breaks the traffic of its connections on command.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,7 +50,8 @@ impl Line {
         matches!(self, Self::Stale | Self::EndToClient | Self::EndToServer)
     }
 
-    /// True if a connection can go on once another behaviour is set. TCP never loses bytes from the middle of a stream.
+    /// True if a connection can go on when another behaviour is set. A connection that has lost bytes can't, because
+    /// TCP never loses bytes from the middle of a stream.
     fn loses_nothing(self) -> bool {
         matches!(self, Self::Pass | Self::Delay(_) | Self::Uneven(_) | Self::Slow(_))
     }
@@ -253,6 +254,6 @@ async fn downstream(
             break;
         }
     }
-    // The half is forgotten, so that the connection is reset: its drop would end the stream in order.
+    // The write half is leaked, so that the connection is reset. A drop of the half would end the stream in order.
     to.forget();
 }

@@ -19,7 +19,7 @@ use idem_runtime::{Key, OnCrash, Store};
 use crate::server::{Env, until};
 use crate::stores;
 
-/// Default lease of racers: longer than a store takes to answer.
+/// Default length of racers' leases, longer than a store takes to answer.
 pub const LEASE: Duration = Duration::from_secs(1);
 /// Time within which the audited store must answer.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -419,7 +419,7 @@ impl Crew {
     pub fn new(program: &str, spec: &str) -> Self {
         let unique = format!("idem-race-{}-{}", std::process::id(), crate::server::free_port());
         let path = std::env::temp_dir().join(unique);
-        // Both files are created now: racers may run as another user, and may have no free descriptor when they fail.
+        // The crew creates both files: racers may run as another user, and may have no free descriptor when they fail.
         for path in [&path, &beside(&path, "failed")] {
             let file = File::create(path).expect("a file for the effects");
             file.set_permissions(Permissions::from_mode(0o666)).expect("ours");
@@ -862,7 +862,7 @@ impl Rules {
             if let Some((_, Event::Ran(result) | Event::Replayed(result))) = &call.told
                 && *outcome.get_or_insert(result) != result
             {
-                return Err(format!("{} was told {result}", call.worker));
+                return Err(format!("{} got the result {result}", call.worker));
             }
         }
         let mut runs: Vec<_> = calls.iter().filter_map(|it| it.began.map(|(attempt, at)| (attempt, at, it))).collect();

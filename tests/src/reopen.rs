@@ -1,4 +1,4 @@
-//! The operator's decision that tests need most: another attempt may run.
+//! Operator's decision that another attempt may run, which many tests need.
 
 use idem_runtime::store::{Action, Decision, DecisionAnswer, OwnerToken, Standing, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};
@@ -12,7 +12,7 @@ pub fn decided(owner: OwnerToken, decisions: u32) -> OwnerToken {
 
 /// Inspects a key, and then applies [`Decision::reopen`], or [`Decision::discard`] if the record is finished.
 pub trait Reopen {
-    /// Returns `Applied` if the key was reopened.
+    /// Lets another attempt run if attempt `attempt` is the latest one. Returns `Applied` if the key was reopened.
     fn reopen<'a>(&'a self, key: &'a Key, attempt: u32) -> StoreFuture<'a, Verdict>;
 }
 

@@ -1,4 +1,4 @@
-//! Opens stores by a line of text, which a racer takes as an argument.
+//! Opens a store that a line of text names, which a racer gets as an argument.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

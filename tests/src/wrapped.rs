@@ -36,7 +36,7 @@ pub fn offloaded() -> Subject {
     Subject::new(around(store.clone())).peer(around(store.peer()))
 }
 
-/// All wrappers around a Redis store; each wrapper treats every result.
+/// Redis store inside of all wrappers, which cache, compress and offload results of any size.
 pub async fn stacked() -> Subject {
     let url = Kind::Redis.shared();
     let connect = async |url: &str| RedisStore::connect(url).await.expect("connects");
@@ -62,7 +62,7 @@ pub async fn stacked() -> Subject {
     Subject::new(cached).peer(peer).unreachable(unreachable).spoil(spoil)
 }
 
-/// All wrappers around `store`; each wrapper treats every result. Processes share the folder of the objects.
+/// `store` inside of all wrappers, which treat results of any size. Processes share the folder of offloaded results.
 pub fn in_folder(store: RedisStore, folder: &str) -> Cached {
     let objects = Arc::new(LocalFileSystem::new_with_prefix(folder).expect("the folder exists"));
     Cached::new(Compressed::options().above(0).wrap(Offloaded::options().above(0).wrap(store, objects)))

@@ -66,7 +66,7 @@ fn main() {
         }
         store
     });
-    // Where the order matters, each process waits for a byte from the other process.
+    // A process that must act after the other process waits for a byte from it.
     let (mut from_child, mut to_parent) = pipe().unwrap();
     let (mut from_parent, mut to_child) = pipe().unwrap();
     match fork().unwrap() {

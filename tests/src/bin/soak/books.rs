@@ -1,4 +1,4 @@
-//! The ledger of effects, which no server can read, the answers that clients got, and the audit of both.
+//! Ledger of effects, which no server can read; the answers that clients got; and the comparison of both.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -22,19 +22,19 @@ impl Ledger {
             loop {
                 let (line, _) = listener.accept().await.expect("accepts");
                 let ledger = ledger.clone();
-                // A server that is killed leaves its line behind.
+                // If the server that connects is killed, the connection breaks, and the task ends with an error.
                 tokio::spawn(async move { ledger.enter(line).await.ok() });
             }
         });
         port
     }
 
-    /// Writes the entry of a line, and answers with its number.
+    /// Reads an entry from a connection, writes it, and answers with its number.
     async fn enter(&self, line: TcpStream) -> std::io::Result<()> {
         let mut line = BufReader::new(line);
         let mut entry = String::new();
         line.read_line(&mut entry).await?;
-        // A half-sent entry has no effect.
+        // An entry that has arrived only in part is not written.
         let Some((operation, attempt)) = entry.strip_suffix('\n').and_then(|entry| entry.rsplit_once(' ')) else {
             return Ok(());
         };
@@ -55,9 +55,9 @@ impl Ledger {
 /// The answers to one operation.
 #[derive(Default)]
 struct Account {
-    /// Different recorded answers; one, if all is well.
+    /// Different recorded answers. More than one is a violation.
     recorded: HashSet<Answer>,
-    /// Answers that their server could not record.
+    /// Answers that say that the server could not record them.
     unrecorded: Vec<Answer>,
     is_interrupted: bool,
 }
@@ -68,7 +68,7 @@ impl Account {
     }
 }
 
-/// Everything that clients saw.
+/// All answers that clients got, with the violations found so far.
 #[derive(Default)]
 pub(crate) struct Answers(Mutex<Seen>);
 
@@ -115,7 +115,7 @@ impl Answers {
             }
             (409, Some("in-progress")) | (503, Some(_)) | (429, Some("caller-busy")) => false,
             _ => {
-                violations.push(format!("{}: {answer:?} is no answer to this request", order.name()));
+                violations.push(format!("{}: {answer:?} is no possible answer to this request", order.name()));
                 false
             }
         }

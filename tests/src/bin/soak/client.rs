@@ -1,4 +1,4 @@
-//! Requests over connections of their own, which a client may close at any moment.
+//! Requests of a client. Each has its own connection, which the client may close at any moment.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ impl Order {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
-    /// Header lines in lower case, without those of one exchange.
+    /// Header lines in lower case, without those that concern only this exchange.
     pub(crate) head: Vec<String>,
     pub(crate) body: String,
 }

@@ -5,10 +5,10 @@
 //! status is 1 if a rule is broken:
 //!
 //! - No operation under `on_crash = fail` has two effects, and no attempt of any operation has two.
-//! - Every 2xx has its effect.
+//! - Every operation with a 2xx answer has its effect.
 //! - All recorded answers of an operation are equal, byte for byte, and no client gets the answer of another operation.
-//! - Another payload under a used key runs nothing. No request gets an answer that the page about HTTP does not have.
-//! - Once the faults are over, every order gets an answer, and each recorded answer is replayed.
+//! - Another payload under a used key runs no handler. Every answer is one of those that docs/http.md lists.
+//! - Once the faults have ended, every order gets a final answer, and each recorded answer is replayed.
 #![allow(clippy::disallowed_methods)] // Clients wait on real time.
 
 mod books;
@@ -33,11 +33,11 @@ use crate::client::{HangUp, Order, send};
 const WORKERS: usize = 64;
 /// Longest pause of a server or a store, longer than the lease of the servers.
 const PAUSE: Duration = Duration::from_secs(4);
-/// Tries after which a client gives an order up. Its duplicates may still come.
+/// Tries after which a client stops sending an order. Duplicates of the order may still come.
 const TRIES: usize = 30;
-/// Time in which every order has to be answered once the faults are over.
+/// Time within which every order must get a final answer once the faults have ended.
 const SETTLING: Duration = Duration::from_secs(120);
-/// Recorded answers that are asked for again at the end.
+/// Number of recorded answers that must be replayed at the end.
 const REPLAYS: usize = 2000;
 
 /// Server process, which is killed and started again.
@@ -83,7 +83,7 @@ struct Market {
 }
 
 impl Market {
-    /// Sends new orders, duplicates and other payloads until the faults are over.
+    /// Sends new orders, duplicates and other payloads until the faults have ended.
     async fn shop(&self, mut chance: Chance) {
         while !self.is_over.load(Ordering::Relaxed) {
             let order = Order(self.next.fetch_add(1, Ordering::Relaxed));
@@ -139,7 +139,7 @@ impl Market {
         self.answers.note(order, answer)
     }
 
-    /// Asks for every order without an answer, and for recorded answers again.
+    /// Sends every order without a final answer again, and then orders with recorded answers.
     async fn settle(self: &Arc<Self>, mut chance: Chance) {
         let until = Instant::now() + SETTLING;
         loop {
@@ -164,7 +164,7 @@ impl Market {
         }
     }
 
-    /// Asks for each of these orders once. Returns the number of final answers.
+    /// Sends each of these orders once. Returns the number of final answers.
     async fn ask_all(self: &Arc<Self>, orders: Vec<Order>) -> usize {
         let mut tasks = JoinSet::new();
         for part in orders.chunks(orders.len().div_ceil(WORKERS).max(1)) {
@@ -181,7 +181,7 @@ impl Market {
     }
 }
 
-/// The processes that faults befall.
+/// Processes in which the soak causes faults.
 struct Machines {
     servers: [Checkout; 2],
     redis: RedisServer,
@@ -189,7 +189,7 @@ struct Machines {
 }
 
 impl Machines {
-    /// Lets one fault happen, and waits for its end. Returns its name.
+    /// Causes a random fault, and waits for its end. Returns the name of the fault.
     async fn suffer(&mut self, chance: &mut Chance) -> &'static str {
         let (pause, server) = (chance.up_to(PAUSE), chance.below(2));
         match chance.below(20) {
@@ -230,7 +230,7 @@ impl Machines {
                 "PostgreSQL was killed"
             }
             _ => {
-                // An outage in which a server dies as well.
+                // A server is killed while both stores are stopped.
                 self.postgres.stop();
                 self.redis.signal("-STOP");
                 self.servers[server].kill();
@@ -262,7 +262,7 @@ async fn main() {
     let [seconds, seed] = args[..] else { panic!("arguments: seconds, seed") };
     let chance = Chance::seeded(seed);
     let ledger = Ledger::default();
-    // Processes die with the thread that started them: this one.
+    // The kernel kills child processes when the thread that started them ends, so this thread starts them.
     let mut machines = start(ledger.serve().await).await;
     let ports = [machines.servers[0].port, machines.servers[1].port];
     let (answers, next, is_over) = (Answers::default(), AtomicUsize::new(0), AtomicBool::new(false));
