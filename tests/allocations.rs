@@ -2,7 +2,7 @@
 //! same results.
 //!
 //! Bytes are those that the code requests, without the allocator's overhead, which `benches/footprint.rs` measures.
-//! Only allocations of the test's own thread count.
+//! The tests count only the allocations of their own threads.
 
 use std::hint::black_box;
 use std::pin::pin;
@@ -20,7 +20,7 @@ use idem_tests::server::{Kind, RedisServer};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
-/// Result in which each text takes an allocation.
+/// Result of a handler. Each of its texts needs an allocation.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Receipt {
     order_id: u64,

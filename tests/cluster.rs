@@ -239,7 +239,7 @@ async fn no_command_has_keys_of_two_slots() {
         // do.
         assert!(!errors.contains("MOVED"), "{errors}");
         let keys: usize = ask(port, "DBSIZE").unwrap();
-        assert!(keys > 500, "each node has its share: {keys}");
+        assert!(keys > 500, "each node serves a third of the keys: {keys}");
     }
 }
 
@@ -260,10 +260,14 @@ async fn leases_of_one_slot_are_renewed_by_one_call() {
     let gone = store.release(&leases[0], Release::Returned).await.unwrap();
     assert_eq!((gone, calls() - before), (Verdict::Applied, 1));
     let renewed = renew_all(&store, &leases).await.unwrap();
-    assert_eq!(renewed[0], Verdict::Refused, "each lease is compared by itself");
+    assert_eq!(renewed[0], Verdict::Refused, "only the released lease is refused");
     assert!(renewed[1..].iter().all(|renewed| *renewed == Verdict::Applied), "{renewed:?}");
     let made = usize::try_from(calls() - before).unwrap() - 1;
-    assert_eq!(made, 2 * 3 + slots.len(), "250 leases in each of two slots, and the others' slots");
+    assert_eq!(
+        made,
+        2 * 3 + slots.len(),
+        "three calls for 250 leases in each of two slots, and one call for each other slot"
+    );
     for port in cluster.ports() {
         let errors: String = ask(port, "INFO errorstats").unwrap();
         assert!(!errors.contains("CROSSSLOT") && !errors.contains("MOVED"), "{errors}");
@@ -322,7 +326,7 @@ fn a_killed_primary_of_a_cluster_is_replaced_under_load() {
         load.serves(500).await;
         let lost = load.audit().await;
         assert!(!confirmed || lost.is_empty(), "confirmed, and lost: {lost:?}");
-        // A result is lost if only the killed node had it.
+        // A result is lost if only the killed node has stored it.
         run_again(&store, &lost).await;
     });
 }
@@ -402,7 +406,7 @@ async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
 async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: &str) {
     let answered = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| answered.lock().unwrap()[at] = Some(write);
-    let healthy = until("the others are answered", async || {
+    let healthy = until("all leases on healthy nodes are renewed", async || {
         let answered = answered.lock().unwrap();
         silent.iter().zip(answered.iter()).all(|(silent, write)| *silent || *write == Some(Verdict::Applied))
     });
@@ -944,7 +948,7 @@ async fn connect_refuses_a_url_of_another_topology() {
     says(&format!("redis-sentinel://:secret@{nobody}"), wrong, "name").await;
     let sentinels = watched.url();
     says(&sentinels.replace(NAME, "other"), wrong, "no primary of that name").await;
-    // One reachable sentinel or node in the URL is enough.
+    // A URL needs only one reachable sentinel or node.
     let some = sentinels.replace("redis-sentinel://", &format!("redis-sentinel://{nobody},"));
     reserved(&RedisStore::connect(&some).await.unwrap(), "k").await;
     let some = format!("redis-cluster://{nobody},127.0.0.1:{port}");

@@ -172,7 +172,7 @@ fn every_codec_returns_its_input() {
         round_trip::<C, _>(&vec![Variant::Nothing; 70_000]);
         round_trip::<C, Result<u8, String>>(&Err("no".to_owned()));
     });
-    // JSON can't express these values.
+    // JSON can't express infinite numbers.
     for float in [f64::INFINITY, f64::NEG_INFINITY] {
         round_trip::<MessagePack, _>(&float);
         round_trip::<Postcard, _>(&float);
@@ -225,7 +225,7 @@ proptest! {
 
 // ---- Pinned bytes -----------------------------------------------------------------------------------------------------
 
-/// Bytes that release 0.1.0 writes. They never change: a codec that writes other bytes needs another name.
+/// Bytes that release 0.1.0 writes. These bytes never change: a codec that writes other bytes needs another name.
 struct Golden {
     lines: BTreeMap<String, String>,
     written: String,
@@ -575,7 +575,7 @@ fn endlessly_nested_bytes_are_an_error() {
         deep::<Postcard, Many>(b"\x01");
         deep::<Postcard, Keyed>(b"\x01\x01");
     };
-    // This is half of the stack of a runtime's thread.
+    // The stack of 1 MiB is half of the stack of a runtime's thread.
     std::thread::Builder::new().stack_size(1 << 20).spawn(everything).unwrap().join().unwrap();
 
     // Values that are nested as deeply as real types are decoded.
@@ -982,7 +982,8 @@ async fn recorded_bytes_obey_the_size_limit_migrations_and_the_codec_check() {
     let ResultProblem::OtherCodec { codec, .. } = &reason else { panic!("{reason:?}") };
     assert_eq!(codec, "bytes");
 
-    // A migration gets recorded bytes, too. An operator's result is recorded as bytes, too.
+    // A migration function also gets results that are recorded as bytes. A result of bytes that an operator supplies is
+    // recorded as bytes.
     let world = World::default();
     world.value::<Json, _>(POLICY, b"label".to_vec()).await.0.unwrap();
     let (migrated, outcome) = world.value::<Json, _>(migrating(migrate), String::new()).await;

@@ -45,7 +45,7 @@ store_conformance!(offloaded, idem_tests::wrapped::offloaded());
 store_conformance!(all_wrappers, idem_tests::wrapped::stacked().await);
 store_conformance!(plain_without_a_mistake, open().await);
 
-/// Two handles of one store in memory, as the suite takes them.
+/// Store in memory for the suite, with a second handle.
 fn memory() -> Subject {
     let store = MemoryStore::new();
     Subject::new(store.clone()).peer(store.peer())

@@ -9,14 +9,14 @@ use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
 /// Largest memory that one input may take beyond the peak of the inputs before it. An input has at most 512 bytes,
-/// which hold no more data, even if they are compressed.
+/// which expand to no more data than that, even if they are compressed.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {
     let names: Vec<_> = targets::TARGETS.iter().map(|(name, _)| *name).collect();
     for folder in ["corpus", "fuzz_targets"] {
         let files: Vec<_> = files(folder).iter().map(|file| file.file_stem().unwrap().to_owned()).collect();
-        assert_eq!(files, names, "each target has a corpus and a program");
+        assert_eq!(files, names, "each target has a corpus and a fuzzing program");
     }
     for (name, target) in targets::TARGETS {
         // The first run has an empty input, so that memory that is allocated once does not count.

@@ -102,7 +102,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
         scene.problems.iter().take(3).for_each(|problem| writeln!(problems, "  {problem}").expect("a text"));
     }
     println!("{figures}");
-    assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
+    assert!(problems.is_empty(), "seed {seed}\n{figures}some of the problems:\n{problems}");
 }
 
 /// Description of a line's behaviour.

@@ -186,7 +186,7 @@ async fn items_are_purged_only_once_every_clock_has_seen_the_end_of_their_retent
 #[tokio::test]
 async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() {
     const LARGEST: usize = 400 * 1024;
-    // The clock stands still, because a number takes space for each of its digits.
+    // The clock stands still, because the size of an item depends on the number of digits in a time.
     let wire = Wire::to(&Kind::Dynoxide.shared());
     let store = options("limit").clock(OddClock::at(THEN)).build(client(&wire), TABLE);
     for fingerprint in [None, Some(Fingerprint::from_bytes([1; 32]))] {
@@ -422,7 +422,7 @@ async fn machines_within_the_skew_never_take_over_early_and_at_most_two_skews_la
             Reservation::InProgress { attempt: 1, lapses_in, .. } => lapses_in,
             other => panic!("{ahead:?}, {why}: {other:?}"),
         };
-        // The owner renews its lease once, after half of its time.
+        // The owner renews its lease once, after half of the lease.
         machines.at(lease / 2);
         assert_eq!(renew_all(a, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
         let lapses = lease / 2 + lease;
@@ -758,7 +758,7 @@ async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
         let play = || wire.script([reply.clone()]);
         play();
         is("reserve", store.reserve(&request).await.err());
-        // The other operations find the record that now exists.
+        // The operations other than `reserve` find the record that this reservation makes.
         assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
         is("renew", renew_all(&store, std::slice::from_ref(&lease)).await.err());

@@ -154,7 +154,7 @@ async fn a_duplicate_replays_the_first_result() {
         assert_eq!(outcome.key().unwrap().text(), "k");
     }
     assert_eq!(world.runs(), 1);
-    assert_eq!(world.store.count(StoreCall::Reserve), 4, "one store call for a replay");
+    assert_eq!(world.store.count(StoreCall::Reserve), 4, "a replay costs one store call");
     assert_eq!((world.store.count(StoreCall::Finish), world.store.count(StoreCall::Renew)), (1, 0));
 }
 
@@ -485,7 +485,7 @@ async fn a_call_with_an_invalid_key_runs_no_body() {
     assert_eq!(world.runs(), 0);
 }
 
-/// PostgreSQL can't store a NUL, and other stores can. A key must not depend on the store, so no key may hold one.
+/// PostgreSQL can't store a NUL, and other stores can. A key must not depend on the store, so no key may hold a NUL.
 #[test]
 fn no_key_holds_a_control_character() {
     static SCOPE: Scope = Scope::named("no_key_holds_a_control_character");
@@ -495,8 +495,8 @@ fn no_key_holds_a_control_character() {
     assert_eq!(controls.len(), 65);
     for c in controls {
         let text = format!("a{c}b");
-        assert!(refused(format!("test/{text}").parse()), "{text:?} as an error shows it");
-        assert!(refused(format!("1/test/{text}").parse()), "{text:?} as a store has it");
+        assert!(refused(format!("test/{text}").parse()), "{text:?} in a key as errors show it");
+        assert!(refused(format!("1/test/{text}").parse()), "{text:?} in a key as stores hold it");
         let mut literal = KeyBuilder::new(&SCOPE);
         literal.text(&text);
         assert!(refused(literal.build()), "{text:?} in a template");

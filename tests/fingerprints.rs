@@ -374,7 +374,7 @@ fn retyped(json: &Json, dice: &mut impl FnMut() -> u8) -> Data {
                 forms.extend(u128::try_from(whole).ok().map(Data::U128));
                 forms.extend(i8::try_from(whole).ok().map(Data::I8));
             }
-            // An integer that fits only a `u128` has no form in the list.
+            // The list above has no type for an integer that fits only a `u128`.
             let big = || format!("{digits}{}", "0".repeat(usize::try_from(*exponent).unwrap())).parse().unwrap();
             let choice = usize::from(dice());
             if forms.is_empty() { Data::U128(big()) } else { forms.swap_remove(choice % forms.len()) }
@@ -554,7 +554,7 @@ fn a_digest_and_a_payload_of_the_same_bytes_have_different_fingerprints() {
     ];
     for (at, other) in others.iter().enumerate() {
         assert_ne!(*other, of_digest, "{at}");
-        assert!(others[at + 1..].iter().all(|next| next != other), "{at} is met again");
+        assert!(others[at + 1..].iter().all(|next| next != other), "the fingerprint of case {at} occurs twice");
     }
     // Other serializers write a digest as its bytes.
     assert_eq!(
@@ -587,7 +587,7 @@ fn the_generators_produce_equal_and_unequal_data() {
         }
     }
     assert!(texts.len() > 500, "{} values", texts.len());
-    assert!(texts.values().any(|(count, _)| *count > 20), "no value is met often");
+    assert!(texts.values().any(|(count, _)| *count > 20), "no value occurs often");
     assert!(texts.values().any(|(_, written)| written.len() > 1), "no value is written in two ways");
 }
 

@@ -1,8 +1,8 @@
 //! Processes that fork in the middle of calls: no child waits for a lock that a thread of its parent holds.
 //!
-//! A fork copies every lock in its present state, but of all threads only the forking one. The parents in these tests
-//! have threads in every part of the library while they fork, and each child calls handlers. `IDEM_FORKS` is the number
-//! of forks for each store (default: 60).
+//! A fork copies every lock in its present state, and only the thread that forks. The parents in these tests have
+//! threads in every part of the library while they fork, and each child calls handlers. `IDEM_FORKS` is the number of
+//! forks for each store (default: 60).
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -205,8 +205,8 @@ struct Steps {
 const STEPS: usize = 2000;
 
 impl Steps {
-    /// Forks children that run `child` while threads repeat `step`. `step` takes its own number; `child` takes the
-    /// number of the fork and the number of the latest step.
+    /// Forks children that run `child` while threads repeat `step`. `step` gets the number of this step; `child` gets
+    /// the number of the fork and the number of the latest step.
     fn fork(step: impl Fn(usize) + Send + Sync + 'static, child: impl Fn(usize, usize)) {
         let (taken, allowed) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let steps = Arc::new(Self { taken, allowed, paused: AtomicBool::new(true) });

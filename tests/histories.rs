@@ -37,8 +37,9 @@ const LONG: u64 = 600_000;
 enum Time {
     /// The test advances the clock, so every answer is predicted to the nanosecond.
     ByHand(ManualClock),
-    /// Time is real. A step that begins a short lease or retention is followed by a pause that ends it, so that no
-    /// answer depends on the speed of the machine. The remaining time of a long lease is checked only roughly.
+    /// The machine's clock runs. A step that begins a short lease or retention is followed by a pause in which the
+    /// lease or retention ends, so that no answer depends on the speed of the machine. The remaining time of a long
+    /// lease is checked only roughly.
     Real,
 }
 
@@ -105,7 +106,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     let on_crash = prop_oneof![3 => Just(OnCrash::Retry), 1 => Just(OnCrash::Fail)];
     let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
     let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
-    // Most steps are about the latest attempts, because writes of all earlier ones are refused.
+    // Most steps are about the latest attempts, because the store refuses writes of all earlier attempts.
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
         4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| StoredResult::Encoded {

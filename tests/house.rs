@@ -129,7 +129,7 @@ fn every_clock_is_passed_as_an_argument() {
         }
     }
     let known: BTreeSet<_> = MADE.iter().map(|(file, _)| (*file).to_owned()).collect();
-    assert_eq!(found, known, "files that make a clock, and those that may");
+    assert_eq!(found, known, "files that make a clock, and files that may make a clock");
 }
 
 /// Name and type of each `static` in a source.
@@ -144,7 +144,7 @@ fn statics(code: &str) -> impl Iterator<Item = (&str, &str)> {
 
 #[test]
 fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
-    // A thread that does not exist in the child may hold any of these at the fork.
+    // At the fork, a thread that does not exist in the child may hold any of these locks.
     const WAITS: [&str; 7] = ["Mutex", "RwLock", "LazyLock", "OnceLock", "Once<", "Condvar", "Notify"];
     // The exception: a forked child tries to lock `LINKS` for about 0.1 s, and then returns an error.
     const ALLOWED: [(&str, &str); 1] = [("stores/sqlite/fork_guard.rs", "LINKS")];
@@ -163,7 +163,7 @@ fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
             }
         }
     }
-    assert!(found >= 25, "{found} are too few: the check reads nothing");
+    assert!(found >= 25, "{found} statics are too few: the check reads nothing");
     assert!(wrong.is_empty(), "use `PerProcess`, `SharedOnce` or `SharedList` of `sync`: {wrong:#?}");
 }
 
@@ -235,7 +235,7 @@ fn the_tests_that_documents_name_are_there() {
         }
     }
     assert!(named > 50, "{named} names are too few: the check reads nothing");
-    assert!(missing.is_empty(), "no test is called so: {missing:#?}");
+    assert!(missing.is_empty(), "documents name tests that do not exist: {missing:#?}");
 }
 
 /// Label of a row of a table of invariants, such as `S1` or `L10`.
@@ -270,7 +270,7 @@ fn the_readme_names_the_versions_that_are_used() {
     let (_, version) = manifest.split_once("rust-version = \"").expect("a version of Rust");
     let version = version.split('"').next().unwrap_or_default();
     for place in [format!("Rust-{version}_or_newer"), format!("\nRust {version} and tokio")] {
-        assert!(readme.contains(&place), "README.md says something else than `{place}`");
+        assert!(readme.contains(&place), "README.md does not contain `{place}`");
     }
     let (_, rest) = readme.split_once("## Requirements").expect("the section");
     let (section, _) = rest.split_once("\n## ").expect("the next section");
@@ -561,7 +561,7 @@ impl Imports {
             let before: usize = reached.values().map(BTreeSet::len).sum();
             for module in self.0.keys() {
                 let further: Vec<_> = reached[module].iter().flat_map(|it| reached[it].clone()).collect();
-                reached.get_mut(module).expect("each has an entry").extend(further);
+                reached.get_mut(module).expect("each module has an entry").extend(further);
             }
             if reached.values().map(BTreeSet::len).sum::<usize>() == before {
                 break;
@@ -600,7 +600,7 @@ fn leaves(tree: &str, before: &[String], found: &mut Vec<Vec<String>>) {
     leaves(&inner[start..], &before, found);
 }
 
-/// Files that import each other can only be read together. `LEFT` lists such files; the list only shrinks.
+/// A reader can understand files that import each other only together. `LEFT` lists such files; the list only shrinks.
 #[test]
 fn no_files_import_each_other() {
     const LEFT: [(&str, &[&str]); 3] = [("idem-runtime", &[]), ("idem-cli", &[]), ("idem-macros", &[])];

@@ -18,7 +18,7 @@ async fn the_first_item_of_a_key_runs_and_later_items_of_the_key_replay() {
         let batch = world.drive(observe_all(calls).limit(limit)).await;
         assert_eq!(world.runs(), 2, "limit {limit}");
         let ids: Vec<_> = batch.items().iter().map(|item| item.id).collect();
-        assert_eq!(ids, ["a", "b", "c", "d"], "in their order");
+        assert_eq!(ids, ["a", "b", "c", "d"], "the results are in the order of the items");
         let replayed: Vec<_> = batch.items().iter().map(|item| item.outcome.replayed()).collect();
         assert_eq!(replayed, [false, true, false, true], "limit {limit}");
         assert_eq!(batch.acknowledged().count(), 4);
@@ -248,7 +248,7 @@ async fn after_its_deadline_a_batch_returns_the_finished_items() {
     assert_eq!(counted(&batch), (2, 2, 2));
     assert_eq!(runs.get(), 4);
     let ids: Vec<_> = batch.items().iter().map(|item| item.id).collect();
-    assert_eq!(ids, [1, 3, 5, 7, 9, 11], "in their order");
+    assert_eq!(ids, [1, 3, 5, 7, 9, 11], "the results are in the order of the items");
     let failed: Vec<_> = batch.item_failures().batch_item_failures.into_iter().map(|it| it.item_identifier).collect();
     assert_eq!(failed, ["5", "7", "9", "11"]);
     for item in &batch.items()[2..] {
@@ -360,7 +360,7 @@ mod groups {
                 for pair in of_group.chunks(2) {
                     prop_assert_eq!((pair[0].0, pair[0].1, pair[1].1), (pair[1].0, true, false), "a group runs one item at a time");
                 }
-                prop_assert!(of_group.is_sorted_by_key(|(id, _)| *id), "in their order");
+                prop_assert!(of_group.is_sorted_by_key(|(id, _)| *id), "a group's items run in order");
             }
         }
     }

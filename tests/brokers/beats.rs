@@ -213,7 +213,7 @@ async fn a_beat_callback_that_hangs_harms_no_delivery() {
     assert_eq!(other.seconds(), [10, 20, 30, 40, 50]);
     // A callback that hangs is dropped when the next beat is due, and the next beat calls it again.
     assert!((3..=5).contains(&told.count()), "{:?}", told.seconds());
-    assert_eq!(world.store.count(StoreCall::Renew), 5, "both leases at once, every third of 30 s");
+    assert_eq!(world.store.count(StoreCall::Renew), 5, "one store call every 10 s renews both leases");
 }
 
 #[tokio::test]
@@ -296,7 +296,7 @@ fn beats_continue_while_a_handler_blocks_its_thread() {
         let store = FaultyStore::new(&MemoryStore::new());
         store.always(StoreCall::Reserve, Fault::Slow(1));
         let body = async move {
-            // The body blocks its thread until three beats have come.
+            // The body blocks its thread until the callback has run three times.
             for _ in 0..3 {
                 told.recv_timeout(Duration::from_secs(20)).expect("a beat");
             }

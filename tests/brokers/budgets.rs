@@ -28,7 +28,7 @@ const BROKERS: [Broker; 5] = [
     Broker { name: "Service Bus", limit: 10, timeout: Some(LEASE), delays: false },
 ];
 
-/// Fate of a message.
+/// Outcome of all deliveries of a message.
 #[derive(PartialEq, Eq, Debug)]
 struct DeliveryOutput {
     deliveries: u32,
@@ -59,7 +59,10 @@ async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> 
         });
         let (_, outcome) = call.await;
         let hidden_until = *hidden_until.lock().unwrap();
-        assert!(hidden_until.is_none_or(|until| world.now() <= until), "delivered again while it was being handled");
+        assert!(
+            hidden_until.is_none_or(|until| world.now() <= until),
+            "the broker delivered the message again during its handler"
+        );
         match outcome.disposition() {
             Disposition::Ack => return DeliveryOutput { deliveries, dead: false, replayed: outcome.replayed() },
             Disposition::DeadLetter => return DeliveryOutput { deliveries, dead: true, replayed: false },
@@ -111,7 +114,12 @@ async fn a_duplicate_takes_over_from_a_worker_that_died() {
         let before = world.now();
         let delivered = world.drive(consume(&world, broker, POLICY, true)).await;
         assert_eq!((world.runs(), delivered.dead), (1, false), "{}: {delivered:?}", broker.name);
-        assert!(world.now() - before <= LEASE * 2, "{}: within one lease: {:?}", broker.name, world.now() - before);
+        assert!(
+            world.now() - before <= LEASE * 2,
+            "{}: the takeover comes within two leases: {:?}",
+            broker.name,
+            world.now() - before
+        );
     }
 }
 
@@ -188,7 +196,7 @@ async fn a_duplicate_waits_only_near_the_delivery_limit() {
         let mut duplicate = pin!(observe(world.lasting("k", POLICY, LEASE)).delivery(delivery).delivery_limit(limit));
         assert_eq!(poll_once(duplicate.as_mut()).await.is_pending(), waits, "delivery {delivery} of {limit}");
     }
-    // If only the limit is known, each delivery may be the last. In shadow mode no call waits.
+    // If only the delivery limit is known, each delivery may be the last. In shadow mode no call waits.
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE));
     assert!(poll_once(handler.as_mut()).await.is_pending());
@@ -267,7 +275,7 @@ async fn only_some_duplicates_on_their_last_deliveries_wait() {
                 Poll::Pending => waiting.push(duplicate),
                 Poll::Ready((_, outcome)) => match outcome.disposition() {
                     Disposition::DeadLetter => {
-                        assert_eq!(delivery, 5, "a message is set aside only on its last delivery");
+                        assert_eq!(delivery, 5, "a message is dead-lettered only on its last delivery");
                     }
                     other => assert!(matches!(other, Disposition::Retry { .. }) && delivery == 4, "{other:?}"),
                 },

@@ -81,10 +81,10 @@ proptest! {
                     let offset = next[place] + gap;
                     let ticket = tracker.started(&partition, offset);
                     let generation = account.generation.get(&partition).copied();
-                    prop_assert_eq!(ticket.is_some(), generation.is_some(), "messages of other partitions start");
+                    prop_assert_eq!(ticket.is_some(), generation.is_some(), "a ticket needs an assignment");
                     let Some(generation) = generation else { continue };
                     next[place] = offset + 1;
-                    // An assignment commits offsets from its first message on.
+                    // The first message of an assignment sets the offset from which the assignment commits.
                     if account.present(partition).next().is_none() {
                         account.committed.insert(partition, offset);
                     }

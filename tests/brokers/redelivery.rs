@@ -84,7 +84,7 @@ async fn a_call_whose_ttl_ends_before_the_brokers_redelivery_is_refused() {
         (Redelivery::kafka(DAY * 7, DAY * 7), false),
         (Redelivery::unbounded(), false),
     ] {
-        // A broker that is named on an outer observation counts too.
+        // The check also knows a broker that only an outer observation names.
         for is_nested in [false, true] {
             let call = remembered_for_a_week(&world.store, 42);
             let nested = async { observe(remembered_for_a_week(&world.store, 42)).await.0 };
@@ -100,7 +100,10 @@ async fn a_call_whose_ttl_ends_before_the_brokers_redelivery_is_refused() {
                 assert_eq!(*ttl, DAY * 7);
                 assert!(error.to_string().contains("the body did not run"), "{error}");
                 assert!(outcome.misconfigured() && !outcome.executed());
-                assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "the message is kept");
+                assert!(
+                    matches!(outcome.disposition(), Disposition::Retry { .. }),
+                    "the broker delivers the message again"
+                );
             }
         }
     }

@@ -204,7 +204,7 @@ async fn values_that_can_not_be_compared_are_not_reported() {
 async fn the_result_of_a_call_that_records_nothing_is_not_compared() {
     let world = World::default();
     let released = world.value::<Json, Option<Option<u8>>>(POLICY.max_result_bytes(1), Some(None)).await.0;
-    assert_eq!(released.unwrap(), Some(None), "too large to be recorded");
+    assert_eq!(released.unwrap(), Some(None), "the caller gets a result that is too large to be recorded");
     let completed = world.record().await.state;
     assert!(matches!(completed, State::Completed(StoredResult::TooLarge { .. })), "{completed:?}");
 }

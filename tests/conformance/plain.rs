@@ -379,7 +379,7 @@ impl Plain {
             lease.on_crash = request.on_crash;
             Reservation::granted(lease, takeover && !self.is(M::TakeoverUnannounced))
         };
-        // Without a record, this is the first attempt.
+        // If there is no record, the request begins the first attempt.
         let Some(found) = slot.as_ref() else {
             let first = slot.insert(self.pending(request, 1, 1, None));
             return reserved(first.record.lease(request), false);
@@ -669,7 +669,7 @@ impl Plain {
         self.is(M::DecidesUnseen) || (same_standing && mark(&is) == mark(&seen))
     }
 
-    #[expect(clippy::too_many_lines, reason = "one decision, to be read together")]
+    #[expect(clippy::too_many_lines, reason = "the function is a single decision")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> DecisionAnswer {
         let now = self.now();
         // By mistake the store applies a decision to any attempt, or at any time.

@@ -80,8 +80,8 @@ pub(crate) async fn many_wait(subject: Subject, many: u64) {
     let mut duplicates = Vec::new();
     for n in 1..=many {
         duplicates.push(tokio::spawn(held.duplicate()));
-        // The duplicates start in groups. If they all started together, a slow machine would repeat reservations after
-        // a time-out.
+        // The duplicates start in groups. If all duplicates started together, a slow machine would repeat reservations
+        // after a time-out.
         if n % 100 == 0 {
             until("all duplicates have asked the store", async || since(&*held.peer, before)[0] >= n).await;
         }
@@ -102,7 +102,7 @@ pub(crate) async fn many_wait(subject: Subject, many: u64) {
         once.contains(&reserves) && all == reserves + waits,
         "no waiter reserves again: {reserves} reservations, {all} calls in all"
     );
-    assert_eq!(waits, 2, "one wait that was under way, and one wait for all duplicates that came later");
+    assert_eq!(waits, 2, "the store has waited once for the first duplicate, and once for all later ones");
 }
 
 /// Defines the tests of one store, on one thread: when all reservations are answered, all duplicates wait.

@@ -96,7 +96,7 @@ async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize, book:
     match result {
         _ if as_expected => Ok(()),
         Err(Failure::Of(Error::InProgress { .. })) => Err(Wrong::Held("a fresh call is refused".to_owned())),
-        result => Err(Wrong::Otherwise(format!("a fresh call is told {result:?}"))),
+        result => Err(Wrong::Otherwise(format!("a fresh call returns {result:?}"))),
     }
 }
 

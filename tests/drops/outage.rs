@@ -63,12 +63,12 @@ pub async fn play(store: &'static str, rig: Rig) {
         }
     }
     println!("{figures}");
-    assert!(problems.is_empty(), "seed {seed}\n{figures}some of them:\n{problems}");
+    assert!(problems.is_empty(), "seed {seed}\n{figures}some of the problems:\n{problems}");
 }
 
 /// Problem of a key.
 enum Wrong {
-    /// The key may become right later, because a lease or a late write is under way.
+    /// The state of the key may become right later, because a lease has not lapsed or a late write is under way.
     Yet(String),
     Interrupted(String),
     Otherwise(String),
@@ -195,6 +195,6 @@ async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize) -> Re
             | Error::Unrecorded { .. }
             | Error::LeaseLost { .. }),
         )) => Err(Wrong::Yet(error.to_string())),
-        result => Err(Wrong::Otherwise(format!("a fresh call is told {result:?}"))),
+        result => Err(Wrong::Otherwise(format!("a fresh call returns {result:?}"))),
     }
 }

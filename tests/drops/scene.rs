@@ -1,4 +1,4 @@
-//! Calls, their bodies, the ways to drop them, and the books, which list each body that ran.
+//! Calls, the ways to drop calls, and the books, which list each body that ran.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -31,7 +31,7 @@ const FINISHED: usize = 40;
 /// Load during a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Load {
-    /// The call is the only one.
+    /// No other call runs.
     Lone,
     /// 64 tasks make calls, most of them for new keys.
     Busy,
@@ -424,7 +424,7 @@ impl Calls {
             Ok(None) => {
                 self.dropped.fetch_add(1, Ordering::Relaxed);
             }
-            Err(Panicked) => self.told.lock().unwrap().push(format!("{}: its drop panicked: {way:?}", self.key(key))),
+            Err(Panicked) => self.told.lock().unwrap().push(format!("{}: a drop panicked: {way:?}", self.key(key))),
             Ok(Some((result, outcome))) => {
                 if outcome.executed() {
                     let took = u64::try_from(asked.elapsed().as_micros()).expect("short");
@@ -447,7 +447,7 @@ impl Calls {
             Err(Failure::Of(Error::Unrecorded { .. } | Error::LeaseLost { .. })) if self.load == Load::Outage => {}
             Ok(attempt) if self.books.of(key).succeeded(*attempt) => {}
             told => {
-                let problem = format!("{}: a caller was told {told:?}: {:?}", self.key(key), self.books.of(key));
+                let problem = format!("{}: a caller got {told:?}: {:?}", self.key(key), self.books.of(key));
                 self.told.lock().unwrap().push(problem);
             }
         }
@@ -506,7 +506,7 @@ impl<T> Future for UpTo<T> {
 }
 
 impl Way {
-    /// Runs a call to its end in this way. Returns its output; `None` if the call was dropped.
+    /// Runs a call until it ends in this way. Returns the call's output; `None` if the call was dropped.
     async fn lead<T: Send + 'static>(self, mut call: Call<T>) -> Result<Option<T>, Panicked> {
         Ok(match self {
             Self::Whole => Some(call.await),

@@ -25,7 +25,9 @@ impl<R: Rig> Scene<R> {
             self.crew.set_wrapper(Vec::new());
             let others = self.crew.start(HELD, Keys::Together(HELD), Work::Long);
             let done = |line: &&race::Line| line.worker == others && matches!(line.event, Event::Ran(_));
-            self.crew.until("others go on", |lines| lines.iter().filter(done).count() == HELD).await;
+            self.crew
+                .until("the other processes have served their keys", |lines| lines.iter().filter(done).count() == HELD)
+                .await;
             assert_eq!(threads(worker), 1);
             assert!(self.crew.lines().iter().all(|line| line.worker != worker), "its store needs a thread");
             allow_threads(worker);

@@ -107,7 +107,7 @@ impl Reference {
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
             Phase::Interrupted => return Answer::Interrupted { attempt },
-            // This request comes late: its owner has already released the key.
+            // The request takes effect late: its owner has already released the key.
             Phase::Released if owner == ask.owner => return Answer::Released { attempt },
             Phase::Released => {}
             Phase::Pending { .. } if owner == ask.owner => {

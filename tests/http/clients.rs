@@ -381,7 +381,7 @@ fn a_call_that_is_dropped_after_its_runtime_has_ended_frees_its_key() {
             .await;
         });
         drop(asking);
-        // The call has outlived its client; only its runtime still holds it.
+        // The call has outlived its client. Only the call's runtime still holds the call.
         assert_eq!((stage.begun(), stage.ended()), (usize::from(has_begun), 0));
         drop(runtime);
         assert_eq!(layer.in_flight(), 0);
@@ -503,7 +503,7 @@ async fn a_retry_takes_over_from_a_server_that_was_killed_in_its_handler() {
     assert_eq!(ask().await.problem(), (409, "in-progress".to_owned()));
     first.kill();
     asking.await.unwrap().unwrap_err();
-    // Retry repeatedly, as the first answer demands; within one lease a retry takes over.
+    // The client retries, as `Retry-After` demands; after at most one lease, a retry takes over.
     let mut reply = ask().await;
     while reply.status == 409 {
         tokio::time::sleep(Duration::from_millis(50)).await;

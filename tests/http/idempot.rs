@@ -101,7 +101,7 @@ impl Till {
         Self { address, store, stage, key: None, reply: None, method: Method::POST }
     }
 
-    /// Does what a line asks for. Returns the layer's own answer if the line expects another one.
+    /// Executes a line of the feature file. Returns the layer's own answer if the line expects another one.
     async fn play(&mut self, line: &str) -> Option<String> {
         let Sentence { words, values } = Sentence::read(line);
         match words.as_str() {
@@ -153,7 +153,7 @@ impl Till {
         serde_json::from_slice::<Value>(&self.reply().body).unwrap_or_default()[name].take()
     }
 
-    /// Status and name of a problem; the status of any other response.
+    /// Status of the response, and the name of the problem if the layer has refused the request.
     fn shown(&self) -> String {
         let reply = self.reply();
         let problem = self.member("type");
@@ -255,7 +255,7 @@ async fn the_feature_file_of_idempot_holds_except_for_documented_differences() {
     .into_iter()
     .map(own)
     .collect();
-    assert_eq!(differences, expected, "differences of the layer, and the expected ones");
+    assert_eq!(differences, expected, "the differences of the layer are not the expected ones");
     let unequal = differences.into_keys().map(|(sentence, _)| sentence).collect();
     assert_eq!(documented("Feature file of idempot-js"), unequal, "rows in docs/http.md, and the differences");
 }

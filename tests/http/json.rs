@@ -119,7 +119,7 @@ async fn request_bodies_that_are_not_json_are_refused_or_compared_as_bytes() {
 #[tokio::test]
 async fn json_bodies_that_parsers_may_refuse_all_count_as_different() {
     const REFUSED: [&str; 1] = ["i_structure_500_nested_arrays"];
-    // Bytes that are not UTF-8, or begin with a byte order mark.
+    // These documents are not UTF-8, or begin with a byte order mark, so they are compared as bytes.
     let is_bytes = |name: &str| {
         ["utf16", "UTF-16", "UTF-8_BOM", "invalid_utf-8", "UTF-8_invalid", "iso_latin", "not_in_unicode", "overlong"]
             .iter()

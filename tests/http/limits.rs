@@ -130,7 +130,7 @@ async fn a_request_counts_as_in_flight_from_the_start_of_its_upload() {
         "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\nconnection: close\r\ncontent-length: 10\r\n\r\n";
     uploading.write_all(head.as_bytes()).await.unwrap();
     uploading.write_all(b"12345").await.unwrap();
-    until("the upload counts", || layer.in_flight() == 1).await;
+    until("the upload is in flight", || layer.in_flight() == 1).await;
     assert_eq!(problem(&send(address, post("other", "")).await), (BUSY.0, BUSY.1.to_owned()));
     assert_eq!(stage.begun(), 0);
     uploading.write_all(b"67890").await.unwrap();
@@ -140,7 +140,7 @@ async fn a_request_counts_as_in_flight_from_the_start_of_its_upload() {
     // An upload that breaks off frees its slot.
     let mut uploading = TcpStream::connect(address).await.unwrap();
     uploading.write_all(head.replace(": k", ": k2").as_bytes()).await.unwrap();
-    until("the upload counts", || layer.in_flight() == 1).await;
+    until("the upload is in flight", || layer.in_flight() == 1).await;
     drop(uploading);
     until("the upload is no longer in flight", || layer.in_flight() == 0).await;
 }

@@ -21,7 +21,7 @@ use tokio::sync::mpsc;
 
 use crate::rig::*;
 
-/// Serves `respond`, which gets the number of its run and the request. Counts the runs.
+/// Serves `respond`, which gets the number of its run and the request. Counts the runs of `respond`.
 async fn serve_responses(
     layer: IdempotencyLayer,
     respond: impl Fn(usize, Request<Body>) -> Response<Body> + Clone + Send + Sync + 'static,
@@ -126,7 +126,7 @@ async fn a_replay_has_the_same_headers_in_their_order() {
             pairs.map(|(name, value)| format!("{name}: {value:?}")).collect::<Vec<_>>()
         };
         let (mut first, mut again) = (of(&first.headers), of(&again.headers));
-        // The server may put the length anywhere; only the order of the values of one name counts.
+        // The server may put the length anywhere; only the order of values with the same name matters.
         first.sort_by_key(|line| line.split(':').next().map(str::to_owned));
         again.sort_by_key(|line| line.split(':').next().map(str::to_owned));
         assert_eq!(first, again);

@@ -24,7 +24,7 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 
 use crate::rig::*;
 
-/// Clock whose sleeps end immediately; it notes their durations. Its other times stand still.
+/// Clock whose sleeps end immediately. It notes the durations of the sleeps; its readings stand still.
 #[derive(Clone, Debug, Default)]
 struct Hurried {
     clock: SystemClock,
@@ -110,7 +110,7 @@ async fn play(statuses: &'static [(u16, Option<&'static str>)]) -> (u16, usize, 
     let status = client.oneshot(to("/pay")).await.map_or(0, |response| response.status().as_u16());
     let keys = keys.lock().unwrap();
     assert!(keys[0].as_ref().is_some_and(|key| key.len() == 36), "{keys:?}");
-    assert!(keys.iter().all(|key| *key == keys[0]), "one key for all tries: {keys:?}");
+    assert!(keys.iter().all(|key| *key == keys[0]), "all tries have the same key: {keys:?}");
     let pauses = clock.pauses.lock().unwrap().clone();
     (status, keys.len(), pauses)
 }
@@ -165,7 +165,7 @@ async fn a_client_does_not_retry_a_request_without_a_key() {
     let get = Request::get("http://till/pay").body(Small::default()).unwrap();
     assert_eq!(client.clone().oneshot(get).await.unwrap().status(), 503);
     assert_eq!(*keys.lock().unwrap(), [None]);
-    // A key that the caller has set is kept.
+    // The layer keeps a key that the caller has set.
     let mut own = to("/pay");
     own.headers_mut().insert("idempotency-key", "mine".parse().unwrap());
     assert_eq!(client.oneshot(own).await.unwrap().status(), 200);

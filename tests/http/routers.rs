@@ -14,7 +14,7 @@ fn counter(stage: &Stage) -> MethodRouter {
     any(async move || format!("run {}", stage.play().await))
 }
 
-/// Two siblings with the same path below their prefixes.
+/// Two nested routers with the same path below their prefixes.
 fn nested(stage: &Stage, layer: Option<&IdempotencyLayer>) -> Router {
     let sibling = || {
         let router = Router::new().route("/pay/{id}", counter(stage)).route("/refund/{id}", counter(stage));

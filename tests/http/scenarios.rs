@@ -44,7 +44,11 @@ impl Suite {
         }
         let own =
             |(id, expectation, here): &(&str, &str, &str)| (id.to_string(), expectation.to_string(), here.to_string());
-        assert_eq!(differences, expected.iter().map(own).collect(), "differences of the layer, and the expected ones");
+        assert_eq!(
+            differences,
+            expected.iter().map(own).collect(),
+            "the differences of the layer are not the expected ones"
+        );
         unequal.extend(differences.into_iter().map(|(id, ..)| id));
         assert_eq!(
             documented(self.section),
@@ -81,7 +85,7 @@ fn millis(value: &Value) -> Option<Duration> {
     value.as_u64().map(Duration::from_millis)
 }
 
-/// Lets calls of the store fail: `always`, or the first of them.
+/// Lets calls of the store fail: all of them (`always`), or a number of first calls.
 fn set_faults(store: &FaultyStore, faults: &Value) {
     for (name, call) in [("reserve", StoreCall::Reserve), ("finish", StoreCall::Finish), ("renew", StoreCall::Renew)] {
         let fault = Fault::Before(StoreErrorKind::Unavailable);
@@ -134,7 +138,7 @@ impl Shop {
         self.held.begun() + self.open.begun()
     }
 
-    /// Plays a scenario. Returns each expectation that is not met, with the layer's own answer.
+    /// Plays a scenario. Returns each expectation that the layer does not fulfil, with the layer's own answer.
     async fn play(&self, scenario: &Value) -> Vec<(String, String)> {
         if let Some(count) = scenario["parallel_count"].as_u64() {
             return self.play_together(scenario, count).await;
@@ -277,7 +281,7 @@ struct Seen<'a> {
     first: &'a Reply,
 }
 
-/// Title of a problem; the body of any other response.
+/// Title of the problem if the layer refused the request; otherwise the body of the response.
 fn title_of(reply: &Reply) -> String {
     let problem: Value = serde_json::from_slice(&reply.body).unwrap_or_default();
     problem["title"].as_str().unwrap_or(reply.text()).to_owned()

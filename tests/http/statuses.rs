@@ -201,7 +201,7 @@ async fn a_response_that_could_not_be_recorded_is_sent_and_says_so() {
     assert!(outcomes.lock().unwrap().pop().unwrap().replayed());
 }
 
-/// Policy with a short lease, so that its end comes soon.
+/// Policy with a short lease, which lapses soon.
 const SHORT: Policy = POLICY.lease(Duration::from_millis(200));
 
 #[tokio::test]
@@ -328,7 +328,7 @@ async fn in_shadow_mode_the_layer_refuses_no_request() {
         }
     }
     MODE.set(Mode::Enforce);
-    // The shadow recorded the result that it would have replayed.
+    // In shadow mode the layer recorded the result, which it replays now.
     let reply = send(address, post("k", "1")).await;
     assert_eq!((reply.text(), reply.is_replay()), ("run 4", true));
     for request in bad() {

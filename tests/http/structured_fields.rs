@@ -15,7 +15,7 @@ use crate::rig::*;
 enum Class {
     /// A string, whose text is the key.
     Text,
-    /// A string that the suite refuses, too.
+    /// A string that is invalid for the suite and for the layer.
     BrokenText,
     /// A string without a printable character other than the blank.
     BlankText,

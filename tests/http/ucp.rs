@@ -136,7 +136,7 @@ async fn under_ucp_changes_need_a_key_and_reads_have_none() {
         for path in ["/checkout-sessions/chk_9", "/orders/1"] {
             assert_eq!(send(address, ask(&Method::GET, path, None, None)).await.status, 200, "{path}");
         }
-        // A client that sends a key with each request gets the catalog of today.
+        // A search is not replayed, even if the client sends a key: it returns the present catalog.
         let query = json!({ "query": "roses" });
         for (at, (path, key)) in ["search", "lookup", "product"]
             .into_iter()

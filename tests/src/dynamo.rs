@@ -426,7 +426,7 @@ async fn read_answer(stream: &mut BufReader<TcpStream>) -> Result<(u16, Vec<(Str
         if name == "content-length" {
             length = value.parse()?;
         }
-        assert_ne!(name, "transfer-encoding", "the emulators tell the length");
+        assert_ne!(name, "transfer-encoding", "the answers of the emulators have a `content-length`");
         headers.push((name, value));
     }
     let mut body = vec![0; length];

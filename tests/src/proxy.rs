@@ -145,7 +145,7 @@ impl Proxy {
         self.sent.lock().unwrap().iter().map(|sent| sent.load(Ordering::SeqCst)).collect()
     }
 
-    /// Sets the behaviour from now on.
+    /// Sets the behaviour of the proxy from now on.
     pub fn set(&self, line: Line) {
         self.line.send_replace(line);
     }

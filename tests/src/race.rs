@@ -85,7 +85,7 @@ impl Event {
         !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
     }
 
-    /// Reports whether the racer acknowledges the message or sets the message aside, and goes on to other keys.
+    /// Reports whether the racer acknowledges or dead-letters the message, and goes on to other keys.
     pub fn is_final(&self) -> bool {
         matches!(self, Self::Ran(_) | Self::Replayed(_) | Self::Interrupted | Self::Exhausted)
     }
@@ -216,9 +216,9 @@ pub fn key(n: usize) -> Key {
 /// Keys that a racer serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keys {
-    /// This number of keys, one after the other.
+    /// The racer serves this number of keys, one after the other.
     Fixed(usize),
-    /// Keys one after the other, until [`Crew::finish`] sets their number.
+    /// The racer serves keys one after the other, until [`Crew::finish`] sets the number of keys.
     Open,
     /// This number of keys concurrently. Every body does the [`Work`]; in other variants only the first body of a racer
     /// does it.
@@ -258,7 +258,7 @@ pub enum Work {
 pub enum Place {
     /// The racer has one runtime with one thread.
     One,
-    /// The racer works on one runtime. It opened the store on another runtime, whose only thread stands still.
+    /// The racer works on one runtime. The store was opened on another runtime, whose only thread stands still.
     OpenedElsewhere,
     /// The racer works on one runtime. Its first body, a [long](Work::Long) one for its own key, ran on another
     /// runtime, whose only thread stands still.

@@ -134,7 +134,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
         let conflict = Turn::Whole(409, vec![("retry-after", date)], "runs");
         assert_eq!(play(&clock, [conflict]).await.0, 200, "{date}");
     }
-    // A date in the past asks for no pause, so the backoff counts.
+    // A date in the past asks for no pause, so the client uses its backoff.
     let (status, tries, pauses) = play(&clock, [busy("Wed, 21 Oct 2015 07:27:00 GMT")]).await;
     assert_eq!((status, tries), (200, 2));
     assert!((50..=100).contains(&pauses[0].as_millis()), "{pauses:?}");
@@ -150,7 +150,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
         assert!(pauses[0].as_millis() <= 100, "{text}: {pauses:?}");
         assert_eq!(play(&clock, [Turn::Whole(409, vec![("retry-after", text)], "")]).await.0, 409, "{text}");
     }
-    // Of two fields, the longer pause counts.
+    // If a response has two `Retry-After` fields, the longer pause counts.
     let two = vec![("retry-after", "1"), ("retry-after", "8")];
     let (_, _, pauses) = play(&clock, [Turn::Whole(503, two, "")]).await;
     assert!(pauses[0] >= Duration::from_secs(8), "{pauses:?}");
@@ -167,7 +167,7 @@ async fn the_header_stripe_should_retry_outranks_the_status() {
         let turn = Turn::Whole(status, vec![("stripe-should-retry", "false"), ("retry-after", "1")], "");
         assert_eq!(play(&clock, [turn]).await, (status, 1, vec![]), "{status}");
     }
-    // The pause that the server asks for counts.
+    // The client pauses for as long as the server asks for.
     let turn = Turn::Whole(409, vec![("stripe-should-retry", "true"), ("retry-after", "8")], "");
     assert!(play(&clock, [turn]).await.2[0] >= Duration::from_secs(8));
     // Any other value has no effect.
@@ -222,7 +222,7 @@ async fn the_error_of_a_failed_last_try_holds_the_response_of_an_earlier_try() {
         (409, &"7".parse().unwrap(), &b"still runs"[..])
     );
     assert!(error.to_string().contains("connection refused"), "{error}");
-    // If no try got a response, the error holds none.
+    // If no try got a response, the error holds no response.
     let script = Script::of((0..5).map(|_| Turn::Fails("connection refused")));
     let error = hurried(&Hurried::default()).layer(script.client()).oneshot(to("/pay")).await.unwrap_err();
     assert!(error.last_response().is_none());
@@ -256,7 +256,7 @@ async fn clones_of_a_layer_share_a_budget() {
         script.tries()
     };
     assert_eq!(tries(&layer).await, 3, "the reserve allows two retries");
-    // From now on, every second request has one retry.
+    // When the reserve is used up, every second request gets one retry.
     for _ in 0..3 {
         assert_eq!((tries(&layer.clone()).await, tries(&derived).await), (1, 2));
     }

@@ -31,7 +31,7 @@ async fn every_response_and_every_error_of_a_client_holds_the_key() {
     let script = Script::of((0..5).map(|_| Turn::Fails("refused")));
     let error = layer.layer(script.client()).oneshot(to("/pay")).await.unwrap_err();
     assert_eq!(error.key().map(CallKey::as_str), script.keys.lock().unwrap()[0].as_deref());
-    // The response to a request without a key holds none.
+    // The response to a request without a key holds no key.
     let get = || Request::get("http://till/pay").body(Small::default()).unwrap();
     let response = layer.layer(Script::default().client()).oneshot(get()).await.unwrap();
     assert!(response.extensions().get::<CallKey>().is_none());
@@ -86,13 +86,13 @@ async fn a_key_of_the_application_is_sent_unchanged() {
             }
             let sent = script.keys.lock().unwrap().clone();
             assert_eq!(sent[0].as_deref(), Some(text), "the header field is unchanged");
-            // A layer with quotes adds them to a key without quotes. For the server both are the same key.
+            // A layer with quotes adds them to a key without quotes. The server takes both for the same key.
             assert!(
                 sent[1] == sent[2] && sent[1].as_ref().is_some_and(|it| it.trim_matches('"') == "order-42"),
                 "{sent:?}"
             );
         }
-        // A key that the layer has written stays as it is.
+        // A second layer keeps the key that the first layer has written.
         let script = Script::default();
         let response = layer.layer(script.client()).oneshot(to("/pay")).await.unwrap();
         let key = response.extensions().get::<CallKey>().unwrap().clone();
@@ -170,6 +170,6 @@ async fn debug_output_and_errors_of_a_client_show_no_key_and_no_payload() {
     let broken = hurried(&Hurried::default()).layer(broken.client()).oneshot(keyed(key())).await.unwrap_err();
     for said in [format!("{error:?} {error}"), format!("{broken:?} {broken}"), seen.lock().unwrap().concat()] {
         assert!(SECRETS.iter().all(|secret| !said.contains(secret)), "{said}");
-        assert!(said.contains("%hash:"), "a reader who knows the key can find it: {said}");
+        assert!(said.contains("%hash:"), "the output holds a hash, by which a reader finds a known key: {said}");
     }
 }

@@ -92,7 +92,7 @@ fn forked(orders: Orders) {
                     }
                     std::process::exit(1);
                 });
-                // The child must not use the runtime of its parent; a drop would use it.
+                // The child must not use the runtime of its parent, and a drop of the runtime would use it.
                 std::mem::forget(before);
                 one_thread().block_on(async {
                     racer.race().await;
@@ -208,7 +208,7 @@ impl Racer {
         race::gate(&self.orders.path, std::process::id())
     }
 
-    /// Delivers the message until it is acknowledged or set aside.
+    /// Delivers the message until the call acknowledges or dead-letters it.
     async fn serve(&self, n: usize, work: Work) {
         loop {
             let call = 1 + self.calls.fetch_add(1, Ordering::Relaxed);

@@ -84,7 +84,7 @@ impl Answers {
         *self.0.lock().unwrap().counts.entry(what.into()).or_insert(0) += 1;
     }
 
-    /// Notes the answer to a request. Returns whether it is final.
+    /// Notes the answer to a request. Returns whether the answer is final.
     pub(crate) fn note(&self, order: Order, answer: Option<Answer>) -> bool {
         let mut seen = self.0.lock().unwrap();
         let Seen { accounts, counts, violations } = &mut *seen;

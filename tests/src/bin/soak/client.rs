@@ -27,17 +27,17 @@ impl Order {
         format!("order-{}", self.0 / 16)
     }
 
-    /// Name of the operation, as the server writes it.
+    /// Name of the operation, as the server writes it into the ledger.
     pub(crate) fn name(self) -> String {
         format!("{} {} {}", self.path(), self.caller(), self.key())
     }
 
-    /// Returns whether its route has the policy `on_crash = fail`.
+    /// Returns whether the order's route has the policy `on_crash = fail`.
     pub(crate) fn is_under_fail(self) -> bool {
         self.0 % 4 < 2
     }
 
-    /// Body of its requests. Most operations are short; one of a hundred is longer than its lease.
+    /// Body of the operation's requests. Most operations are short; one of a hundred is longer than its lease.
     pub(crate) fn payload(self) -> String {
         let millis = if self.0 % 100 == 99 { 3000 } else { self.0 % 30 };
         format!("{millis} ms, amount {}", self.0)
