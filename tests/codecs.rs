@@ -369,7 +369,8 @@ fn postcard_refuses_bytes_of_a_value_of_another_type() {
             },
         }
     }
-    // Swapped fields, a changed unit, renamed variants and changed fields of variants: these types have the same bytes.
+    // The types differ in the order of fields, a unit, names of variants or fields of variants. Their values have the
+    // same bytes.
     assert_eq!(read_as::<_, now::Order>(&then::Order { net: 1, gross: 2 }), OTHER);
     assert_eq!(read_as::<_, now::Feet>(&then::Meters(7)), OTHER);
     assert_eq!(read_as::<_, now::Stage>(&then::Stage::Open), OTHER);

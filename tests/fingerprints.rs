@@ -454,7 +454,7 @@ proptest! {
 
     /// A consumer that parses the text of a payload and a consumer that has the value compute the same fingerprint.
     #[test]
-    fn data_and_its_json_have_one_fingerprint(data in data()) {
+    fn data_and_its_json_have_the_same_fingerprint(data in data()) {
         let fingerprint = of(&data);
         if let Ok(text) = serde_json::to_string(&data) {
             let read: Value = serde_json::from_str(&text).expect("serde_json reads what it wrote");

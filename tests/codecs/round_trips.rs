@@ -117,7 +117,7 @@ async fn maps_and_sets_with_a_random_order_count_as_equal() {
 }
 
 #[tokio::test]
-async fn the_report_of_a_difference_names_its_field_and_no_value() {
+async fn the_report_of_a_result_that_reads_back_differently_names_its_field_and_no_value() {
     let receipt = Receipt { card: SECRET.to_owned(), lines: vec![Some(None)] };
     let (said, _) = first_and_duplicate::<Json, _>(POLICY, &receipt).await;
     let said = said.expect("a difference");

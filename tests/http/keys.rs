@@ -1,4 +1,4 @@
-//! Keys, callers and payloads.
+//! Keys of requests, callers, and the comparison of payloads.
 
 use http::header::HeaderName;
 use http::{HeaderValue, Method, Request};

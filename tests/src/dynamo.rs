@@ -318,7 +318,7 @@ impl Wire {
         Self(Arc::new(Shared { endpoint, idle: Mutex::default(), script: Mutex::default(), seen: Mutex::default() }))
     }
 
-    /// Sets the fate of the next requests. Requests after the script pass.
+    /// Sets the fate of the next requests. Later requests get the emulator's answer.
     pub fn script(&self, replies: impl IntoIterator<Item = Reply>) {
         *self.0.script.lock().unwrap() = replies.into_iter().collect();
     }

@@ -59,7 +59,7 @@ fn main() {
             assert_eq!(refused.kind(), StoreErrorKind::Unconfirmed, "{refused}");
         } else {
             record(&store, "before").await;
-            // The fourth connection belongs to lone callers. The child must close this connection too.
+            // The store opens a fourth connection when a call is alone. The child must close this connection too.
             while open_files(path) < 4 {
                 replay(&store, "before").await;
             }
