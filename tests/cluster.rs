@@ -613,7 +613,7 @@ async fn a_killed_primary_is_replaced_by_the_sentinels_under_load() {
 }
 
 #[tokio::test]
-async fn answers_of_a_replaced_primary_are_not_trusted() {
+async fn answers_of_a_primary_that_the_sentinels_replaced_are_not_trusted() {
     let watched = Watched::start(DOWN_AFTER);
     let store = RedisStore::options().response_timeout(LEASE).connect(&watched.url()).await.unwrap();
     let (old, new) = (&watched.servers[0], watched.servers[1].port());
@@ -902,7 +902,7 @@ async fn a_found_record_does_not_count_as_replicated() {
 }
 
 #[tokio::test]
-async fn concurrent_operations_share_one_wait() {
+async fn concurrent_operations_share_wait_commands() {
     let (primary, _replica) = pair(Kind::Redis);
     let store = RedisStore::options().min_replicas(1, Duration::from_secs(5)).connect(&primary.url()).await.unwrap();
     let names: Vec<_> = (0..1000).map(|n| format!("k{n}")).collect();

@@ -136,7 +136,7 @@ macro_rules! for_each_codec {
 }
 
 #[test]
-fn every_codec_returns_its_input() {
+fn every_codec_decodes_the_value_that_it_encoded() {
     for_each_codec!(C => {
         // Empty, zero and extreme values of every kind, and long values.
         round_trip::<C, _>(&order());
@@ -843,7 +843,7 @@ enum Content {
 }
 
 #[tokio::test]
-async fn plain_bytes_are_recorded_unchanged() {
+async fn results_of_plain_bytes_are_recorded_unchanged() {
     let every: Vec<u8> = (0..=255).collect();
     for bytes in [every, vec![0], b"null".to_vec(), b"[1,2]".to_vec(), vec![255; 20_000]] {
         let expected = ("bytes".to_owned(), bytes.clone());
@@ -916,7 +916,7 @@ impl<'de> Deserialize<'de> for Byte {
 
 /// A type reads recorded bytes in the same way as a JSON array of the same numbers.
 #[test]
-fn recorded_bytes_are_read_like_an_array() {
+fn recorded_bytes_are_read_like_a_json_array_of_numbers() {
     // Reads the bytes from a recorded JSON array and from recorded raw bytes, which must give the same value.
     fn read<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
         let [array, raw] =
@@ -1207,7 +1207,7 @@ fn debug_output_of_a_migration_shows_no_result() {
 }
 
 #[test]
-fn a_policy_stays_small() {
+fn a_policy_takes_at_most_136_bytes() {
     assert!(size_of::<Policy>() <= 136, "{}", size_of::<Policy>());
     assert_eq!(size_of::<OnUndecodable>(), size_of::<usize>());
 }

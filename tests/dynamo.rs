@@ -356,7 +356,7 @@ async fn each_operation_costs_its_documented_requests() {
 }
 
 #[tokio::test]
-async fn a_waiting_duplicate_is_woken_by_its_own_handle_and_polls_for_others() {
+async fn a_waiting_duplicate_is_woken_by_its_own_store_handle_and_polls_for_other_handles() {
     let (store, wire) = wired("wait");
     let (other, _) = wired("wait");
     for (name, by) in [("own", &store), ("other", &other)] {

@@ -1289,7 +1289,7 @@ fn heartbeats_move_to_a_living_runtime() {
 }
 
 #[tokio::test]
-async fn errors_name_the_key_the_store_and_the_effect() {
+async fn errors_name_the_key_the_store_and_whether_the_body_ran() {
     let world = World::new();
     let running = world.hang(POLICY).await;
     let error = world.call(POLICY).await.0.unwrap_err();

@@ -168,7 +168,7 @@ fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
 }
 
 #[test]
-fn each_file_of_a_store_is_in_the_table() {
+fn each_file_of_a_store_is_in_the_table_of_architecture_md() {
     let architecture = read(&root().join("ARCHITECTURE.md"));
     let (_, rest) = architecture.split_once("<!-- files of the stores -->").expect("the table begins");
     let (table, _) = rest.split_once("<!-- end of the files of the stores -->").expect("the table ends");
@@ -216,7 +216,7 @@ fn names() -> HashSet<String> {
 }
 
 #[test]
-fn the_tests_that_documents_name_are_there() {
+fn the_tests_that_documents_name_exist() {
     let known = names();
     let (mut named, mut missing) = (0, Vec::new());
     let documents = fs::read_dir(root()).expect("the folder").map(|entry| entry.expect("an entry").path());

@@ -5,7 +5,7 @@
 //! | mistake | test |
 //! |---|---|
 //! | `Cache-Control: no-store` frees the key | `a_response_is_recorded_whatever_its_cache_control` |
-//! | a response over the limit, or a stream, runs again | `a_response_that_is_too_large_is_never_run_again`, `a_stream_of_events_reaches_the_first_client_as_it_comes` |
+//! | a response over the limit, or a stream, runs again | `a_handler_whose_response_is_too_large_to_record_never_runs_again`, `a_stream_of_events_reaches_the_first_client_as_it_comes` |
 //! | nested routers have lost their prefix | `routes_of_different_nested_routers_are_different_operations` |
 //! | a refreshed token of the same caller makes another key | `a_refreshed_token_is_the_same_caller` |
 //! | anonymous clients share their keys | `a_request_without_credentials_is_neither_recorded_nor_replayed` |
@@ -26,7 +26,7 @@
 //! | a nested body ends the process | `a_deeply_nested_request_body_is_refused_and_leaves_no_record` |
 //! | a streamed body holds its slot for ever | `a_streamed_request_body_has_a_deadline` |
 //! | a client without gRPC gets status 200 for each refusal | `only_a_client_of_grpc_gets_refusals_as_a_status_of_grpc` |
-//! | the fingerprint of a request that loses a race is not compared | `of_many_duplicates_one_runs`, `a_different_request_is_a_mismatch_while_the_first_runs` |
+//! | the fingerprint of a request that loses a race is not compared | `of_many_concurrent_duplicates_one_runs`, `a_different_request_is_a_mismatch_while_the_first_runs` |
 #![allow(clippy::disallowed_methods)] // Servers and clients wait on real time.
 
 #[path = "http/clients.rs"]

@@ -137,7 +137,7 @@ proptest! {
 }
 
 #[test]
-fn a_message_of_an_earlier_generation_commits_nothing() {
+fn a_message_of_an_earlier_assignment_commits_no_offset() {
     for is_revoked in [false, true] {
         let mut tracker = OffsetTracker::new();
         tracker.assigned(&"orders");
@@ -157,14 +157,14 @@ fn a_message_of_an_earlier_generation_commits_nothing() {
 }
 
 #[test]
-fn a_partition_that_was_never_assigned_commits_nothing() {
+fn a_partition_that_was_never_assigned_commits_no_offset() {
     let mut tracker = OffsetTracker::new();
     assert_eq!(tracker.started(&"orders", 5), None);
     assert_eq!(tracker.in_flight(&"orders"), 0);
 }
 
 #[test]
-fn a_dropped_ticket_stops_commits_and_keeps_no_memory() {
+fn a_dropped_ticket_stops_commits_and_uses_no_memory() {
     let mut tracker = OffsetTracker::new();
     tracker.assigned(&0);
     let _ = tracker.started(&0, 0);

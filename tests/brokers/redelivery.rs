@@ -9,7 +9,7 @@ use super::super::*;
 const DAY: Duration = Duration::from_secs(86_400);
 
 #[test]
-fn a_ttl_shorter_than_the_brokers_redelivery_is_refused_at_start() {
+fn a_ttl_shorter_than_the_redelivery_time_of_the_broker_is_refused_at_start() {
     let cases = [
         (Redelivery::sqs(DAY * 4), 4),
         // The dead-letter queue keeps a message for another 14 days.

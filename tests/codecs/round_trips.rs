@@ -129,7 +129,7 @@ async fn the_report_of_a_result_that_reads_back_differently_names_its_field_and_
 }
 
 #[tokio::test]
-async fn recorded_errors_are_compared_as_well() {
+async fn recorded_errors_are_compared_with_their_decoded_values() {
     #[derive(Debug, Serialize, Deserialize)]
     struct Declined {
         reason: Option<Option<String>>,

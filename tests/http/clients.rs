@@ -30,7 +30,7 @@ use crate::rig::*;
 const HEAD: &str = "POST /pay HTTP/1.1\r\nhost: till\r\nidempotency-key: k\r\n";
 
 #[tokio::test]
-async fn of_many_duplicates_one_runs() {
+async fn of_many_concurrent_duplicates_one_runs() {
     for (version, in_progress) in
         [(Version::One, InProgress::Reject), (Version::Two, InProgress::Wait(Duration::from_secs(60)))]
     {

@@ -417,7 +417,7 @@ async fn each_host_can_have_its_own_keys() {
 }
 
 #[tokio::test]
-async fn hosts_are_separate_under_each_scope_and_profile() {
+async fn the_keys_of_hosts_are_separate_under_each_scope_and_profile() {
     let acp = layer().profile(idem_runtime::http::Profile::acp()).separate_hosts(true);
     for layer in [layer().scope("payments").separate_hosts(true), acp] {
         let (address, _) = serve_counter(layer).await;

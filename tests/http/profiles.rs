@@ -74,7 +74,7 @@ async fn under_stripe_rules_a_request_that_failed_validation_frees_its_key_for_a
 }
 
 #[tokio::test]
-async fn an_operation_that_has_begun_before_is_never_forgotten() {
+async fn an_operation_with_an_earlier_attempt_is_never_forgotten() {
     let store = FaultyStore::new(&MemoryStore::new());
     // This rule is the example of docs/http.md.
     let layer = IdempotencyLayer::new(&store, POLICY, Caller::single()).recording(|head, trailers| match head.status {

@@ -33,7 +33,7 @@ async fn serve_responses(
 }
 
 #[tokio::test]
-async fn only_responses_that_depend_on_the_request_are_recorded() {
+async fn final_responses_are_recorded_and_temporary_refusals_and_failures_are_not() {
     let (address, _) = serve_responses(layer(), |run, request| {
         let status = request.uri().path()[1..].parse().unwrap();
         let body = if status == 204 || status == 304 { String::new() } else { format!("run {run}") };
@@ -323,7 +323,7 @@ async fn a_grpc_status_in_the_trailers_decides_about_recording() {
 }
 
 #[tokio::test]
-async fn a_response_that_is_too_large_is_never_run_again() {
+async fn a_handler_whose_response_is_too_large_to_record_never_runs_again() {
     let policy = POLICY.max_result_bytes(1000).lease(Duration::from_millis(100));
     // The responses have a length, have no length, or have headers that are too large without the body.
     for path in ["/sized", "/chunked", "/headers"] {
