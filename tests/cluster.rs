@@ -638,7 +638,7 @@ async fn answers_of_a_primary_that_the_sentinels_replaced_are_not_trusted() {
 }
 
 #[tokio::test]
-async fn waiters_are_woken_after_a_failover() {
+async fn waiting_duplicates_are_woken_after_a_failover_by_the_sentinels() {
     let mut watched = Watched::start(DOWN_AFTER);
     let store = options().connect(&watched.url()).await.unwrap();
     let heard = |port: u16| ask(port, "PUBSUB NUMSUB idem:wake").map_or(0, |(_, heard): (String, usize)| heard);

@@ -218,7 +218,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(512) })]
 
     #[test]
-    fn every_written_value_is_read_back(order in any_order()) {
+    fn every_random_value_is_decoded_as_it_was_encoded(order in any_order()) {
         for_each_codec!(C => { round_trip::<C, _>(&order) });
     }
 }

@@ -259,7 +259,7 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
 ];
 
 #[test]
-fn every_mistake_is_caught() {
+fn every_mistake_of_the_plain_store_is_caught() {
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(4).enable_time().build().unwrap();
     let checks: Vec<_> = CAUGHT

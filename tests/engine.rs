@@ -237,7 +237,7 @@ async fn a_duplicate_waits_no_longer_than_its_policy_allows() {
 }
 
 #[tokio::test]
-async fn when_the_owner_fails_exactly_one_waiter_runs() {
+async fn when_the_running_attempt_fails_exactly_one_waiting_duplicate_runs() {
     let world = World::new();
     let wait = POLICY.in_progress(InProgress::Wait(Duration::from_secs(10)));
     let (go, gate) = tokio::sync::oneshot::channel::<()>();
@@ -333,7 +333,7 @@ async fn a_crash_blocks_the_key_for_one_lease_and_is_then_taken_over() {
 }
 
 #[tokio::test]
-async fn under_fail_a_crash_needs_an_operator() {
+async fn under_on_crash_fail_a_crash_needs_an_operator() {
     let world = World::new();
     let policy = POLICY.on_crash(OnCrash::Fail);
     world.crash(policy).await;
@@ -357,7 +357,7 @@ async fn a_dropped_call_frees_its_key_immediately() {
 }
 
 #[tokio::test]
-async fn under_fail_a_dropped_call_leaves_its_key_interrupted() {
+async fn under_on_crash_fail_a_dropped_call_leaves_its_key_interrupted() {
     let world = World::new();
     let policy = POLICY.on_crash(OnCrash::Fail);
     drop(world.hang(policy).await);
@@ -774,7 +774,7 @@ async fn a_release_that_fails_does_not_hide_the_bodys_own_error() {
 }
 
 #[tokio::test]
-async fn results_that_can_not_be_stored_still_end_the_operation() {
+async fn an_operation_ends_even_if_its_result_can_not_be_stored() {
     struct Mute;
     impl Codec for Mute {
         const NAME: &'static str = "mute";
@@ -944,7 +944,7 @@ async fn a_lost_lease_cancels_the_body_and_leaves_the_successor_alone() {
 }
 
 #[tokio::test]
-async fn a_late_completion_is_refused_after_a_takeover_only() {
+async fn only_after_a_takeover_is_a_late_completion_refused() {
     let world = World::new();
     let stalled = async |taken_over: bool| {
         world.store.next(StoreCall::Finish, Fault::Slow(1));

@@ -258,7 +258,7 @@ async fn a_duplicates_pause_grows_with_its_deliveries_during_one_attempt() {
 }
 
 #[tokio::test]
-async fn only_some_duplicates_on_their_last_deliveries_wait() {
+async fn at_most_four_duplicates_on_their_last_deliveries_wait() {
     const SLOTS: u32 = 10;
     for delivery in [4, 5] {
         let world = World::new();

@@ -88,7 +88,7 @@ async fn a_mark_that_takes_effect_in_an_outage_is_removed_after_the_outage() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_dropped_during_its_mark_frees_its_key() {
+async fn a_call_that_is_dropped_while_its_begin_is_marked_frees_its_key() {
     for fault in [Fault::Hang, Fault::Slow(3)] {
         let world = World::new();
         world.store.next(StoreCall::Begin, fault);
@@ -121,7 +121,7 @@ async fn a_mark_that_is_refused_after_the_lapse_of_its_lease_leads_to_another_at
 }
 
 #[tokio::test]
-async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
+async fn under_on_crash_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
     let world = World::new();
     let body = async { Err::<u32, Error>(Error::NoAttempt) };
     world.store.always(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable));
@@ -153,7 +153,7 @@ async fn under_fail_an_error_frees_its_key_after_an_outage_of_many_leases() {
 }
 
 #[tokio::test]
-async fn under_fail_a_result_is_recorded_after_an_outage_of_many_leases() {
+async fn under_on_crash_fail_a_result_is_recorded_after_an_outage_of_many_leases() {
     let world = World::new();
     world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Unavailable));
     let (result, outcome) = driving(&world.clock, observe(world.operation(AT_MOST_ONCE).run(world.body()))).await;

@@ -311,7 +311,7 @@ async fn a_temporary_refusal_of_an_inner_call_is_not_recorded() {
 }
 
 #[tokio::test]
-async fn pauses_grow_and_differ_without_a_delivery_number() {
+async fn retry_pauses_grow_and_differ_by_key_without_a_delivery_number() {
     /// Pauses of eight deliveries, each of which comes when the pause before it ends.
     async fn pauses(world: &World, deliver: impl AsyncFn() -> Outcome) -> Vec<Duration> {
         let mut pauses = Vec::new();

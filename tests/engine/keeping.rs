@@ -325,7 +325,7 @@ async fn an_outage_pauses_a_body_for_max_pause_at_most() {
 }
 
 #[tokio::test]
-async fn a_process_that_stood_still_for_many_leases_renews_before_it_gives_up() {
+async fn a_process_that_stood_still_for_many_leases_renews_before_it_ends_its_bodies() {
     let world = World::new();
     let mut call = world.hang(POLICY).await;
     world.store.next(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
