@@ -77,7 +77,7 @@ fn a_replay_allocates_the_key_and_the_result_and_nothing_else() {
     }
     let expected: Vec<_> = (0..=10).map(receipt).collect();
     let replay = counted(|id| assert_eq!(now(ship(&store, id)).unwrap(), expected[usize::try_from(id).unwrap()]));
-    assert_eq!(replay.count_total, 1 + TEXTS, "the key, and the texts of the result: {replay:?}");
+    assert_eq!(replay.count_total, 1 + TEXTS, "a replay allocates the key and the texts of the result: {replay:?}");
     assert_eq!(replay.count_current, 0, "{replay:?}");
 }
 

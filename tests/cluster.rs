@@ -389,7 +389,7 @@ async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
     until("the replica is promoted", async || field(replica, "INFO replication", "role").as_deref() == Some("master"))
         .await;
     // An answered `inspect` shows that the store uses the new primary.
-    until("the store knows", async || {
+    until("the store knows the new primary", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key(&name))).await.is_ok()
     })
     .await;
@@ -625,7 +625,7 @@ async fn answers_of_a_primary_that_the_sentinels_replaced_are_not_trusted() {
     });
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
     // The store learns of the new primary although no request has failed, and leaves the old connection.
-    until("the store knows", async || {
+    until("the store knows the new primary", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key("k"))).await.is_ok()
     })
     .await;

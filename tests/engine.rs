@@ -961,7 +961,7 @@ async fn only_after_a_takeover_is_a_late_completion_refused() {
     };
     let result = stalled(true).await;
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
-    assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the successor's result stands");
+    assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the record keeps the result of the next attempt");
 
     world.clock.advance(TTL);
     assert_eq!(stalled(false).await.unwrap(), 99);
@@ -991,7 +991,7 @@ async fn shadow_mode_always_runs_the_body_and_reports_duplicates() {
     assert!(outcome.executed() && !outcome.recorded());
     assert_eq!(outcome.bypassed(), Some(Refusal::Replay));
     assert_eq!(outcome.disposition(), Disposition::Ack);
-    assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the first result stands");
+    assert_eq!(world.call(POLICY).await.0.unwrap(), 1, "the record keeps the first result");
 
     let world = World::new();
     let running = world.hang(shadow.in_progress(InProgress::Wait(LEASE))).await;

@@ -1066,7 +1066,7 @@ impl Store for Plain {
             } else {
                 join_all(renewals).await
             };
-            // Mistakes with the order of answers, or one answer for all leases.
+            // By mistake the store gives the answers in another order, or the same answer for all leases.
             let mut answers = renewed.into_iter().collect::<Result<Vec<_>, _>>()?;
             if self.is(M::RenewGroupsAnswers) {
                 answers.sort_by_key(|answer| *answer == Verdict::Refused);

@@ -1,4 +1,4 @@
-//! Every store, its servers, and the lines to them.
+//! Every store, its servers, and the proxies ("lines") in front of the servers.
 
 use std::any::Any;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Faults that cost no lease except of the keys that they affect. Bodies go on while their processes, runtimes, lines
+//! Faults during which only leases of the affected keys may lapse. Bodies go on while their processes, runtimes, lines
 //! and stores are disturbed, and waiting duplicates would take over a lapsed lease.
 
 use std::collections::HashSet;

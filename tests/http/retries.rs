@@ -33,7 +33,7 @@ struct Hurried {
 }
 
 impl Hurried {
-    /// Returns a clock at this time of the wall clock.
+    /// Returns a clock whose wall clock stands still at this time.
     fn at(wall: Duration) -> Self {
         Self { wall, ..Self::default() }
     }

@@ -256,7 +256,7 @@ pub fn client_with(wire: &Wire, retries: RetryConfig) -> Client {
     Client::from_conf(config.build())
 }
 
-/// Fate of a request in the script of a [`Wire`].
+/// Treatment of a request, for the script of a [`Wire`].
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// The client gets the emulator's answer.

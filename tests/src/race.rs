@@ -28,7 +28,7 @@ const CLOCK_SLACK: u64 = 20;
 
 // Table of effects.
 
-/// Line of the table.
+/// Line of the table of effects.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Line {
     /// Milliseconds since the machine started, by a clock that all processes share and that can't be set.

@@ -1,4 +1,4 @@
-//! Requests of a client. Each has its own connection, which the client may close at any moment.
+//! Requests of a client. Each request has its own connection, which the client may close at any moment.
 
 use std::time::Duration;
 
