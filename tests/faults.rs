@@ -1,6 +1,7 @@
 //! Every store under every fault: working processes, their answers during the fault, and the records at the end.
 //!
-//! The table in docs/faults.md is generated from the table in this file. Each of its cells is a test of that name.
+//! The table in docs/faults.md is generated from the table in this file. Each cell of the table is a
+//! test with the name of its fault, in the module of its store.
 // The futures of these tests are deep: they contain a store, its lanes and its connection.
 #![recursion_limit = "256"]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]

@@ -56,7 +56,7 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
     retries(&outcome);
     drop(running);
 
-    // A failed call counts even if a later call succeeds.
+    // A failed call leads to a retry of the delivery, even if a later call succeeds.
     let running = world.hang(POLICY).await;
     let other = Operation::new(&world.store, Ok(World::key("other")), POLICY);
     let (_, outcome) = observe(async {
@@ -82,14 +82,14 @@ async fn a_call_whose_error_is_swallowed_is_delivered_again_unless_the_error_is_
 
 #[tokio::test]
 async fn the_outcome_of_a_dropped_call_shows_the_phase_in_which_it_was_dropped() {
-    // The call is cut off while its key is being reserved.
+    // The call is dropped while its key is being reserved.
     let world = World::new();
     world.store.next(StoreCall::Reserve, Fault::Hang);
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;
     assert!(outcome.observed() && outcome.cancelled() && !outcome.executed() && !outcome.uncertain(), "{outcome:?}");
     retries(&outcome);
 
-    // The call is cut off while its body runs.
+    // The call is dropped while its body runs.
     let world = World::new();
     let hanging = world.operation(POLICY).run(std::future::pending::<Result<u32, Error>>());
     let (_, outcome) = observe(cut_off(Box::pin(hanging))).await;
@@ -98,7 +98,7 @@ async fn the_outcome_of_a_dropped_call_shows_the_phase_in_which_it_was_dropped()
     retries(&outcome);
     assert_eq!(world.state().await, State::Released);
 
-    // The call is cut off while its result is being recorded; the recording continues.
+    // The call is dropped while its result is being recorded; the recording continues.
     let world = World::new();
     world.store.next(StoreCall::Finish, Fault::Slow(3));
     let (_, outcome) = observe(cut_off(Box::pin(world.call_result(POLICY)))).await;

@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 
 use super::super::*;
 
-/// Value of a body. Its drop notes the key's record at that moment, as another process would find it.
+/// Value of a body. The drop of the guard notes the key's record at that moment, as another process would find it.
 struct Guard {
     peer: MemoryStore,
     found: Rc<Cell<Option<State>>>,
@@ -203,7 +203,7 @@ fn a_lease_is_kept_while_values_are_dropped() {
         } else {
             drop(call);
         }
-        // The drop has ended: it found the key held, and the key is free now.
+        // The drop of the value has ended and has found the key held. The key is free now.
         runtime.block_on(store.context().flush());
         assert!(matches!(found.take(), Some(State::Pending { .. })));
         assert_eq!(state_of(&memory), Some(State::Released));

@@ -31,7 +31,7 @@ impl Store for ScriptedWaits {
     fn wait<'a>(&'a self, _: &'a Key, _: u32, _: Duration) -> StoreFuture<'a, Option<Inspection>> {
         let (tells, told) = oneshot::channel();
         self.waits.lock().unwrap().push_back(tells);
-        StoreFuture::new(async move { Ok(told.await.expect("the test tells")) })
+        StoreFuture::new(async move { Ok(told.await.expect("the test sends an answer")) })
     }
 }
 
@@ -150,8 +150,8 @@ async fn no_duplicate_gets_a_record_read_before_its_request() {
     let mut first = hall.waits().await;
     hall.finish(&lease, "1").await;
     let early = hall.found().await;
-    // An answer is under way. Meanwhile an operator forgets the record, and another process reserves the key as attempt
-    // 1.
+    // An answer of the store's wait is under way. Meanwhile an operator forgets the record, and another process
+    // reserves the key as attempt 1.
     let found = hall.store.inner.inspect(&key).await.unwrap().expect("a record");
     let forgotten = Decision::new(&key, &found, Action::Forget);
     assert_eq!(hall.store.inner.decide(&forgotten).await.unwrap(), DecisionAnswer::Applied);
@@ -299,7 +299,7 @@ async fn a_stalled_duplicate_lets_the_next_one_reserve() {
         assert_eq!(hall.store.inner.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
         hall.store.inner.next(StoreCall::Reserve, Fault::Hang);
         hall.tell(hall.found().await);
-        assert!(poll_once(first.as_mut()).await.is_pending(), "its reservation hangs");
+        assert!(poll_once(first.as_mut()).await.is_pending(), "the reservation of the first duplicate hangs");
         assert!(poll_once(second.as_mut()).await.is_pending(), "the second call waits for the first call");
         if dropped {
             drop(first);
@@ -390,7 +390,7 @@ async fn duplicates_do_not_reserve_together_after_an_outage() {
     assert!(late.iter().all(|asked| *asked <= WAITERS / 3), "{late:?}");
 }
 
-/// In an outage the wait ends with the policy's time. After a permanent error it ends immediately.
+/// In an outage the wait ends with the policy's time. After a permanent error the wait ends immediately.
 #[tokio::test]
 async fn a_wait_in_an_outage_is_as_long_as_the_policy_says() {
     for (kind, lasts) in [(StoreErrorKind::Unavailable, true), (StoreErrorKind::Misconfigured, false)] {

@@ -29,7 +29,10 @@ impl<R: Rig> Scene<R> {
                 .until("the other processes have served their keys", |lines| lines.iter().filter(done).count() == HELD)
                 .await;
             assert_eq!(threads(worker), 1);
-            assert!(self.crew.lines().iter().all(|line| line.worker != worker), "its store needs a thread");
+            assert!(
+                self.crew.lines().iter().all(|line| line.worker != worker),
+                "the worker makes no call, because its store needs a thread"
+            );
             allow_threads(worker);
             self.ran_once(&[], 0..2 * HELD, 2 * HELD).await;
         }

@@ -114,7 +114,7 @@ impl<R: Rig> Scene<R> {
         let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
         let server_stops = fault == Fault::server_stopped_and_continued;
         crew.orders().policies = if server_stops { Policies::Limited } else { Policies::Mixed };
-        // The keys below this one are begun after the server is stopped.
+        // Workers begin keys with smaller numbers after the server is stopped.
         let first = if server_stops { 1 + 2 * (1 + GATED) } else { 1 };
         let steps = matches!(fault, Fault::clock_stepped | Fault::clock_stepped_within_the_skew);
         let stepped = if steps { clock.env() } else { rig.env() };
@@ -185,7 +185,7 @@ impl<R: Rig> Scene<R> {
         let took_over = |line: &race::Line| {
             line.worker == successor && line.key == 0 && matches!(line.event, Event::Ran(_) | Event::Replayed(_))
         };
-        self.until("its key is taken over", |seen| seen.0.iter().any(took_over)).await;
+        self.until("the key of the killed worker is taken over", |seen| seen.0.iter().any(took_over)).await;
         self.progress("the others go on").await;
         Rules::STRICT
     }
@@ -195,7 +195,7 @@ impl<R: Rig> Scene<R> {
         self.rig.stop(&self.crew, self.others[0]).await;
         let successor = self.crew.start(0, Keys::Open, Work::Held);
         let (holder, of_key_0) = (self.holder, |line: &&race::Line| line.key == 0);
-        self.until("its key is taken over", |seen| {
+        self.until("the key of the stopped worker is taken over", |seen| {
             seen.0.iter().filter(of_key_0).any(|line| line.worker == successor && line.event == Event::Held)
         })
         .await;
