@@ -55,7 +55,7 @@ fn done() -> Finish {
 }
 
 #[tokio::test]
-async fn a_full_store_refuses_new_keys_and_serves_the_old_ones() {
+async fn a_full_store_refuses_new_keys_and_still_serves_recorded_keys() {
     let world = World::new(4);
     let mut leases = Vec::new();
     for n in 0..4 {
@@ -202,7 +202,7 @@ async fn an_expired_record_is_absent_before_it_is_cleaned_up() {
 
 /// The list of records to clean up must not grow beyond the number of records.
 #[tokio::test]
-async fn the_list_of_the_clean_up_is_bounded() {
+async fn the_list_of_records_to_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("ListEntry(").count();
     for _ in 0..100 {
@@ -228,7 +228,7 @@ fn a_new_store_is_empty() {
 }
 
 #[tokio::test]
-async fn a_store_without_room_refuses_every_key() {
+async fn a_memory_store_with_a_limit_of_zero_records_refuses_every_key() {
     let world = World::new(0);
     world.refuses(&world.request(0)).await;
     assert!(world.store.is_empty());
@@ -237,7 +237,7 @@ async fn a_store_without_room_refuses_every_key() {
 /// The entry of a waiter must be removed with the waiter, however the wait ends, because the record may never be
 /// written again.
 #[tokio::test]
-async fn an_ended_wait_leaves_no_entry() {
+async fn an_ended_wait_leaves_no_entry_of_its_waiter() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("Waiters {").count();
     let lease = world.reserved(&world.request(0)).await;
@@ -269,7 +269,7 @@ async fn an_ended_wait_leaves_no_entry() {
 }
 
 #[test]
-fn every_handle_has_the_namespace() {
+fn every_handle_of_a_memory_store_has_its_namespace() {
     let store = MemoryStore::options().namespace("shop").build();
     assert_eq!([store.namespace(), store.peer().namespace(), store.upkeep().namespace()], ["shop"; 3]);
     assert_eq!(MemoryStore::new().namespace(), "");
@@ -306,7 +306,7 @@ async fn a_lease_is_renewed_in_paused_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_goes_on_when_a_test_advances_time_beyond_its_lease() {
+async fn a_body_continues_when_a_test_advances_time_beyond_its_lease() {
     let store = MemoryStore::new();
     let call = outlives_its_lease(&store, "k", tokio::time::sleep(LEASE * 3));
     let steps = async {
@@ -327,7 +327,7 @@ async fn a_body_goes_on_when_a_test_advances_time_beyond_its_lease() {
 
 /// The renewal task of the store starts in real time, before the test pauses the clock.
 #[tokio::test]
-async fn a_test_may_pause_time_after_the_first_call() {
+async fn a_lease_is_renewed_if_a_test_pauses_time_after_the_first_call() {
     let store = MemoryStore::new();
     assert!(outlives_its_lease(&store, "before", async {}).await.0.is_ok());
     tokio::time::pause();

@@ -33,7 +33,7 @@ async fn interrupted() -> (ManualClock, MemoryStore, Key) {
 }
 
 #[tokio::test]
-async fn a_resolution_is_replayed_by_the_handler() {
+async fn a_result_that_an_operator_records_is_replayed_by_the_handler() {
     let (_clock, store, key) = interrupted().await;
     let operator = store.operator().by("alice").reason("INC-7");
     let found = operator.inspect(&key).await.unwrap().unwrap();
@@ -85,7 +85,7 @@ async fn the_later_of_two_operators_gets_a_reasoned_refusal() {
 }
 
 #[tokio::test]
-async fn a_resolution_without_a_result_never_runs_the_body_again() {
+async fn a_key_that_an_operator_resolves_without_a_result_never_runs_again() {
     for resolution in [Resolution::completed_without_result(), Resolution::failed_without_result()] {
         let (_clock, store, key) = interrupted().await;
         let found = store.operator().inspect(&key).await.unwrap().unwrap();
@@ -96,7 +96,7 @@ async fn a_resolution_without_a_result_never_runs_the_body_again() {
 }
 
 #[tokio::test]
-async fn a_refusal_names_its_reason_and_a_remedy() {
+async fn a_refused_decision_names_the_reason_and_a_remedy() {
     let (clock, store, key) = interrupted().await;
     let operator = store.operator();
     let look = async || operator.inspect(&key).await.unwrap().unwrap().revision();
@@ -125,7 +125,7 @@ async fn a_refusal_names_its_reason_and_a_remedy() {
 }
 
 #[tokio::test]
-async fn an_error_of_a_decision_says_whether_to_repeat_it() {
+async fn an_error_of_a_decision_says_whether_to_repeat_the_decision() {
     let (_clock, store, key) = interrupted().await;
     let faulty = FaultyStore::new(&store);
     let found = store.operator().inspect(&key).await.unwrap().unwrap();
@@ -141,7 +141,7 @@ async fn an_error_of_a_decision_says_whether_to_repeat_it() {
 }
 
 #[tokio::test]
-async fn a_key_is_parsed_in_every_form_that_is_shown() {
+async fn an_operator_can_pass_a_key_in_every_form_in_which_keys_are_shown() {
     let (_clock, store, key) = interrupted().await;
     let operator = store.operator();
     for shown in
@@ -158,7 +158,7 @@ async fn a_key_is_parsed_in_every_form_that_is_shown() {
 }
 
 #[tokio::test]
-async fn a_record_shows_holder_time_and_decision() {
+async fn an_inspected_record_shows_its_holder_its_times_and_the_last_decision() {
     let clock = ManualClock::new();
     let store = MemoryStore::options().clock(clock.clone()).holder("worker-7").build();
     let operator = store.operator().by("alice").reason("INC-7");
@@ -226,7 +226,7 @@ async fn refund(store: &dyn Store, order: u64) -> Result<u64, Error> {
 }
 
 #[tokio::test]
-async fn a_store_that_can_not_list_returns_an_error() {
+async fn listing_a_store_without_lists_returns_an_error() {
     let store = FaultyStore::new(&MemoryStore::new());
     store.always(StoreCall::List, Fault::Before(StoreErrorKind::Unsupported));
     for refused in [

@@ -70,7 +70,7 @@ fn kind<T: std::fmt::Debug>(answer: Result<T, StoreError>) -> StoreErrorKind {
 // Creation of the table.
 
 #[tokio::test]
-async fn the_schema_file_makes_the_same_table_as_connect() {
+async fn the_schema_file_creates_the_same_table_as_connect() {
     assert_eq!(PostgresStore::schema_sql("idem"), SCHEMA);
     let server = PostgresServer::start();
     let (by_file, by_store) = (server.database("by_file").await, server.database("by_store").await);
@@ -115,7 +115,7 @@ async fn text(raw: &Client, question: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_number_of_partitions_matters_only_at_creation() {
+async fn the_option_for_partitions_matters_only_when_the_table_is_created() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (plain, parts) = (server.database("plain").await, server.database("parts").await);
     connect(&plain).await;
@@ -147,7 +147,7 @@ async fn the_number_of_partitions_matters_only_at_creation() {
 }
 
 #[tokio::test]
-async fn records_move_to_partitions_by_the_documented_steps() {
+async fn records_move_to_a_partitioned_table_by_the_documented_steps() {
     let document = include_str!("../docs/operations.md").split_once("### From a plain table to partitions").unwrap().1;
     let recipe = document.split_once("```sql\n").unwrap().1.split_once("```").unwrap().0;
     let (before, after) = recipe.split_once("-- Here goes").unwrap();
@@ -188,7 +188,7 @@ async fn compressions(raw: &Client, schema: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn results_are_compressed_by_lz4_where_the_server_has_it() {
+async fn postgres_compresses_results_by_lz4_if_the_server_supports_it() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (url, raw) = (server.url(), server.raw().await);
     let has_lz4 = raw.batch_execute("CREATE TABLE probe (it bytea COMPRESSION lz4)").await.is_ok();
@@ -225,7 +225,7 @@ async fn results_are_compressed_by_lz4_where_the_server_has_it() {
 
 /// The test replaces the server's view of settings by that of a server without lz4.
 #[tokio::test]
-async fn a_server_without_lz4_keeps_its_compression() {
+async fn a_table_on_a_server_without_lz4_keeps_the_default_compression() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let raw = server.raw().await;
     let settings = "pg_settings AS SELECT name, ARRAY['pglz'] AS enumvals FROM pg_catalog.pg_settings";
@@ -242,13 +242,13 @@ async fn a_server_without_lz4_keeps_its_compression() {
 }
 
 #[tokio::test]
-async fn the_statements_for_partitions_are_pinned() {
+async fn the_sql_that_creates_partitions_is_pinned() {
     let sql = PostgresStore::options().partitions(2).schema_sql();
     assert_eq!(sql, include_str!("golden/postgres-partitioned-v1.sql"));
 }
 
 #[tokio::test]
-async fn every_statement_reads_by_an_index() {
+async fn every_statement_of_the_store_uses_an_index() {
     let server = PostgresServer::start_with(&[
         "fsync=off",
         "session_preload_libraries=auto_explain",
@@ -278,7 +278,7 @@ async fn every_statement_reads_by_an_index() {
 }
 
 #[tokio::test]
-async fn schemas_keep_applications_apart() {
+async fn stores_in_different_schemas_share_no_record() {
     let ((a, ..), (b, ..)) = (open().await, open().await);
     assert_eq!((reserved(&a, "k").await.attempt, reserved(&b, "k").await.attempt), (1, 1));
     for schema in ["", "with\0nul", &"x".repeat(59)] {
@@ -457,7 +457,7 @@ impl Counter<'_> {
 }
 
 #[tokio::test]
-async fn a_first_run_is_two_statements_and_everything_else_one() {
+async fn a_first_run_takes_two_statements_and_every_other_call_takes_one() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let (owner, other) = (connect(&server.url()).await, connect(&server.url()).await);
     let runs = AtomicU32::new(0);
@@ -540,7 +540,7 @@ async fn large_results_share_no_statement() {
 }
 
 #[tokio::test]
-async fn large_results_leave_connections_free_and_outlive_their_callers() {
+async fn completions_with_large_results_leave_connections_free_and_outlive_their_callers() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     connect(&server.url()).await;
     // A trigger blocks statements with large results until the test releases its lock.
@@ -636,7 +636,7 @@ async fn no_transaction_is_open_while_a_handler_runs() {
 }
 
 #[tokio::test]
-async fn completions_change_no_index() {
+async fn a_completion_changes_no_indexed_column() {
     let server = PostgresServer::start_with(&["fsync=off", "autovacuum=off"]);
     let store = connect(&server.url()).await;
     for round in 0..20 {
@@ -769,7 +769,7 @@ async fn the_purger_works_until_its_store_is_dropped() {
 // Errors.
 
 #[tokio::test]
-async fn results_that_a_row_can_not_hold_are_refused_before_the_write() {
+async fn results_too_large_for_a_row_are_refused_before_the_write() {
     let (store, ..) = open().await;
     let lease = reserved(&store, "k").await;
     // The zeroes are never read, so they take no memory.
@@ -995,7 +995,7 @@ async fn a_write_whose_answer_got_lost_is_recognised() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_answer_ends_every_call() {
+async fn every_call_ends_if_the_server_does_not_answer() {
     let (url, schema) = shared_schema();
     let proxy = Proxy::to(shared().0).await;
     let options = options().schema(&schema).response_timeout(Duration::from_millis(300));
@@ -1039,7 +1039,7 @@ async fn a_store_replaces_sessions_that_the_server_ended() {
 }
 
 #[tokio::test]
-async fn operations_go_on_while_the_pooler_restarts() {
+async fn operations_succeed_while_the_pooler_restarts() {
     let server = PostgresServer::start();
     let mut pooler = PgBouncer::start(server.port());
     let options = options().behind_pgbouncer().response_timeout(Duration::from_secs(1));
@@ -1767,7 +1767,7 @@ async fn processes_race_while_the_server_restarts() {
 }
 
 #[tokio::test]
-async fn a_list_continues_behind_the_rows_that_it_has_read() {
+async fn each_page_of_a_list_continues_after_the_rows_of_the_previous_page() {
     for partitions in [0, 4] {
         lists_page_by_page(partitions).await;
     }
@@ -1799,7 +1799,7 @@ async fn lists_page_by_page(partitions: u16) {
 }
 
 #[tokio::test]
-async fn the_holder_of_a_key_is_in_readable_columns() {
+async fn readable_columns_show_the_holder_of_a_key() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).holder("worker-7").connect(&url).await.unwrap();
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();

@@ -133,9 +133,9 @@ fn is_large() -> bool {
     std::env::var("IDEM_PROTOCOL_BOUND").is_ok_and(|bound| bound == "large")
 }
 
-/// Returns a history that shows `property`: it breaks a rule, or leads to a scene. The history is short, because states
-/// are checked in the order of their depth, but not the shortest, because the checker keeps the last history that it
-/// finds before it stops.
+/// Returns a history that breaks the rule `property`, or leads to the event of that name. The history is short, because
+/// states are checked in the order of their depth, but not the shortest, because the checker keeps the last history
+/// that it finds before it stops.
 fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);
@@ -151,7 +151,7 @@ fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Opt
 /// Returns the shortest history that shows `property`.
 fn shortest(config: &Config, property: &'static str) -> Option<Vec<Action>> {
     let mut shortest = found(config, property, None)?;
-    // A search for "every call ends" finds no history if it stops early.
+    // The search for a history of "every call ends" must not stop early, because it would then find none.
     while property != ENDS
         && let Some(shorter) = found(config, property, Some(shortest.len() - 1))
     {
@@ -187,8 +187,8 @@ fn tell(config: &Config, story: &[Action]) -> String {
     told
 }
 
-/// Every mistake is noticed by the property that the mistake names. Without the mistake, the same configuration breaks
-/// no rule, as its own test shows.
+/// Every mistake is noticed by the property that is listed with it. The test of the configuration itself shows that the
+/// configuration breaks no rule without the mistake.
 #[test]
 fn every_mistake_is_noticed_by_its_property() {
     let only = std::env::var("IDEM_PROTOCOL_MUTANT").ok();
@@ -212,15 +212,15 @@ fn every_mistake_is_noticed_by_its_property() {
     assert!(missed.is_empty(), "not noticed: {missed:#?}");
 }
 
-/// The page lists every configuration and every mistake. `IDEM_UPDATE=1` rewrites the lists.
+/// `tests/protocol/README.md` lists every configuration and every mistake. `IDEM_UPDATE=1` rewrites the lists.
 #[test]
-fn the_page_lists_every_check() {
+fn the_page_of_the_model_lists_every_configuration_and_every_mistake() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/protocol/README.md");
     let page = std::fs::read_to_string(path).expect("tests/protocol/README.md");
     let mut written = String::new();
     let mut rows = 0;
     for line in page.lines() {
-        // The rows of a list follow its head and the ruler below it, and are replaced.
+        // The rows of a table follow its head and the ruler below the head. The new rows replace them.
         rows = if line.starts_with('|') { rows + 1 } else { 0 };
         if rows <= 2 {
             writeln!(written, "{line}").unwrap();
@@ -248,9 +248,9 @@ fn the_page_lists_every_check() {
     assert!(page == written, "{path} is out of date: run the test with IDEM_UPDATE=1, and look at the difference");
 }
 
-/// Both pages name the invariants that the model checks.
+/// `tests/protocol/README.md` and `docs/proof.md` name the invariants that the model checks.
 #[test]
-fn the_pages_name_the_invariants_that_are_checked() {
+fn both_pages_name_the_invariants_that_the_model_checks() {
     let number = |name: &str| {
         let (letter, number) = name.split(' ').next()?.split_at(1);
         Some((letter.to_owned(), number.parse::<u8>().ok()?))
@@ -279,7 +279,7 @@ fn the_pages_name_the_invariants_that_are_checked() {
     }
 }
 
-/// Every rule is broken by some mistake, so that no rule is checked in vain.
+/// At least one mistake breaks each rule, which shows that every check of a rule can fail.
 #[test]
 fn every_property_notices_a_mistake() {
     let noticed: BTreeSet<_> = Mutant::ALL.iter().map(|mutant| mutant.noticed_by()).collect();
@@ -287,7 +287,7 @@ fn every_property_notices_a_mistake() {
     assert_eq!(noticed, rules);
 }
 
-/// On a path without an end, the checker would not check "every call ends".
+/// If a path had no end, the checker would not check "every call ends" on this path.
 #[test]
 fn no_configuration_has_a_cycle() {
     for name in ["waiting", "waits_and_fails", "two_keys", "restarts", "fingerprints"] {

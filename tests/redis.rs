@@ -120,7 +120,7 @@ fn the_stored_form_is_pinned() {
 }
 
 #[tokio::test]
-async fn the_server_holds_the_pinned_form() {
+async fn the_redis_server_holds_the_pinned_bytes_of_a_record() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let mut raw = server.raw().await;
@@ -545,7 +545,7 @@ async fn a_silent_connection_is_replaced() {
 }
 
 #[tokio::test]
-async fn a_cancelled_caller_fails_no_other() {
+async fn a_cancelled_caller_fails_no_other_call() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let runs = Arc::new(AtomicU32::new(0));
@@ -581,7 +581,7 @@ async fn calls_of(server: &RedisServer) -> impl Fn(&str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_first_run_is_two_calls_and_everything_else_one() {
+async fn a_first_run_sends_two_commands_and_most_other_calls_send_one() {
     let server = RedisServer::start(Kind::Redis);
     let (owner, other) = (connect(&server).await, connect(&server).await);
     let sent = async || {

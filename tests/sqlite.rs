@@ -166,7 +166,7 @@ async fn the_stored_form_is_pinned() {
 }
 
 #[tokio::test]
-async fn times_are_milliseconds_of_the_wall_clock() {
+async fn the_times_of_a_row_are_milliseconds_of_the_wall_clock() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let now = || i64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_millis()).unwrap();
@@ -435,7 +435,7 @@ async fn a_write_waits_for_a_lock_that_is_released_in_time() {
 }
 
 #[tokio::test]
-async fn a_call_without_the_lock_fails_and_says_whether_it_was_begun() {
+async fn a_call_that_gets_no_lock_fails_and_says_whether_it_may_still_write() {
     let folder = Folder::new();
     let options = SqliteStore::options().response_timeout(Duration::from_millis(100)).queue_capacity(1);
     let store = options.busy_timeout(Duration::from_secs(600)).open(folder.file()).await.unwrap();
@@ -532,7 +532,7 @@ async fn a_begun_attempt_ends_in_a_full_file() {
 }
 
 #[tokio::test]
-async fn a_result_that_no_file_of_that_size_holds_is_too_large() {
+async fn a_result_larger_than_the_size_limit_of_the_file_is_too_large() {
     let folder = Folder::new();
     let (store, leases) = filled(&folder).await;
     let result = |bytes: usize| Finish::Completed(stored(vec![b'x'; bytes]));
@@ -842,7 +842,7 @@ async fn a_renewal_never_shortens_a_confirmed_lease() {
 }
 
 #[tokio::test]
-async fn renewals_without_number_are_answered_one_by_one() {
+async fn each_of_very_many_renewals_gets_its_own_answer() {
     const LEASES: usize = 10_000;
     let folder = Folder::new();
     let store = SqliteStore::options().queue_capacity(100).open(folder.file()).await.unwrap();
@@ -1260,7 +1260,7 @@ async fn a_child_that_was_forked_in_the_middle_of_a_write_leaves_the_file_alone(
 }
 
 #[tokio::test]
-async fn a_cancelled_caller_fails_no_other() {
+async fn a_cancelled_caller_fails_no_other_call() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let runs = Arc::new(AtomicU32::new(0));
@@ -1474,7 +1474,7 @@ const MANY_ROWS: &str = "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1
     x'00112233445566778899aabbccddeeff', 1, 1, 0, 4102444800000, 4102444800000, 0, 0 FROM n";
 
 #[tokio::test]
-async fn a_list_continues_behind_the_rows_that_it_has_read() {
+async fn each_page_of_a_list_continues_after_the_rows_of_the_previous_page() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     raw(&folder.file()).execute_batch(MANY_ROWS).unwrap();
@@ -1494,7 +1494,7 @@ async fn a_list_continues_behind_the_rows_that_it_has_read() {
 }
 
 #[tokio::test]
-async fn the_holder_of_a_key_is_in_readable_columns() {
+async fn readable_columns_show_the_holder_of_a_key() {
     let folder = Folder::new();
     let store = SqliteStore::options().holder("worker-7").open(folder.file()).await.unwrap();
     call(&store, "k", &AtomicU32::new(0)).await.0.unwrap();

@@ -70,7 +70,7 @@ async fn check(scenario: &Scenario) {
 }
 
 #[tokio::test]
-async fn every_scenario_has_its_span_its_events_and_its_numbers() {
+async fn each_scenario_has_the_expected_span_events_and_counters() {
     for scenario in SCENARIOS {
         check(scenario).await;
     }
@@ -322,7 +322,7 @@ async fn beats_and_leases_are_counted() {
 }
 
 #[tokio::test]
-async fn every_handle_of_a_store_has_the_same_numbers() {
+async fn all_handles_of_a_store_share_their_counters() {
     let store = MemoryStore::new();
     Operation::new(&store, Ok(World::key()), POLICY).run(async { Ok::<_, Error>(7) }).await.unwrap();
     for handle in [store.clone().metrics(), store.handle().metrics(), store.upkeep().metrics()] {

@@ -36,7 +36,7 @@ mod simulation {
     }
 
     #[test]
-    fn a_seed_repeats_its_order() {
+    fn a_seed_repeats_the_order_of_its_tasks() {
         assert_eq!(turns(7), turns(7));
         let different: std::collections::BTreeSet<_> = (0..20).map(turns).collect();
         assert!(different.len() > 15, "seeds draw different orders, not {different:?}");
@@ -92,7 +92,7 @@ mod simulation {
     }
 
     #[test]
-    fn a_jump_of_time_wakes_every_sleeper_before_it() {
+    fn a_jump_of_the_clock_wakes_a_task_whose_sleep_ends_earlier() {
         let simulation = Simulation::new(1);
         let clock = simulation.clock();
         simulation.run(async {
@@ -140,7 +140,7 @@ mod simulation {
     }
 
     #[test]
-    fn a_task_is_dropped_at_the_await_it_is_killed_at() {
+    fn a_killed_task_is_dropped_at_the_chosen_await() {
         let simulation = Simulation::new(1);
         for killed_at in 0..6 {
             let (polls, drops) = (Rc::new(Cell::new(0_u64)), Rc::new(Cell::new(0)));
@@ -200,7 +200,7 @@ mod simulation {
     }
 
     #[test]
-    fn remaining_tasks_are_dropped_with_the_run() {
+    fn tasks_that_remain_are_dropped_when_the_simulation_ends() {
         let simulation = Simulation::new(1);
         let drops = Rc::new(Cell::new(0));
         let guard = NotesDrop(Rc::clone(&drops));
@@ -449,7 +449,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_handler_whose_error_is_final_passes() {
+    fn a_handler_that_records_its_error_passes() {
         explore(|worker| async move { declined(&App::new(worker), 42).await }).assert_once();
     }
 
@@ -497,7 +497,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_charge_before_its_check_is_found() {
+    fn a_charge_before_the_check_whether_it_happened_is_found() {
         let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
         // At awaits 1 and 2 the key is reserved, and at await 3 the charge is requested. From await 4 until the answer
         // to the record's write, the charge has happened.
@@ -529,7 +529,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_check_before_the_charge_prevents_repeats_after_crashes_only() {
+    fn a_check_before_the_charge_prevents_repeated_charges_only_after_crashes() {
         let found = found!(is_repeated, |worker| async move { check_then_charge(&App::new(worker), 42).await });
         assert!(
             found
@@ -615,7 +615,7 @@ mod explorer {
     }
 
     #[test]
-    fn one_key_for_two_effects_is_found() {
+    fn one_effect_key_for_two_effects_is_found() {
         found!(|problem| matches!(problem, Problem::KeyShared { .. }), |worker| async move {
             one_key_for_two(&App::new(worker), 42).await
         });
@@ -651,7 +651,7 @@ mod explorer {
     }
 
     #[test]
-    fn an_error_that_is_acknowledged_is_found() {
+    fn a_failed_delivery_that_is_acknowledged_is_found() {
         let found = found!(is_missing, |worker| async move {
             let _ = charge_keyed(&App::new(worker), 42).await;
             Disposition::Ack
@@ -666,7 +666,7 @@ mod explorer {
     }
 
     #[test]
-    fn an_error_that_the_body_swallows_is_found() {
+    fn an_error_that_the_body_ignores_is_found() {
         let found = found!(is_missing, |worker| async move { swallow(&App::new(worker), 42).await });
         assert!(found.contains("request-lost@effect:1"), "{found:?}");
     }
@@ -693,7 +693,7 @@ mod explorer {
     }
 
     #[test]
-    fn an_error_that_is_released_is_not_at_most_once() {
+    fn an_error_that_frees_its_key_is_not_at_most_once() {
         let deliver = |worker| async move { charge_again_after_an_error(&App::new(worker), 42).await };
         let found = found!(Explorer::new().at_most_once(), is_repeated, deliver);
         assert!(found.iter().all(|it| it.starts_with("answer-lost@effect:1")), "{found:?}");
@@ -817,7 +817,7 @@ mod explorer {
     }
 
     #[test]
-    fn every_await_is_a_point_of_interruption() {
+    fn a_delivery_is_interrupted_at_each_of_its_awaits() {
         let reached: Arc<Mutex<Vec<u32>>> = Arc::default();
         let explored = |explorer: Explorer| {
             let reached = Arc::clone(&reached);
@@ -857,7 +857,7 @@ mod explorer {
     }
 
     #[test]
-    fn with_twice_a_second_delivery_is_interrupted_too() {
+    fn under_the_option_twice_a_second_delivery_is_interrupted_too() {
         let explorer = Explorer::new().twice();
         let report = explorer.explore(|worker| async move { charge_keyed(&App::new(worker), 42).await });
         report.assert_once();
@@ -873,7 +873,7 @@ mod explorer {
     }
 
     #[test]
-    fn the_report_counts_the_scenarios_beyond_the_limit() {
+    fn the_report_counts_the_scenarios_that_the_limit_left_out() {
         let deliver = |worker| async move { charge_keyed(&App::new(worker), 42).await };
         let all = explore(deliver);
         let report = Explorer::new().max_scenarios(20).explore(deliver);
@@ -892,7 +892,7 @@ mod explorer {
 
     #[test]
     #[should_panic(expected = "EFFECT REPEATED: `charge` happened twice, not once")]
-    fn assert_once_panics_with_the_story_of_a_finding() {
+    fn assert_once_panics_with_the_history_of_a_finding() {
         explore(|worker| async move { charge_before_check(&App::new(worker), 42).await }).assert_once();
     }
 }

@@ -74,7 +74,7 @@ fn key() -> Key {
 }
 
 #[tokio::test]
-async fn a_request_runs_once_and_its_duplicates_replay() {
+async fn a_request_through_the_layer_runs_once_and_its_duplicates_replay() {
     let store = MemoryStore::new();
     let inner = Strict::default();
     let mut service = layer(&store).layer(inner.clone());
@@ -90,7 +90,7 @@ async fn a_request_runs_once_and_its_duplicates_replay() {
 }
 
 #[tokio::test]
-async fn the_layer_calls_the_service_that_was_ready() {
+async fn the_layer_calls_the_instance_of_the_inner_service_that_was_ready() {
     let store = MemoryStore::new();
     let mut service = layer(&store).layer(Strict::default());
     // Two calls run concurrently: one of a service, and one of its clone.
@@ -134,7 +134,7 @@ async fn the_layer_is_ready_if_its_inner_service_is() {
 }
 
 #[tokio::test]
-async fn a_replay_gives_its_permit_back() {
+async fn a_replay_gives_the_permit_of_an_inner_limit_back() {
     let store = MemoryStore::new();
     let inner = Strict::default();
     let mut limited = ServiceBuilder::new().layer(layer(&store)).concurrency_limit(1).service(inner.clone());
@@ -223,7 +223,7 @@ async fn concurrent_duplicates_through_a_buffer_run_once() {
 }
 
 #[tokio::test]
-async fn an_error_frees_the_key_and_has_a_pause() {
+async fn an_error_of_a_service_frees_the_key_and_names_a_pause() {
     let store = MemoryStore::new();
     let inner = Strict { fails_at: 1, ..Strict::default() };
     let mut service = layer(&store).layer(inner.clone());

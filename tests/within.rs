@@ -294,7 +294,7 @@ async fn a_recorded_error_keeps_its_record_and_undoes_the_payment() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_dropped_or_panics_is_undone() {
+async fn the_work_of_a_call_that_is_dropped_or_panics_is_undone() {
     let lease = Duration::from_millis(200);
     for (on_crash, panics) in
         [(OnCrash::Retry, false), (OnCrash::Retry, true), (OnCrash::Fail, false), (OnCrash::Fail, true)]
@@ -534,7 +534,7 @@ async fn a_call_in_a_transaction_waits_for_no_locked_record() {
 }
 
 #[tokio::test]
-async fn an_operation_whose_result_the_server_refuses_ends_without_it() {
+async fn an_operation_whose_result_the_server_refuses_ends_without_its_result() {
     let bank = Bank::open().await;
     let client = bank.client().await;
     // This domain makes the server refuse the value like one beyond its limit.
@@ -700,7 +700,7 @@ async fn a_bounded_wait_leaves_the_transaction_usable() {
 }
 
 #[tokio::test]
-async fn two_replays_at_the_same_time_need_not_wait_for_each_other() {
+async fn concurrent_replays_in_two_transactions_do_not_wait_for_each_other() {
     let bank = Bank::open().await;
     bank.pay_and_commit("a").await.0.unwrap();
     let (mut first, mut second) = (bank.client().await, bank.client().await);
@@ -815,7 +815,7 @@ async fn fingerprints_are_compared_in_a_transaction() {
 }
 
 #[tokio::test]
-async fn an_ignored_failure_of_a_statement_undoes_only_its_body() {
+async fn an_sql_error_that_a_body_ignores_undoes_only_that_body() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -873,7 +873,7 @@ async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() 
 }
 
 #[tokio::test]
-async fn a_missing_table_is_an_error_that_names_it() {
+async fn a_missing_table_of_records_is_an_error_that_names_the_table() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -886,7 +886,7 @@ async fn a_missing_table_is_an_error_that_names_it() {
 }
 
 #[tokio::test]
-async fn inside_of_a_transaction_a_handler_has_an_attempt_and_may_call_others() {
+async fn a_handler_in_a_transaction_has_an_attempt_and_may_call_other_handlers() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -1563,7 +1563,7 @@ async fn in_sqlite_a_record_made_in_a_transaction_names_its_holder() {
 }
 
 #[tokio::test]
-async fn in_sqlite_a_foreign_table_is_left_alone() {
+async fn in_sqlite_a_table_of_another_application_is_left_unchanged() {
     let till = Till::new();
     let mut connection = till.connection();
     connection.execute_batch("CREATE TABLE idem_records (key TEXT, mine TEXT)").unwrap();
@@ -1600,7 +1600,7 @@ async fn in_sqlite_a_transaction_that_has_ended_is_an_error() {
 }
 
 #[tokio::test]
-async fn in_sqlite_a_result_too_large_for_a_row_ends_the_operation_without_it() {
+async fn in_sqlite_an_operation_whose_result_is_too_large_for_a_row_ends_without_its_result() {
     let till = Till::new();
     let mut connection = till.connection();
     let policy = POLICY.max_result_bytes(usize::MAX);
@@ -1729,7 +1729,7 @@ async fn in_sqlite_a_call_that_is_leaked_delays_no_later_transaction() {
 }
 
 #[tokio::test]
-async fn a_transaction_by_hand_does_not_use_the_journal_of_an_outer_one() {
+async fn a_transaction_begun_by_the_user_does_not_use_the_journal_of_an_outer_transact() {
     let (outer, inner) = (Till::new(), Till::new());
     let mut connection = outer.connection();
     let (paid, _) = SqliteStore::transact(&mut connection, async |_| {
@@ -2129,7 +2129,7 @@ async fn max_attempts_is_refused_where_no_attempt_would_be_counted() {
 
 /// A delivery that is rolled back leaves nothing in the database, and the guard of its transaction ends with it.
 #[tokio::test]
-async fn the_pauses_of_a_delivery_that_is_rolled_back_by_hand_grow() {
+async fn the_pauses_of_a_delivery_that_the_user_rolls_back_grow() {
     let cases = [
         ("the body fails", POLICY, End::Fail),
         ("the statement fails", POLICY, End::FailInSql),

@@ -285,7 +285,7 @@ async fn without_the_wrapper_a_result_is_an_error_of_another_codec() {
 
 /// A wrapper can be added to a store with records, and removed as long as it has changed no result.
 #[tokio::test]
-async fn small_results_are_written_unchanged() {
+async fn wrappers_write_small_results_unchanged() {
     let world = World::new();
     let objects = Arc::new(InMemory::new());
     let wrapped = Cached::new(Compressed::new(Offloaded::new(world.store.clone(), objects)));
@@ -296,7 +296,7 @@ async fn small_results_are_written_unchanged() {
 }
 
 #[tokio::test]
-async fn ends_without_a_result_and_mismatches_pass_unchanged() {
+async fn wrappers_pass_on_ends_without_a_result_and_mismatches_unchanged() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();
@@ -416,7 +416,7 @@ async fn a_wrapper_of_a_store_without_upkeep_is_its_own_upkeep() {
 
 /// A reservation that takes effect after its own release gets `Released`, and no wrapper caches this answer.
 #[tokio::test]
-async fn no_wrapper_remembers_a_late_reservation() {
+async fn no_wrapper_caches_the_answer_to_a_late_reservation() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();

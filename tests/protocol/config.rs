@@ -16,7 +16,7 @@ pub(crate) struct Plan {
     pub(crate) mark: Option<u8>,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<u8>,
-    /// Ticks for which the call waits for a running attempt; `None` for `in_progress = reject`.
+    /// Number of ticks for which the call waits for a running attempt; `None` for `in_progress = reject`.
     pub(crate) wait: Option<u8>,
     /// True for `on_error = record`.
     pub(crate) record_errors: bool,
@@ -26,9 +26,9 @@ pub(crate) struct Plan {
     pub(crate) shadow: bool,
     /// True if the result is larger than the store can hold.
     pub(crate) too_large: bool,
-    /// Ticks for which the body may run.
+    /// Number of ticks for which the body may run; `None` for no time-out.
     pub(crate) timeout: Option<u8>,
-    /// True if the body may return `Ok`; `may_fail` for `Err`. A body that may do neither hangs.
+    /// True if the body may return `Ok`. A body that may return neither `Ok` nor `Err` (`may_fail`) hangs.
     pub(crate) may_succeed: bool,
     pub(crate) may_fail: bool,
     /// Lead of the call's clock over true time, in steps of true time.
@@ -59,7 +59,7 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// True if the body never returns.
+    /// Returns whether the body never returns.
     pub(crate) fn hangs(&self) -> bool {
         !self.may_succeed && !self.may_fail
     }
@@ -70,7 +70,7 @@ const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
-/// Configuration, which is a model of its own.
+/// Configuration of the model. Each configuration is checked as a separate model.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) name: &'static str,
@@ -86,17 +86,17 @@ pub(crate) struct Config {
     /// Number of tries of a reservation.
     pub(crate) tries: u8,
     pub(crate) budget: Budget,
-    /// True if the store may answer that it can't execute a request, at present or ever.
+    /// True if the store may answer that it can't execute a request, either now or permanently.
     pub(crate) refusals: bool,
     /// True if the store decides a reservation in one step, by the record that it finds.
     pub(crate) one_step: bool,
-    /// True if an end replaces the whole record, as in stores whose record is one value.
+    /// True if the write that ends an attempt replaces the whole record, as in stores whose record is one value.
     pub(crate) whole: bool,
     /// Largest difference between the clients' clocks in ticks, for a store without a clock.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
     pub(crate) mutant: Option<Mutant>,
-    /// Reservation of each call, as the runtime's functions take it.
+    /// Reservation of each call, in the runtime's own type.
     pub(crate) requests: Vec<ReserveRequest>,
 }
 
@@ -124,8 +124,8 @@ impl Config {
         base.prepared()
     }
 
-    /// Returns a configuration for a trace, which causes its own faults. A reservation has as many tries as the engine
-    /// makes.
+    /// Returns a configuration for a random trace, in which the trace itself chooses the faults. A reservation has as
+    /// many tries as the engine makes.
     pub(crate) fn of(plans: &[Plan]) -> Self {
         let plenty = 100;
         let budget = Budget {
@@ -177,7 +177,8 @@ impl Config {
         CallId::try_from(self.plans.len()).expect("few calls")
     }
 
-    /// True if a policy limits the attempts. Otherwise the number of bodies is not part of the state.
+    /// Returns whether a policy limits the attempts. Otherwise the number of bodies that began is not part
+    /// of the state.
     pub(crate) fn counts_bodies(&self) -> bool {
         self.plans.iter().any(|plan| plan.max_attempts.is_some())
     }

@@ -22,21 +22,21 @@ macro_rules! mutants {
         impl Mutant {
             pub(crate) const ALL: &[Self] = &[$(Self::$mutant,)*];
 
-            /// Name of the property that must notice the mistake.
+            /// Returns the name of the property that must notice the mistake.
             pub(crate) fn noticed_by(self) -> &'static str {
                 match self {
                     $(Self::$mutant => Noticed::from($noticed).0,)*
                 }
             }
 
-            /// Configuration in which the property notices the mistake.
+            /// Returns the name of the configuration in which the property notices the mistake.
             pub(crate) fn config(self) -> &'static str {
                 match self {
                     $(Self::$mutant => $config,)*
                 }
             }
 
-            /// Description of the mistake.
+            /// Returns the description of the mistake.
             pub(crate) fn about(self) -> &'static str {
                 match self {
                     $(Self::$mutant => concat!($($about),+).trim_ascii_start(),)*
@@ -92,15 +92,15 @@ mutants! {
     RetentionIsTheLease => Rule::S4, "crashes";
     /// An operator's reopening forgets the number of the attempt.
     ReopenForgetsNumber => Rule::S4, "operators";
-    /// A decision compares only the number of the attempt.
+    /// An operator's decision compares only the number of the attempt.
     DecidesUnseen => Rule::S15, "two_operators";
-    /// A decision does not change the owner token of the record.
+    /// An operator's decision does not change the owner token of the record.
     DecisionKeepsOwner => Rule::S15, "two_operators";
     /// A takeover ignores `on_crash = fail` of the attempt that died.
     FailOfOwnerIgnored => Rule::S5, "one_side_fails";
     /// A takeover ignores `on_crash = fail` of the caller.
     FailOfCallerIgnored => Rule::S5, "one_side_fails";
-    /// The store applies a mark that arrives after the lease of its attempt.
+    /// The store marks an attempt as begun although its lease has lapsed.
     MarkedAfterLapse => Rule::S14, "late_landings";
     /// Under `fail`, an attempt that lapses without a mark is interrupted.
     UnmarkedIsInterrupted => Rule::S14, "late_landings";
@@ -148,25 +148,26 @@ mutants! {
     TakeoverWakesNobody => Rule::L3, "waiting";
     /// A duplicate starts to wait without checking whether the attempt has ended meanwhile.
     WaitsWithoutLooking => Rule::L3, "waiting";
-    /// A wait returns "in progress" for an attempt whose lease has lapsed.
+    /// A waiting call gets "in progress" for an attempt whose lease has lapsed.
     ToldOfLapsed => Rule::L1, "waits_and_fails";
-    /// A wait returns "in progress" to a call whose own reservation may have landed.
+    /// A waiting call gets "in progress" although its own reservation may have landed.
     ToldOfItsOwn => Rule::S8, "waits_and_fails";
-    /// The clocks differ, and times are compared without the allowed skew.
+    /// The clocks differ, and the store compares times without adding the allowed skew.
     SkewIgnored => Rule::S1, "clocks_that_differ";
     /// The clocks differ, and a comparison ignores the fraction of a tick that a clock reading drops.
     SkewNotRoundedUp => Rule::S1, "clocks_that_differ";
-    /// The senders set the times, and a late renewal shortens the lease that a later renewal has confirmed.
+    /// The senders of requests set the times, and a late renewal shortens the lease that a later renewal has confirmed.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
     // Mistakes in a call's steps.
-    /// The lease counts from the answer to the reservation.
+    /// A call counts its lease from the answer to its reservation, not from the request.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
-    /// The lease counts from the latest of several reservations, although the store may have granted an earlier one.
+    /// A call counts its lease from the latest of several reservations, although the store may have granted an
+    /// earlier one.
     LeaseCountsFromLastRequest => Rule::S1Belief, "waits_and_fails";
     /// A body starts although its lease had lapsed before the answer came.
     LateAnswerStartsBody => Rule::S1Start, "crashes";
-    /// The lease counts from the answer to the renewal.
+    /// A call counts its lease from the answer to the renewal, not from the request.
     RenewalCountsFromAnswer => Rule::S1Belief, "beats";
     /// A rejected duplicate releases the record that it found.
     RejectedDuplicateReleases => Rule::S2, "crashes";
@@ -176,25 +177,25 @@ mutants! {
     ErrorReadAsNoRecord => Rule::S6, "refusals";
     /// The caller gets `Ok` while the completion is under way.
     OkBeforeRecorded => Rule::S7, "lost";
-    /// A refused completion counts as done.
+    /// A call treats a refused completion as recorded.
     RefusalReadAsDone => Rule::S7, "crashes";
-    /// A completion without an answer counts as done.
+    /// A call treats a completion without an answer as recorded.
     NoAnswerReadAsDone => Rule::S7, "lost";
     /// The call stops recording after the first failure.
     GivesUpWithinLease => Rule::S7Retry, "lost";
-    /// A late write is given up after the first failure.
+    /// A call gives up a late write after the first failure.
     LateWriteGivesUp => Rule::S12, "drops";
-    /// A success that could not be recorded is released.
+    /// A call whose result could not be recorded releases its key.
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
-    /// A dropped body counts as not started.
+    /// A body that is dropped after its start counts as not started.
     DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
-    /// A reservation replaces any record, although its sender saw a different one.
+    /// A reservation replaces a record that its sender has not seen.
     ReplacesUnseen => Rule::S12, "drops";
     /// A takeover replaces a record whose lease was renewed after the sender saw it.
     ReplacesRevived => Rule::S12, "late_takeovers";
     /// A reservation that arrives after its own release reserves the key again.
     LateReservationPasses => Rule::S12, "drops_in_one_step";
-    /// The clean-up of an unanswered reservation only releases, and ends with a refusal.
+    /// The clean-up of an unanswered reservation only releases the key, and ends when that release is refused.
     CleanUpOnlyReleases => Rule::S12, "drops";
     /// A dropped call writes nothing, and so frees no key.
     DropWritesNothing => Rule::S12, "drops";
@@ -220,9 +221,9 @@ mutants! {
     RenewedBeyondTimeout => Rule::L7, "hangs";
     /// A heartbeat that finds the lease lost ends the tries to write the end of the attempt.
     BeatRefusalEndsEnding => Rule::S7Retry, "beats";
-    /// The end of an attempt is tried for as long as the lease can be renewed.
+    /// The library tries to write the end of an attempt for as long as the lease can be renewed.
     EndsForEver => Rule::EndsInTime, "endings";
-    /// A call whose error was replaced by a release takes the refusal of that release for a lost lease.
+    /// A call writes a release in place of its error, and takes the refusal of that release for a lost lease.
     ShortenedRefusalIsFinal => Rule::Told, "endings";
     /// A body goes on after a heartbeat has found its lease lost.
     LostLeaseRunsOn => Rule::L4, "beats";
@@ -253,7 +254,7 @@ impl Mutant {
         if skips_fingerprint {
             asked.fingerprint = None;
         }
-        // Other mistakes change the record, the request or the lease, about which `admit` then decides.
+        // Other mistakes change the record, the request or the lease before `Record::admit` decides.
         match self {
             Self::LiveTakenOver => *lapses_in = 0,
             Self::LapsedStaysLive => *lapses_in = (*lapses_in).max(1),
@@ -291,7 +292,7 @@ impl Mutant {
         }
     }
 
-    /// True if the mistake lets an attempt end although another owner holds the record.
+    /// Returns whether the mistake lets an attempt end although another owner holds the record.
     pub(crate) fn ends_anybodys(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishAnybodys => with_result && met.is_pending(),
@@ -300,12 +301,12 @@ impl Mutant {
         }
     }
 
-    /// True if the mistake lets an attempt end although the record has another attempt number.
+    /// Returns whether the mistake lets an attempt end although the record has another attempt number.
     pub(crate) fn ends_any_attempt(self, met: &Slot, with_result: bool) -> bool {
         self == Self::FinishAnyAttempt || self.ends_anybodys(met, with_result)
     }
 
-    /// True if the mistake lets an attempt end although the record is finished.
+    /// Returns whether the mistake lets an attempt end although the record is finished.
     pub(crate) fn ends_an_ended_attempt(self, met: &Slot, with_result: bool) -> bool {
         match self {
             Self::FinishOverFinished => with_result && met.result().is_some(),

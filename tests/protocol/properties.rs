@@ -1,6 +1,6 @@
 //! Rules of the protocol, stated in terms of grants, writes and answers, independently of the code that keeps them.
 //!
-//! Every step checks every rule. A broken rule is noted in the state, so that one search checks all rules.
+//! Every step of the model checks every rule. A broken rule is noted in the state, so that one search checks all rules.
 
 use stateright::Property;
 
@@ -134,9 +134,9 @@ impl Rule {
     }
 }
 
-/// Every call ends. The model has no cycle, which a test of its own shows, so every path leads to a state without
-/// steps, and a call that has ended stays ended. Therefore the checker may treat two paths to one state as the same
-/// path.
+/// Every call ends. The model has no cycle (`no_configuration_has_a_cycle`), so every path leads to a state without
+/// further steps, and a call that has ended stays ended. Therefore the checker may treat two paths to one state as
+/// the same path.
 pub(crate) const ENDS: &str = "every call ends";
 
 /// Set of the rules that were broken on the way to a state.
@@ -159,7 +159,8 @@ impl std::fmt::Debug for Broken {
     }
 }
 
-/// Event that must occur in some history of a configuration. Otherwise its rules would hold only for lack of events.
+/// Event that must occur in some history of a configuration. If the event never occurred, the rules about it would
+/// hold trivially.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Scene {
     Replay,
@@ -285,7 +286,8 @@ pub(crate) fn audit(
     let deed = world.call(who).deed;
     let was_finished = old.is_some_and(|old| old.result().is_some());
     let was_pending = old.is_some_and(|old| old.is_pending());
-    // A repeated reservation may have given this call a later attempt without the call's knowledge.
+    // A late copy of the call's reservation may have started a later attempt for the call, and the call does
+    // not know of it.
     let named = match ask {
         RequestKind::Begin { attempt, .. }
         | RequestKind::Renew { attempt, .. }
@@ -306,8 +308,8 @@ pub(crate) fn audit(
         RequestKind::Begin { .. } => {
             let done = answer == Answer::Write(Done::Done);
             broken.note(Rule::S2, !was_pending && done);
-            // The store must refuse a mark that arrives after the lapse of the lease. If senders set the times, no rule
-            // says so.
+            // The store must refuse a mark that arrives after the lapse of the lease. There is no such rule if the
+            // senders of requests set the times.
             let late = old.is_some_and(|old| !old.begun() && old.lapses_at <= world.now);
             broken.note(Rule::S14, done && late && config.skew.is_none());
         }
@@ -393,14 +395,15 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             };
             broken.note(Rule::S1, (0..config.count()).any(promised));
             let dead_under_fail = before != NOBODY && is_fail(&config.plans[usize::from(before)]);
-            // If the previous attempt is under `fail` and not marked, it has no body, and a takeover is allowed.
+            // If the previous attempt is under `fail` and not marked, its body did not begin, and a
+            // takeover is allowed.
             let interrupted = if dead_under_fail { was(Slot::begun) } else { is_fail(plan) };
             broken.note(Rule::S5, was_pending && interrupted);
             broken.note(Rule::S5, was(|old| old.stand == ModelState::Interrupted));
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
-            // Longest delay after the lapse of a lease until every process sees the lapse, if clocks differ.
+            // Longest time from the lapse of a lease until every process sees the lapse, if clocks differ.
             let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
             let until = world.call(before.min(who)).deed.promised_until;
             let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };
@@ -422,8 +425,8 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             // A call that was dropped before its body started must interrupt nothing.
             let it = world.call(before.min(CALLS as CallId - 1));
             let started = it.deed.body != Body::NotStarted;
-            // A call may not have started its body and still interrupt: its process died after the mark, or its
-            // clean-up is under way.
+            // A call whose body did not start may interrupt its key in two cases: its process died after the mark, or
+            // its clean-up is under way.
             let open = it.is_active() || (it.phase == Phase::Dead && was(Slot::begun));
             // Under `retry`, a body may begin without a mark. A caller under `fail` must then get `Interrupted`.
             let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
@@ -480,13 +483,14 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: CallId) {
         other != who && its.key == plan.key && is_fail(its) && open
     };
     let followed = (0..config.count()).any(unreturned);
-    // An operator who closed an attempt before its body began is responsible for the overlap.
+    // If an operator closed an attempt before its body began, the operator is responsible for the overlap.
     world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
     world.history[key].bodies += 1;
     let bodies = world.history[key].bodies;
-    // A first attempt is not marked, unless it is the only one allowed. Its lapse is therefore not counted.
+    // A first attempt is not marked, unless it is the only allowed attempt. If its lease lapses, it is therefore
+    // not counted.
     let spared = |max| u8::from(max > 1 && world.history[key].spared);
     let exceeds = plan.max_attempts.is_some_and(|max| bodies > max + spared(max));
     world.broken.note(Rule::MaxAttempts, exceeds);
@@ -501,7 +505,7 @@ pub(crate) fn polls(config: &Config, world: &mut World, who: CallId) {
     world.broken.note(Rule::S11, enforced && world.believed(config, who) == 0);
 }
 
-/// Checks the state before a tick of time.
+/// Checks the rules that hold before each tick of time.
 pub(crate) fn passes(config: &Config, world: &mut World) {
     for who in 0..config.count() {
         let call = world.call(who);
@@ -515,7 +519,7 @@ pub(crate) fn passes(config: &Config, world: &mut World) {
     }
 }
 
-/// Checks another try of an attempt's end that has failed since `since`.
+/// Checks that the end of an attempt, whose write has failed since `since`, may still be tried again.
 pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
     let limit = since + config.span();
     world.broken.note(Rule::EndsInTime, world.now >= limit);
@@ -530,7 +534,7 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told
 }
 
 /// Checks a call that gives up the last write of its attempt. Only an outage of more than a lease, or a permanent
-/// refusal, is a reason. `is_late`: no caller waits for the write.
+/// refusal, is a reason. `is_late` is true if no caller waits for the write.
 pub(crate) fn gives_up(config: &Config, world: &mut World, who: CallId, trouble: Trouble, is_late: bool) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);
@@ -554,8 +558,8 @@ pub(crate) fn ends_wait(world: &mut World, who: CallId, trouble: Trouble) {
 pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();
-    // For each call: a body that lost its lease is not polled, no renewal follows a time-out, a waiter waits for a
-    // running attempt, and a lease that the call counts on is real.
+    // Checks for each call: a body that lost its lease is not polled, no renewal follows a time-out, a waiting call
+    // waits for a running attempt, and the store agrees about each lease on which a call relies.
     for who in 0..config.count() {
         let call = world.call(who);
         let key = usize::from(config.plans[usize::from(who)].key);
@@ -587,8 +591,8 @@ pub(crate) fn look(config: &Config, world: &mut World) {
     world.broken = broken;
 }
 
-/// Checks a record when no call and no request is under way, however late, lost or reordered messages were. Only a
-/// crash, or an outage of more than a lease, may leave a key held, and only until its lease lapses.
+/// Checks a record when no call and no request is under way. Late, lost and reordered messages may have come before.
+/// Only a crash, or an outage of more than a lease, may leave a key held, and only until its lease lapses.
 fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let past = world.history[usize::from(key)];
     let Some(slot) = world.slots[usize::from(key)] else { return };
@@ -602,7 +606,7 @@ fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
         return;
     }
     broken.note(Rule::S14, slot.begun() && !may_have_begun);
-    // A late reservation may replace a record that its sender has not seen, and then follow another attempt.
+    // If the store decides in one step, a late reservation may replace a record that its sender has not seen.
     let follows = config.one_step && config.count() > 1;
     let is_gone = call.phase == Phase::Over(Class::Dropped) || !has_begun;
     let holds = !is_dead && !call.deed.abandoned && !follows;

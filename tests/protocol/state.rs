@@ -1,8 +1,8 @@
-//! State of the model: records, calls, requests under way, and facts for the properties.
+//! State of the model: records, calls, requests under way, and facts that only the rules read.
 //!
-//! All values are small numbers, so that millions of states fit in memory. The index of a call in the plan is also its
-//! owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in small numbers;
-//! `store.rs` converts in both directions.
+//! All values are small numbers, so that millions of states fit in memory. The index of a call in the plan also stands
+//! for its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in small
+//! numbers; `store.rs` converts in both directions.
 
 use idem_runtime::OnCrash;
 use idem_runtime::store::{Release, Verdict};
@@ -69,7 +69,8 @@ pub(crate) struct Slot {
     pub(crate) owner: Token,
     /// Number of decisions since the latest attempt began: each decision changes the owner token of the record.
     pub(crate) decisions: u8,
-    /// Operator who decided last. 0 before the first decision, and for operator 0, who gives no name.
+    /// Number of the operator who decided last. It is 0 before the first decision, and for operator 0, who
+    /// gives no name.
     pub(crate) by: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
@@ -165,7 +166,7 @@ pub(crate) struct Met {
     pub(crate) revived: u8,
 }
 
-/// [`Release`] with an order, which model states need.
+/// [`Release`] with an order on its values, because the checker compares states.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum ReleaseKind {
     Returned,
@@ -216,7 +217,7 @@ pub(crate) enum Answer {
     TooLarge,
 }
 
-/// [`Verdict`] with a hash, which model states need.
+/// [`Verdict`] with a hash, because the checker hashes states.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Done {
     Done,
@@ -236,7 +237,7 @@ impl From<Verdict> for Done {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Call {
     pub(crate) phase: Phase,
-    /// Number of owner tokens that the call has used up.
+    /// Number of owner tokens that the call no longer uses.
     pub(crate) generation: u8,
     /// Time at which the last confirmed reservation or renewal was sent.
     pub(crate) asked_at: u8,
@@ -303,7 +304,7 @@ impl Call {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Phase {
-    /// The message is not delivered yet.
+    /// The message of the call is not delivered yet.
     Idle,
     /// A reservation is under way. `landed`: an earlier try without an answer may have taken effect.
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
@@ -316,9 +317,10 @@ pub(crate) enum Phase {
     GivingBack { line: Line },
     /// The call waits for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
-    /// The body is being polled, where it may block, or waits for its next poll.
+    /// The body is being polled, and may block in the poll, or waits for its next poll.
     Body { polled: bool },
-    /// The body has ended early, and its values are being dropped; then `ending` is written. The caller gets `told`.
+    /// The body was ended before it returned, and its values are being dropped. Then `ending` is written, and the
+    /// caller gets `told`.
     Dropping { ending: Ending, told: Class },
     /// The end of the attempt is being written. `late`: answer that the caller got, if it no longer waits.
     Ending { ending: Ending, late: Option<Class>, line: Line },
@@ -369,7 +371,7 @@ pub(crate) enum Ending {
     Shortened {
         ok: bool,
     },
-    /// First try of a completion without its result, after the store refused the result as too large.
+    /// First try of a completion without its result, after the store refused the result because it is too large.
     LeftOut {
         ok: bool,
     },
@@ -409,7 +411,7 @@ pub(crate) enum Class {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct CallFacts {
     pub(crate) body: Body,
-    /// True if the body has values that must be dropped.
+    /// True if values of the body have not been dropped yet.
     pub(crate) values: bool,
     /// True if the store has granted an attempt to the call.
     pub(crate) granted: bool,
@@ -433,7 +435,7 @@ pub(crate) enum Body {
     },
     /// The body started and will not return: its process died, it was cancelled, it panicked, or its lease was lost.
     Gone,
-    /// The attempt was closed by an operator or by the end of the retention, whether or not its body had started.
+    /// An operator, or the end of the retention, closed the attempt, whether or not its body had started.
     Forgiven,
 }
 
@@ -470,7 +472,7 @@ pub(crate) struct Budget {
     pub(crate) duplicates: u8,
     /// Processes that die.
     pub(crate) crashes: u8,
-    /// Futures that are dropped, or bodies that panic.
+    /// Calls that are dropped, or whose bodies panic.
     pub(crate) cancels: u8,
     /// Heartbeats that are sent.
     pub(crate) beats: u8,

@@ -1,5 +1,5 @@
-//! Steps of the model: the steps of a call (as in `engine/` and `store/heartbeat/`), the steps of the store, and events
-//! of network, processes and time.
+//! Steps of the model: the steps of a call (as in `engine/` and `store/context/`), the steps of the store, and events
+//! of the network, the processes and time.
 //!
 //! `traces.rs` compares the calls of this file with the engine's calls.
 
@@ -125,7 +125,7 @@ impl Model for Config {
 impl Config {
     fn start(&self) -> World {
         World {
-            // Time starts so late that time 0 has passed by every clock.
+            // Time does not start at 0, so that time 0 has passed by every clock.
             now: self.start_at(),
             slots: [None; 2],
             calls: [Call::IDLE; CALLS],
@@ -248,7 +248,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         }
         // Steps of each call's heartbeat.
         match call.beat {
-            // A body that waits for its lease gets heartbeats beyond the budget.
+            // If a body waits for its lease, its heartbeats do not count against the budget.
             Beat::None if beats(config, world, who) && (left.beats > 0 || waits_for_lease(config, world, who)) => {
                 actions.push(Action::Beats(who));
             }
@@ -276,7 +276,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     }
     let mut last = None;
     for request in &world.net {
-        // Equal requests lead to equal states, so one of them is enough.
+        // Equal requests lead to equal states, so the model takes only one of them.
         if last != Some(request) {
             actions.push(Action::ArrivesLate(*request));
             actions.push(Action::IsLost(*request));
@@ -301,7 +301,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     if left.restarts > 0 && active > 0 {
         actions.push(Action::Restarts);
     }
-    // Time passes beyond its budget if a call waits for it and no other step is possible.
+    // If a call waits for time to pass and no other step is possible, a tick does not count against the budget.
     let waits = || {
         world.calls.iter().any(|call| match call.phase {
             Phase::Waiting { until, .. } => until > world.now,
@@ -314,7 +314,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     }
 }
 
-/// True if heartbeats renew the lease of the call.
+/// Returns whether heartbeats renew the lease of the call.
 fn beats(config: &Config, world: &World, who: CallId) -> bool {
     let call = world.call(who);
     let kept = match call.phase {
@@ -327,23 +327,23 @@ fn beats(config: &Config, world: &World, who: CallId) -> bool {
     kept && !call.lost && call.registered
 }
 
-/// True if the process can take in the answer to a renewal.
+/// Returns whether the process can receive the answer to a renewal.
 pub(crate) fn may_hear(config: &Config, world: &World) -> bool {
     let stuck = |call: &Call| matches!(call.beat, Beat::Sent { .. });
     !config.is(Mutant::RenewedTogether) || !world.calls.iter().any(stuck)
 }
 
-/// True if the body has reached its time-out.
+/// Returns whether the body has reached its time-out.
 fn is_over(config: &Config, world: &World, call: &Call) -> bool {
     call.stop_at > 0 && call.stop_at <= world.now && !config.is(Mutant::TimeoutIgnored)
 }
 
-/// True if the process still counts on the lease, so that it may poll the body.
+/// Returns whether the process still relies on the lease, so that it may poll the body.
 fn may_be_polled(config: &Config, world: &World, who: CallId) -> bool {
     world.believed(config, who) > 0 || config.plan(who).shadow || config.is(Mutant::PolledBeyondLease)
 }
 
-/// True if the body would wait forever for a lease that can't be renewed.
+/// Returns whether the body would wait forever for a lease that can't be renewed.
 fn gives_up(config: &Config, world: &World, who: CallId) -> bool {
     world.call(who).refused && waits_for_lease(config, world, who) && !config.is(Mutant::RefusedWaitsOn)
 }
@@ -362,7 +362,8 @@ fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
     let alone = call.unanswered.is_some() && !config.is(Mutant::ToldOfItsOwn);
     if met.is_pending() {
         let lapses_in = reading.until(met.lapses_at, config.mutant).max(u8::from(config.is(Mutant::ToldOfLapsed)));
-        // The wait goes on for the attempt that runs now. A call that may find its own reservation must reserve again.
+        // The call continues to wait for the attempt that runs now. A call that may find its own reservation must
+        // reserve again.
         let goes_on = !alone && lapses_in > 0 && call.give_up_at > world.now;
         return goes_on.then_some(Answer::Pending { attempt: met.attempt, lapses_in });
     }
@@ -460,7 +461,8 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::TimedOut);
         }
         Action::LosesValues(who) => loses_values(config, world, who),
-        // A dropped call still writes its end; a dead process leaves only the requests that are under way.
+        // A dropped call still writes the end of its attempt; a dead process leaves only the requests that
+        // are under way.
         Action::IsDropped(who) => {
             world.left.cancels -= 1;
             is_dropped(config, world, who);
@@ -598,7 +600,7 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Op
                 kept,
                 ok,
                 attempt: call.attempt,
-                // Zero unless the store writes `starts`, so that equal requests are equal.
+                // The field is zero unless the store writes `starts`, so that requests with the same effect are equal.
                 starts: if config.whole { call.starts } else { 0 },
             },
             Ending::Release(how) => RequestKind::Release(how),
@@ -635,7 +637,8 @@ fn take_out(world: &mut World, request: Request) {
     world.net.remove(at);
 }
 
-/// Detaches the call from its request. A request that the store has not executed may still take effect.
+/// Makes the call's request one whose answer no call awaits. A request that the store has not executed may still
+/// take effect.
 fn orphan(config: &Config, world: &mut World, who: CallId) {
     let sent = match world.call(who).phase {
         Phase::Reserving { line, .. }
@@ -822,7 +825,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
             reserve_anew(config, world, who);
         }
         (Phase::Reserving { .. }, Answer::Pending { attempt, lapses_in }) => {
-            // A shadow must not delay its caller.
+            // A call in shadow mode must not delay its caller.
             let limit = plan.wait.filter(|_| !plan.shadow).unwrap_or_default();
             let call = world.call_mut(who);
             if call.give_up_at == 0 {
@@ -913,7 +916,7 @@ fn refused(config: &Config, world: &mut World, who: CallId, told: Class) {
     over(config, world, who, if config.plan(who).shadow { Class::Unprotected } else { told });
 }
 
-/// Ends a call whose result is not recorded. A shadow does not report this to its caller.
+/// Ends a call whose result is not recorded. A call in shadow mode does not report this to its caller.
 fn unrecorded(config: &Config, world: &mut World, who: CallId, late: Option<Class>, told: Class) {
     let own = match world.call(who).phase {
         Phase::Ending { ending, .. } if is_ok(ending) => Class::Ok,
@@ -922,7 +925,7 @@ fn unrecorded(config: &Config, world: &mut World, who: CallId, late: Option<Clas
     over(config, world, who, late.unwrap_or(if config.plan(who).shadow { own } else { told }));
 }
 
-/// True if this is the end of a body that has succeeded.
+/// Returns whether this is the end of a body that has succeeded.
 fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
@@ -937,7 +940,7 @@ fn reserve_as_another(config: &Config, world: &mut World, who: CallId, trouble: 
     reserve_anew(config, world, who);
 }
 
-/// True if the body of this attempt may begin only after its record is marked.
+/// Returns whether the body of this attempt may begin only after its record is marked.
 fn marks(config: &Config, plan: &Plan, attempt: u8) -> bool {
     let counts = plan.max_attempts.is_some_and(|max| attempt > 1 || max == 1);
     (is_fail(plan) || counts) && !config.is(Mutant::BeginsUnmarked)
@@ -1026,7 +1029,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
             let (at, tries) = (world.now, config.tries.min(tries + 1));
             world.call_mut(who).phase = Phase::Marking { tries, at, line: Line::Sent };
         }
-        // Outside of a wait, the renewal before a body is tried once.
+        // Unless the call was waiting, the renewal before the body is tried only once.
         Phase::Confirming { .. } if tries_again(config, world, who, config.tries, trouble) => {
             let at = world.now;
             world.call_mut(who).phase = Phase::Confirming { at, line: Line::Sent };
@@ -1050,7 +1053,8 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
     }
 }
 
-/// True if a request that failed `tries` times is repeated. A waiting call repeats its requests until its wait is over.
+/// Returns whether a request that failed `tries` times is repeated. A waiting call repeats its requests until its
+/// wait is over.
 fn tries_again(config: &Config, world: &World, who: CallId, tries: u8, trouble: Trouble) -> bool {
     let waits = world.call(who).give_up_at > world.now && !config.is(Mutant::FailureEndsWait);
     trouble.is_transient() && (tries < config.tries || waits)
@@ -1096,7 +1100,7 @@ fn ending_fails(
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
-    // If renewals fail too, the store is unreachable, and may accept the result later.
+    // If renewals fail as well, the store is unreachable, and may accept the result later.
     let call = world.call_mut(who);
     let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
     let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
@@ -1134,7 +1138,7 @@ fn ending_fails(
         if config.is(Mutant::UnrecordedIsReleased) {
             return self::late(config, world, who, Ending::Release(ReleaseKind::Returned), Class::Unrecorded);
         }
-        // This late write continues, because no other attempt may follow and supply a result.
+        // This late write continues beyond the lease, because no other attempt may follow and supply a result.
         if may_pass && outlasts_lease(config, world, who, whole) {
             return self::late(config, world, who, whole, Class::Unrecorded);
         }
@@ -1144,8 +1148,8 @@ fn ending_fails(
     unrecorded(config, world, who, late, Class::Unrecorded);
 }
 
-/// True if a late write is repeated beyond the lease: the end of a body after which no other body may run, and the
-/// clean-up of a mark.
+/// Returns whether a late write is repeated beyond the lease. This holds for the end of a body after which no other
+/// body may run, and for the clean-up of a mark.
 fn outlasts_lease(config: &Config, world: &World, who: CallId, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {
@@ -1271,7 +1275,7 @@ fn late(config: &Config, world: &mut World, who: CallId, ending: Ending, told: C
     (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
     call.registered = false;
     call.stop_at = 0;
-    // Of the attempt, a late write needs only the time at which its lease was last confirmed.
+    // A late write needs only one fact of the attempt: the time at which its lease was last confirmed.
     (call.lost, call.refused) = (false, false);
     call.phase = Phase::Ending { ending, late: Some(told), line: Line::Sent };
     properties::caller_hears(config, world, who, told);
@@ -1298,7 +1302,7 @@ fn body_is_gone(world: &mut World, who: CallId) {
     }
 }
 
-/// True if this call must not take over from a body that has begun.
+/// Returns whether this call must not take over from a body that has begun.
 pub(crate) fn is_fail(plan: &Plan) -> bool {
     plan.on_crash == OnCrash::Fail
 }

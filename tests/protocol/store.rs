@@ -191,7 +191,7 @@ impl Reading {
     pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
         match (self.skew, mutant) {
             (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
-            // This is one tick too few, because the writer's clock reading dropped a fraction of a tick.
+            // This mistake waits one tick too few, because the writer's clock reading dropped a fraction of a tick.
             (Some(skew), Some(Mutant::SkewNotRoundedUp)) => time.saturating_sub(self.now.saturating_sub(skew)),
             (Some(skew), _) => time.saturating_sub(self.now.saturating_sub(skew).saturating_sub(1)),
         }
@@ -248,7 +248,7 @@ pub(crate) fn reserves(
 /// Returns the answer to another call with the policy of `who`, which finds `slot` after the lease has lapsed by every
 /// clock.
 pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answer {
-    /// Generation that no call reaches, and time that no trace reaches.
+    /// Number of owner tokens that no call uses up, and time that no trace reaches.
     const ANOTHER: u8 = 10;
     const LATE: u8 = 200;
     let reading = Reading { now: LATE, skew: config.skew };
@@ -261,7 +261,7 @@ pub(crate) struct End {
     pub(crate) stand: ModelState,
     /// Number of attempts that the write no longer counts.
     pub(crate) refund: u8,
-    /// Numbers of the attempt and of its starts; `None` for a release, which names none.
+    /// Number of the attempt, and number of the attempts that count; `None` for a release, which names no attempt.
     pub(crate) numbers: Option<(u8, u8)>,
     pub(crate) now: u8,
 }
@@ -289,7 +289,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     if !mutant.is_some_and(|mutant| mutant.ends_anybodys(met, with_result)) && !own {
         return Done::Refused;
     }
-    // The record has ended. The runtime decides whether this write repeats that end.
+    // The attempt in the record has ended. The runtime's own function decides whether this write repeats that end.
     if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_an_ended_attempt(met, with_result)) {
         if mutant == Some(Mutant::RefundRepeated) {
             met.starts = met.starts.saturating_sub(refund);
@@ -326,7 +326,7 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     met.stand = stand;
     (met.lapses_at, met.revived) = (0, 0);
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
-        // A store whose record is one value writes the end from the attempt's own values.
+        // A store whose record is one value writes the whole record from the values in the request.
         let request = &config.request(token);
         let lease = {
             let mut lease = Record::first(request).lease(request);
@@ -365,7 +365,8 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
         return Done::Refused;
     }
     let lapses_at = reading.now + config.lease;
-    // If senders set the times, a late renewal must not shorten the lease that a later renewal has confirmed.
+    // If the senders of requests set the times, a late renewal must not shorten the lease that a later renewal
+    // has confirmed.
     if config.mutant == Some(Mutant::LateRenewalCutsShort) || met.lapses_at <= lapses_at {
         let revives = met.lapses_at <= reading.now || (reading.skew.is_some() && met.lapses_at < lapses_at);
         met.revived += u8::from(revives && config.mutant != Some(Mutant::ReplacesRevived));

@@ -223,7 +223,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 now += 1;
             }
         }
-        // After each step both stores must hold the same records.
+        // After each step the model's store and the memory store must hold the same records.
         for (key, slot) in (0..).zip(&slots) {
             let found = real.inspect(&key_named(key)).await.unwrap();
             let modelled = slot.map(|slot| slot.record(config.lease));
@@ -301,7 +301,7 @@ enum Fate {
     Failed(StoreErrorKind),
 }
 
-/// Store whose requests the trace answers, delays or loses.
+/// Store of the engine. The trace answers, delays or loses each request to this store.
 #[derive(Clone, Debug)]
 struct Scripted {
     inner: MemoryStore,
@@ -393,7 +393,7 @@ impl From<Error> for Failure {
 
 /// Policy of a plan.
 fn policy(config: &Config, plan: &Plan) -> Policy {
-    // The pause is long, because no outage of the model outlasts it.
+    // `max_pause` is long, because in the model no outage cancels a body that waits.
     let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash).max_pause(TTL);
     let policy = match plan.wait {
         Some(limit) => policy.in_progress(InProgress::Wait(TICK * u32::from(limit))),
@@ -422,7 +422,7 @@ struct Pair<'a> {
     call: Option<Pin<Box<dyn Future<Output = Ended>>>>,
     ended: Option<Ended>,
     body: Option<oneshot::Sender<bool>>,
-    /// Result that the body returns at its next poll; `None` to stay pending.
+    /// Result that the body returns at its next poll; `None` if the body stays pending.
     returns: Option<bool>,
     /// True if the body has started in the model.
     ran: bool,
@@ -550,7 +550,7 @@ impl<'a> Pair<'a> {
         self.does(if self.actions().contains(&told) { told } else { Action::StopsWaiting(0) });
     }
 
-    /// Drops the values of the model's body: the engine drops them and sends the release in one step.
+    /// Drops the values of the model's body. The engine drops the values and sends the release in one step.
     fn loses_values(&mut self) {
         if matches!(self.phase(), Phase::Dropping { .. }) {
             self.does(Action::LosesValues(0));
@@ -695,7 +695,8 @@ impl<'a> Pair<'a> {
             }
             moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
         }
-        // Only reopenings that succeed are generated: a refused one may wake waiters, which the model leaves out.
+        // The trace makes only reopenings that succeed: a refused reopening may wake waiters, which the
+        // model leaves out.
         if self.world.slots[0].is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= self.world.now) {
             moves.push(Move::Reopen);
         }

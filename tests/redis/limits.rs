@@ -72,7 +72,7 @@ async fn a_full_server_refuses_every_write() {
 }
 
 #[tokio::test]
-async fn a_value_over_the_limit_of_the_server_is_not_sent() {
+async fn a_result_over_the_size_limit_of_the_server_is_not_sent() {
     for kind in [Kind::Redis, Kind::Valkey] {
         for setting in ["--proto-max-bulk-len", "--client-query-buffer-limit"] {
             let server = RedisServer::start_with(kind, &["--appendonly", "no", setting, "1mb"]);
@@ -96,7 +96,7 @@ async fn a_value_over_the_limit_of_the_server_is_not_sent() {
 /// The server refuses the value and closes the connection, and its reason may get lost. After a few tries the store
 /// knows the limit.
 #[tokio::test]
-async fn a_store_learns_a_limit_that_it_may_not_read() {
+async fn a_store_that_may_not_read_the_size_limit_of_the_server_learns_it() {
     for kind in [Kind::Redis, Kind::Valkey] {
         let server = RedisServer::start_with(kind, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
         let store = unknowing(&server).await;
@@ -114,7 +114,7 @@ async fn a_store_learns_a_limit_that_it_may_not_read() {
 
 /// A value that may exceed the limit is sent on its own connection.
 #[tokio::test]
-async fn a_value_over_the_limit_fails_alone() {
+async fn a_result_over_the_size_limit_of_the_server_fails_no_other_operation() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);
     let store = unknowing(&server).await;
     let names: Vec<_> = (0..200).map(|n| format!("k{n}")).collect();
@@ -135,7 +135,7 @@ async fn a_value_over_the_limit_fails_alone() {
 
 /// The server closes the connection without a reason.
 #[tokio::test]
-async fn a_value_that_breaks_several_connections_counts_as_too_large() {
+async fn a_result_that_breaks_several_connections_counts_as_too_large() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let lease = reserved(&store, "k").await;

@@ -78,7 +78,7 @@ async fn a_connection_that_carries_too_few_bytes_is_given_up() {
 
 /// Once the store knows that answers are large, only a few answers of many concurrent requests are under way at a time.
 #[tokio::test]
-async fn exchanges_are_bounded_by_the_size_of_their_answers() {
+async fn few_exchanges_with_large_answers_are_under_way_at_a_time() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = large_results(&server).await;
     // The store measures the size of records by these replays.

@@ -197,7 +197,7 @@ async fn connect_names_every_right_that_is_missing() {
 }
 
 #[tokio::test]
-async fn a_check_of_rights_changes_nothing() {
+async fn the_check_of_rights_in_connect_changes_no_data() {
     let server = RedisServer::start(Kind::Redis);
     let mut raw = server.raw().await;
     let _: () = redis::cmd("SET").arg("idem:probe/").arg("another's").query_async(&mut raw).await.unwrap();
@@ -219,7 +219,7 @@ async fn commands(server: &RedisServer) -> u64 {
 }
 
 #[tokio::test]
-async fn a_reservation_without_a_right_sends_few_commands() {
+async fn a_reservation_that_lacks_a_right_on_the_server_sends_few_commands() {
     let server = RedisServer::start(Kind::Redis);
     let store = RedisStore::connect(&worker(&server).await).await.unwrap();
     let others = connect(&server).await;
@@ -462,7 +462,7 @@ async fn a_handler_whose_record_lost_its_expiry_ends_and_no_other_begins() {
 
 /// Finished and released records without an expiry are kept for longer than requested, which is harmless.
 #[tokio::test]
-async fn ended_records_without_an_expiry_are_shown_unchanged() {
+async fn finished_and_released_records_without_an_expiry_are_shown_unchanged() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let finished = reserved(&store, "finished").await;

@@ -188,7 +188,7 @@ fn two_handlers_with_one_scope_are_refused() {
 }
 
 #[test]
-fn handlers_from_macros_and_other_paths_run() {
+fn handlers_made_by_macros_or_with_other_paths_to_the_runtime_run() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(made(app, 7), made(app, 7)).await, 9);

@@ -346,7 +346,7 @@ fn a_mode_is_switched_at_run_time() {
 }
 
 #[test]
-fn errors_are_released_or_recorded_as_on_error_says() {
+fn on_error_decides_whether_an_error_is_recorded_or_frees_the_key() {
     spawned(async {
         let app = &App::default();
         assert_eq!(recorded(app, 7).await, Err(Failure::Lasting(1)));
@@ -387,7 +387,7 @@ fn a_digest_stands_for_a_payload_and_not_for_its_own_bytes() {
 }
 
 #[test]
-fn misuse_and_missing_keys_are_errors() {
+fn another_payload_is_an_error_and_a_missing_key_runs_under_missing_key_run() {
     spawned(async {
         let app = &App::default();
         let call = |text: &str| fingerprinted(app, 7, text.to_owned());

@@ -44,7 +44,7 @@ async fn costs(world: &World, store: &Cached, name: &str, expected: &Record) -> 
 }
 
 #[tokio::test]
-async fn a_replay_of_a_local_run_costs_no_call() {
+async fn a_replay_of_a_result_that_the_same_handle_recorded_makes_no_store_call() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.call(&store, POLICY, "first").await.0.unwrap();
@@ -71,7 +71,7 @@ async fn a_replay_of_a_local_run_costs_no_call() {
 }
 
 #[tokio::test]
-async fn a_result_of_another_process_costs_one_call_for_each_of_two_replays() {
+async fn a_result_of_another_process_costs_one_store_call_for_each_of_the_first_two_replays() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = Cached::new(world.store.clone());
@@ -133,7 +133,7 @@ async fn a_refused_or_failed_finish_is_not_cached() {
 }
 
 #[tokio::test]
-async fn the_fingerprint_is_checked_on_a_hit() {
+async fn the_fingerprint_is_checked_when_the_cache_answers() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     let marked = |payload| world.request("k").fingerprint(Fingerprint::of(&payload).unwrap());
@@ -163,7 +163,7 @@ async fn the_fingerprint_is_checked_on_a_hit() {
 }
 
 #[tokio::test]
-async fn an_entry_ends_with_the_retention_of_its_record() {
+async fn a_cache_entry_ends_with_the_retention_of_its_record() {
     // This handle finished the record.
     let world = World::new();
     let store = ageless(&world);
@@ -276,7 +276,7 @@ async fn a_reopen_takes_effect_immediately() {
 }
 
 #[tokio::test]
-async fn a_reopen_elsewhere_is_noticed_within_the_age() {
+async fn a_reopen_by_another_process_is_noticed_within_the_maximum_age() {
     const AGE: Duration = Duration::from_secs(60);
     let world = World::new();
     let store = Cached::new(world.store.clone());
@@ -452,7 +452,7 @@ async fn a_cached_record_is_replayed_while_the_store_is_away() {
 
 /// If the cache can't read a record, for lack of a right or because of a fault, it reserves.
 #[tokio::test]
-async fn a_read_that_fails_falls_back_to_the_reservation() {
+async fn a_cached_store_reserves_the_key_if_its_read_fails() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     let store = Cached::new(world.store.clone());
@@ -551,7 +551,7 @@ async fn no_record_of_a_transaction_is_cached() {
 }
 
 #[tokio::test]
-async fn a_result_that_can_not_be_read_is_asked_for_again() {
+async fn the_cache_asks_the_store_again_for_an_unreadable_result() {
     let world = World::new();
     world.finished(&world.memory, "k", b"1").await;
     let readable = Cached::new(world.memory.clone());
@@ -589,7 +589,7 @@ async fn recently_used_entries_stay_in_the_cache() {
 }
 
 #[tokio::test]
-async fn the_bytes_of_a_cache_are_bounded() {
+async fn the_memory_of_a_cache_is_bounded() {
     const MAX: usize = 100_000;
     let world = World::new();
     let store = Cached::options().max_bytes(MAX).max_age(AGELESS).wrap(world.store.clone());
@@ -611,7 +611,7 @@ async fn the_bytes_of_a_cache_are_bounded() {
 }
 
 #[tokio::test]
-async fn a_cache_without_room_caches_nothing() {
+async fn a_cache_without_space_caches_nothing() {
     for options in [Cached::options().max_entries(0), Cached::options().max_bytes(0), Cached::options().max_bytes(100)]
     {
         let world = World::new();
@@ -703,7 +703,7 @@ async fn work(thread: usize, store: &Cached, floors: &[AtomicU32]) -> usize {
 }
 
 #[tokio::test]
-async fn an_unfinished_call_leaves_no_entry() {
+async fn a_call_that_fails_or_is_dropped_leaves_no_cache_entry() {
     // After an error or a dropped call, the cache holds no unfinished entry.
     let world = World::new();
     let store = ageless(&world);
@@ -730,7 +730,7 @@ fn asks(world: &World) -> usize {
 }
 
 #[tokio::test]
-async fn many_duplicates_of_a_finished_key_cost_one_call() {
+async fn many_concurrent_duplicates_of_a_finished_key_make_one_store_call() {
     let world = World::new();
     let record = world.finished(&world.memory, "k", b"1").await;
     for fingerprint in [None, Some(Fingerprint::of(&1).unwrap())] {
@@ -746,7 +746,7 @@ async fn many_duplicates_of_a_finished_key_cost_one_call() {
 }
 
 #[tokio::test]
-async fn each_joined_caller_learns_of_another_payload() {
+async fn each_caller_that_shares_a_read_has_its_fingerprint_compared() {
     let world = World::new();
     let [right, wrong] = [1, 2].map(|payload| Some(Fingerprint::of(&payload).unwrap()));
     let first = world.request("k").fingerprint(right);
@@ -767,7 +767,7 @@ async fn each_joined_caller_learns_of_another_payload() {
 /// Callers share only a finished record. A reservation belongs to one caller, and an "in progress" answer depends on
 /// the caller's token.
 #[tokio::test]
-async fn an_unfinished_record_is_not_shared() {
+async fn callers_share_no_unfinished_record() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     world.store.next(StoreCall::Reserve, Fault::Slow(3));

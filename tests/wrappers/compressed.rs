@@ -41,7 +41,7 @@ async fn compressed(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn the_envelope_is_pinned() {
+async fn the_envelope_of_a_wrapped_result_is_pinned() {
     let text = "{\"carrier\":\"Hinterland Parcel\"},".repeat(20);
     let world = World::new();
     let store = Compressed::options().above(0).wrap(world.store.clone());
@@ -112,7 +112,7 @@ async fn results_of_every_level_are_read() {
 
 /// The limit applies to the size that the envelope declares, and to the size that its frame declares.
 #[tokio::test]
-async fn no_result_beyond_the_limit_is_decompressed() {
+async fn no_result_larger_than_the_size_limit_is_decompressed() {
     let world = World::new();
     let bomb = compressed(&vec![0; 60 << 20]).await;
     let (header, frame) = bomb.split_at(3 + 4 + 8);
@@ -147,7 +147,7 @@ async fn no_result_beyond_the_limit_is_decompressed() {
 }
 
 #[tokio::test]
-async fn a_damaged_byte_is_noticed_at_every_position() {
+async fn a_damaged_byte_of_an_envelope_is_noticed_at_every_position() {
     let world = World::new();
     let text = b"{\"tracking\":\"HP-2031-0000-4711-8842-XZ\"}".repeat(30);
     let whole = compressed(&text).await;

@@ -210,7 +210,7 @@ async fn as_time_passes<T>(world: &World, work: impl Future<Output = T>) -> (T, 
 }
 
 #[tokio::test]
-async fn the_envelope_is_pinned() {
+async fn the_envelope_of_a_wrapped_result_is_pinned() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
@@ -386,7 +386,7 @@ async fn a_damaged_envelope_is_unavailable() {
 }
 
 #[tokio::test]
-async fn a_failing_read_is_repeated_and_ends() {
+async fn a_failing_read_of_an_object_is_repeated_for_a_limited_time() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
@@ -452,7 +452,7 @@ async fn a_failing_upload_is_repeated() {
 
 /// The body has had its effect, so the completion must be recorded, even if its result can't become an object.
 #[tokio::test]
-async fn a_result_without_an_object_is_stored_in_the_record() {
+async fn a_result_that_can_not_be_uploaded_is_stored_in_the_record() {
     for (trouble, takes) in
         [(Trouble::Fails, LEASE / 3), (Trouble::Hangs, LEASE / 3), (Trouble::Denies, Duration::ZERO)]
     {
@@ -558,7 +558,7 @@ async fn an_object_is_removed_only_if_no_record_can_name_it() {
 
 /// A finished record never changes, and neither does its object.
 #[tokio::test]
-async fn a_second_result_of_an_attempt_leaves_the_first_one_alone() {
+async fn a_second_result_of_an_attempt_leaves_the_first_result_unchanged() {
     let world = World::new();
     let objects = Objects::default();
     let store = offloaded(&world, &objects);
