@@ -1,4 +1,4 @@
-//! The same work on every store, as a basis for a choice, compared with the raw client if the store has one.
+//! The same work on every store, so that users can choose a store, compared with the raw client if the store has one.
 //!
 //! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. By hand as in the benches
 //!   `redis`, `postgres` and `sqlite`, which explain more; a replay and a refusal on SQLite are a `SELECT` in a bare
@@ -412,7 +412,7 @@ impl Subject {
             while answered(&[("op", "reserve")]) - asked < duplicates {
                 pause(Duration::from_millis(5)).await;
             }
-            // Until all duplicates wait.
+            // After this pause all duplicates wait.
             pause(Duration::from_millis(100)).await;
             let ended = Instant::now();
             gate.leave.close();

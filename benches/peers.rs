@@ -11,7 +11,7 @@
 //! | Powertools, local cache | Powertools with `use_local_cache`; compared with `Cached` |
 //! | `idempotent` | the Rust crate, its `ValkeyStore` |
 //! | blog pattern on Redis | `SET NX`, then `SET` or `GET`, over one connection of the Rust client; no owner is checked |
-//! | DBOS | a workflow without steps, named by the order, in Python |
+//! | DBOS | a workflow without steps, whose id is the order, in Python |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
 //! The peers are separate processes, started by `benches/peers` and instructed line by line. Each side is first

@@ -146,8 +146,8 @@ impl Bench {
 }
 
 fn main() {
-    // A single thread runs the lone task: with two threads, its speed varies for seconds, depending on whether its
-    // wake-ups cross cores.
+    // A single thread runs the lone task: with two threads, its speed varies for seconds, depending on whether the task
+    // and its driver run on one core.
     let lone = Bench::new(Builder::new_current_thread(), 1);
     let mut threads = Builder::new_multi_thread();
     threads.worker_threads(2);

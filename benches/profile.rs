@@ -1,7 +1,7 @@
 //! A loop for a profiler: `./scripts/bench share` runs it under `perf` and shows the distribution of time.
 //!
-//! `-- memory replay 1 5` makes replays on a `MemoryStore` with one task for 5 seconds; likewise `redis`, `first` and
-//! other numbers of tasks. Without arguments each combination runs briefly, to show that it works.
+//! `-- memory replay 1 5` makes replays on a `MemoryStore` with one task for 5 seconds. `redis`, `first` and other
+//! numbers of tasks work in the same way. Without arguments each combination runs briefly, to show that it works.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The program prints commands for another terminal: a first request, a duplicate, another payload, a duplicate of a
-//! running request, a client that hangs up. Kill the server and start it again between any two of them: no customer is
+//! running request, a client that hangs up. Kill the server and start it again between any two commands: no customer is
 //! charged twice. SIGTERM and Ctrl-C wait for the payments in flight.
 //!
 //! `GET /count` returns the number of charges, `GET /contract` the contract for clients. Arguments: the address to
@@ -120,7 +120,7 @@ async fn refund(State(bank): State<Bank>) -> Response {
 }
 
 /// Headers of a response. A replay has all of them except the cookie, which belongs to the first client's session.
-/// `no-store` forbids HTTP caches to keep the response, but not the layer.
+/// `no-store` forbids HTTP caches to keep the response. The layer keeps it all the same.
 fn headers_of(route: &str, id: &str) -> AppendHeaders<[(HeaderName, String); 5]> {
     let location = format!("/{route}/{id}");
     AppendHeaders([
@@ -199,7 +199,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .route("/contract", get(async move || contract))
         .with_state(Bank::default());
 
-    // The signal handler comes before the first connection: until then a signal ends the process.
+    // The signal handler is installed before the first connection is accepted: without a handler, a signal ends the
+    // process immediately.
     let stop = stop_signal()?;
     let listener = tokio::net::TcpListener::bind(&address).await?;
     println!("Listening on {}, records in {}. In another terminal:", listener.local_addr()?, file.display());

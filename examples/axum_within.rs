@@ -9,8 +9,8 @@
 //! ```
 //!
 //! After any crash, the database has both the record and the transfer, or neither. The price: the handler is a function
-//! of values, so values are replayed, not whole responses. A duplicate waits for the database, which the transaction
-//! holds.
+//! that returns a value, so a duplicate gets the recorded value and not a recorded HTTP response. A duplicate waits
+//! while the transaction of the first request locks the database.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -65,7 +65,7 @@ async fn transfers(
     IdempotencyKey(key): IdempotencyKey,
     Json(asked): Json<Transfer>,
 ) -> Result<Json<Answer>, (StatusCode, String)> {
-    // A connection of SQLite belongs to one thread. This thread goes on if the client hangs up.
+    // A connection of SQLite belongs to one thread. The thread continues if the client hangs up.
     let runtime = tokio::runtime::Handle::current();
     let working = tokio::task::spawn_blocking(move || {
         runtime.block_on(async {

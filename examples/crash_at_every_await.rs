@@ -1,10 +1,10 @@
 //! Checks whether handlers charge a customer once, under every fault.
 //!
-//! `cargo run --example crash_at_every_await --features testing` checks four handlers. Each is killed at each of its
-//! awaits, cancelled there, and stopped there while another worker takes over; its store and its bank lose requests and
-//! answers; duplicates are delivered before, during and after. Time is simulated, so the run takes a second. The first
-//! two handlers are wrong, and the output contains their stories. In your project this is a `#[test]` that ends with
-//! `assert_once()`.
+//! `cargo run --example crash_at_every_await --features testing` checks four handlers. At each await of a handler, the
+//! handler is killed, cancelled, or stopped while another worker takes over. Its store and its bank lose requests and
+//! answers, and duplicates are delivered before, during and after its run. Time is simulated, so the run takes a
+//! second. The first two handlers are wrong, and the output shows the steps that lead to a second charge. In your
+//! project this is a `#[test]` that ends with `assert_once()`.
 
 use std::process::ExitCode;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Shows the effect of `#[idempotent]` on a consumer whose messages are delivered more than once.
 //!
-//! `cargo run --example quickstart` charges some thousand orders from a broker that delivers at least once, to workers
-//! that fail and die. Its records are in a file: a second run replays every result, and a run after a killed one (`kill
-//! -9`, or `-- --die-after 700`) finishes its work. `-- --fresh` starts over, `-- --without-idempotency` shows the same
-//! deliveries without the attribute, and `-- --help` lists all options.
+//! `cargo run --example quickstart` charges 2,000 orders. A broker delivers them, at least once, to workers that fail
+//! and die. The records are in a file: a second run replays every result, and a run that follows a killed run (`kill
+//! -9`, or `-- --die-after 700`) finishes the work of the killed run. `-- --fresh` starts over, `--
+//! --without-idempotency` shows the same deliveries without the attribute, and `-- --help` lists all options.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
 use std::collections::{BTreeSet, HashSet};
@@ -71,7 +71,8 @@ async fn consume(app: Arc<App>) {
     }
 }
 
-/// The same consumer without the attribute: deliveries, faults and the provider's keys do not change.
+/// The same consumer without the attribute. Deliveries, faults and the payment provider's keys are the same as with
+/// the attribute.
 async fn consume_without_idempotency(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);
@@ -242,7 +243,7 @@ impl Bank {
     }
 }
 
-/// Kills this process: no value is dropped, no output flushed.
+/// Kills this process: no value is dropped, and no output is flushed.
 fn kill_this_process() -> ! {
     let _ = Command::new("kill").args(["-9", &process::id().to_string()]).status();
     // A machine may have no `kill` program.

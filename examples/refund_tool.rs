@@ -1,18 +1,18 @@
-//! Shows a tool of an agent that uses `#[idempotent]`: the model repeats calls, the client reconnects, the server is
-//! killed.
+//! Shows an agent's tool that uses `#[idempotent]`: the model repeats calls, the client reconnects, and the
+//! server is killed.
 //!
 //! `cargo run --example refund_tool --features rmcp` is an MCP client that starts this program again as its server,
 //! over stdio, and kills it in the middle of a refund. Records are in a SQLite file.
 //!
 //! - *Key*: from the arguments if they identify the operation: `refund` happens once for each order, however often the
-//!   model calls. Otherwise from `_meta`: a customer may get two credits, so the client's key identifies the credit
-//!   whose call is repeated. The call's id can't be a key: it differs in each attempt, and starts at 1 in each
-//!   connection.
+//!   model calls. If they do not, the key comes from `_meta`: a customer may get two credits, so a key that the client
+//!   sets identifies the credit whose call is repeated. The call's id can't be a key: it differs in each attempt, and
+//!   starts at 1 in each connection.
 //! - *Caller*: the first part of the key, so that no caller gets another caller's answers. Over stdio, the caller is
 //!   the user who started the server; over HTTP, it is the subject of the token. The name in `clientInfo` is
 //!   unverified.
-//! - *Answers*: an error is an answer to the model (`is_error`) and contains the next step, mostly to repeat the call.
-//!   A model that reads only "failed" tries another amount, another order or another key.
+//! - *Answers*: an error is an answer to the model (`is_error`), and names the next step, which is mostly to repeat the
+//!   call. A model that reads only "failed" tries another amount, another order or another key.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
 use std::io;
@@ -67,8 +67,8 @@ async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, 
     Ok(format!("Customer {} has {} cents more.", credit.customer, credit.cents))
 }
 
-/// Text for the model when a call has no result. Our own type: the errors of `rmcp` and of this library belong to other
-/// crates, so neither can convert into the other by `From`.
+/// Text for the model when a call has no result. The example needs its own type, because the errors of `rmcp` and of
+/// this library belong to other crates, so it can't implement `From` between them.
 #[derive(Debug)]
 struct Answer(String);
 

@@ -1,7 +1,7 @@
 //! Shares settings between several handlers, and changes the mode of all of them at run time.
 //!
-//! A `Policy` is a value that handlers name; an option next to it applies to that handler alone. A `ModeSwitch` is a
-//! `static` that an admin endpoint can set. `cargo run --example shared_policy` shows both.
+//! A `Policy` is a value that several handlers can name; an option of a handler's own attribute applies to that handler
+//! alone. A `ModeSwitch` is a `static` that an admin endpoint can set. `cargo run --example shared_policy` shows both.
 
 use std::error::Error as StdError;
 use std::process::ExitCode;

@@ -30,7 +30,7 @@ use idem_runtime::{Disposition, Policy, SqliteStore, StoreExt as _, current, ide
 const DAY: Duration = Duration::from_secs(86_400);
 const RETENTION: Duration = DAY.saturating_mul(4);
 const DEAD_LETTER_RETENTION: Duration = DAY.saturating_mul(14);
-/// SQS stops extending a message 12 hours after it was received.
+/// SQS extends a message until 12 hours after it was received. The example stops an hour earlier.
 const EXTENDED_AT_MOST: Duration = Duration::from_secs(11 * 3_600);
 const MAX_RECEIVE_COUNT: u32 = 20;
 /// Number of messages that a worker receives in one request: 10 at most.

@@ -1,5 +1,5 @@
-//! Handlers with traffic and with trouble, and the metrics that a Prometheus scrapes: `store.metrics()` behind a route,
-//! without another crate.
+//! Handlers that run under load and under faults, and a route with the text of `store.metrics()`, which a Prometheus
+//! scrapes. The route needs no other crate.
 //!
 //! ```sh
 //! cargo run --example telemetry --features telemetry -- 127.0.0.1:9464 records.db     # then http://127.0.0.1:9464/metrics

@@ -46,7 +46,7 @@ impl fmt::Display for ShipError {
     }
 }
 
-/// The carrier's behaviour, chosen by this program.
+/// Behaviour of the carrier, which this program chooses for each order.
 #[derive(Clone, Copy)]
 enum Carrier {
     Answers,

@@ -38,7 +38,7 @@ async fn run(claims: &mut Claims) -> Result<(), AnyError> {
     claims.check("a handler that fails changes nothing", paid.is_err() && balance(&connection)? == 100);
     claims.check("its message comes back", matches!(outcome.disposition(), Disposition::Retry { .. }));
 
-    // The steps of `transact` by hand, in a process that dies before its commit: SQLite rolls its writes back.
+    // These are the steps of `transact`, in a process that dies before its commit: SQLite rolls its writes back.
     let tx = OpenTransaction::new(connection.transaction_with_behavior(TransactionBehavior::Immediate)?);
     pay(&tx, 1, false).await?;
     drop(tx);

@@ -1,4 +1,4 @@
-//! Properties of the store in memory only: its limit of records, and renewals in a test's paused time.
+//! Properties that only the store in memory has: its limit of records, and renewals in a test's paused time.
 
 #![allow(clippy::disallowed_methods, reason = "some of these tests pause the time of tokio")]
 
@@ -93,7 +93,7 @@ async fn every_expired_record_makes_room_in_a_full_store() {
     world.clock.advance(TTL.saturating_sub(Duration::from_nanos(1)));
     world.refuses(&world.request(64)).await;
     world.clock.advance(Duration::from_nanos(1));
-    // The 32 finished records have expired. The unfinished records are kept for a lease longer.
+    // The 32 finished records have expired. The unfinished records are kept for one lease longer.
     for n in 100..132 {
         world.reserved(&world.request(n)).await;
     }
@@ -145,7 +145,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
     let (mut refused, mut reserved, mut longest) = (0, 0, 0);
     for n in 0..200_000 {
         world.clock.advance(Duration::from_millis(100));
-        // Half of the attempts finish immediately; of the others, some are released and some never end.
+        // Half of the attempts finish immediately. Of the other attempts, some are released and some never end.
         let ttl = Duration::from_secs(1 + n as u64 % 60);
         match world.reserve(&world.request(n % 50_000).ttl(ttl)).await {
             Ok(Reservation::Granted { lease, .. }) => {
@@ -163,8 +163,8 @@ async fn the_number_of_records_is_bounded_under_churn() {
         }
         longest = longest.max(world.store.len());
     }
-    // At most 900 records are live: 10 new ones a second, each kept for at most 90 seconds. The store has space for
-    // these.
+    // At most 900 records are live: 10 new records a second, each kept for at most 90 seconds. The store has space for
+    // 900 records.
     assert_eq!(refused, 0);
     assert_eq!(reserved, 200_000);
     assert!(longest <= CAPACITY, "{longest}");
@@ -318,7 +318,7 @@ async fn a_body_continues_when_a_test_advances_time_beyond_its_lease() {
     let ((result, outcome), ()) = tokio::join!(call, steps);
     assert_eq!(result.unwrap(), 7);
     assert!(outcome.executed() && outcome.attempt() == Some(1), "{outcome:?}");
-    // The clock jumps beyond all leases at once.
+    // One jump of the clock passes the end of every lease.
     let ((result, outcome), ()) =
         tokio::join!(outlives_its_lease(&store, "l", tokio::time::sleep(LEASE * 3)), tokio::time::advance(LEASE * 3));
     assert_eq!(result.unwrap(), 7);

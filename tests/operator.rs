@@ -61,8 +61,7 @@ async fn the_later_of_two_operators_gets_a_reasoned_refusal() {
     let looked = bob.inspect(&key).await.unwrap().unwrap();
     let receipt = Resolution::completed(&"receipt".to_owned()).unwrap();
     alice.resolve(&key, &looked, receipt.clone()).await.unwrap();
-    // Bob has inspected the record before Alice decided. Bob's decision would let the handler charge the customer
-    // again.
+    // Bob inspected the record before Alice decided. Bob's decision would let the handler charge the customer again.
     for _ in 0..2 {
         let refused = bob.reopen(&key, &looked).await.unwrap_err();
         assert!(matches!(refused, OperatorError::Changed { standing: Standing::Completed, .. }), "{refused:?}");

@@ -56,7 +56,7 @@ async fn number(raw: &Client, query: &str) -> i64 {
     raw.query_one(query, &[]).await.unwrap().get(0)
 }
 
-/// Waits until `query` returns true on the server.
+/// Waits until the SQL `query` returns true.
 async fn until(raw: &Client, query: &str) {
     while !raw.query_one(query, &[]).await.unwrap().get::<_, bool>(0) {
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -79,7 +79,7 @@ async fn the_schema_file_creates_the_same_table_as_connect() {
     connect(&by_store).await;
     let dump = |database| {
         let text = server.ask("pg_dump", &["--schema-only", database]);
-        // Newer versions of `pg_dump` begin and end their output with a random word.
+        // Newer versions of `pg_dump` write a random word at the beginning and the end of their output.
         text.lines().filter(|line| !line.starts_with('\\')).map(|line| format!("{line}\n")).collect::<String>()
     };
     assert!(dump("by_file").contains("CREATE TABLE idem.records"));
@@ -223,7 +223,7 @@ async fn postgres_compresses_results_by_lz4_if_the_server_supports_it() {
     }
 }
 
-/// The test replaces the server's view of settings by that of a server without lz4.
+/// The test replaces the server's view `pg_settings` by the view of a server without lz4.
 #[tokio::test]
 async fn a_table_on_a_server_without_lz4_keeps_the_default_compression() {
     let server = PostgresServer::start_with(&["fsync=off"]);
@@ -418,7 +418,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
         assert_eq!(found.standing(), Standing::Damaged, "{name}");
     }
     assert_eq!(text().await, before);
-    // Expired rows of these kinds are left alone, too.
+    // Expired rows of a later version, and expired damaged rows, are left unchanged, too.
     raw.batch_execute(&format!("UPDATE {table} SET expires_at = now(), listed_at = now() WHERE format = 99"))
         .await
         .unwrap();
@@ -1079,7 +1079,7 @@ async fn the_error_of_a_pooler_names_the_missing_option() {
     assert!(error.to_string().contains("behind_pgbouncer"), "{error}");
 }
 
-// Requests that hang, next to others.
+// Requests that hang, next to requests that do not.
 
 /// Opens a transaction of another session that locks the row of `name`.
 async fn lock_row(url: &str, table: &str, name: &str) -> Client {
@@ -1130,7 +1130,7 @@ async fn renews_all_but_the_locked(partitions: u16) {
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
-        // The row keeps a trace of the lock, so the second renewal takes another path.
+        // The row keeps a trace of the lock, so the second renewal takes a different code path.
         for _ in 0..2 {
             let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
             let expected: Vec<_> = (0..7)
@@ -1164,7 +1164,7 @@ async fn rows_with_the_same_ctid_in_two_partitions_are_distinguished() {
         leases.iter().find(|lease| lease.key.as_str() == key).unwrap().clone()
     });
     let name = |lease: &Lease| lease.key.as_str().trim_start_matches("1/test/").to_owned();
-    // A row that was once locked is locked again by the renewal, and so compared by its place.
+    // A renewal locks a row that was locked before, and then identifies the row by its `ctid`.
     lock_row(&url, "idem.records", &name(&free)).await.batch_execute("COMMIT").await.unwrap();
     let holder = lock_row(&url, "idem.records", &name(&locked)).await;
     let (said, renewed) = without_waiting(&url, answers(&store, &[locked, free])).await;
@@ -1278,7 +1278,7 @@ async fn a_dropped_operation_is_not_sent() {
         let rows = raw.query(&format!("SELECT key FROM {table} WHERE key LIKE '%gone%'"), &[]).await.unwrap();
         rows.iter().map(|row| row.get(0)).collect()
     };
-    // At first the store inserts without reading; after many replays it reads first.
+    // At first the store inserts a record without reading; after many replays the store reads before it inserts.
     for replays in [false, true] {
         if replays {
             let runs = AtomicU32::new(0);
@@ -1331,7 +1331,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
     let url = server.url().replace(&server.port().to_string(), &proxy.port().to_string());
     let store = PostgresStore::connect(&url).await.unwrap();
     let runs = AtomicU32::new(0);
-    // After many replays, in batches and alone, the connections have prepared their statements.
+    // After many replays, both in batches and alone, every connection has prepared its statements.
     for _ in 0..20 {
         join_all((0..20).map(async |n| call(&store, &format!("again{n}"), &runs).await)).await;
     }
@@ -1347,7 +1347,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(calls);
-    // These calls end after every request that was under way.
+    // The answers to these calls show that the store has handled all earlier requests.
     for n in 0..3 {
         assert!(call(&store, &format!("again{n}"), &runs).await.1.replayed());
     }
@@ -1581,9 +1581,9 @@ async fn a_slow_connection_that_makes_progress_is_kept() {
     // The write of the result takes longer than the time limit.
     proxy.set(Line::Slow(800_000));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
-    // The reads take longer than the time limit, because the connections share the line.
+    // Each read takes longer than the time limit, because all connections share the slow line.
     proxy.set(Line::Slow(4_000_000));
-    // There are more requests than connections, first alone and then in one batch.
+    // There are more requests than connections. First each request is sent alone, and then all of them in one batch.
     for _ in 0..2 {
         let requests: Vec<_> = (0..12).map(|_| request(&store, "k")).collect();
         for answer in join_all(requests.iter().map(|request| store.reserve(request))).await {
@@ -1761,7 +1761,7 @@ async fn processes_race_while_the_server_restarts() {
     let effects = race.run(restarting).await;
     let restarts = restarts.load(Ordering::Relaxed) as usize;
     assert!(restarts > 0, "the race was over before the first restart");
-    // During a restart, each process may leave an effect without a record until its lease has lapsed.
+    // At each restart of the server, each process may leave one effect without a record.
     let bound = race.kills + restarts * (race.racers + 1);
     assert!(effects.repeated() <= bound, "{} repeated: {effects:?}", effects.repeated());
 }
@@ -1775,7 +1775,7 @@ async fn each_page_of_a_list_continues_after_the_rows_of_the_previous_page() {
 
 async fn lists_page_by_page(partitions: u16) {
     let (store, raw, table) = open_with(partitions).await;
-    // SQL that inserts rows of completed operations, and of an interrupted one whose key sorts last.
+    // SQL that inserts rows of completed operations, and the row of an interrupted operation whose key sorts last.
     let rows = format!(
         "INSERT INTO {table} (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, expires_at, \
          listed_at, first_seen_at, began_at) SELECT '1/test/' || lpad(n::text, 5, '0'), \

@@ -105,7 +105,7 @@ fn the_stored_form_is_pinned() {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
         }
-        // A longer record is also decoded from its first bytes, without its result.
+        // A longer record can also be decoded from its first bytes alone, without its result.
         let start = bytes[..bytes.len().min(format::START_BYTES)].to_vec().into();
         let glance = format::decode_start(&start, bytes.len()).unwrap();
         match (&glance.state, record.state.result()) {
@@ -238,7 +238,7 @@ async fn values_that_are_no_records_are_left_alone() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{name}");
         assert!(source.to_string().contains(words), "{name}: {source}");
         assert_eq!(runs.into_inner(), 0, "{name}");
-        // The owner's writes leave the value unchanged, too.
+        // The writes of the attempt that owned the key leave the value unchanged, too.
         let lease = Record::first(&request(&store, name)).lease(&request(&store, name));
         for write in [store.finish(&lease, &done()).await, store.release(&lease, Release::Returned).await] {
             match write {
@@ -358,7 +358,7 @@ async fn operations_survive_a_flush_of_the_scripts() {
     assert!(store.inspect(&lease.key).await.unwrap().is_some());
     flush().await;
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
-    // Completions under load, which share a script.
+    // Concurrent completions share one call of the script.
     flush().await;
     let runs = AtomicU32::new(0);
     let names: Vec<_> = (0..500).map(|n| format!("many{n}")).collect();
@@ -540,7 +540,7 @@ async fn a_silent_connection_is_replaced() {
     proxy.set(Line::Stale);
     let error = store.reserve(&request).await.unwrap_err();
     assert!(error.may_have_landed(), "{error}");
-    // Neither side has closed the old connection, which would be silent forever.
+    // Neither client nor server has closed the old connection, which would stay silent forever.
     assert!(matches!(store.reserve(&request).await, Ok(Reservation::Granted { .. })));
 }
 
@@ -599,7 +599,8 @@ async fn a_first_run_sends_two_commands_and_most_other_calls_send_one() {
     assert_eq!(sent().await - before, 1, "a replay is one SET … NX GET");
 
     let _lease = reserved(&owner, "busy").await;
-    // The first duplicate of another handle asks for the remaining time of the lease; later ones need one command.
+    // The first duplicate of another handle also asks for the remaining time of the lease; later duplicates need
+    // one command.
     call(&other, "busy", &runs).await.0.unwrap_err();
     for _ in 0..5 {
         let before = sent().await;

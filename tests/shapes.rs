@@ -52,7 +52,7 @@ fn spawned(test: impl Future<Output = ()> + Send + 'static) {
 
 /// Awaits two calls: the first must run the body, and the second must replay the first one's result.
 ///
-/// Every shape goes through this function, and so is checked for `Send`.
+/// Every test calls its handlers through this function, which also checks that the calls are `Send`.
 async fn twice<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>> + Send,
     second: impl Future<Output = Result<T, E>> + Send,
@@ -61,7 +61,7 @@ async fn twice<T: PartialEq + Debug, E: Debug>(
     twice_here(first, second).await
 }
 
-/// Like [`twice`], for calls that are not `Send` because of their arguments.
+/// Does the same as [`twice`], for calls that are not `Send` because of their arguments.
 async fn twice_here<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>>,
     second: impl Future<Output = Result<T, E>>,

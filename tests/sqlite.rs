@@ -201,17 +201,17 @@ async fn expired_records_are_cleaned_up() {
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     }
     let alive = reserved(&store, "alive").await;
-    // All rows are due for clean-up, and all but one have expired, as if time had passed.
+    // The update makes all rows due for clean-up, and all but one of them expired, as if time had passed.
     raw.execute("UPDATE idem_records SET listed_at = 1, expires_at = iif(state = 'pending', expires_at, 2)", [])
         .unwrap();
     assert_eq!(store.inspect(&key("finished0")).await.unwrap(), None, "expired, cleaned up or not");
-    // Every eighth reservation deletes sixteen expired rows, two for each reservation, so that rows can't pile up. The
-    // last reservation before was the 101st.
+    // Every eighth reservation deletes sixteen expired rows, that is two for each reservation, so that rows can't pile
+    // up. 101 reservations came before.
     for n in 0..11 {
         reserved(&store, &format!("new{n}")).await;
     }
     assert!((80..=81).contains(&rows()), "{} rows", rows());
-    // `purge` deletes the remaining rows, at most so many in one call.
+    // `purge` deletes the remaining rows, at most as many in one call as its argument says.
     assert!(store.purge(5).await.unwrap() <= 5);
     while store.purge(50).await.unwrap() > 0 {}
     assert_eq!(rows(), 12, "eleven new rows, and the row of the unexpired record");
@@ -491,7 +491,7 @@ async fn a_full_store_refuses_every_write() {
         assert!(store.inspect(&key(&format!("k{n}"))).await.unwrap().is_some(), "{n} is forgotten early");
     }
     assert!(call(&store, "first", &runs).await.1.replayed());
-    // A handle without the limit can write to the file.
+    // A store handle without the size limit can write to the file.
     let roomy = open(&folder.file()).await;
     assert_eq!(roomy.finish(&held, &done).await.unwrap(), Verdict::Applied);
 }
@@ -638,7 +638,8 @@ async fn no_process_uses_a_removed_or_replaced_log_or_index() {
         for name in names {
             taken_away(&folder.path().join(format!("records.db{name}")), moves);
         }
-        // If the first call notices the change, the store closes its connections and opens the present files.
+        // In this case a call of the store comes first. It notices the change, and the store closes its connections and
+        // opens the present files.
         if is_first {
             let _ = store.reserve(&request(&store, "other")).await;
         }
@@ -733,7 +734,7 @@ async fn a_dropped_operation_is_skipped_unless_it_ends_an_attempt() {
         let mut asked = handle.reserve(&last);
         begin(&mut asked).await;
         holder.execute_batch("COMMIT").unwrap();
-        // This request was the last one in the queue.
+        // This request was the last request in the queue.
         lease_of(asked.await);
         for request in requests {
             assert_eq!(store.inspect(&request.key).await.unwrap(), None, "{}", request.key);
@@ -761,7 +762,7 @@ async fn a_call_is_bounded_by_its_response_timeout() {
     assert_eq!((Store::namespace(&store), open(&folder.file()).await.namespace()), ("shop", ""));
 }
 
-// Leases are kept.
+// Leases are renewed in time.
 
 #[tokio::test]
 async fn upkeep_goes_on_while_another_connection_holds_the_lock() {
@@ -847,7 +848,7 @@ async fn each_of_very_many_renewals_gets_its_own_answer() {
     let folder = Folder::new();
     let store = SqliteStore::options().queue_capacity(100).open(folder.file()).await.unwrap();
     let lease = reserved(&store, "k").await;
-    // Every second lease has no record.
+    // Every second lease belongs to a key without a record.
     let leases: Vec<_> = (0..LEASES)
         .map(|n| match n % 2 {
             0 => lease.clone(),
@@ -863,7 +864,7 @@ async fn each_of_very_many_renewals_gets_its_own_answer() {
     assert!(answers.into_iter().eq(expected));
 }
 
-/// Clock that stands still unless a test advances it, and that calls `looked` at each reading.
+/// Clock that stands still unless a test advances it, and that calls `looked` whenever it is read.
 #[derive(Clone)]
 struct Observed {
     clock: ManualClock,
@@ -1467,7 +1468,7 @@ async fn processes_race_for_the_same_keys() {
     );
 }
 
-/// SQL that inserts rows of completed operations, and of an interrupted one whose key sorts last.
+/// SQL that inserts rows of completed operations, and the row of an interrupted operation whose key sorts last.
 const MANY_ROWS: &str = "WITH RECURSIVE n(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM n WHERE n < 2099) \
     INSERT INTO idem_records (key, format, state, owner, attempt, attempts_used, on_crash_fail, expires_at, listed_at, \
     first_seen_at, began_at) SELECT printf('1/test/%05d', n), 1, iif(n = 2099, 'interrupted', 'completed'), \

@@ -63,7 +63,7 @@ async fn check(scenario: &Scenario) {
     for (metric, label, value) in *counts {
         assert_eq!(count(&snapshot, metric, &[(label, value)]), 1, "{name}: {metric}");
     }
-    // A scenario has no uncertain effect unless it counts one.
+    // A scenario must count no uncertain effect unless `counts` lists the counter.
     if !counts.iter().any(|(metric, ..)| *metric == "idem_uncertain_total") {
         assert_eq!(count(&snapshot, "idem_uncertain_total", &[]), 0, "{name}");
     }
@@ -239,7 +239,7 @@ async fn an_outage_of_ten_minutes_is_a_few_lines_in_the_log() {
     for call in [StoreCall::Reserve, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
         world.store.always(call, Fault::Before(StoreErrorKind::Unavailable));
     }
-    // The store is away for handlers that hold leases, for duplicates, and for handlers that are cancelled.
+    // During the outage there are handlers that hold leases, duplicates, and handlers that are cancelled.
     world.store.always(StoreCall::Reserve, Fault::None);
     let mut running: Vec<_> = (0..20)
         .map(|order| {
@@ -366,7 +366,7 @@ async fn the_health_of_a_store_names_its_problem() {
         assert_eq!(axes(&world.store.health().await), [axis]);
     }
 
-    // The store refuses renewals, first for one beat and then for another.
+    // The store refuses two beats, one after the other.
     world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
     settle().await;
     world.clock.advance(LEASE / 3 + Duration::from_secs(1));

@@ -1,4 +1,5 @@
-//! Tools for testing handlers: they find the mistakes of a handler, and report no others.
+//! Tests of the tools for testing handlers: the tools find each mistake in a handler, and report none in a
+//! correct handler.
 #![allow(clippy::disallowed_methods, reason = "what a handler does with time is simulated here")]
 
 mod simulation {
@@ -220,7 +221,8 @@ mod simulation {
         Ok(order_id)
     }
 
-    /// End and time of ten deliveries of one message, each to its own worker; some workers are killed.
+    /// Returns the outcome and the time of ten deliveries of one message, each to its own worker. Some
+    /// workers are killed.
     fn deliveries(seed: u64) -> Vec<(Option<Outcome>, Duration)> {
         let simulation = Simulation::new(seed);
         let clock = simulation.clock();
@@ -254,7 +256,7 @@ mod simulation {
             assert_eq!(ended, deliveries(seed), "seed {seed} repeats");
             let executed = ended.iter().flat_map(|(outcome, _)| outcome).filter(|it| it.executed()).count();
             assert!(executed == 1, "seed {seed}: {ended:?}");
-            // The lease of 30 s is always renewed, so no call takes over.
+            // The lease of 30 s is always renewed, so no delivery takes over.
             assert!(ended.iter().flat_map(|(outcome, _)| outcome).all(|it| !it.took_over()), "seed {seed}: {ended:?}");
         }
     }
@@ -307,7 +309,8 @@ mod explorer {
         matches!(problem, Problem::Missing { .. })
     }
 
-    /// Scenarios with a problem of this kind. Checks that each scenario shows the same problem when it is played alone.
+    /// Returns the scenarios with a problem of this kind, and checks that each scenario shows the same problem when it
+    /// is played alone.
     fn scenarios(report: &Report, alone: impl Fn(Explorer) -> Report, is: fn(&Problem) -> bool) -> BTreeSet<String> {
         let all = report.findings();
         let found: BTreeSet<_> = all.iter().filter(|it| is(it.problem())).map(|it| it.scenario().to_owned()).collect();
@@ -499,8 +502,8 @@ mod explorer {
     #[test]
     fn a_charge_before_the_check_whether_it_happened_is_found() {
         let found = found!(is_repeated, |worker| async move { charge_before_check(&App::new(worker), 42).await });
-        // At awaits 1 and 2 the key is reserved, and at await 3 the charge is requested. From await 4 until the answer
-        // to the record's write, the charge has happened.
+        // At awaits 1 and 2 the handler reserves the key, and at await 3 it requests the charge. From await 4 until the
+        // result is recorded, the charge has happened and no record shows it.
         for cut in ["cancel@await:4", "crash@await:4", "crash@await:7", "answer-lost@effect:1", "pause@effect:1"] {
             assert!(found.contains(cut), "{cut} in {found:?}");
         }
@@ -842,7 +845,8 @@ mod explorer {
         assert_eq!(report.awaits(), expected);
         assert_eq!(report.store_calls(), ["reserve", "finish"]);
         assert_eq!(report.effects(), ["charge"]);
-        // Number of steps that the first, cancelled run reaches for each await. The second run reaches all steps.
+        // For each await at which the first run is cancelled, the number of steps that this run reaches. The second run
+        // reaches all steps.
         for (at, steps) in [0, 0, 1, 2, 2, 3, 4, 5, 5].into_iter().enumerate() {
             reached.lock().unwrap().clear();
             explored(Explorer::new().only(format!("cancel@await:{}", at + 1))).assert_once();

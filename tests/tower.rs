@@ -84,7 +84,7 @@ async fn a_request_through_the_layer_runs_once_and_its_duplicates_replay() {
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
     assert_eq!(inner.runs.load(Ordering::SeqCst), 1);
-    // The layer wraps another service, as in another connection or worker.
+    // A second service with the same store stands for another connection or worker.
     let receipt = layer(&store).layer(inner.clone()).oneshot(ORDER).await.unwrap();
     assert_eq!((receipt.run, inner.runs.load(Ordering::SeqCst)), (1, 1));
 }
@@ -93,7 +93,7 @@ async fn a_request_through_the_layer_runs_once_and_its_duplicates_replay() {
 async fn the_layer_calls_the_instance_of_the_inner_service_that_was_ready() {
     let store = MemoryStore::new();
     let mut service = layer(&store).layer(Strict::default());
-    // Two calls run concurrently: one of a service, and one of its clone.
+    // Two calls run concurrently: one through a service, and one through its clone.
     let mut clone = service.clone();
     let first = service.ready().await.unwrap().call(ORDER);
     let second = clone.ready().await.unwrap().call(Order { id: 43, ..ORDER });

@@ -52,7 +52,7 @@ struct Bank {
     store: PostgresStore,
     /// True if the handler records its errors.
     records_errors: bool,
-    /// True if a body has paid and will never return.
+    /// True once a body has paid that will never return.
     hangs: Cell<bool>,
 }
 
@@ -425,7 +425,7 @@ async fn calls_in_one_transaction_take_turns() {
     // If these calls overlapped, the rollback of a failed call would undo the work of other calls since its start.
     let calls = [slow("a", End::Fail), slow("b", End::Succeed), slow("c", End::Fail), slow("d", End::Succeed)];
     assert_eq!(join_all(calls).await, [false, true, false, true]);
-    // A call that is dropped while it waits for its turn delays no other call.
+    // A call that is dropped while it waits for its turn must delay no other call.
     {
         let mut first = Box::pin(slow("e", End::Succeed));
         let mut second = Box::pin(slow("f", End::Succeed));
@@ -537,7 +537,7 @@ async fn a_call_in_a_transaction_waits_for_no_locked_record() {
 async fn an_operation_whose_result_the_server_refuses_ends_without_its_result() {
     let bank = Bank::open().await;
     let client = bank.client().await;
-    // This domain makes the server refuse the value like one beyond its limit.
+    // This domain makes the server refuse the result in the way in which it refuses a result that is too large.
     client
         .batch_execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
@@ -560,7 +560,7 @@ async fn an_operation_whose_result_the_server_refuses_ends_without_its_result() 
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     assert_eq!(bank.payments().await, 1);
     assert!(matches!(bank.state("a").await, Some(State::Completed(StoredResult::TooLarge { .. }))));
-    // Outside of a transaction, the store ends the operation in the same way.
+    // Outside of a user's transaction, the store also records the completion without the result.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
     let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
     let (result, outcome) = observe(operation.run(body)).await;
@@ -779,7 +779,7 @@ async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
                     }
                 }
             }
-            // Calls for the key alone, and duplicates that wait, get `InProgress`, too.
+            // A call for the key alone, and a duplicate that waits, get `InProgress`, too.
             let waits = POLICY.in_progress(InProgress::Wait(Duration::from_millis(300)));
             for policy in [POLICY, waits] {
                 let alone = idem_runtime::Operation::new(&bank.store, Ok(key("0")), policy);
@@ -975,7 +975,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
     bank.checks_at_commit().await;
     bank.client().await.batch_execute("INSERT INTO payments VALUES ('a')").await.unwrap();
     for kills in [false, true] {
-        // Case 1: a transaction by hand. The delivery fails because its commit fails.
+        // Case 1: a transaction that the user begins. The delivery fails because the commit fails.
         let mut client = bank.client().await;
         let (result, outcome) = observe(async {
             let tx = OpenTransaction::new(client.transaction().await?);
@@ -1005,7 +1005,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome) && !outcome.recorded(), "{result:?}, {outcome:?}");
-        // The attempt counts, because the library records it over another connection.
+        // The attempt counts, because the library records it after the rollback, in a separate transaction.
         assert_eq!(bank.state("a").await, Some(State::Released));
     }
     assert_eq!(bank.payments().await, 1);
@@ -1056,7 +1056,7 @@ async fn a_statement_that_failed_without_notice_is_never_committed() {
         Ok::<_, AnyError>(paid)
     })
     .await;
-    // The server answers `COMMIT` with `ROLLBACK`, which the driver takes for success.
+    // The server answers `COMMIT` with `ROLLBACK`, and the driver treats this answer as success.
     assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
     assert_eq!((bank.payments().await, bank.state("a").await), (0, Some(State::Released)));
 }
@@ -1345,8 +1345,8 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
         assert_eq!(paid.unwrap(), [0, 1, 255]);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // Three deliveries fail: by a refused commit, by an error after the call, and by a failed statement whose error is
-    // ignored.
+    // Three deliveries fail: one by a refused commit, one by an error after the call, and one by a failed statement
+    // whose error is ignored.
     for case in 0..3 {
         let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
             let paid = bank.end_by_sqlx(tx, "b", POLICY, End::Succeed).await.map_err(|it| it.0)?;
@@ -1777,7 +1777,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
         assert_eq!(paid.unwrap(), 7);
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
-    // Two deliveries fail: by a refused commit, and by an error after the call.
+    // Two deliveries fail: one by a refused commit, and one by an error after the call.
     for refused in [true, false] {
         let (result, outcome) = SqliteStore::transact(&mut connection, async |tx| {
             let paid = sell_by_attribute(tx, "b").await?;
@@ -2026,7 +2026,7 @@ impl Driver {
         }
     }
 
-    /// Makes one delivery whose handler begins and commits the transaction itself.
+    /// Makes one delivery in which this test, and not `transact`, begins and commits the transaction.
     async fn by_hand(&self, policy: Policy, end: End) -> (Result<u32, AnyError>, Outcome) {
         match self {
             Self::TokioPostgres(bank) => {
@@ -2070,8 +2070,8 @@ impl Driver {
 #[tokio::test]
 async fn a_healthy_message_is_acknowledged() {
     for driver in Driver::all().await {
-        // By hand, the outcome of the first delivery doesn't know of the commit. The next delivery replays the
-        // committed record.
+        // If the test commits the transaction itself, the outcome of the first delivery does not include the commit.
+        // The next delivery replays the committed record.
         for (n, expected) in [(1, None), (2, Some(Disposition::Ack)), (3, Some(Disposition::Ack))] {
             let (paid, outcome) = driver.by_hand(POLICY, End::Succeed).await;
             assert_eq!((paid.unwrap(), outcome.replayed()), (1, n > 1), "{}", driver.name());

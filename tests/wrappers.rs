@@ -1,4 +1,4 @@
-//! Wrappers: their effects on a store, and that no wrapper makes a body run again.
+//! Tests of the wrappers: the effects of each wrapper on a store, and the rule that no wrapper makes a body run again.
 #![allow(clippy::unchecked_time_subtraction, reason = "the durations are constants")]
 
 use std::pin::Pin;
@@ -129,7 +129,7 @@ fn payload(record: &Record) -> &StoredResult {
     }
 }
 
-/// Returns the result in the form that the innermost store holds.
+/// Returns the result in the form in which the innermost store holds it.
 async fn kept(store: &dyn Store, name: &str) -> StoredResult {
     payload(&store.inspect(&key(name)).await.unwrap().expect("a record").record).clone()
 }
@@ -185,7 +185,8 @@ async fn polled<T>(mut call: StoreFuture<'_, T>, polls: u32) -> StoreFuture<'_, 
     call
 }
 
-/// Every wrapper around every other one and around itself, set up so that each changes every result.
+/// Returns every wrapper around every other wrapper and around itself, set up so that each wrapper changes
+/// every result.
 fn compositions(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'static str, Arc<dyn Store>)> {
     let cached = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Cached::new(store)) };
     let compressed = |store: Arc<dyn Store>| -> Arc<dyn Store> { Arc::new(Compressed::options().above(0).wrap(store)) };
@@ -401,7 +402,7 @@ async fn upkeep_of_a_wrapper_uses_the_upkeep_of_its_store() {
     }
 }
 
-/// If a store is its own upkeep, so is a wrapper around it.
+/// If a store is its own upkeep, a wrapper around the store is its own upkeep, too.
 #[tokio::test]
 async fn a_wrapper_of_a_store_without_upkeep_is_its_own_upkeep() {
     let memory = MemoryStore::new();

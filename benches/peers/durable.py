@@ -1,4 +1,4 @@
-"""DBOS on PostgreSQL: a workflow named by the order, without steps. Argument: the URL of the server."""
+"""DBOS on PostgreSQL: a workflow without steps, whose id is the order. Argument: the URL of the server."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 //! Parts that the consumers of brokers share: the messages, a bank that keeps books, worker processes that are killed,
 //! and the audit.
 //!
-//! This module uses no idempotency and no broker: each example shows both in its own file.
+//! This module uses neither the idempotency library nor a broker: each example uses both in its own file.
 #![allow(clippy::disallowed_methods, reason = "a bank takes its time")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,13 +20,14 @@ use tokio::time::{Instant, sleep};
 /// Error after which an example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Returns the reason why a delivery is not acknowledged: its error, or, without an error, that the handler swallowed
-/// the refusal of a call.
+/// Returns the reason why a delivery is not acknowledged: its error, or, if there is none, an error that says that the
+/// handler ignored the refusal of a call.
 pub fn reason<T>(result: Result<T, Failure>) -> Failure {
     result.err().unwrap_or_else(|| "the handler returned a value, and a call in it was refused".into())
 }
 
-/// Time after which each broker here redelivers an unacknowledged message. The slow handler takes three times as long.
+/// Time after which each broker of these examples redelivers an unacknowledged message. The slow handler takes three
+/// times as long.
 pub const BROKER_TIMEOUT: Duration = Duration::from_secs(2);
 const SLOW: Duration = Duration::from_secs(6);
 /// Time limit of an example.
@@ -59,8 +60,8 @@ pub struct Event {
     pub order: u64,
     /// The amount.
     pub cents: u64,
-    /// Number of this message among several messages about the same order. Real producers that publish again send no
-    /// such number.
+    /// Number of this message among several messages about the same order. A real producer that publishes a message
+    /// again sends no such number.
     copy: u32,
     mishap: Mishap,
 }

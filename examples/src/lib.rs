@@ -1,6 +1,6 @@
 //! Parts that the examples share: the command line, the orders, the faults, the table at the end, and claims.
 //!
-//! This library uses no idempotency: each example shows that in its own file.
+//! This module does not use the idempotency library: each example uses it in its own file.
 
 #[cfg(feature = "rmcp")]
 pub mod agent;

@@ -21,7 +21,7 @@ type Receipt = (Instant, u64);
 
 /// A queue that delivers at least once: a message that is not acknowledged in time is delivered again.
 ///
-/// As with SQS, an acknowledgement counts for the latest delivery only.
+/// As with SQS, an acknowledgement is valid only for the latest delivery.
 #[derive(Debug)]
 pub struct Queue(Mutex<Messages>);
 

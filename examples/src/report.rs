@@ -56,7 +56,7 @@ impl Count {
         Self::OnRecord,
     ];
 
-    /// Possible ends of a delivery. A delivery with none of these ends was cut off by the death of its worker.
+    /// Possible ends of a delivery. A delivery without one of these ends was cut off by the death of its worker.
     const ENDS: [Self; 5] = [Self::Handled, Self::Replay, Self::Failure, Self::InProgress, Self::DeadLetter];
 
     /// Returns the name in the table.

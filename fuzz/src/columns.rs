@@ -193,7 +193,7 @@ pub fn columns_as_stored(data: &[u8]) {
     if altered == 0 {
         assert_eq!(dynamo.as_ref(), Some(&written));
     }
-    // A record in altered columns has one written form, which is read as an equal record.
+    // If a record can be read from altered columns, the columns that are written for it are read as an equal record.
     for record in [postgres, dynamo].into_iter().flatten() {
         let row = columns(&record, lapses_at, expires_at);
         assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));

@@ -1,4 +1,4 @@
-//! Values from the bytes of a fuzzer. Missing bytes are zeros, so that every input has a meaning.
+//! Values that are read from the bytes of a fuzzer. Missing bytes count as zeros, so that every input gives a value.
 
 use std::time::Duration;
 

@@ -14,7 +14,7 @@ use super::input::Input;
 /// Asserts that a record is read as it was written, and that no other bytes are readable.
 pub fn record(data: &[u8]) {
     if let Ok(record) = format::decode(&Bytes::copy_from_slice(data)) {
-        // Each record has one written form, except for the mark for waiters.
+        // All bytes that are read as one record are equal, except for the flag of waiters.
         let mut unmarked = data.to_vec();
         unmarked[FLAGS_AT] &= !FLAG_WAITED_FOR;
         // The store keeps the times, which are no part of the record.

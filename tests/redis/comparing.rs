@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Number of scripts that the server executed, and number of `SET`s.
+/// Returns the number of scripts and the number of `SET`s that the server has executed.
 async fn ran(server: &RedisServer) -> (u64, u64) {
     let calls = calls_of(server).await;
     (calls("evalsha") + calls("eval"), calls("set"))
@@ -12,7 +12,7 @@ async fn value_of(server: &RedisServer, name: &str) -> Vec<u8> {
     server.raw().await.get(format!("idem:1/test/{name}")).await.unwrap()
 }
 
-/// Flags the record, as a waiting duplicate does.
+/// Sets the flag of waiters in the record, as a waiting duplicate does.
 async fn flag(server: &RedisServer, name: &str) {
     let flags = value_of(server, name).await[format::FLAGS_AT] | format::FLAG_WAITED_FOR;
     let name = format!("idem:1/test/{name}");
@@ -28,7 +28,7 @@ async fn a_first_run_without_a_waiter_or_renewal_calls_no_script() {
     let server = RedisServer::start(Kind::Valkey);
     let store = connect(&server).await;
     let runs = AtomicU32::new(0);
-    // Under `fail`, a script marks the record; the comparison would not match the marked record.
+    // Under `fail`, a script marks the record as begun, so the bytes of the record no longer equal the compared bytes.
     for (name, policy, scripts) in [("retry", POLICY, 0), ("fail", POLICY.on_crash(OnCrash::Fail), 2)] {
         let before = ran(&server).await;
         call_with(&store, name, policy, &runs).await.0.unwrap();
@@ -65,7 +65,7 @@ async fn every_other_completion_is_decided_by_a_script() {
     let scripts = async || ran(&server).await.0;
     let before = scripts().await;
 
-    // A waiting duplicate has flagged the record.
+    // A waiting duplicate has set the flag of waiters in the record.
     let lease = reserved(&store, "flagged").await;
     flag(&server, "flagged").await;
     assert_eq!(finishes(&store, &lease).await, Verdict::Applied);
@@ -108,7 +108,7 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
     assert!(store.inspect(&lease.key).await.unwrap().is_none());
 
-    // The lease has lapsed, and no other attempt has taken over: the attempt may still finish.
+    // The lease has lapsed, but no other attempt has taken over, so the attempt may still finish.
     let lapsed = wins(&store, &short("lapsed")).await;
     until("the lease lapses", async || {
         let found = store.inspect(&lapsed.key).await.unwrap().unwrap();
@@ -142,8 +142,8 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(scripts().await - before, 1);
 }
 
-/// A completion that `SET … IFEQ` did not apply is decided by a script in the next exchange, whose source is sent along
-/// if the server has lost it.
+/// If `SET … IFEQ` did not apply a completion, a script decides about the completion in the next exchange. The source
+/// of the script is sent along if the server has lost the script.
 #[tokio::test]
 async fn a_batch_mixes_comparisons_and_scripts() {
     let server = RedisServer::start(Kind::Valkey);
@@ -226,7 +226,8 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
                 assert_eq!(finishes(&store, lease).await, Verdict::Applied);
             }
         }
-        // Every completion is recorded although the older server refuses comparisons; one refusal teaches the store.
+        // Every completion is recorded although the older server refuses comparisons. After one refusal the store sends
+        // no more comparisons.
         for lease in &leases {
             let found = store.inspect(&lease.key).await.unwrap().unwrap();
             assert_eq!(found.record, Record::after(lease, done().state()));
@@ -236,7 +237,7 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
         many(&store, "older").await;
         assert_eq!(refused(&server).await, told, "once is enough");
 
-        // A newer server has the address again, which the store finds out when it connects.
+        // A newer server has the address again. The store notices this when it connects.
         server = replace(server, Kind::Valkey);
         heals(&store).await;
         many(&store, "newer").await;
@@ -246,7 +247,8 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
     // Another store connects to an older server first.
     let mut server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
-    // `connect` has tried the command in a form that fails, to check the right to send it.
+    // `connect` has sent the command once with arguments that the server refuses, to check the right to send
+    // the command.
     let tried = refused(&server).await;
     many(&store, "k").await;
     assert_eq!(refused(&server).await, tried, "its version tells");

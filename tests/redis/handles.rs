@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::*;
 
-/// Runtime that makes progress only while a thread blocks on one of its futures.
+/// Makes a runtime that makes progress only while a thread blocks on one of its futures.
 fn lone_runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
@@ -97,7 +97,7 @@ fn an_operation_outside_of_a_runtime_returns_an_error() {
     assert!(error.to_string().contains("tokio runtime"), "{error}");
 }
 
-// Renewals by the upkeep.
+// Renewals by the upkeep of a store.
 
 /// A handler blocks the only thread of its runtime, and thus the connection of the store on that runtime.
 #[test]
@@ -132,7 +132,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
                     let answers = renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
                     assert_eq!(answers, [Verdict::Applied]);
                 }
-                // The upkeep also performs a late write of another attempt, and a clean-up.
+                // The upkeep also makes a late write of another attempt, and the clean-up of a dropped reservation.
                 let other = reserved(&upkeep, &format!("late {own_client}")).await;
                 assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Verdict::Applied);
             });
@@ -177,7 +177,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
     let proxy = Proxy::to(server.port()).await;
     let store = RedisStore::connect(&proxy.url()).await.unwrap();
     proxy.set(Line::Slow(6 * 1024 * 1024));
-    // Ten handlers whose leases need renewals over the slow line.
+    // Ten handlers run, whose leases need renewals over the slow line.
     let policy = POLICY.lease(Duration::from_secs(3));
     let done = Arc::new(Notify::new());
     let handlers: Vec<_> = (0..10)
@@ -246,7 +246,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
                     works(&store, "child").await;
                     assert_eq!(renew_all(&*upkeep, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
                 });
-                // A drop of the store in the child must not close the parent's connections either.
+                // If the child drops the store, the parent's connections must stay open.
                 drop((upkeep, store));
             }));
             std::process::exit(i32::from(worked.is_err()));
@@ -268,7 +268,7 @@ fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
     assert_eq!(proxy.sent().len(), after.len(), "the parent opens no new connection");
 }
 
-/// A store that was given a connection has no other one, and this connection belongs to the parent.
+/// A store that was made from a connection of the user has only this connection, which belongs to the parent process.
 #[test]
 fn a_forked_process_does_not_use_a_connection_that_the_user_gave() {
     if std::env::var_os(ALONE).is_none() {

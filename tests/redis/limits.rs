@@ -1,5 +1,5 @@
-//! Values that a server can't take: the store returns an error that differs from a passing failure, and other callers
-//! lose few connections.
+//! Values that a server can't store: the store returns an error other than that of a temporary failure, and few
+//! connections of other callers break.
 
 use super::*;
 
@@ -14,7 +14,7 @@ async fn set(server: &RedisServer, setting: &str, value: &str) {
     let _: () = redis::cmd("CONFIG").arg("SET").arg(setting).arg(value).query_async(&mut raw).await.unwrap();
 }
 
-/// Number of connections that the server has accepted, without the connection of this query.
+/// Returns the number of connections that the server has accepted, without the connection of this query.
 async fn connections(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -22,7 +22,7 @@ async fn connections(server: &RedisServer) -> u64 {
     accepted.unwrap().trim().parse::<u64>().unwrap() - 1
 }
 
-/// Store whose login may not read the server's settings, and thus not its limits.
+/// Opens a store whose login may not read the server's settings, and so does not know the server's size limit.
 async fn unknowing(server: &RedisServer) -> RedisStore {
     let mut raw = server.raw().await;
     let rules = ["reset", "on", ">secret", "~*", "&*", "+@all", "-config"];
@@ -30,7 +30,7 @@ async fn unknowing(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&format!("redis://worker:secret@127.0.0.1:{}", server.port())).await.unwrap()
 }
 
-/// Repeats a finish while its error is transient. Returns the last answer and the number of tries.
+/// Repeats a `finish` while its error is transient. Returns the last answer and the number of tries.
 async fn finally(store: &RedisStore, lease: &Lease, finish: &Finish) -> (Result<Verdict, StoreError>, usize) {
     let mut tries = 0;
     loop {
@@ -93,8 +93,8 @@ async fn a_result_over_the_size_limit_of_the_server_is_not_sent() {
     }
 }
 
-/// The server refuses the value and closes the connection, and its reason may get lost. After a few tries the store
-/// knows the limit.
+/// The server refuses the value and closes the connection, and the reason may not arrive. After a few tries the store
+/// knows the size limit.
 #[tokio::test]
 async fn a_store_that_may_not_read_the_size_limit_of_the_server_learns_it() {
     for kind in [Kind::Redis, Kind::Valkey] {
@@ -112,7 +112,7 @@ async fn a_store_that_may_not_read_the_size_limit_of_the_server_learns_it() {
     }
 }
 
-/// A value that may exceed the limit is sent on its own connection.
+/// A value that may exceed the size limit is sent on a separate connection.
 #[tokio::test]
 async fn a_result_over_the_size_limit_of_the_server_fails_no_other_operation() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "no", "--proto-max-bulk-len", "1mb"]);

@@ -10,7 +10,7 @@ use super::*;
 const MIB: usize = 1024 * 1024;
 /// Number of large results.
 const RESULTS: usize = 24;
-/// Bytes that a slow line carries in a second.
+/// Number of bytes that a slow line carries in a second.
 const SLOW: u32 = 6 * 1024 * 1024;
 /// Time limit of a store on a slow line: longer than one result takes, much shorter than all results take together.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -61,7 +61,7 @@ async fn a_slow_connection_that_makes_progress_is_kept() {
     assert_eq!(proxy.sent().len(), before, "no connection was given up");
 }
 
-/// A slow answer has a limit as well, on its total time.
+/// The total time of a slow answer is limited, too.
 #[tokio::test]
 async fn a_connection_that_carries_too_few_bytes_is_given_up() {
     let server = RedisServer::start(Kind::Redis);
@@ -88,7 +88,7 @@ async fn few_exchanges_with_large_answers_are_under_way_at_a_time() {
     let answers = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let failed = answers.into_iter().map(Result::unwrap_err);
     let sent = failed.filter(StoreError::may_have_landed).count();
-    // One request is sent alone, and then at most one in each lane.
+    // The first request is sent alone, and then each lane sends at most one request at a time.
     assert!((1..=4).contains(&sent), "{sent} of {RESULTS} were sent at once");
 }
 
@@ -99,7 +99,7 @@ async fn sets(server: &RedisServer) -> u64 {
     calls("set") + calls("mget") + calls("evalsha")
 }
 
-/// Drops store calls after their first poll: the requests are queued, and no lane has sent them yet.
+/// Drops store calls after their first poll: at that moment the requests are queued, and no lane has sent them yet.
 fn drop_at_once<F: Future>(calls: impl Iterator<Item = F>) {
     let calls: Vec<_> = calls
         .map(|call| {
@@ -193,8 +193,8 @@ async fn a_call_that_is_dropped_between_two_exchanges_reserves_nothing() {
     assert!(reserved <= 1, "{reserved} keys were reserved for dropped calls, and only one command was sent alone");
 }
 
-/// Calls are dropped at random moments, singly, together, and among replays. Then every key must be free, or
-/// interrupted if a body ran for it.
+/// Calls are dropped at random moments, one at a time, together, and among replays. Then every key must be free, or
+/// interrupted if its body began.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_calls_leave_their_keys_as_promised() {
     const CALLS: usize = 1500;

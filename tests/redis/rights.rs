@@ -1,5 +1,5 @@
-//! Missing rights of the store's Redis login: the store reports them by an error of their own, and never reads a
-//! refusal as "no record" or as the record of another attempt.
+//! Missing rights of the store's Redis login: the store reports a missing right by a separate kind of error, and never
+//! reads the refusal as "no record" or as the record of another attempt.
 
 use idem_tests::Reopen as _;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
@@ -23,7 +23,7 @@ async fn allow(server: &RedisServer, rules: &[&str]) {
     let _: () = redis::cmd("ACL").arg("SETUSER").arg("worker").arg(rules).query_async(&mut raw).await.unwrap();
 }
 
-/// Answer to an operation, in one word.
+/// Answer to an operation as one word, or the error.
 type AnswerWord = Result<&'static str, StoreError>;
 
 fn reservation(answer: Result<Reservation, StoreError>) -> AnswerWord {
@@ -41,7 +41,7 @@ fn write(answer: Result<Verdict, StoreError>) -> AnswerWord {
     answer.map(|answer| if answer == Verdict::Applied { "done" } else { "refused" })
 }
 
-/// One operation of each kind, on keys that another store with all rights has prepared.
+/// One operation of each kind, and their keys, which another store with all rights has prepared.
 struct Scene {
     others: RedisStore,
     store: RedisStore,
@@ -210,7 +210,7 @@ async fn the_check_of_rights_in_connect_changes_no_data() {
     assert_eq!(keys, 1);
 }
 
-/// Number of commands that the server has executed.
+/// Returns the number of commands that the server has executed.
 async fn commands(server: &RedisServer) -> u64 {
     let mut raw = server.raw().await;
     let stats: String = redis::cmd("INFO").arg("stats").query_async(&mut raw).await.unwrap();
@@ -298,7 +298,8 @@ async fn a_reservation_of_an_ever_changing_record_fails_after_a_few_tries() {
     let error = store.reserve(&request(&store, "k")).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
     let asked = asked.load(Ordering::SeqCst);
-    // Two commands for each of 20 looks, and the source of the script.
+    // The store reads the record at most 20 times, each time with two commands, and sends the source of the
+    // script once.
     assert!((3..=41).contains(&asked), "{asked} commands");
 }
 
@@ -366,7 +367,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
             persist(&server, &lease).await;
         }
         let before: Vec<u8> = raw.get(&name).await.unwrap();
-        // Every operation of the owner and of other callers fails, and changes nothing.
+        // Every operation of the attempt that owns the key, and of other callers, fails and changes nothing.
         for (who, store) in [("owner", &owner), ("other", &other)] {
             for on_crash in [OnCrash::Retry, OnCrash::Fail] {
                 let another = self::request(store, "any").on_crash(on_crash).key(lease.key.clone());
@@ -388,7 +389,7 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
         let answer = |at, write| answers.lock().unwrap().push((at, write));
         corrupt(owner.renew(&[lease.clone(), sound], &answer).await, "a renewal of both");
         assert_eq!(answers.into_inner().unwrap(), [(1, Verdict::Applied)]);
-        // With an expiry again, the record works. It is no longer the record that the operator saw.
+        // Once the record has an expiry again, it is usable, but it is no longer the record that the operator saw.
         let seen = other.inspect(&lease.key).await.unwrap().unwrap();
         let _: bool = raw.pexpire(&name, 3_660_000).await.unwrap();
         let forgotten = other.decide(&Decision::forget(&lease.key, &seen)).await.unwrap();
@@ -402,7 +403,8 @@ async fn a_pending_record_without_an_expiry_is_damaged() {
     }
 }
 
-/// The holder's body has run, and no other attempt can have begun: a refusal of the result would help no caller.
+/// The body of the attempt has run, and no other attempt can have begun, so a refusal of the result would
+/// help no caller.
 #[tokio::test]
 async fn the_holder_of_a_record_without_an_expiry_records_its_result() {
     let server = RedisServer::start(Kind::Redis);

@@ -1,4 +1,4 @@
-//! Patterns, unused and moved arguments.
+//! Handlers whose arguments are patterns, are unused, or are moved.
 
 use std::rc::Rc;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Bodies with every form of code between the braces.
+//! Handlers whose bodies contain every form of code.
 
 use std::io;
 use std::num::ParseIntError;

@@ -1,4 +1,4 @@
-//! Functions that a `macro_rules!` writes, and other paths to the runtime.
+//! Handlers that a `macro_rules!` writes, and handlers that name the runtime by another path.
 
 use idem_runtime::key::KeyProblem;
 use idem_runtime::{Error, idempotent};

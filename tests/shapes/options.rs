@@ -164,7 +164,7 @@ async fn unkeyed(app: &App, id: Option<u32>) -> Result<Option<u32>, Failure> {
     Ok(id)
 }
 
-/// JSON codec with another tag, so that its results are not those of [`Json`].
+/// JSON codec with another name, so that its results are not results of [`Json`].
 struct Tagged;
 
 impl Codec for Tagged {

@@ -1,4 +1,4 @@
-//! Properties of public types that programs rely on without calling them.
+//! Properties of public types on which programs rely: the traits that they implement, and their sizes.
 
 use std::fmt::Debug;
 use std::sync::Arc;

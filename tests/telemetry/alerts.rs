@@ -3,7 +3,7 @@
 /// Recipient of an alert.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Severity {
-    /// Calls the person on duty, immediately.
+    /// Calls the person on duty immediately.
     Page,
     /// Opens a ticket that the team reads the next day.
     Ticket,

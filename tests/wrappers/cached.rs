@@ -25,7 +25,7 @@ const EVERY: [StoreCall; 7] = [
     StoreCall::Inspect,
     StoreCall::Decide,
 ];
-/// Maximum age that outlasts every retention here.
+/// Maximum age of cache entries that outlasts every retention in these tests.
 const AGELESS: Duration = Duration::from_secs(1 << 30);
 
 fn calls(world: &World) -> usize {
@@ -213,7 +213,7 @@ async fn a_cache_entry_ends_with_the_retention_of_its_record() {
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 }
 
-/// A repeated finish is applied, but the handle does not know the time of the first one.
+/// A repeated `finish` is applied, but the handle does not know the time of the first `finish`.
 #[tokio::test]
 async fn a_repeated_finish_does_not_prolong_the_retention() {
     for how in ["lost", "dropped", "at once"] {
@@ -244,7 +244,7 @@ async fn a_repeated_finish_does_not_prolong_the_retention() {
         assert_eq!(world.reserved(&store, "k").await.attempt, 1, "{how}: forgotten with the first write");
     }
 
-    // The finish is repeated after its answer: the entry keeps its content and its end.
+    // The `finish` is repeated after its answer. The cache entry keeps its content and its end.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -281,7 +281,7 @@ async fn a_reopen_by_another_process_is_noticed_within_the_maximum_age() {
     let world = World::new();
     let store = Cached::new(world.store.clone());
     let record = world.finished(&store, "k", b"1").await;
-    // The store is asked once in each maximum age.
+    // The cache asks the store once within each maximum age.
     for _ in 0..3 {
         world.clock.advance(AGE - TICK);
         assert_eq!(costs(&world, &store, "k", &record).await, 0);
@@ -296,7 +296,8 @@ async fn a_reopen_by_another_process_is_noticed_within_the_maximum_age() {
     assert!(store.is_empty());
 }
 
-/// An answer that was read before a decision and arrives after it must not enter the cache.
+/// A record that the store read before an operator's decision, and whose answer arrives after the decision, must not
+/// enter the cache.
 #[tokio::test]
 async fn a_decision_during_a_read_leaves_no_stale_entry() {
     #[derive(Clone, Copy, PartialEq, Debug)]
@@ -375,8 +376,8 @@ async fn a_decision_during_a_read_leaves_no_stale_entry() {
     }
 }
 
-/// A read whose answer comes while a decision is under way holds the old record, also if the read began after the
-/// decision.
+/// If the answer to a read arrives while an operator's decision is under way, the answer holds the old record, even if
+/// the read began after the decision.
 #[tokio::test]
 async fn a_slow_decision_leaves_no_stale_entry() {
     for ends in ["before", "after"] {
@@ -450,7 +451,8 @@ async fn a_cached_record_is_replayed_while_the_store_is_away() {
     assert_eq!(world.runs(), 1);
 }
 
-/// If the cache can't read a record, for lack of a right or because of a fault, it reserves.
+/// If the cache can't read a record, because a right is missing or because of a fault, the cache passes the reservation
+/// to the store.
 #[tokio::test]
 async fn a_cached_store_reserves_the_key_if_its_read_fails() {
     let world = World::new();
@@ -473,11 +475,11 @@ async fn a_cached_store_reserves_the_key_if_its_read_fails() {
     assert!(store.is_empty());
 }
 
-/// Store in memory with one peculiarity.
+/// Store in memory that either has no context or can't read finished records.
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// Context of a store inside a transaction, which may be rolled back.
+    /// No context, as in a store inside a user's transaction, which may be rolled back.
     none: Option<Arc<StoreContext>>,
     /// True if finished records can't be read at present.
     unreadable: bool,
@@ -582,7 +584,7 @@ async fn recently_used_entries_stay_in_the_cache() {
         assert!(store.len() <= 8);
     }
     assert_eq!(store.len(), 8);
-    // A record without a cache entry still exists in the store, and costs one operation.
+    // A record without a cache entry still exists in the store, and its replay costs one operation of the store.
     let before = calls(&world);
     world.replay(&store, "3").await;
     assert_eq!(calls(&world) - before, 1);

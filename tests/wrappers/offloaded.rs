@@ -1,4 +1,5 @@
-//! `Offloaded`: results that become objects, and the answers when an object is missing, altered or unreachable.
+//! `Offloaded`: results that become objects, and the answers of the store when an object is missing, altered
+//! or unreachable.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -406,7 +407,7 @@ async fn a_failing_read_of_an_object_is_repeated_for_a_limited_time() {
     ] {
         objects.always(Verb::Get, trouble);
         let (replayed, passed) = as_time_passes(&world, world.replay(&store, "k")).await;
-        // The operation counts as finished without a result, because an error could lead to a second run.
+        // The operation counts as finished without a result, because a store error could lead to a second run.
         assert_eq!((reason_of(payload(&replayed)), passed), (why, takes), "{trouble:?}");
         let (inspected, _) = as_time_passes(&world, store.inspect(&key("k"))).await;
         let error = inspected.unwrap_err();
@@ -618,7 +619,7 @@ async fn results_can_be_files_in_a_folder() {
     }
     std::fs::remove_file(&file).unwrap();
     assert_eq!(reason_of(payload(&world.replay(&reader, "k").await)), "its object is missing");
-    // The folder can't be written to.
+    // The folder is gone, so nothing can be written to it.
     std::fs::remove_dir_all(&folder).unwrap();
     std::fs::write(&folder, "a file in its place").unwrap();
     let store = Offloaded::options().above(100).timeout(Duration::from_millis(50));

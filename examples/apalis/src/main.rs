@@ -4,7 +4,7 @@
 //! exactly once, with a Redis as the queue. Records are in a SQLite file. `-- --url redis://host` uses another Redis
 //! server than the local one.
 //!
-//! - *Key*: the order, from the arguments of the task. Another push of the order gives another `TaskId`. The
+//! - *Key*: the order, from the arguments of the task. If an order is pushed again, its task has another `TaskId`. The
 //!   `idempotency_key` of apalis prevents a second push of a task, not a second run.
 //! - *Slow handlers*: no extension is needed. A worker that sends no heartbeats loses its tasks, even if it is only
 //!   frozen.
@@ -71,7 +71,7 @@ where
             run.acknowledged(&event, &outcome)?;
             result
         }
-        // A handler may return `Ok` although it swallowed the error of a call, so the outcome decides.
+        // A handler may return `Ok` although it ignored the error of a call, so the outcome decides.
         Disposition::Retry { after } => Err(RetryAfterError::new(fleet::reason(result), after).into()),
         Disposition::DeadLetter => {
             let error = fleet::reason(result);

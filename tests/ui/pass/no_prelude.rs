@@ -1,4 +1,4 @@
-//! Generated code names everything from the root.
+//! Generated code compiles in a module without a prelude, because it names every item by a path from the root.
 #![no_implicit_prelude]
 #![deny(warnings)]
 

@@ -7,10 +7,10 @@ struct Handler(MemoryStore);
 
 impl Handler {
     /// # Safety
-    /// There is none to think of.
+    /// The function has no safety requirement.
     #[idempotent(key = "{id}:{unsafe { number() }}", ttl = "7d", store = self.0, scope = "handle")]
     async unsafe fn handle(&self, id: u32) -> Result<u32, Error> {
-        // SAFETY: as above.
+        // SAFETY: the called function has no safety requirement.
         Ok(id + unsafe { number() })
     }
 }
@@ -21,6 +21,6 @@ unsafe fn number() -> u32 {
 
 fn main() {
     let handler = Handler(MemoryStore::new());
-    // SAFETY: as above.
+    // SAFETY: the called function has no safety requirement.
     drop(unsafe { handler.handle(1) });
 }
