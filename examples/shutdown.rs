@@ -73,7 +73,7 @@ async fn run(claims: &mut Claims, folder: &Path) -> Result<(), AnyError> {
     claims.check("SIGTERM was sent", signalled?.success());
     consumed?;
 
-    // Another handle shows what another process sees.
+    // Another store handle sees what another process would see.
     let other = SqliteStore::open(&file).await?;
     let found =
         async |order: u32| Ok::<_, AnyError>(other.inspect(&Key::new("ship", format!("order:{order}"))?).await?);

@@ -603,7 +603,7 @@ async fn a_replay_locks_and_writes_nothing() {
         call(&store, name, &runs).await.0.unwrap();
     }
     // Duplicates make their reservations one by one and concurrently, on a store that reads first and on a store that
-    // inserts first. The count before lets the server clean its pages.
+    // inserts first. The earlier `count` of all rows lets the server clean its pages first.
     let other = connect(&server.url()).await;
     number(&raw, "SELECT count(*) FROM idem.records").await;
     let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";
@@ -1210,7 +1210,7 @@ async fn handlers_keep_their_leases_while_the_record_of_another_is_locked() {
 }
 
 #[tokio::test]
-async fn a_locked_record_delays_no_other_write() {
+async fn a_locked_record_delays_no_write_of_another_record() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (store, url) = (connect(&server.url()).await, server.url());
     let leases = join_all((0..64).map(async |n| reserved(&store, &format!("k{n}")).await)).await;

@@ -533,7 +533,7 @@ async fn a_refused_connection_writes_nothing_and_heals() {
 }
 
 #[tokio::test]
-async fn a_silent_connection_is_replaced() {
+async fn a_connection_without_answers_is_replaced() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = behind_a_proxy(&server).await;
     let request = request(&store, "k");
@@ -698,7 +698,7 @@ async fn processes_race_for_the_same_keys() {
 // Lists of records.
 
 #[tokio::test]
-async fn records_are_listed_only_by_a_requested_scan() {
+async fn redis_lists_records_only_if_the_filter_asks_for_a_scan() {
     let server = RedisServer::start(Kind::Redis);
     let store = RedisStore::options().namespace("a*[b]?:").holder("worker-7").connect(&server.url()).await.unwrap();
     let other = RedisStore::options().namespace("axbb:").connect(&server.url()).await.unwrap();

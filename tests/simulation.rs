@@ -1,8 +1,9 @@
 //! The real engine under a hostile scheduler: processes, workers, a broker and an operator in one thread, on simulated
 //! time, with a store that fails in every way the contract allows. One seed decides everything.
 //!
-//! Every history is checked for linearizability, and the books of the bodies are checked against all guarantees of the
-//! README; see [`Check`]. Breaks of the store and of the engine's surroundings show that each check can fail.
+//! Every history is checked for linearizability, and the log of calls and bodies (the *books*) is checked against
+//! all guarantees of the README; see [`Check`]. Breaks of the store and of the engine's surroundings show that each
+//! check can fail.
 //!
 //! A failure prints its seed, the history of the key, and the broken rule. `IDEM_SIM_SEED=… cargo test -p idem-tests
 //! --test simulation` repeats it and prints its whole history; `IDEM_SIM_RUNS=100000` is a long run, and
@@ -170,7 +171,8 @@ fn worlds_keep_every_promise() {
 
 #[test]
 fn a_seed_repeats_its_history() {
-    // A seed of [`FOUND`] produces its old world only while no newer kind of event occurs in it.
+    // A seed of [`FOUND`] still produces the world in which the problem was found only if no kind of event that was
+    // added later occurs in that world.
     for seed in FOUND {
         let counts = run(seed, Broken::Nothing).counts;
         let later = [
@@ -189,8 +191,8 @@ fn a_seed_repeats_its_history() {
     }
 }
 
-/// The verdict on a history is the same with and without the times at which the store executed the operations: a caller
-/// can't know these times, and the search uses them only as hints.
+/// The linearizability check judges a history equally with and without the times at which the store executed the
+/// operations: a caller can't know these times, and the search uses them only as hints.
 #[test]
 fn a_history_has_the_same_verdict_without_execution_times() {
     let broken = [M::LeaseCutShort, M::FinishNotRepeatable, M::ReleaseUpserts, M::RenewByKey].map(Broken::Store);
@@ -202,7 +204,7 @@ fn a_history_has_the_same_verdict_without_execution_times() {
     let contradicted = AtomicU64::new(0);
     in_parallel(&worlds, |(broken, seed)| {
         let report = run(*seed, *broken);
-        // An outage leaves too many operations without an answer for the search to decide.
+        // After an outage too many operations have no answer, so the search can't decide.
         let has = |event| report.counts.contains_key(event);
         if has("outages of a process") || has("outages of the store") {
             return;
@@ -338,7 +340,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Store(M::FingerprintNotOnceReleased), Check::Linearizable),
 ];
 
-/// Number of worlds within which a break must be noticed.
+/// Number of worlds within which a check must notice a deliberate break.
 const WORLDS_TO_NOTICE: u64 = 4_000;
 
 #[test]
@@ -358,8 +360,8 @@ fn every_deliberate_break_is_noticed_by_its_check() {
     assert!(unnoticed.is_empty(), "not noticed: {unnoticed:#?}");
 }
 
-/// A second, plainly written store without a mistake keeps every promise, so the breaks of that store cause the
-/// findings.
+/// A second, plainly written store keeps every promise if it has no deliberate break. So the breaks of that store cause
+/// the findings about it.
 #[test]
 fn a_second_store_keeps_every_promise() {
     for seed in 0..100 {

@@ -253,7 +253,7 @@ async fn paths_and_names_that_can_not_be_used_are_refused() {
 }
 
 #[tokio::test]
-async fn files_of_other_applications_are_left_alone() {
+async fn files_of_other_applications_are_refused_and_left_unchanged() {
     let folder = Folder::new();
     let text = "not a database, and longer than the header of one: ".repeat(10);
     fs::write(folder.file(), &text).unwrap();

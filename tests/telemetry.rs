@@ -36,7 +36,7 @@ async fn check(scenario: &Scenario) {
     let capture = Capture::start();
     run(&world).await;
     let spans = capture.spans("idempotent");
-    // If two calls overlap, the span of the call with this outcome counts.
+    // If two calls overlap, the span of the call with the expected outcome is checked.
     let span = spans.iter().rev().find(|span| span.field("idem.outcome") == Some(*outcome));
     let span = span.unwrap_or_else(|| panic!("{name}: no span with the outcome {outcome}: {spans:#?}"));
     assert_eq!(span.level, Level::INFO, "{name}");
@@ -77,7 +77,7 @@ async fn each_scenario_has_the_expected_span_events_and_counters() {
 }
 
 #[test]
-fn every_outcome_has_a_scenario() {
+fn every_outcome_label_has_a_scenario() {
     let shown: BTreeSet<_> = SCENARIOS.iter().map(|scenario| scenario.outcome).collect();
     let all: BTreeSet<_> = CallOutcome::LABEL.values.iter().copied().collect();
     assert_eq!(shown, all);
@@ -350,7 +350,7 @@ async fn an_unreachable_broker_is_counted() {
 }
 
 #[tokio::test]
-async fn the_health_of_a_store_names_its_problem() {
+async fn the_health_of_a_store_names_the_problem() {
     let axes =
         |health: &idem_runtime::store::Health| -> Vec<_> { health.problems.iter().map(HealthProblem::axis).collect() };
     let world = World::new();

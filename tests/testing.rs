@@ -746,7 +746,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_handler_that_spins_is_found() {
+    fn a_handler_that_yields_forever_is_found() {
         let report = Explorer::new().max_scenarios(1).explore(|worker| async move {
             charge_keyed(&App::new(worker), 42).await?;
             loop {

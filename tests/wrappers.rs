@@ -368,7 +368,7 @@ impl Store for Apart {
 }
 
 #[tokio::test]
-async fn upkeep_of_a_wrapper_uses_the_upkeep_of_its_store() {
+async fn the_upkeep_of_a_wrapper_uses_the_upkeep_of_its_store() {
     let count = compositions(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
     for n in 0..count {
         let world = World::new();

@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_that_is_handled_again_is_noticed() {
+    fn a_second_run_for_an_order_is_reported() {
         let events = [event(0, "A", 100)];
         let mut right = report(&events, &[("1", &events[0])]);
         right.counts.add(Count::Handled, 1);
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_without_a_record_is_noticed() {
+    fn an_order_without_a_recorded_result_is_reported() {
         let events = [event(0, "A", 100)];
         let mut right = report(&events, &[("1", &events[0])]);
         right.counts = Counts::default();
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn every_delivery_is_in_one_row() {
+    fn each_delivery_counts_in_exactly_one_row() {
         let events = [event(0, "A", 100)];
         let mut died = report(&events, &[("1", &events[0])]);
         died.counts.add(Count::Delivery, 5);

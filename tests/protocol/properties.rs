@@ -339,7 +339,7 @@ pub(crate) fn audit(
         return;
     }
     broken.note(Rule::S17, deed.values && !matches!(ask, RequestKind::Begin { .. } | RequestKind::Renew { .. }));
-    // The write was applied, so its effect is noted for later checks.
+    // The store has applied the write, so its effect is noted for later checks.
     let promised = promise(config, world, who, ask);
     let deed = &mut world.call_mut(who).deed;
     match ask {
@@ -437,7 +437,8 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         _ => {}
     }
     world.broken = broken;
-    // The reservation was granted, so the promise and the attempt are noted for later checks.
+    // The store has granted the reservation, so the attempt, and the time until which it is protected, are noted for
+    // later checks.
     if let Answer::Reserved { attempt, .. } = answer {
         let promised = promise(config, world, who, ask);
         let deed = &mut world.call_mut(who).deed;

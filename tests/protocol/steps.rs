@@ -758,7 +758,8 @@ fn forgive(config: &Config, world: &mut World, key: u8) {
 fn reserve_anew(config: &Config, world: &mut World, who: CallId) {
     let now = world.now;
     let call = world.call_mut(who);
-    // A repeated reservation may have been granted at its first request, so its lease counts from there.
+    // The store may have granted a repeated reservation at its first request, so the lease counts from the
+    // first request.
     let since = call.unanswered.filter(|_| !config.is(Mutant::LeaseCountsFromLastRequest));
     call.asked_at = since.unwrap_or(now);
     let landed = call.unanswered.is_some();
@@ -1092,7 +1093,8 @@ fn ending_fails(
     };
     // Complete end that the next try writes.
     let whole = match ending {
-        // The result is left out for good. A call whose error can't be recorded is released, and not finished.
+        // From now on every try leaves the result out. A call whose error can't be recorded releases its key, and does
+        // not finish the record.
         Ending::LeftOut { ok: true } => Ending::Finish { kept: ModelResult::TooLarge(who), ok: true },
         Ending::LeftOut { ok: false } => Ending::Instead,
         // The next try writes the complete end again, even if the shortened one has taken effect.

@@ -182,7 +182,8 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
 pub(crate) struct Reading {
     /// Time of the clock.
     pub(crate) now: u8,
-    /// Time that must pass in addition before a time counts as over; `None` for the store's own clock.
+    /// Additional time that must pass before a point in time counts as past, because clocks differ; `None` for the
+    /// store's own clock.
     pub(crate) skew: Option<u8>,
 }
 

@@ -56,7 +56,7 @@ fn a_store_outlives_the_runtime_that_connected_it() {
 }
 
 #[test]
-fn a_stalled_runtime_blocks_no_other() {
+fn a_stalled_runtime_delays_no_other_runtime_of_its_store() {
     let server = RedisServer::start(Kind::Redis);
     let runtime = lone_runtime();
     let store = runtime.block_on(connect(&server));

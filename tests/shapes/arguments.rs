@@ -156,7 +156,7 @@ async fn arguments_are_dropped_before_the_key_is_freed() {
 }
 
 #[test]
-fn every_pattern_of_an_argument_is_accepted() {
+fn every_pattern_of_a_handler_argument_is_accepted() {
     spawned(async {
         let app = App::default();
         let call = || patterns(&app, Pair(1, 2), event(), [3, 4, 5], "");
@@ -175,7 +175,7 @@ fn every_pattern_of_an_argument_is_accepted() {
 }
 
 #[test]
-fn a_call_is_send_if_its_body_is_send() {
+fn a_call_is_send_if_the_body_of_its_handler_is_send() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(not_send_while_evaluated(&app, 7), not_send_while_evaluated(&app, 7)).await, 8);

@@ -162,7 +162,7 @@ fn outer(app: &App) -> impl Future<Output = Result<u32, Error>> {
 }
 
 #[test]
-fn every_form_of_a_body_runs() {
+fn handlers_with_every_form_of_body_run() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(question_mark(&app, "7"), question_mark(&app, "7")).await, 8);

@@ -317,7 +317,7 @@ fn results_of_an_earlier_release_are_migrated() {
 }
 
 #[test]
-fn every_form_of_an_option_is_accepted() {
+fn every_form_of_an_attribute_option_is_accepted() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(all(app, 7), all(app, 7)).await, 8);

@@ -1,6 +1,6 @@
 //! Drops a call at each of its awaits: a first run counts the polls, and then each poll is the last one of a run. A
-//! call that its caller drops leaves its key free, interrupted or recorded immediately; a call that dies with its
-//! process does so within a lease.
+//! call that its caller drops leaves its key free, interrupted or recorded immediately. After the death of a process,
+//! the key of its call reaches one of these states within a lease.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -34,7 +34,7 @@ enum Failure {
     Idempotency(CallerAnswer),
 }
 
-/// Answers to the caller that the tests distinguish.
+/// Answers to the caller, as far as the tests distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CallerAnswer {
     Interrupted,
@@ -87,7 +87,7 @@ enum Scenario {
 }
 
 impl Scenario {
-    /// True if `max_attempts` allows no further attempt, so that a crash of the body counts.
+    /// Returns whether `max_attempts` allows no further attempt, so that a crash of the body exhausts the attempts.
     fn is_last(self) -> bool {
         matches!(
             self,
@@ -251,7 +251,7 @@ impl Stage {
         }
     }
 
-    /// Makes one call in another process, with a body that takes `time`.
+    /// Makes one call in another process, whose body takes `time`.
     async fn other(self: Rc<Self>, time: Duration, result: Result<u32, Failure>) -> Outcome {
         let operation = Operation::new(&self.other, Ok(key()), POLICY.lease(LEASE));
         let body = async {
@@ -303,7 +303,7 @@ impl Stage {
                 return Some(self.simulation.spawn(async move {
                     clock.sleep(LEASE + Duration::from_secs(1)).await;
                     let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
-                    // The line works again, and transmits the refusal.
+                    // The connection works again, and transmits the refusal of the renewal.
                     stage.store.always(StoreCall::Renew, Fault::None);
                     outcome
                 }));
@@ -342,7 +342,7 @@ impl Stage {
         let took = clock.now().saturating_since(began);
         let context = format!("{context}, then {record:?}, then {again:?}, {outcome:?} after {took:?}");
         let ran = outcome.executed();
-        // The second call takes no time, except for its body.
+        // The second call must not wait: it takes only the time of its body.
         let own = if ran { 4 * LEASE } else { Duration::ZERO };
         assert!(took <= own, "{context}");
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
@@ -364,7 +364,7 @@ impl Stage {
                 assert!(!ran && again == Ok(2) && before <= 1, "{context}");
                 return;
             }
-            // The other process had called before the body of the call under test began.
+            // The call of the other process came before the body of the call under test began.
             S::LeaseLost if !started => {
                 assert!(
                     !ran && if is_marked { end == End::Crashed && interrupted } else { again == Ok(2) },
@@ -379,7 +379,7 @@ impl Stage {
             }
             _ => {}
         }
-        // In the remaining scenarios the result depends on how far the dropped body came.
+        // In the other scenarios the result depends on whether the dropped body had started or returned.
         match (returned, started) {
             (Some(_), _) if !protected => assert!(ran, "{context}"),
             (Some(result), _) if end == End::Cancelled && (result.is_ok() || self.scenario == S::ErrorRecorded) => {

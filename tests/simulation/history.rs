@@ -62,8 +62,8 @@ pub(crate) struct Op {
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
-    /// Event at which the store executed the operation, and the reading of the store's clock; `None` for an unexecuted
-    /// one.
+    /// Event at which the store executed the operation, and the reading of the store's clock; `None` if the store has
+    /// not executed the operation.
     pub(crate) landed: Option<(u64, u64)>,
     /// True if the store applied an operator's decision or a mark, whether or not the answer arrived.
     pub(crate) applied: bool,
@@ -84,7 +84,7 @@ pub(crate) struct History {
     events: u64,
     /// Times at which the store executed operations.
     pub(crate) ticks: BTreeSet<u64>,
-    /// Other events for the transcript, each with the index of the operation before it.
+    /// Other events for the transcript, each with the index of the preceding operation.
     notes: Vec<(usize, u64, String)>,
 }
 
@@ -164,7 +164,7 @@ impl History {
         }
     }
 
-    /// Notes that `process` requests an operation. Returns the index of the operation.
+    /// Enters in the history that `process` requests an operation. Returns the index of the operation.
     pub(crate) fn invoke(&mut self, process: usize, key: &Key, asked: OperationArgs) -> usize {
         let key = self.key(key);
         let (invoked, invoked_at) = (self.event(), self.now());
@@ -190,14 +190,14 @@ impl History {
         op.end = end;
     }
 
-    /// Notes that an operation takes effect at this time.
+    /// Enters in the history that an operation takes effect at this time.
     pub(crate) fn tick(&mut self) -> u64 {
         let now = self.now();
         self.ticks.insert(now);
         now
     }
 
-    /// Notes that the store executes these operations at this time.
+    /// Enters in the history that the store executes these operations at this time.
     pub(crate) fn land(&mut self, ops: &[usize]) -> u64 {
         let (event, at) = (self.event(), self.tick());
         for op in ops {
@@ -307,7 +307,8 @@ impl History {
         Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
     }
 
-    /// Returns the owner whose token leads to a matching token, and the number of decisions in between.
+    /// Returns the owner from whose token operators' decisions lead to a matching token, and the number of
+    /// these decisions.
     fn descent(&self, is_meant: impl Fn(&OwnerToken) -> bool) -> (usize, u32) {
         let owners = self.owners.iter().enumerate();
         let mut all =
@@ -381,8 +382,8 @@ impl History {
     }
 
     /// Returns the process of attempt `attempt` of `key`, and the times of its mark and of its last request, if the
-    /// process was in doubt about its mark at the event `when`: the mark had taken effect, and the last request, which
-    /// is a mark or a clean-up, had no answer.
+    /// process was in doubt about its mark at the event `when`: the mark had taken effect, and the last request (a mark
+    /// or a clean-up) had no answer.
     pub(crate) fn doubts_its_mark(&self, key: usize, attempt: u32, when: u64) -> Option<(usize, [u64; 2])> {
         let first = self.marks(key, attempt, when).next()?;
         let OperationArgs::Begin(mark, _) = &first.asked else { return None };

@@ -1,4 +1,5 @@
-//! The books of a world: every call, every run of a body and every effect; and the rules that the books must satisfy.
+//! The books of a world are a log of every call, every run of a body and every effect. This file also has the rules
+//! that the books must satisfy.
 
 use std::fmt::{self, Write as _};
 
@@ -20,8 +21,8 @@ pub(crate) enum Check {
     Linearizable,
     /// The search for such an order comes to an end.
     Undecided,
-    /// A body starts under a lease, and a body that counts on a lease holds it for at least the time that it counts on.
-    /// Thus no two bodies run under live leases.
+    /// A body starts under a lease. The store grants each lease for at least as long as the process of the body relies
+    /// on it, so no two bodies run under live leases.
     Belief,
     /// Fencing tokens grow and never repeat, and each body gets the latest token.
     Fencing,
@@ -37,7 +38,7 @@ pub(crate) enum Check {
     Replay,
     /// `Ok` is returned only once the result is recorded.
     Recorded,
-    /// Every message ends, and a call that fails has a reason.
+    /// Every message is acknowledged or set aside in the end, and every failed call has a reason.
     MissingEffect,
     /// At the end of the world, no key is held.
     Leak,
@@ -54,9 +55,9 @@ pub(crate) enum Check {
     Interrupted,
     /// An attempt counts against `max_attempts` only if its body began.
     Counted,
-    /// Under `on_crash = fail`, a body that returns frees its key, even after a long outage.
+    /// Under `on_crash = fail`, a body that returns ends its attempt, even after a long outage.
     Freed,
-    /// A permanent refusal keeps no body and no call beyond its lease.
+    /// If the store permanently refuses a request, no body and no call goes on for longer than a lease.
     Frozen,
     /// `LeaseLost` has a reason: another attempt took over, or the error says why the lease was not renewed.
     Reason,
@@ -140,8 +141,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
 impl Terms {
-    /// True if the store forgets no record while the world lasts. Otherwise bodies run again and fencing tokens start
-    /// over, and the only remaining check is that the store forgets in time.
+    /// Returns whether the store forgets no record while the world lasts. If it forgets records, bodies run again and
+    /// fencing tokens start over, and the only remaining check is that no record is forgotten too early.
     fn remembers(&self) -> bool {
         self.ttl == FOR_EVER
     }
@@ -186,7 +187,7 @@ impl Ledger {
         self.findings.push(Finding { check, key, text });
     }
 
-    /// Enters a call. `caller`: run whose body makes the call.
+    /// Enters a call in the books. `caller` is the run whose body makes the call.
     pub(crate) fn call(&mut self, key: usize, process: usize, terms: Terms, now: u64, caller: Option<usize>) -> usize {
         self.calls.push(Call { key, process, terms, made_at: now, caller, end: None, ended_at: u64::MAX });
         self.calls.len() - 1
@@ -201,7 +202,7 @@ impl Ledger {
         }
     }
 
-    /// Enters the start of a body.
+    /// Enters the start of a body in the books.
     pub(crate) fn start(&mut self, net: &Net, call: usize, attempt: &Attempt) -> usize {
         let key = self.calls[call].key;
         let event = net.history().event();
@@ -243,7 +244,7 @@ impl Ledger {
         self.runs.len() - 1
     }
 
-    /// Checks that a body holds the lease that it counts on.
+    /// Checks that a body holds the lease on which it relies.
     pub(crate) fn believe(&mut self, net: &Net, call: usize, attempt: &Attempt) {
         let believed = attempt.lease_remaining();
         if believed.is_zero() {
@@ -276,7 +277,7 @@ impl Ledger {
             // If records are forgotten, several attempts have the same number.
             let remembers = self.calls[call].terms.remembers() && !net.history().was_forgotten(key);
             let known = remembers && !confirms;
-            // A poll that has begun can't be interrupted.
+            // A poll that had begun before the refusal can't be interrupted.
             if matches!(end, BodyEnd::Value(_)) && known && net.history().was_refused(key, attempt, &(started..polled))
             {
                 let text = format!("attempt {attempt} ran to its end although its heartbeat had found the lease lost");
@@ -429,8 +430,8 @@ impl Ledger {
                 }
                 let pair =
                     || format!("{run:?} of {call:?}\n    is followed by {later:?} of {:?}", self.calls[later.call]);
-                // Only a body that starts later in time follows: a body under an old token may start after one under a
-                // newer token.
+                // The order of starts counts, not the order of tokens: a body under an old token may start after a body
+                // under a newer token.
                 let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
                 let disturbed = || self.disturbed(net, met, call.process, call.made_at, later.started_at);
                 let promised = call.terms.on_crash == OnCrash::Fail && !matches!(ended, Some(BodyEnd::Error { .. }));
@@ -473,7 +474,7 @@ impl Ledger {
                 let run = by_number(number);
                 let is_the_bodys = run.and_then(|run| run.ended.as_ref()).map(|(_, end)| end) == told.as_ref();
                 let is_given = given(number).any(|(.., finish)| told.is_some() && said_by(finish) == told);
-                // If no operator reopened the key, the result that an operator gave is the only one.
+                // If no operator reopened the key, the result that an operator recorded is its only result.
                 let only_given = given(number).next().is_some() && !net.history().was_reopened(key, 0..);
                 if !is_given && (only_given || !is_the_bodys) {
                     find(
@@ -547,9 +548,10 @@ impl Ledger {
         self.kills.iter().any(|(killed, _)| *killed == process)
     }
 
-    /// Reports whether `call` may have been told that the body of attempt `attempt` began although it did not. One
-    /// reason is a mark whose process had died by then, or was cut off and did not know of its mark; another is a lease
-    /// that an operator broke. No request removes the mark after a takeover, so the time of the takeover decides.
+    /// Reports whether `call` may have got an answer that counts the body of attempt `attempt` as begun although it did
+    /// not begin. There are two reasons. The record was marked, and its process had died by then, or was cut off before
+    /// it learnt of the mark; or an operator broke the lease. No request removes the mark after a takeover, so the time
+    /// of the takeover decides.
     fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
         let history = net.history();
         let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);
@@ -559,7 +561,7 @@ impl Ledger {
         let died = history.is_marked(key, attempt, when)
             && history.holder(key, attempt).is_some_and(|(process, _)| is_dead(process));
         let doubts = history.doubts_its_mark(key, attempt, when);
-        // There is a pause between two requests, and a request may be under way for some leases.
+        // There is a pause between two requests of a process, and a request may be under way for some leases.
         let reach = nanos(LONGEST_PAUSE) + 4 * nanos(net.longest_lease());
         let is_cut_off = doubts.is_some_and(|(process, [marked_at, asked_at])| {
             at <= asked_at + reach && self.disturbed(net, met, process, marked_at, at)
@@ -567,7 +569,7 @@ impl Ledger {
         died || is_cut_off || history.was_broken(key, attempt, when)
     }
 
-    /// No key is interrupted, and no attempt is counted, if its body did not begin.
+    /// Checks that no key is interrupted, and no attempt is counted, for a body that did not begin.
     fn unbegun(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         let began = |number: u32, before: u64| runs.iter().any(|run| run.attempt == number && run.started < before);
         for call in self.calls.iter().filter(|call| call.key == key) {
@@ -627,7 +629,7 @@ impl Ledger {
         }
     }
 
-    /// A body that returns ends its attempt if its process lives, however long an outage lasts.
+    /// Checks that a body that returns ends its attempt if its process lives, however long an outage lasts.
     fn returned(&self, net: &Net, key: usize, runs: &[&Run], find: &mut impl FnMut(Check, String)) {
         for run in runs.iter().filter(|run| matches!(run.ended, Some((_, BodyEnd::Error { .. })))) {
             let after_a_lease = run.ended_at + nanos(self.calls[run.call].terms.lease);
@@ -654,7 +656,7 @@ impl Ledger {
         }
     }
 
-    /// A permanent refusal ends bodies and calls in time, and `LeaseLost` names its reason.
+    /// Checks that a permanent refusal ends bodies and calls in time, and that `LeaseLost` names its reason.
     fn refused(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
         for run in runs.iter().filter(|run| run.attempt > 0) {
             let call = &self.calls[run.call];
@@ -714,7 +716,7 @@ impl Ledger {
     }
 }
 
-/// Converts a result that an operator gave to the end of a body.
+/// Converts a result that an operator recorded to the end of a body.
 fn said_by(finish: &Finish) -> Option<BodyEnd> {
     match finish {
         Finish::Completed(StoredResult::Encoded { bytes, .. }) => {

@@ -10,11 +10,11 @@
 //! have happened only at that time. This is stricter than any time between invocation and answer, and correct, because
 //! the clock of a simulation stands still while the store works. An operation without an answer can have happened at
 //! any time after its invocation, or never. For such an operation the search tries only the times at which the store
-//! executed some operation: no state changed at any other time. An operation is left out if the store answered that it
-//! had no effect.
+//! executed some operation: no state changed at any other time. If the store answered that an operation had no effect,
+//! the search leaves the operation out.
 //!
 //! Operations are tried in the order in which the store executed them, as far as this order is known. For a correct
-//! history it explains all answers, and the search never takes an operation back.
+//! history this order explains all answers, and the search never takes an operation back.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -49,7 +49,7 @@ pub(crate) fn check(history: &History, key: usize) -> Judgement {
     search(history, key, true)
 }
 
-/// Like [`check`], without the times at which the store executed the operations.
+/// Does the same as [`check`], without the times at which the store executed the operations.
 pub(crate) fn check_from_outside(history: &History, key: usize) -> Judgement {
     search(history, key, false)
 }
@@ -137,9 +137,9 @@ impl Search<'_> {
     }
 
     /// Operations that may happen next with their times, the likeliest first: in the order in which the store executed
-    /// them; then operations answered at `next_at`; and last those without an answer, which mostly never happened or
-    /// can wait. An unanswered operation that the store executed before `reached` belongs to the last, because it
-    /// changed nothing then.
+    /// them; then operations answered at `next_at`; and last the operations without an answer, which mostly never
+    /// happened or can wait. An unanswered operation that the store executed before `reached` is also among the last,
+    /// because it changed nothing at that time.
     fn candidates(&self, done: &[bool], first_end: u64, reached: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();
@@ -309,7 +309,7 @@ mod by_hand {
     }
 
     #[test]
-    fn one_key_is_reserved_once() {
+    fn a_history_that_grants_one_key_twice_is_not_linearizable() {
         assert!(!holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
             it.done(reserve(2), reserved(1, false));

@@ -1,5 +1,5 @@
-//! Faults that last: outages, after which the delayed requests take effect or are lost, and rights that a process loses
-//! for the rest of its life.
+//! Faults that last for several leases or longer: outages, after which the delayed requests take effect or are lost;
+//! and rights that a process loses for the rest of its life.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use tokio::sync::{Notify, oneshot};
 use crate::dice::Dice;
 use crate::store::{LandedRequest, Line, Net, Request};
 
-/// Time in which no request of the cut-off process reaches the store, and no answer reaches the process.
+/// Outage, during which no request of the cut-off process reaches the store, and no answer reaches the process.
 pub(crate) struct Outage {
     /// Process that is cut off; `None` for all processes.
     process: Option<usize>,
@@ -163,7 +163,7 @@ impl Loss {
     }
 }
 
-/// True for a release that says that the body did not begin, or has returned.
+/// Returns whether the request is a release because the body did not begin, or because it has returned.
 pub(crate) fn frees(request: &Request) -> bool {
     matches!(request, Request::Release(_, Release::NotStarted | Release::Returned))
 }

@@ -27,7 +27,7 @@ use crate::outage::{Loss, Outage, frees};
 /// Rates of faults on the lines of a world.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FaultRates {
-    /// Number of calls in a thousand that have a fault.
+    /// Number of store calls in a thousand that have a fault.
     pub(crate) faults: u64,
     /// True if a dropped call may still take effect.
     pub(crate) late: bool,
@@ -47,13 +47,13 @@ pub(crate) enum DeliberateBreak {
     ReleasesNothing,
     /// A renewal is confirmed but not executed, as if the engine had no heartbeats.
     RenewsNothing,
-    /// Some reservations get an answer that was correct earlier.
+    /// Some reservations get an earlier answer again, which is no longer correct.
     StaleReads,
-    /// A write is executed although its answer denies it.
+    /// A write is executed although its answer says that it was not.
     FailsAfterAll,
     /// An operator's result is confirmed but not recorded.
     ResolvesNothing,
-    /// Processes count on lapsed leases, as if their clocks were slow.
+    /// Processes rely on lapsed leases, as if their clocks were slow.
     SlowClock,
     /// Two processes draw the same owner tokens.
     OwnersRepeat,
@@ -69,7 +69,7 @@ pub(crate) enum DeliberateBreak {
 /// Kind of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Cause {
-    /// Fault of one call, or outage.
+    /// Fault of one store call, or outage.
     Line,
     /// Loss of a right by a process.
     Right,
@@ -118,7 +118,7 @@ pub(crate) struct Net {
     ended: Mutex<HashMap<(Key, u32), u64>>,
     /// Start and length of each jump of the clock.
     jumps: Mutex<Vec<(u64, u64)>>,
-    /// Waits that continued after the end of their attempt.
+    /// Waits that continued after the end of the attempt for which they waited.
     overslept: Mutex<Vec<(Key, String)>>,
     /// Decisions that the store applied while an attempt was running.
     trespasses: Mutex<Vec<(Key, String)>>,
@@ -229,7 +229,7 @@ impl Net {
         nanos(self.clock.now().since_origin())
     }
 
-    /// Ends all faults: no later call has one.
+    /// Ends all faults: no later store call has a fault.
     pub(crate) fn clear_up(&self) {
         self.stormy.store(false, Ordering::SeqCst);
     }
@@ -248,7 +248,7 @@ impl Net {
         let mut asked = self.truth.inspect(key);
         match std::pin::Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(found) => found.expect("nothing is between"),
-            // The store tears its reads on purpose, so the record is unknown.
+            // This deliberately broken store reads a record in several steps, so the record is unknown at this moment.
             Poll::Pending => None,
         }
     }
@@ -619,7 +619,7 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
     {
         net.ended.lock().unwrap().insert((key.clone(), attempt), at);
     }
-    // A new attempt has the number of an earlier one if the record was forgotten in between.
+    // A new attempt has the number of an earlier attempt if the record was forgotten in between.
     if let Some((key, attempt)) = request.key().and_then(|key| Some((key, net.pending(key)?))) {
         net.ended.lock().unwrap().remove(&(key.clone(), attempt));
     }
@@ -728,8 +728,8 @@ impl Store for Line {
                 return Err(StoreError::new(StoreErrorKind::Unavailable, "can't wait"));
             }
             let began = net.now();
-            // A wait inside of a body is not polled after the body's lease has lapsed, so the end of the wait proves no
-            // mistake.
+            // A wait inside of a body is not polled after the body's lease has lapsed, so a late end of this wait is
+            // not a mistake.
             let nested = current().is_ok();
             let waited = self.0.inner.wait(key, attempt, at_most).await;
             let now = net.now();

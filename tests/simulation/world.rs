@@ -247,7 +247,7 @@ async fn releasing(delivery: &Delivery, _values: Values) -> Result<String, Failu
     body(delivery).await
 }
 
-/// Earlier release of the handler, which passes no fingerprint.
+/// Handler of an earlier release, which passes no fingerprint.
 #[idempotent(key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy)]
 async fn unmarked(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
     body(delivery).await
@@ -425,7 +425,7 @@ impl World {
         }
     }
 
-    /// Takes a message that can be delivered now. Otherwise returns the time of the next delivery.
+    /// Takes a message that can be delivered now. If there is none, returns the time of the next delivery.
     fn take(&self) -> Result<(usize, usize, u8), Option<u64>> {
         let mut messages = self.messages.borrow_mut();
         let now = self.net.now();
@@ -597,7 +597,8 @@ impl World {
         }
     }
 
-    /// Replaces processes that have lost a right, as a deployment does, some leases after the other faults have ended.
+    /// Replaces processes that have lost a right, as a new deployment does. This happens some leases after the other
+    /// faults have ended.
     async fn replace_who_lost_rights(&self) {
         let lost: Vec<usize> = {
             let processes = self.processes.borrow();
@@ -726,7 +727,7 @@ impl World {
             let Some(worker) = worker else { break };
             let _ = worker.await;
         }
-        // A process may have started after the loop.
+        // A process may have started after the loop above.
         while !self.is_over() {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
@@ -879,7 +880,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
 }
 
 fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
-    // A world that does not end may have an endless history, which is not searched.
+    // A world that does not end may have an endless history, so its history is not checked.
     let ends = stuck.is_none();
     if let Some(stuck) = stuck {
         world.ledger.borrow_mut().find(Check::Stuck, 0, stuck);

@@ -257,7 +257,7 @@ async fn a_repeated_finish_does_not_prolong_the_retention() {
 }
 
 #[tokio::test]
-async fn a_reopen_takes_effect_immediately() {
+async fn a_reopen_through_the_cache_takes_effect_immediately() {
     let world = World::new();
     let store = ageless(&world);
     let peer = store.peer(world.memory.peer());

@@ -93,7 +93,7 @@ async fn results_above_the_threshold_are_compressed() {
 }
 
 #[tokio::test]
-async fn results_of_every_level_are_read() {
+async fn compressed_results_of_every_level_are_read() {
     let parcel =
         |n: u64| format!("{{\"parcel\":{},\"city\":\"{}\"}},", n * 7919 % 10_007, "xyzzy".repeat((n % 7) as usize));
     let text: Vec<u8> = (0..5000).flat_map(|n| parcel(n).into_bytes()).collect();
