@@ -12,8 +12,8 @@
 //! listen on (default: `127.0.0.1:8080`), the file (default: one in the folder for temporary files), and the profile
 //! (default: `ietf`; or `stripe`, `acp`, `ucp`).
 //!
-//! The checker of HTTP servers needs `/refunds`, PUT, and payments whose end a request chooses (`status`, `bytes`). The
-//! server has them, so `idem conformance http http://127.0.0.1:8080` can check it.
+//! `idem conformance http http://127.0.0.1:8080` can check this server. For these checks the server also has
+//! `/refunds`, PUT, and payments whose status and length the request chooses (`status`, `bytes`).
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
 use std::error::Error;
@@ -120,7 +120,7 @@ async fn refund(State(bank): State<Bank>) -> Response {
 }
 
 /// Headers of a response. A replay has all of them except the cookie, which belongs to the first client's session.
-/// `no-store` forbids HTTP caches to keep the response. The layer keeps it all the same.
+/// `no-store` forbids HTTP caches to keep the response. The layer records it nevertheless.
 fn headers_of(route: &str, id: &str) -> AppendHeaders<[(HeaderName, String); 5]> {
     let location = format!("/{route}/{id}");
     AppendHeaders([

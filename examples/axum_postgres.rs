@@ -45,7 +45,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // A release may create the table instead: `PostgresStore::schema_sql`. Without `purge_every` no record is deleted.
     let options = PostgresStore::options().ensure_schema().purge_every(Duration::from_secs(3600));
     let store = options.connect(&database).await?;
-    // In place of your authentication, which stands outside of the layer.
+    // This closure stands for your authentication, which belongs outside of the layer.
     let caller = Caller::by(|request| Some(request.headers.get("x-customer")?.to_str().ok()?.to_owned()));
     let layer = IdempotencyLayer::new(&store, PAYMENTS, caller);
     let ready = async move || match store.health().await.is_ready() {

@@ -5,10 +5,11 @@
 //!
 //! - *Key*: the order, from the payload. In a topic that is created anew, offsets start at 0 again.
 //! - *Offsets*: several messages of a partition are handled concurrently, and settle out of order; `OffsetTracker`
-//!   returns the offset that may be stored. A rebalance begins or ends the generation of a partition, and a message
-//!   settled after its generation stores nothing.
-//! - *Slow handlers*: the consumer is polled all the time, and its partitions are paused while all handlers are busy.
-//!   So `max.poll.interval.ms` is kept however long a handler takes, and no extension is needed.
+//!   returns the offset that may be stored. A rebalance begins or ends a generation of a partition. If a message
+//!   settles after the generation in which it was started, no offset is stored.
+//! - *Slow handlers*: the consumer is polled all the time, and its partitions are paused while all handlers are
+//!   busy. So the consumer stays within `max.poll.interval.ms`, no matter how long a handler takes, and no
+//!   extension is needed.
 //! - *Retry*: to a retry topic, in a message that contains its due time; order is lost for that message. (To keep
 //!   order, pause the partition, wait and seek: meanwhile no other message of the partition is handled.) *Poison*: to
 //!   its own topic.
@@ -112,8 +113,8 @@ async fn work(run: Run) -> Result<(), Failure> {
             () = &mut shutdown => break,
         }
     }
-    // Running handlers finish, and their offsets are committed. Rebalances continue meanwhile; messages that arrive now
-    // are left to other workers.
+    // Running handlers finish, and their offsets are committed. Rebalances continue meanwhile; this worker leaves
+    // messages that arrive now to other workers.
     while !handlers.is_empty() {
         tokio::select! {
             Some(ended) = handlers.join_next() => settle(&consumer, ended?)?,
@@ -135,7 +136,7 @@ async fn work(run: Run) -> Result<(), Failure> {
 
 type Partition = (String, i32);
 
-/// Stores the offset that may be committed now. A message that could not be settled keeps the offset where it is.
+/// Stores the offset that may be committed now. If a message could not be settled, the offset does not move.
 fn settle(consumer: &Consumer, ended: (Partition, StartedMessage, Result<(), Failure>)) -> Result<(), Failure> {
     let (partition, started, delivered) = ended;
     delivered?;
@@ -170,7 +171,8 @@ impl ConsumerContext for Offsets {
                 }
             }
             Rebalance::Revoke(partitions) => {
-                // These partitions are resumed, or they would still be paused at their next assignment.
+                // Revoked partitions are resumed here, because they would otherwise still be paused at their
+                // next assignment.
                 let _ = consumer.resume(partitions);
                 self.is_paused.store(false, Ordering::Relaxed);
                 for partition in partitions.elements() {

@@ -143,7 +143,7 @@ async fn serve(folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Plays the client of the model.
+/// Makes the calls that an MCP client makes for its model.
 async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     let bank = Bank::at(folder);
     let alice = Connection::to(folder, "alice").await?;

@@ -82,7 +82,7 @@ async fn a_full_store_refuses_new_keys_and_still_serves_recorded_keys() {
 }
 
 #[tokio::test]
-async fn every_expired_record_makes_room_in_a_full_store() {
+async fn every_expired_record_frees_space_in_a_full_store() {
     let world = World::new(64);
     for n in 0..64 {
         let lease = world.reserved(&world.request(n)).await;
@@ -112,7 +112,7 @@ async fn every_expired_record_makes_room_in_a_full_store() {
 /// A later write may shorten a record's retention: another version of the handler has a shorter `ttl`, or an attempt
 /// ends after a lease that was longer than the `ttl`.
 #[tokio::test]
-async fn a_record_makes_room_when_its_own_retention_ends() {
+async fn a_record_frees_space_when_its_own_retention_ends() {
     let short = Duration::from_secs(1);
 
     // The second attempt of the key has a shorter `ttl` than the first.
@@ -171,7 +171,7 @@ async fn the_number_of_records_is_bounded_under_churn() {
 }
 
 #[tokio::test]
-async fn expired_records_do_not_pile_up_without_a_limit() {
+async fn in_a_store_without_a_limit_expired_records_do_not_pile_up() {
     let world = World::new(usize::MAX);
     let mut longest = 0;
     for n in 0..100_000 {
@@ -206,7 +206,7 @@ async fn the_list_of_records_to_clean_up_is_bounded() {
     let world = World::new(usize::MAX);
     let entries = || format!("{:?}", world.store).matches("ListEntry(").count();
     for _ in 0..100 {
-        // Each of these writes shortens the remaining retention of the record.
+        // Each of these writes shortens the time until the record expires.
         for (ttl, attempt) in [(TTL, 1), (TTL / 2, 2), (TTL / 4, 3)] {
             let lease = world.reserved(&world.request(0).ttl(ttl)).await;
             assert_eq!(lease.attempt, attempt);

@@ -55,7 +55,7 @@ async fn a_result_that_an_operator_records_is_replayed_by_the_handler() {
 }
 
 #[tokio::test]
-async fn the_later_of_two_operators_gets_a_reasoned_refusal() {
+async fn the_later_of_two_operators_is_refused_with_the_reason() {
     let (_clock, store, key) = interrupted().await;
     let [alice, bob] = ["alice", "bob"].map(|name| store.operator().by(name));
     let looked = bob.inspect(&key).await.unwrap().unwrap();

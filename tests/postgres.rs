@@ -387,7 +387,7 @@ async fn the_stored_form_is_pinned() {
 }
 
 #[tokio::test]
-async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
+async fn damaged_rows_and_rows_of_a_later_version_are_left_unchanged() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let raw = raw(&url).await;
@@ -748,7 +748,7 @@ async fn a_purge_reads_no_removed_row_twice() {
 }
 
 #[tokio::test]
-async fn the_purger_works_until_its_store_is_dropped() {
+async fn the_background_purge_works_until_its_store_is_dropped() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
@@ -888,7 +888,7 @@ async fn a_read_only_server_is_refused_until_it_allows_writes() {
 }
 
 #[tokio::test]
-async fn an_operation_that_the_server_refuses_fails_no_other() {
+async fn an_operation_that_the_server_refuses_fails_no_other_operation() {
     let (store, raw, table) = open().await;
     let schema = table.trim_end_matches(".records");
     raw.batch_execute(&format!(
@@ -1174,7 +1174,7 @@ async fn rows_with_the_same_ctid_in_two_partitions_are_distinguished() {
 }
 
 #[tokio::test]
-async fn handlers_keep_their_leases_while_the_record_of_another_is_locked() {
+async fn handlers_keep_their_leases_while_the_record_of_another_handler_is_locked() {
     let server = PostgresServer::start_with(&["fsync=off"]);
     let (store, url) = (connect(&server.url()).await, server.url());
     let lease = Duration::from_millis(900);
@@ -1504,13 +1504,13 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
 
 /// A forked child inherits the connections of its parent, and must not use them.
 #[test]
-fn a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone() {
+fn a_forked_child_opens_its_own_sessions_and_does_not_use_those_of_its_parent() {
     const URL: &str = "IDEM_TEST_FORKS_AT";
     // The test runs itself in another process, so that no other test runs during the fork.
     let Ok(url) = std::env::var(URL) else {
         let server = PostgresServer::start_with(&["fsync=off"]);
         let mut this = Command::new(std::env::current_exe().unwrap());
-        let name = "a_forked_child_starts_anew_and_leaves_the_sessions_of_its_parent_alone";
+        let name = "a_forked_child_opens_its_own_sessions_and_does_not_use_those_of_its_parent";
         let output = this.args([name, "--exact", "--test-threads", "1"]).env(URL, server.url()).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
         return;
@@ -1601,7 +1601,7 @@ async fn a_slow_connection_that_makes_progress_is_kept() {
 }
 
 #[tokio::test]
-async fn a_batch_of_replays_leaves_large_results_out() {
+async fn a_statement_for_many_replays_leaves_large_results_out() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let store = connect(&server.url()).await;
     let sizes = [0, 1, 4096, 4097, 100_000];

@@ -216,7 +216,7 @@ fn a_store_refuses_a_server_with_an_untrusted_certificate() {
 // Errors.
 
 #[tokio::test]
-async fn values_that_are_no_records_are_left_alone() {
+async fn values_that_are_not_records_are_left_unchanged() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     let mut raw = server.raw().await;
@@ -294,7 +294,7 @@ async fn connect_refuses_a_wrong_login() {
 }
 
 #[tokio::test]
-async fn old_servers_are_refused() {
+async fn redis_servers_of_unsupported_versions_are_refused() {
     let server = RedisServer::start(Kind::OldRedis);
     let error = refusal(&server.url()).await;
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
@@ -302,7 +302,7 @@ async fn old_servers_are_refused() {
 }
 
 #[tokio::test]
-async fn replicas_are_refused() {
+async fn a_replica_is_refused_as_the_server_of_a_store() {
     let primary = RedisServer::start(Kind::Redis);
     let port = primary.port().to_string();
     let replica = RedisServer::start_with(Kind::Redis, &["--replicaof", &format!("127.0.0.1 {port}")]);
@@ -319,7 +319,7 @@ async fn replicas_are_refused() {
 }
 
 #[tokio::test]
-async fn a_server_that_may_evict_records_is_warned_of() {
+async fn connect_warns_of_a_server_that_may_evict_records() {
     let connect_logged = async |policy: &str| {
         let server = RedisServer::start_with(Kind::Redis, &["--maxmemory", "100mb", "--maxmemory-policy", policy]);
         let log = Log::start();
@@ -515,7 +515,7 @@ async fn calls_through_a_line_that_breaks_take_effect_once() {
 }
 
 #[tokio::test]
-async fn a_refused_connection_writes_nothing_and_heals() {
+async fn a_refused_connection_writes_nothing_and_the_store_reconnects_later() {
     let server = RedisServer::start(Kind::Redis);
     let (store, proxy) = behind_a_proxy(&server).await;
     let runs = AtomicU32::new(0);

@@ -234,7 +234,7 @@ async fn the_table_shares_a_file_with_the_applications_tables() {
 // Errors.
 
 #[tokio::test]
-async fn paths_and_names_that_can_not_be_used_are_refused() {
+async fn paths_and_table_names_that_can_not_be_used_are_refused() {
     let folder = Folder::new();
     let options = SqliteStore::options;
     for path in [Path::new(""), Path::new(":memory:"), folder.path(), &folder.path().join("no/such/folder.db")] {
@@ -264,7 +264,7 @@ async fn files_of_other_applications_are_refused_and_left_unchanged() {
 }
 
 #[tokio::test]
-async fn tables_of_other_applications_and_later_releases_are_left_alone() {
+async fn tables_of_other_applications_and_later_releases_are_left_unchanged() {
     let folder = Folder::new();
     drop(open(&folder.file()).await);
     let raw = raw(&folder.file());
@@ -278,7 +278,7 @@ async fn tables_of_other_applications_and_later_releases_are_left_alone() {
 }
 
 #[tokio::test]
-async fn damaged_rows_and_rows_of_a_later_version_are_left_alone() {
+async fn damaged_rows_and_rows_of_a_later_version_are_left_unchanged() {
     let folder = Folder::new();
     let store = open(&folder.file()).await;
     let raw = raw(&folder.file());
@@ -556,7 +556,7 @@ async fn a_result_larger_than_the_size_limit_of_the_file_is_too_large() {
 }
 
 #[tokio::test]
-async fn expired_records_make_room_in_a_full_file() {
+async fn expired_records_free_space_in_a_full_file() {
     let folder = Folder::new();
     let (store, leases) = filled(&folder).await;
     assert_eq!(kind(&store.reserve(&request(&store, "new")).await), StoreErrorKind::Full);
@@ -1108,7 +1108,7 @@ async fn concurrent_callers_use_the_reader_thread() {
 
 /// A caller that reads blocks no other caller.
 #[test]
-fn a_reading_caller_delays_no_other() {
+fn a_caller_that_reads_the_file_delays_no_other_caller() {
     let folder = Folder::new();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (looks, clock) = (Arc::new(Looks::default()), ManualClock::new());
@@ -1251,7 +1251,7 @@ async fn a_forked_child_removes_no_records_of_later_processes() {
 }
 
 #[tokio::test]
-async fn a_child_that_was_forked_in_the_middle_of_a_write_leaves_the_file_alone() {
+async fn a_child_that_was_forked_in_the_middle_of_a_write_does_not_change_the_file() {
     let folder = Folder::new();
     drop(open(&folder.file()).await);
     let holder = raw(&folder.file());
@@ -1315,7 +1315,7 @@ fn pending_writes_survive_the_end_of_the_runtime() {
 
 /// When most reservations are replays, the reader thread handles every reservation first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn reservations_among_replays_are_decided_once() {
+async fn a_reservation_among_replays_is_decided_only_once() {
     let folder = Folder::new();
     let (store, other) = (open(&folder.file()).await, open(&folder.file()).await);
     let runs = Arc::new(AtomicU32::new(0));

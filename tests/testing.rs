@@ -781,7 +781,7 @@ mod explorer {
     }
 
     #[test]
-    fn a_panic_is_found() {
+    fn a_panic_of_the_handler_is_found() {
         let is = |it: &Problem| matches!(it, Problem::Panicked { message } if message.contains("an answer"));
         found!(is, |worker| async move { expects_answers(&App::new(worker), 42).await });
     }

@@ -600,7 +600,7 @@ async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
 }
 
 #[tokio::test]
-async fn child_keys_are_those_of_the_store_with_that_namespace() {
+async fn child_keys_in_a_transaction_equal_those_of_the_store_with_its_namespace() {
     let bank = Bank::open().await;
     let options = PostgresStore::options().schema(&bank.schema);
     let named = options.clone().namespace("shop").connect(&bank.url).await.unwrap();

@@ -1,4 +1,5 @@
-//! The bank of `refund_tool`, which keeps books, and an MCP client that starts its server and kills it.
+//! The bank of the example `refund_tool`, which keeps a log of payments, and an MCP client that starts the server of
+//! the example and kills it.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
 use std::fs::{self, File, OpenOptions};
@@ -56,7 +57,7 @@ impl Bank {
         self.0.join("slow").exists()
     }
 
-    /// Makes the bank answer late (`true`) or at once (`false`).
+    /// Makes the bank answer late (`true`) or immediately (`false`).
     ///
     /// # Errors
     /// If the books can't be written.

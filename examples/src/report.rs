@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_grouped() {
+    fn numbers_are_written_in_groups_of_three_digits() {
         assert_eq!([number(0_u64), number(999_u64), number(1_234_567_u64)], ["0", "999", "1,234,567"]);
         assert_eq!([money(5), money(123_456)], ["0.05", "1,234.56"]);
     }

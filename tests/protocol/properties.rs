@@ -526,7 +526,7 @@ pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
     world.broken.note(Rule::EndsInTime, world.now >= limit);
 }
 
-/// Checks the answer to the caller.
+/// Checks the answer that the caller gets.
 pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told: Class) {
     let deed = world.call(who).deed;
     world.broken.note(Rule::Told, told == Class::LeaseLost && deed.recorded);
@@ -555,7 +555,7 @@ pub(crate) fn ends_wait(world: &mut World, who: CallId, trouble: Trouble) {
     world.broken.note(Rule::L3Outage, may_wait && trouble.is_transient());
 }
 
-/// Checks the state after a step.
+/// Checks the rules that hold after each step.
 pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();

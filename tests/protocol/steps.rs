@@ -82,7 +82,7 @@ pub(crate) enum Action {
 /// Number of owner tokens that a call may use.
 const TOKENS: u8 = 3;
 
-/// Error that a call gets instead of an answer.
+/// Error that a call gets instead of an answer of the store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Trouble {
     /// The request may have taken effect.
@@ -555,7 +555,7 @@ impl World {
         &mut self.calls[usize::from(who)]
     }
 
-    /// Time for which the call counts on its lease.
+    /// Returns the time for which the call relies on its lease.
     pub(crate) fn believed(&self, config: &Config, who: CallId) -> u8 {
         if self.call(who).lost { 0 } else { self.may_be_held(config, who) }
     }

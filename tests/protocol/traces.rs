@@ -113,7 +113,7 @@ fn the_models_store_agrees_with_the_memory_store() {
 
 /// A model's store with a mistake gives different answers, which shows that the comparison can fail.
 #[test]
-fn a_store_with_a_mistake_disagrees_with_the_memory_store() {
+fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
         FailOfCallerIgnored, FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover,
         FinishAnyAttempt, FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused,

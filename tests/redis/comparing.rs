@@ -145,7 +145,7 @@ async fn every_other_completion_is_decided_by_a_script() {
 /// If `SET … IFEQ` did not apply a completion, a script decides about the completion in the next exchange. The source
 /// of the script is sent along if the server has lost the script.
 #[tokio::test]
-async fn a_batch_mixes_comparisons_and_scripts() {
+async fn one_batch_of_completions_uses_comparisons_and_scripts() {
     let server = RedisServer::start(Kind::Valkey);
     let store = connect(&server).await;
     for flush in [false, true] {

@@ -215,9 +215,9 @@ const ALONE: &str = "IDEM_TEST_ALONE";
 
 /// Runs in its own process, because a fork copies the locks that threads of other tests hold.
 #[test]
-fn a_forked_process_leaves_the_connections_of_its_parent_alone() {
+fn a_forked_process_does_not_use_the_connections_of_its_parent() {
     if std::env::var_os(ALONE).is_none() {
-        let name = "handles::a_forked_process_leaves_the_connections_of_its_parent_alone";
+        let name = "handles::a_forked_process_does_not_use_the_connections_of_its_parent";
         let mut alone = Command::new(std::env::current_exe().unwrap());
         let ended = alone.args(["--exact", name, "--nocapture"]).env(ALONE, "1").output().unwrap();
         let (said, wrong) = (String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));

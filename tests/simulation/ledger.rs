@@ -142,7 +142,7 @@ pub(crate) const FOR_EVER: Duration = Duration::from_secs(30 * 86_400);
 
 impl Terms {
     /// Returns whether the store forgets no record while the world lasts. If it forgets records, bodies run again and
-    /// fencing tokens start over, and the only remaining check is that no record is forgotten too early.
+    /// fencing tokens start over, so most rules of the books are not checked for the key.
     fn remembers(&self) -> bool {
         self.ttl == FOR_EVER
     }

@@ -295,7 +295,7 @@ async fn object_names_contain_neither_key_nor_token() {
     assert!(!shown.contains("Objects {") && shown.contains("shop/results"), "{shown}");
 }
 
-/// The test has every way in which an object can differ from its record.
+/// The test covers every way in which an object can differ from its record.
 #[tokio::test]
 async fn a_result_without_its_object_is_unavailable_and_never_runs_again() {
     let world = World::new();

@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_found_one_by_one() {
+    fn the_parser_finds_one_answer_of_redis_after_the_other() {
         let mut read = BytesMut::from(&b":1\r\n$-1\r\n$5\r\na\r\nbc\r\n+OK\r\n$3\r\nab"[..]);
         let lengths: Vec<_> = std::iter::from_fn(|| {
             let length = whole(&read)?;
