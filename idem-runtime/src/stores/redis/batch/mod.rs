@@ -18,7 +18,8 @@
 //!   script decides. Completions that need a script share one call for many keys.
 //! - While most reservations turn out to be replays, one `MGET` first looks up the keys of all gathered reservations,
 //!   with a tenth of the work for the server. The absent keys are then reserved.
-//! A batch is limited by the size of its requests, and by the size of its answers as estimated from the latest answers.
+//! - A batch is limited by the size of its requests, and by the size of its answers as estimated from the latest
+//!   answers.
 //! - If a caller goes away before its operation is sent, the operation is dropped. Only the end of an attempt is still
 //!   sent, by a lane.
 
