@@ -2,9 +2,9 @@
 //!
 //! The handlers are real and stay pending, and their store renews the leases as usual. The server's counters are read:
 //! `script` is the server's time in `EVALSHA`, which includes the commands inside the scripts; `in all` is the
-//! processor time of its main thread, including reading, parsing and answering. Both are scaled to as many renewals as
-//! there are leases, because the number of leases that are due in a round varies. The hand-written side renews each
-//! lease by its own script call, in pipelines of 500.
+//! processor time of its main thread, including reading, parsing and answering. Both figures are scaled to as many
+//! renewals as there are leases, because the number of leases that are due in a round varies. The hand-written side
+//! renews each lease by its own script call, in pipelines of 500.
 
 use std::sync::Arc;
 use std::time::Duration;

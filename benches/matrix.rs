@@ -11,8 +11,8 @@
 //!   for its end. The store calls are counted, and more than one per duplicate ends the bench.
 //!
 //! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
-//! emulator here, without optimisation and with one request at a time: its figures are those of the emulator. It needs
-//! `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`.
+//! emulator here, without optimisation and with one request at a time: its figures are those of the emulator. The part
+//! for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -439,7 +439,7 @@ impl Subject {
             if bytes > self.largest_result || bytes > sized(usize::MAX, 64_000) {
                 continue;
             }
-            // Some 5 MB per round, so that an in-memory server does not outgrow the machine.
+            // Each round records some 5 MB, so that the records fit into the memory of the machine.
             let count = sized((5_000_000 / bytes as u64).min(500), 16);
             let page = page(bytes);
             for work in [Work::FirstRun, Work::Replay] {

@@ -184,8 +184,8 @@ impl Bench {
     async fn purge(&self, name: &'static str, batch: u32, rows: u64, purged: &Arc<AtomicU64>) {
         let over = Arc::new(AtomicBool::new(false));
         let load = self.load(name, &over);
-        // Another task reserves keys that the purge is about to remove. It has its own store, because calls in one
-        // store would wait for the same batch.
+        // Another task reserves keys that the purge is about to remove. This task has its own store, because calls in
+        // one store would wait for the same batch.
         let met = {
             let (over, purged) = (Arc::clone(&over), Arc::clone(purged));
             let store = PostgresStore::connect(&self.server.url()).await.expect("connects");

@@ -17,7 +17,7 @@ use idem_runtime::{MemoryStore, Policy, current};
 
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600));
 
-/// The handler of payments. It runs once for each key.
+/// The handler of payments, which runs once for each key.
 async fn charge(request: Request<Bytes>) -> Result<Response<Full<Bytes>>, Infallible> {
     let payment = current().map_or_else(|_| "unprotected".to_owned(), |attempt| attempt.child_key("charge"));
     let amount = String::from_utf8_lossy(request.body()).into_owned();

@@ -136,7 +136,8 @@ async fn count(State(bank): State<Bank>) -> Json<Count> {
     Json(Count { charges: bank.charges.load(Ordering::SeqCst) })
 }
 
-/// Finds the customer of a token. It runs outside of the layer, which identifies callers by customer, not by token.
+/// Finds the customer of a token. This middleware runs outside of the idempotency layer, which identifies callers by
+/// customer, not by token.
 async fn authenticate(mut request: Request, next: Next) -> Response {
     let token = request.headers().get(header::AUTHORIZATION).and_then(|it| it.to_str().ok()?.strip_prefix("Bearer "));
     let customer = match token {

@@ -16,8 +16,8 @@ type AnyError = Box<dyn StdError + Send + Sync>;
 /// Mode of all payment handlers.
 static PAYMENTS_MODE: ModeSwitch = ModeSwitch::new(Mode::Enforce);
 
-/// Settings of all payment handlers. They are a `static`, because they refer to the switch; settings without a switch
-/// can be a `const`.
+/// Settings of all payment handlers. The settings are a `static`, because they refer to the switch; settings without a
+/// switch can be a `const`.
 static PAYMENTS: Policy = Policy::new(Duration::from_secs(30 * 86_400))
     .lease(Duration::from_secs(60))
     .max_attempts(2)

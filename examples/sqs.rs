@@ -106,8 +106,8 @@ async fn settle(app: &App, batch: Batch<&Delivery, Receipt, Failure>) -> Result<
             }
         }
     }
-    // Each entry has its own answer. A message that could not be deleted is delivered again and gets its recorded
-    // result; a message whose time-out could not be changed is delivered again a little early.
+    // SQS answers each entry of a batch separately. A message that could not be deleted is delivered again and gets its
+    // recorded result; a message whose time-out could not be changed is delivered again a little early.
     if !done.is_empty() {
         let answer = app.sqs.delete_message_batch().queue_url(&app.queue).set_entries(Some(done)).send().await?;
         for failed in answer.failed() {

@@ -38,7 +38,8 @@ async fn run(claims: &mut Claims) -> Result<(), AnyError> {
     claims.check("a handler that fails changes nothing", paid.is_err() && balance(&connection)? == 100);
     claims.check("its message comes back", matches!(outcome.disposition(), Disposition::Retry { .. }));
 
-    // These are the steps of `transact`, in a process that dies before its commit: SQLite rolls its writes back.
+    // The steps of `transact`, one by one. The transaction is dropped before its commit, as if the process had died,
+    // and SQLite rolls its writes back.
     let tx = OpenTransaction::new(connection.transaction_with_behavior(TransactionBehavior::Immediate)?);
     pay(&tx, 1, false).await?;
     drop(tx);

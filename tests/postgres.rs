@@ -45,7 +45,7 @@ async fn open() -> (PostgresStore, Client, String) {
     open_with(0).await
 }
 
-/// Like [`open`], with a table of this many hash partitions.
+/// Does the same as [`open`], with a table that has `partitions` hash partitions.
 async fn open_with(partitions: u16) -> (PostgresStore, Client, String) {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).partitions(partitions).connect(&url).await.unwrap();
@@ -1302,7 +1302,8 @@ async fn a_dropped_operation_is_not_sent() {
             _ = &mut stuck => panic!("the call must wait for a connection"),
             () = until(&raw, &waits) => {}
         }
-        // These reservations and completions are queued behind the waiting statement, and their callers are dropped.
+        // The statement on the only connection waits. Further reservations and completions queue behind it, and their
+        // callers are dropped.
         let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
         let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
         let mut ends: Vec<_> = ended.iter().map(|lease| Box::pin(store.finish(lease, &finish))).collect();
@@ -1535,7 +1536,7 @@ fn a_forked_child_opens_its_own_sessions_and_does_not_use_those_of_its_parent() 
             let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 one_thread().block_on(everything(&store, "child"));
                 let policy = POLICY.lease(Duration::from_millis(300));
-                // This handler needs heartbeats, which come from the library's thread.
+                // The child's handler outlives its first lease, so it needs heartbeats from the library's thread.
                 one_thread().block_on(async {
                     let body = async {
                         tokio::time::sleep(Duration::from_millis(900)).await;
@@ -1812,7 +1813,7 @@ async fn readable_columns_show_the_holder_of_a_key() {
     let columns: [&str; 3] = [0, 1, 2].map(|at| row.get(at));
     assert!(columns[0].ends_with(&format!("/{}/worker-7", std::process::id())), "{columns:?}");
     assert_eq!(columns[1..], ["alice", "INC-7"]);
-    // Each column has a comment, for a person who reads the table.
+    // Each column of the table must have a comment, for a person who reads the table.
     let sql = "SELECT count(*) FILTER (WHERE d.description IS NULL) FROM pg_attribute AS a LEFT JOIN pg_description AS d \
                ON d.objoid = a.attrelid AND d.objsubid = a.attnum WHERE a.attrelid = $1::text::regclass AND a.attnum > 0";
     let table = format!("{}.records", quoted(&schema));

@@ -90,7 +90,7 @@ fn the_stored_form_is_pinned() {
     }
     let golden = include_str!("golden/record-v1.txt");
     assert_eq!(written, golden, "a released format never changes: give a new format a new version");
-    // Each pinned value reads back as its record.
+    // Each pinned value is decoded as the record from which it was encoded.
     for (line, (name, record)) in golden.lines().zip(&records) {
         let text = line.split(' ').nth(1).unwrap();
         let bytes: Vec<u8> =

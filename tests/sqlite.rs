@@ -628,7 +628,7 @@ async fn no_process_uses_a_removed_or_replaced_log_or_index() {
     for ((names, moves), is_first) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
         let folder = Folder::new();
         let store = open(&folder.file()).await;
-        // These calls open every connection of the store.
+        // These calls make the store open all of its connections.
         let held = reserved(&store, "held").await;
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap();
         recorded(&store, "finished", 10).await;
@@ -801,7 +801,7 @@ async fn upkeep_does_not_wait_for_queued_writes() {
     let (kept, late) = (reserved(&store, "kept").await, reserved(&store, "late").await);
     let holder = raw(&folder.file());
     holder.execute_batch("BEGIN IMMEDIATE").unwrap();
-    // These results have 64 MiB in all, which takes many transactions.
+    // The results have 64 MiB in all, so that writing them takes many transactions.
     let result = Finish::Completed(stored(vec![b'x'; 64 * 1024 * 1024 / CALLS]));
     let done_calls = AtomicU32::new(0);
     let calls = leases.iter().map(|lease| async {
@@ -951,7 +951,7 @@ async fn a_beat_is_cut_into_short_transactions_and_lets_writers_in_between() {
     let requests: Vec<_> = (0..LEASES).map(|n| request(&store, &format!("k{n}"))).collect();
     let leases = futures::future::join_all(requests.iter().map(|request| store.reserve(request))).await;
     let leases: Vec<_> = leases.into_iter().map(lease_of).collect();
-    // This thread reserves a key in the first gap.
+    // Another thread, the writer, reserves a key in the first gap.
     let (writer, runtime) = (store.clone(), tokio::runtime::Handle::current());
     let writing = std::thread::spawn(move || {
         reserves.recv().unwrap();

@@ -115,7 +115,7 @@ mod simulation {
 
         simulation.limit_polls(1000);
         let spinning = async {
-            // This task never ends, and can always run.
+            // The task never ends, and can always run.
             loop {
                 tokio::task::yield_now().await;
             }

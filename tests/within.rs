@@ -345,7 +345,7 @@ async fn a_call_can_be_dropped_at_every_await() {
             let name = format!("{name} {round}");
             let tx = OpenTransaction::new(client.transaction().await.unwrap());
             let is_over = dropped_after(polls, bank.end(&tx, &name, policy, end), async || {
-                // This statement returns after the server has executed every request of the last poll.
+                // The answer to this statement shows that the server has executed every request of the last poll.
                 tx.batch_execute("SELECT 1").await.unwrap_or_default();
                 tokio::time::sleep(Duration::from_millis(2)).await;
             })
@@ -860,7 +860,7 @@ async fn under_serializable_a_conflict_is_an_error_and_never_a_second_payment() 
     let tx = OpenTransaction::new(
         client.build_transaction().isolation_level(IsolationLevel::Serializable).start().await.unwrap(),
     );
-    // This query fixes the snapshot of the transaction, which sees no later changes.
+    // The first query of the transaction fixes its snapshot, so that the transaction sees no later changes.
     tx.query("SELECT count(*) FROM payments", &[]).await.unwrap();
     bank.pay_and_commit("a").await.0.unwrap();
     let (result, _) = bank.pay(&tx, "a", POLICY).await;
@@ -1305,7 +1305,7 @@ async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
             let tx = SqlxTransaction::new(pool.begin().await.unwrap());
             let pause = async || tokio::time::sleep(Duration::from_millis(3)).await;
             let is_over = dropped_after(polls, bank.end_by_sqlx(&tx, &name, policy, end), pause).await;
-            // Either all is committed, or nothing is committed and the commit fails.
+            // Either payment and record are both committed, or the commit fails and neither is committed.
             let committed = tx.into_inner().commit().await.is_ok();
             let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
             match (&state, paid) {

@@ -1,7 +1,7 @@
 //! The parts of a record as SQLite, PostgreSQL and DynamoDB store them: each in its own column, of any type.
 //!
-//! An input is a record in columns, some of which are overwritten. This module implements the layout again, so that it
-//! does not repeat a mistake in the library.
+//! An input is a record in columns, some of which are overwritten. This module implements the layout of the columns
+//! again, so that a mistake in the library is not repeated here.
 
 use std::collections::HashMap;
 

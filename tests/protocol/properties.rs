@@ -296,10 +296,10 @@ pub(crate) fn audit(
     };
     let holds = past.holder == token && past.attempt == named;
     let broken = &mut world.broken;
-    // These rules hold for every request.
+    // The rules `KeysApart` and `S3` hold for every request.
     broken.note(Rule::KeysApart, others);
     broken.note(Rule::S3, was_finished && changed);
-    // These rules depend on the kind of request.
+    // The rules below depend on the kind of request.
     match ask {
         RequestKind::Reserve { .. } => {
             audit_reservation(config, world, old, request, answer);
@@ -328,7 +328,7 @@ pub(crate) fn audit(
             broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
         }
     }
-    // These rules hold for every request of an owner.
+    // The rules below hold for every request that presents an owner token.
     let done = answer == Answer::Write(Done::Done);
     broken.note(Rule::S2, changed && !was_finished && (!was_pending || !holds));
     broken.note(Rule::S2, done && !holds);

@@ -69,7 +69,7 @@ pub(crate) struct Slot {
     pub(crate) owner: Token,
     /// Number of decisions since the latest attempt began: each decision changes the owner token of the record.
     pub(crate) decisions: u8,
-    /// Number of the operator who decided last. It is 0 before the first decision, and for operator 0, who
+    /// Number of the operator who decided last. The number is 0 before the first decision, and for operator 0, who
     /// gives no name.
     pub(crate) by: u8,
     pub(crate) attempt: u8,
@@ -452,7 +452,8 @@ pub(crate) struct History {
     pub(crate) result: Option<ModelResult>,
     /// Number of bodies that started.
     pub(crate) bodies: u8,
-    /// True if the body of the first attempt began without a mark and its lease lapsed. This attempt is not counted.
+    /// True if the body of the first attempt began without a mark and the lease of this attempt lapsed, so that the
+    /// attempt is not counted.
     pub(crate) spared: bool,
     /// Number of applied decisions of operators.
     pub(crate) decided: u8,

@@ -1150,8 +1150,8 @@ fn ending_fails(
     unrecorded(config, world, who, late, Class::Unrecorded);
 }
 
-/// Returns whether a late write is repeated beyond the lease. This holds for the end of a body after which no other
-/// body may run, and for the clean-up of a mark.
+/// Returns whether a late write is repeated beyond the lease. Two kinds of late writes are repeated: the end of a body
+/// after which no other body may run, and the clean-up of a mark.
 fn outlasts_lease(config: &Config, world: &World, who: CallId, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {

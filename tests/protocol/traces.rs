@@ -123,7 +123,7 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         TakeoverKeepsToken,
     };
     let runtime = runtime();
-    // These mistakes change an answer or a record.
+    // Mistakes that change an answer of the store or a record.
     for mutant in [
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
@@ -959,7 +959,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
     let endpoint = Kind::Dynoxide.shared();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let clocks: [_; 4] = std::array::from_fn(|_| OddClock::at(0));
-    // Each client has its own store, with a clock that the trace sets.
+    // Each client has its own `DynamoStore`, with a clock that the trace sets.
     let stores = clocks.each_ref().map(|clock| {
         DynamoStore::options()
             .namespace("protocol:")
@@ -974,7 +974,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
         let mut config = Config::of(&plans);
         config.lease = LEASE;
         let history = histories.fetch_add(1, Ordering::SeqCst);
-        // Each trace uses its own keys.
+        // Each trace uses separate keys, because all traces share one table.
         let of = |request: &ReserveRequest| {
             request
                 .clone()

@@ -118,7 +118,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
             scope.spawn(move || {
                 runtime.block_on(async {
                     let lease = reserved(store, &name).await;
-                    // These requests are under way on the blocked connection.
+                    // These requests have been sent, and their answers wait on the blocked connection.
                     let _ = futures::poll!(Box::pin(store.inspect(&lease.key)));
                     blocked.send(lease.clone()).unwrap();
                     is_renewed.recv().unwrap();

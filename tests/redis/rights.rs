@@ -248,7 +248,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
             let (mut stream, count, mut record) = (BufStream::new(stream), Arc::clone(&count), record.clone());
             tokio::spawn(async move {
                 while let Some(words) = command(&mut stream).await {
-                    // This byte of a record holds the number of the attempt.
+                    // Byte 27 of a record belongs to the number of the attempt.
                     record[27] = record[27] % 200 + 1;
                     let bulk = |bytes: &[u8]| [format!("${}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
                     let answer = match words[0].as_slice() {
@@ -303,7 +303,7 @@ async fn a_reservation_of_an_ever_changing_record_fails_after_a_few_tries() {
     assert!((3..=41).contains(&asked), "{asked} commands");
 }
 
-/// The body has run without the right. The result is recorded as soon as the right is granted again.
+/// The login loses the right while the body runs. The result is recorded as soon as the right is granted again.
 #[tokio::test]
 async fn no_result_is_lost_to_a_missing_right() {
     let server = RedisServer::start(Kind::Redis);

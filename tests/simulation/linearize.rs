@@ -1,17 +1,17 @@
 //! Judges whether a store that executes one operation at a time could have given all answers of a history.
 //!
 //! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
-//! configurations by Lowe ("Testing for linearizability", 2017). It picks an operation that may be the next one,
-//! executes it on the sequential specification (`histories/reference.rs`), compares the answer, and continues. If no
-//! order of the remaining operations fits, the search takes the operation back. Linearizability is local to a key, so
-//! each key is searched alone.
+//! configurations by Lowe ("Testing for linearizability", 2017). The search picks an operation that may be the next
+//! one, executes it on the sequential specification (`histories/reference.rs`), compares the answer, and continues. If
+//! no order of the remaining operations fits, the search takes the operation back. Linearizability is local to a key,
+//! so each key is searched alone.
 //!
 //! Time is part of the specification. An answer contains the reading of the store's clock, so an answered operation can
-//! have happened only at that time. This is stricter than any time between invocation and answer, and correct, because
-//! the clock of a simulation stands still while the store works. An operation without an answer can have happened at
-//! any time after its invocation, or never. For such an operation the search tries only the times at which the store
-//! executed some operation: no state changed at any other time. If the store answered that an operation had no effect,
-//! the search leaves the operation out.
+//! have happened only at that time. This rule is stricter than the usual one, which allows any time between invocation
+//! and answer. It is correct, because the clock of a simulation stands still while the store works. An operation
+//! without an answer can have happened at any time after its invocation, or never. For such an operation the search
+//! tries only the times at which the store executed some operation: no state changed at any other time. If the store
+//! answered that an operation had no effect, the search leaves the operation out.
 //!
 //! Operations are tried in the order in which the store executed them, as far as this order is known. For a correct
 //! history this order explains all answers, and the search never takes an operation back.
@@ -78,14 +78,15 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Returns whether the operations that are not `done` can follow on the state of `reference`; `None` if the search
-    /// exceeds its limit. `reached`: event at which the store executed the previous operation.
+    /// Returns whether some order of the operations that are not `done` explains their answers, beginning with the
+    /// state of `reference`; `None` if the search exceeds its limit. `reached`: event at which the store executed the
+    /// previous operation.
     fn explain(&mut self, done: &mut [bool], depth: usize, reached: u64, reference: &Reference) -> Option<bool> {
         let open = |done: &[bool], n: usize| !done[n];
         // An operation must come after every operation that ended before it began.
         let first_end = (0..self.ops.len()).filter(|n| open(done, *n)).filter_map(|n| self.ops[n].responded).min();
         let Some(first_end) = first_end else { return Some(true) };
-        // This configuration was searched before, and failed.
+        // The search has visited this configuration before, and found no order that fits.
         if !self.seen.insert(digest(done, reference, self.ops[0].key)) {
             return Some(false);
         }

@@ -151,7 +151,7 @@ impl Loss {
         Self { right, kind: dice.pick(&[StoreErrorKind::Misconfigured, StoreErrorKind::Corrupt]), from }
     }
 
-    /// Error for `request` at the time `now`, if the request needs the lost right.
+    /// Returns the error for `request` at the time `now`, if the request needs the lost right.
     pub(crate) fn refuses(&self, request: &Request, now: u64) -> Option<StoreError> {
         let needed = match request {
             Request::Begin(_) => Right::Begin,

@@ -597,8 +597,8 @@ impl World {
         }
     }
 
-    /// Replaces processes that have lost a right, as a new deployment does. This happens some leases after the other
-    /// faults have ended.
+    /// Replaces processes that have lost a right, as a new deployment does. The replacement happens some leases after
+    /// the other faults have ended.
     async fn replace_who_lost_rights(&self) {
         let lost: Vec<usize> = {
             let processes = self.processes.borrow();
@@ -804,7 +804,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         errors: (often * dice.pick(&[0, 30])).max(if outages.is_some() { 60 } else { 0 }),
         // Lost rights matter only for bodies that need renewals.
         slow: dice.pick(&[0, 200, 500]).max(if losses.is_some() { 500 } else { 0 }),
-        // These dice are separate, so that worlds without blocked bodies are the same as before blocked bodies existed.
+        // Blocked bodies have separate dice, so that a seed without blocked bodies still produces the same world as
+        // before they were added.
         blocked: Dice::new(!seed).pick(&[0, 0, 0, 300]),
         kills: often * dice.pick(&[0, 150, 300]),
         operators: often * dice.pick(&[0, 0, 150]),
@@ -837,7 +838,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         simulation,
         net,
         dice,
-        // These dice are separate, so that worlds without such operators stay the same.
+        // Such operators have separate dice, so that a seed without them still produces the same world as before
+        // they were added.
         decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
         outages,
         losses,

@@ -164,7 +164,7 @@ async fn the_fingerprint_is_checked_when_the_cache_answers() {
 
 #[tokio::test]
 async fn a_cache_entry_ends_with_the_retention_of_its_record() {
-    // This handle finished the record.
+    // Case 1: the same handle has finished the record.
     let world = World::new();
     let store = ageless(&world);
     world.clock.advance(Duration::from_secs(5));
@@ -174,7 +174,7 @@ async fn a_cache_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // Another handle finished the record, and this handle read it after half of the retention.
+    // Case 2: another handle has finished the record, and this handle reads the record after half of the retention.
     let world = World::new();
     let store = ageless(&world);
     let record = world.finished(&world.memory, "k", b"1").await;
@@ -187,7 +187,7 @@ async fn a_cache_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TICK);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // The retention counts from the request of the write, even if the answer comes late.
+    // Case 3: the answer to the write comes late. The retention counts from the request of the write.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -199,7 +199,8 @@ async fn a_cache_entry_ends_with_the_retention_of_its_record() {
     world.clock.advance(TTL / 2);
     assert_eq!(world.reserved(&store, "k").await.attempt, 1, "forgotten");
 
-    // The retention of a record that was read counts from its write, and not from the answer.
+    // Case 4: the handle reads the record. The retention counts from the write of the record, and not from the answer
+    // to the read.
     let world = World::new();
     let store = ageless(&world);
     world.finished(&world.memory, "k", b"1").await;

@@ -575,8 +575,8 @@ async fn a_second_result_of_an_attempt_leaves_the_first_result_unchanged() {
     assert_eq!(world.replay(&store, "k").await, Record::after(&lease, first.state()), "repeated without its object");
 }
 
-/// A process that dies between the writes of object and record leaves an object without a record. Its key is taken
-/// over.
+/// A process that dies between the writes of object and record leaves an object without a record. Another attempt takes
+/// over the key.
 #[tokio::test]
 async fn a_dropped_finish_happens_in_full_or_not_at_all() {
     let finish = completed(&[b'x'; 200]);
