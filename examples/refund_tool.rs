@@ -74,7 +74,7 @@ struct Answer(String);
 
 impl From<Error> for Answer {
     fn from(error: Error) -> Self {
-        // The details of the error go only to the log: keys name callers.
+        // The details of the error go only to the log, because they contain the key, which names the caller.
         eprintln!("server {}: {error}", std::process::id());
         let again = match error.disposition() {
             Disposition::Retry { after } => {

@@ -1242,7 +1242,7 @@ async fn a_locked_record_delays_no_write_of_another_record() {
 }
 
 #[tokio::test]
-async fn waits_for_a_locked_record_are_bounded() {
+async fn operations_wait_for_a_locked_record_only_for_a_limited_time() {
     let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
     let store = connect(&server.url()).await;
     let lease = reserved(&store, "k").await;
@@ -1688,7 +1688,7 @@ async fn a_waiter_is_woken_after_its_connection_broke() {
 }
 
 #[tokio::test]
-async fn an_end_without_waiters_sends_no_notification() {
+async fn the_end_of_an_attempt_without_waiters_sends_no_notification() {
     let (url, schema) = shared_schema();
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let (client, mut connection) = tokio_postgres::connect(&url, NoTls).await.unwrap();

@@ -219,7 +219,7 @@ async fn expired_records_are_cleaned_up() {
 }
 
 #[tokio::test]
-async fn the_table_shares_a_file_with_the_applications_tables() {
+async fn the_table_of_records_shares_a_file_with_the_applications_tables() {
     let folder = Folder::new();
     let application = raw(&folder.file());
     application.execute_batch("PRAGMA user_version = 7; CREATE TABLE orders (id INTEGER PRIMARY KEY);").unwrap();
@@ -1154,8 +1154,8 @@ async fn callers_leave_a_slow_disk_to_the_reader_thread_for_a_while() {
         assert!(replays(&store, "k").await);
     }
     assert_eq!(looks.now(), (callers + 2, reader + 8), "one slow read does not stop reads by callers");
-    // A caller may spend 5 ms immediately, and beyond that a twentieth of the elapsed time. The last read took 15 ms,
-    // so the next one is allowed after 200 ms, of which 15 ms have passed.
+    // Reads on callers' threads may take 5 ms at first, and then a twentieth of the elapsed time. The last read took 15
+    // ms, so the next read is allowed 200 ms after its start. 15 ms of this time have passed.
     clock.advance(Duration::from_millis(184));
     assert!(replays(&store, "k").await);
     assert_eq!(looks.now(), (callers + 2, reader + 9));

@@ -122,7 +122,7 @@ impl Bank {
 }
 
 #[tokio::test]
-async fn payment_and_record_commit_together() {
+async fn in_postgres_payment_and_record_commit_together() {
     for bank in Bank::of_each_kind().await {
         let mut client = bank.client().await;
         let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -404,7 +404,7 @@ async fn nested_calls_are_undone_with_their_outer_call() {
 }
 
 #[tokio::test]
-async fn calls_in_one_transaction_take_turns() {
+async fn concurrent_calls_in_one_transaction_run_one_after_the_other() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     let tx = OpenTransaction::new(client.transaction().await.unwrap());
@@ -643,7 +643,7 @@ async fn a_concurrent_duplicate_is_rejected_immediately() {
 }
 
 #[tokio::test]
-async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
+async fn a_duplicate_in_another_transaction_waits_for_the_commit_or_the_rollback() {
     let bank = Bank::open().await;
     for commits in [true, false] {
         let name = if commits { "commits" } else { "rolls back" };
@@ -680,7 +680,7 @@ async fn a_duplicate_waits_for_the_commit_or_the_roll_back() {
 }
 
 #[tokio::test]
-async fn a_bounded_wait_leaves_the_transaction_usable() {
+async fn a_transaction_is_usable_after_a_bounded_wait_for_another_transaction() {
     let bank = Bank::open().await;
     let (mut first, mut second) = (bank.client().await, bank.client().await);
     let tx = OpenTransaction::new(first.transaction().await.unwrap());
@@ -1094,7 +1094,7 @@ async fn a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
 }
 
 #[tokio::test]
-async fn an_error_that_a_handler_recorded_is_recorded_although_all_else_is_rolled_back() {
+async fn a_recorded_error_is_committed_although_all_other_work_of_the_transaction_is_rolled_back() {
     let bank = Bank { records_errors: true, ..Bank::open().await };
     for replayed in [false, true] {
         let mut client = bank.client().await;
@@ -1113,7 +1113,7 @@ async fn an_error_that_a_handler_recorded_is_recorded_although_all_else_is_rolle
 }
 
 #[tokio::test]
-async fn a_transaction_that_conflicts_with_another_is_retried() {
+async fn a_transaction_that_conflicts_with_another_transaction_is_retried() {
     let bank = Bank::open().await;
     let mut client = bank.client().await;
     client.batch_execute("SET default_transaction_isolation = 'repeatable read'").await.unwrap();
@@ -1335,7 +1335,7 @@ async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_librar
     let bank = Bank::open().await;
     bank.checks_at_commit().await;
     let pool = bank.pool().await;
-    // A delivery in a spawned task, and its replay.
+    // The delivery runs in a spawned task. A second delivery replays it.
     for replayed in [false, true] {
         let (pool, schema) = (pool.clone(), bank.schema.clone());
         let delivery = tokio::spawn(async move {
@@ -1583,7 +1583,7 @@ async fn in_sqlite_a_table_of_another_application_is_left_unchanged() {
 }
 
 #[tokio::test]
-async fn in_sqlite_a_transaction_that_has_ended_is_an_error() {
+async fn in_sqlite_a_call_in_a_transaction_that_has_ended_is_an_error() {
     let till = Till::new();
     let mut connection = till.connection();
     let tx = begin(&mut connection);
@@ -1771,7 +1771,7 @@ async fn in_sqlite_a_transaction_is_begun_committed_and_acknowledged_by_the_libr
     connection
         .execute_batch("CREATE TABLE sold (name TEXT REFERENCES names (name) DEFERRABLE INITIALLY DEFERRED)")
         .unwrap();
-    // A delivery, and its replay.
+    // The first delivery runs the body, and the second delivery replays its result.
     for replayed in [false, true] {
         let (paid, outcome) = SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, "a").await).await;
         assert_eq!(paid.unwrap(), 7);

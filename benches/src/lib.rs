@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_side_of_a_round_rotates() {
+    fn the_side_that_a_round_measures_first_rotates() {
         let order = std::cell::RefCell::new(String::new());
         let side = |name| {
             let order = &order;
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_tasks_is_found_in_a_line() {
+    fn the_number_of_tasks_is_read_from_the_name_of_a_line() {
         assert_eq!(tasks_of("first run, 64 tasks (against default socket)"), Some(64));
         assert_eq!(tasks_of("first run, FULL, 1 task"), Some(1));
         assert_eq!(tasks_of("one beat of 10 000 leases"), None);

@@ -41,7 +41,7 @@ impl Bank {
     pub async fn pay(&self, what: &str, payment: &str) -> io::Result<()> {
         let mut asked = OpenOptions::new().create(true).append(true).open(self.0.join("asked"))?;
         asked.write_all(format!("{what}\n").as_bytes())?;
-        // A new file is a payment; an existing file is a payment that the bank recognises.
+        // Each payment is a file. If the file exists already, the bank recognises that the payment is repeated.
         if let Err(error) = File::create_new(self.0.join(format!("paid {what} {}", payment.replace('/', " "))))
             && error.kind() != io::ErrorKind::AlreadyExists
         {

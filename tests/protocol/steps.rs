@@ -637,8 +637,8 @@ fn take_out(world: &mut World, request: Request) {
     world.net.remove(at);
 }
 
-/// Makes the call's request one whose answer no call awaits. A request that the store has not executed may still
-/// take effect.
+/// Turns the call's request into a request whose answer no call awaits. A request that the store has not executed may
+/// still take effect.
 fn orphan(config: &Config, world: &mut World, who: CallId) {
     let sent = match world.call(who).phase {
         Phase::Reserving { line, .. }
@@ -1131,7 +1131,8 @@ fn ending_fails(
         }
         return next(world, whole);
     }
-    // No more tries. A release in place of an error is written late; a success leaves its key held.
+    // The caller waits for no more tries. A release in place of an error is then written without the caller; after a
+    // success, the key stays held until its lease lapses.
     if whole == Ending::Instead && late.is_none() {
         return self::late(config, world, who, whole, Class::Err);
     }

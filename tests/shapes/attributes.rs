@@ -146,7 +146,7 @@ impl Local for Service {
 }
 
 #[test]
-fn other_attributes_keep_their_effect() {
+fn other_attributes_on_a_handler_keep_their_effect() {
     spawned(async {
         let app = App::default();
         assert_eq!(twice(documented(&app, 1), documented(&app, 1)).await, 1);

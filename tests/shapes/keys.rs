@@ -101,7 +101,7 @@ fn double(n: u32) -> u32 {
 
 // Runs on the current thread, because some of the arguments are not `Send`.
 #[tokio::test]
-async fn a_stored_key_shows_its_parts() {
+async fn the_text_of_a_stored_key_shows_the_parts_of_the_key() {
     let app = &App::default();
     let order = order();
     let cases = [
@@ -134,7 +134,7 @@ async fn a_stored_key_shows_its_parts() {
 }
 
 #[test]
-fn a_missing_part_makes_the_key_missing() {
+fn a_key_with_a_missing_part_is_rejected_as_missing() {
     spawned(async {
         let app = &App::default();
         let missing = |result: Result<String, Error>| matches!(result, Err(Error::MissingKey { .. }));

@@ -302,7 +302,7 @@ fn times_sizes_and_modes_are_read_from_the_attribute() {
 }
 
 #[test]
-fn results_of_an_earlier_release_are_migrated() {
+fn results_that_an_earlier_release_recorded_are_migrated() {
     spawned(async {
         let app = &App::default();
         assert_eq!(earlier(app, 7).await, Ok(8));
@@ -334,7 +334,7 @@ fn every_form_of_an_attribute_option_is_accepted() {
 }
 
 #[test]
-fn a_mode_is_switched_at_run_time() {
+fn the_mode_of_a_handler_is_switched_at_run_time() {
     spawned(async {
         let app = &App::default();
         assert_eq!(twice(switched(app, 7), switched(app, 7)).await, 8);

@@ -19,7 +19,7 @@ use crate::world::Failure;
 pub(crate) enum Check {
     /// Some order of the operations explains all answers of the store.
     Linearizable,
-    /// The search for such an order comes to an end.
+    /// The search for an order that explains all answers comes to an end.
     Undecided,
     /// A body starts under a lease. The store grants each lease for at least as long as the process of the body relies
     /// on it, so no two bodies run under live leases.
