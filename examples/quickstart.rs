@@ -64,7 +64,7 @@ async fn consume(app: Arc<App>) {
                 if let Err(error) = result {
                     eprintln!("line {}: set aside: {error}", message.event.line);
                 }
-                // A real broker has a dead-letter queue for such messages.
+                // A real broker has a dead-letter queue for messages that are set aside.
                 app.world.queue.ack(&message);
             }
         }
@@ -157,7 +157,8 @@ fn runtime() -> tokio::runtime::Runtime {
 fn work_until_done_or_dead(world: &Arc<World>, file: &Path, idempotent: bool) -> Result<bool, StoreError> {
     let runtime = runtime();
     let (die, mut death) = mpsc::channel(1);
-    // A separate store handle, as another process would have: no other worker renews its leases.
+    // Each worker has a separate store handle, as a process would have: no other worker renews the leases of
+    // this handle.
     let store = runtime.block_on(SqliteStore::open(file))?;
     let app = Arc::new(App { store: store.clone(), world: Arc::clone(world), die });
     for _ in 0..HANDLERS_PER_WORKER {

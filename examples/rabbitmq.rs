@@ -71,7 +71,8 @@ async fn deliver(app: App, channel: Channel, message: Delivery) -> Result<(), Fa
             message.ack(BasicAckOptions::default()).await?;
         }
         Disposition::Retry { after } => {
-            // A worker that dies between the two steps has created a duplicate, which is harmless.
+            // If the worker dies between publishing the copy and acknowledging the message, there is a duplicate, which
+            // is harmless.
             deliver_later(&app.run, &channel, &message, delivery + 1, after).await?;
             message.ack(BasicAckOptions::default()).await?;
         }

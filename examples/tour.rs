@@ -77,7 +77,7 @@ async fn deliver(store: &Arc<dyn Store>, order_id: u32, carrier: Carrier) -> (Op
     }
     match outcome.disposition() {
         Disposition::Ack => println!("  acknowledged"),
-        // A broker would wait, and then deliver the message again.
+        // A real broker would wait, and then deliver the message again.
         Disposition::Retry { after } => sleep(after).await,
         Disposition::DeadLetter => println!("  set aside"),
     }

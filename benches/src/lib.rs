@@ -26,7 +26,7 @@ pub fn is_quick() -> bool {
         || !std::env::args().any(|it| it == "--bench")
 }
 
-/// Returns `full`, or `quick` in a quick run.
+/// Returns `full`, or `quick` in a run that only shows that the benches work.
 pub fn sized<T>(full: T, quick: T) -> T {
     if is_quick() { quick } else { full }
 }

@@ -1,5 +1,5 @@
-//! Parts that the consumers of brokers share: the messages, a bank that keeps books, worker processes that are killed,
-//! and the audit.
+//! Parts that the examples for brokers share: the messages, a bank that keeps a log of payments (its books), worker
+//! processes that are killed, and the audit of the books.
 //!
 //! This module uses neither the idempotency library nor a broker: each example uses both in its own file.
 #![allow(clippy::disallowed_methods, reason = "a bank takes its time")]
@@ -151,7 +151,7 @@ impl Run {
         Ok(Receipt { payment, cents: event.cents })
     }
 
-    /// Notes that a message has arrived; `event` is `None` if the message can't be read.
+    /// Notes for the audit that a message has arrived; `event` is `None` if the message can't be read.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -159,8 +159,8 @@ impl Run {
         self.note(&format!("delivered {}", event.map_or("malformed".to_owned(), Event::tag)))
     }
 
-    /// Notes that a message is about to be acknowledged after `outcome`. The note precedes the acknowledgement: if a
-    /// worker is killed in between, the message is delivered and acknowledged again.
+    /// Notes for the audit that a message is about to be acknowledged after `outcome`. The note precedes the
+    /// acknowledgement: if a worker is killed in between, the message is delivered and acknowledged again.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -171,7 +171,7 @@ impl Run {
         self.note(&format!("acknowledged {}", event.tag()))
     }
 
-    /// Notes that a message is about to be set aside; `event` is `None` if the message can't be read.
+    /// Notes for the audit that a message is about to be set aside; `event` is `None` if the message can't be read.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -250,7 +250,7 @@ pub fn main(
     };
     let name = run_name();
     let run = Run { url, folder: env::temp_dir().join(&name), name };
-    // The audit reads the books even if a step failed, but the error of the step is reported first.
+    // The audit reads the books even if a step of the run failed, but the error of that step is reported first.
     let audited = runtime.block_on(async {
         fs::create_dir_all(&run.folder)?;
         let mut fleet = Fleet { run: &run, workers: Vec::new(), killed: BTreeSet::new(), died: 0, stopped: 0 };
@@ -459,7 +459,7 @@ impl Audit {
         let notes = run.notes();
         let lines = |prefix: &'static str| notes.lines().filter_map(move |line| line.strip_prefix(prefix));
         let mut charged = HashMap::new();
-        // Each payment file is a charge.
+        // Each file of a payment stands for one charge.
         for file in fs::read_dir(&run.folder).into_iter().flatten().flatten() {
             let name = file.file_name();
             let order = name.to_str().and_then(|name| name.strip_prefix("payment ")?.split(' ').next()?.parse().ok());
@@ -483,7 +483,7 @@ impl Audit {
             let right = usize::from(*mishap != Mishap::Poison);
             check(times == right, &format!("order {order} was charged {times} times"));
         }
-        // A handler may run again only after one of the faults that happened.
+        // The handler of an order may run again only because of a fault that the example has caused.
         let runs = |order: u64| {
             lines("body ").filter(|line| line.split(' ').next() == Some(order.to_string().as_str())).count()
         };

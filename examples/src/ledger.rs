@@ -1,4 +1,4 @@
-//! Books of a payment provider, in a file.
+//! Charges of a payment provider, in a file.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -45,7 +45,7 @@ impl Ledger {
     /// Charges the customer of `order`, unless a charge under `payment_key` exists.
     ///
     /// # Errors
-    /// The error of the file; the ledger has no new charge then.
+    /// The error of the file. In this case the ledger has no new charge.
     pub fn charge(&mut self, payment_key: String, order: &Order) -> io::Result<bool> {
         if self.charges.contains(&payment_key) {
             return Ok(false);
