@@ -1034,7 +1034,7 @@ impl Store for Plain {
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
             let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
-            // The store answers for each lease when the lease is renewed; by mistake it answers for all leases together.
+            // The store answers for a lease when the lease is renewed. By mistake it answers for all leases together.
             let one = |at: usize, lease: &'a Lease| async move {
                 let renewed = match at {
                     at if at >= limit => Ok(Verdict::Refused),

@@ -3,8 +3,8 @@
 //!
 //! `POST /redis/fail`, `/redis/retry`, `/postgres/fail` and `/postgres/retry` are behind the layer, with the records in
 //! that store and the policy `on_crash`. The effect of each is an entry in the ledger, which this process can't read:
-//! the ledger answers only with the number of the entry. The body of a request begins with the duration of the payment in
-//! milliseconds.
+//! the ledger answers only with the number of the entry. The body of a request begins with the duration of the payment
+//! in milliseconds.
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
 use std::io;
