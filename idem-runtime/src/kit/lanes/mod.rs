@@ -52,6 +52,7 @@ impl<Q: Default> Lanes<Q> {
     }
 
     /// Returns the runtime of the lanes.
+    #[cfg(feature = "postgres")]
     pub(crate) fn runtime(&self) -> &Handle {
         &self.runtime
     }
@@ -63,6 +64,7 @@ impl<Q: Default> Lanes<Q> {
     }
 
     /// Runs `change` on the queue. Operations are added with [`gather`] only.
+    #[cfg(feature = "redis")]
     pub(crate) fn with_queue<T>(&self, change: impl FnOnce(&mut Q) -> T) -> T {
         change(&mut lock(&self.queue))
     }
@@ -106,6 +108,7 @@ impl<O: LaneOwner> Lane<O> {
     }
 
     /// Returns the owner of the lane.
+    #[cfg(feature = "postgres")]
     pub(crate) fn owner(&self) -> &Arc<O> {
         &self.owner
     }
