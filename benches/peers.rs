@@ -75,7 +75,7 @@ struct Side<'a> {
     concurrencies: Vec<Concurrency>,
     /// Makes a given number of calls, and returns thousands of calls per second.
     run: Box<dyn Fn(Work, Concurrency, u64) -> f64 + 'a>,
-    /// Goal of the library in comparison with this side.
+    /// Goal for the throughput of `idem`, divided by the throughput of this side.
     goal: Goal,
     is_in_process: bool,
 }

@@ -1,8 +1,8 @@
 //! Shuts down a consumer without leaving keys held.
 //!
 //! On SIGTERM the consumer takes no more messages, gives running handlers some time, drops handlers that need longer,
-//! and flushes the store: `flush` waits for the write with which a dropped handler frees its key. `cargo run --example
-//! shutdown --features shutdown` sends itself that signal.
+//! and flushes the store: `flush` waits for the write with which a dropped handler frees its key.
+//! `cargo run --example shutdown --features shutdown` sends itself that signal.
 #![allow(clippy::disallowed_methods, reason = "handlers take real time")]
 
 use std::error::Error;

@@ -1,9 +1,9 @@
 //! Shows tests for a handler like your own.
 //!
 //! There are three tests, each of which is a `#[test]` in your project: a duplicate arrives; a worker dies (on a clock
-//! that the test moves); and the handler is killed at each of its awaits, with duplicates and lost requests. `cargo run
-//! --example test_your_handler --features testing` runs them; `crash_at_every_await` shows the findings of the third
-//! test for wrong handlers.
+//! that the test moves); and the handler is killed at each of its awaits, with duplicates and lost requests.
+//! `cargo run --example test_your_handler --features testing` runs them; `crash_at_every_await` shows the findings of
+//! the third test for wrong handlers.
 
 use std::io;
 use std::panic::catch_unwind;

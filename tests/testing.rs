@@ -629,7 +629,8 @@ mod explorer {
         let found = found!(is_missing, |worker| async move {
             let (result, outcome) = observe(charge_keyed(&App::new(worker), 42)).await;
             let lost = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(Error::LeaseLost { .. }));
-            // The handler acknowledges a lost lease, because another worker has the message.
+            // The mistake: after `LeaseLost` the worker acknowledges the message, as if the other attempt were sure to
+            // succeed.
             if result.as_ref().is_err_and(lost) { Disposition::Ack } else { outcome.disposition() }
         });
         assert!(found.iter().all(|it| it.starts_with("overtake@")), "{found:?}");

@@ -18,7 +18,8 @@ use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
 /// A reserved key. The drop releases the key, or marks the key as interrupted.
 pub(super) struct HeldAttempt {
-    /// The attempt; `None` only while it is the current attempt of this thread.
+    /// The attempt. While the body is polled, the attempt is swapped with the current attempt of the thread: this field
+    /// then holds the attempt of the outer call, or `None`.
     pub(super) attempt: Option<Attempt>,
     body: BodyStage,
     pub(super) takeover: bool,

@@ -184,9 +184,9 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 /// An existing digest in place of its payload: `fingerprint = PayloadDigest::new(&upload.sha256)`.
 ///
 /// A digest is a payload like any other, or a part of one. A digest costs the same as a few bytes, however large the
-/// upload is. A digest never equals its own bytes: a payload that consists of the 32 bytes of a SHA-256 has another
-/// fingerprint. A digest never equals the payload that it was made from. So either all producers and consumers of a
-/// handler use the digest, or none does; otherwise a duplicate is a mismatch.
+/// upload is. A `PayloadDigest` and its bare bytes as a payload have different fingerprints. So have a `PayloadDigest`
+/// and the payload that it was made from. Either all producers and consumers of a handler use the digest, or none
+/// does; otherwise a duplicate is a mismatch.
 ///
 /// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
 /// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of less than

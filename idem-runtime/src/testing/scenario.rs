@@ -115,7 +115,8 @@ pub(super) struct Scenario {
     pub(super) duplicate: Duplicate,
     /// Fault of a later delivery, and the number of the await at which it happens.
     pub(super) then: Option<(Cut, usize)>,
-    /// Number of the task order, from 0.
+    /// Which of the orders of tasks ([`Explorer::orders`](super::Explorer::orders)) is tried, from 0. The number is added
+    /// to the seed.
     pub(super) order: u32,
 }
 

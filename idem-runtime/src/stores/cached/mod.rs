@@ -274,10 +274,12 @@ enum CacheAnswer {
     Answer(Reservation),
 }
 
+/// An entry that a ticket reserves while the store is asked.
 struct EntryDraft {
     number: u64,
     key: Key,
-    /// Number of the earliest attempt that may still be current.
+    /// Lowest attempt number whose record may still be cached: 0 until a reservation in the store finds a running
+    /// attempt, then at least the number of that attempt.
     from: u32,
 }
 

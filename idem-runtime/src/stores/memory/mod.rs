@@ -322,7 +322,7 @@ impl MemoryInner {
     }
 
     /// Applies `end` to a pending record by compare-and-set on owner token and attempt number; for a release, on the
-    /// owner token only. Counts an earlier copy of the same write as applied.
+    /// owner token only. If an earlier copy of the same write has already ended the attempt, the answer is `Applied`.
     fn end(&self, lease: &Lease, with_result: bool, end: impl FnOnce(&mut Slot)) -> Result<Verdict, StoreError> {
         let now = self.now();
         let mut shard = self.shard(&lease.key).lock()?;
