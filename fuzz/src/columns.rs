@@ -1,5 +1,5 @@
-//! A record in columns, as SQLite, PostgreSQL and DynamoDB store it. An input may overwrite a column with a value of any
-//! type.
+//! A record in columns, as SQLite, PostgreSQL and DynamoDB store it. An input may overwrite a column with a value of
+//! any type.
 //!
 //! An input is a record in columns, some of which are overwritten. This module implements the layout of the columns
 //! again, so that a mistake in the library is not repeated here.

@@ -316,8 +316,8 @@ impl Record {
         }
     }
 
-    /// Returns whether `decision` has been applied already: the record is in the state that the action leads to, and was
-    /// decided by the person of `decision`. The owner token must be the
+    /// Returns whether `decision` has been applied already: the record is in the state that the action leads to, and
+    /// was decided by the person of `decision`. The owner token must be the
     /// successor of the token that the person saw.
     fn is_made_by(&self, decision: &Decision) -> bool {
         let is_its_end = match &decision.action {
