@@ -94,12 +94,13 @@ impl Attempt {
         self.lease.attempt
     }
 
-    /// Returns a key for a call to another API that has idempotency keys. The child key is a UUID made from the
+    /// Returns a key for a call to another API that accepts idempotency keys. The child key is a UUID made from the
     /// namespace of the store, the key of this operation and `name`, and is the same on every attempt.
     ///
-    /// No other input enters the child key. An operation whose key is used again after its retention has the same child
-    /// keys as before, so the other API may take its call for the old call: never use a key for two operations. Two
-    /// applications that share an account at that API need stores with different namespaces ([`Store::namespace`]).
+    /// No other input enters the child key. If a key is used again after its retention, the new operation has the child
+    /// keys of the old operation, and the other API may treat the new call as a repetition of the old call: never use a
+    /// key for two operations. Two applications that share an account at that API need stores with different namespaces
+    /// ([`Store::namespace`]).
     pub fn child_key(&self, name: &str) -> String {
         crate::key::child_key(self.store.namespace(), self.key(), name)
     }
@@ -126,7 +127,7 @@ impl Attempt {
     /// failed: the lease may or may not be held.
     ///
     /// # Cancel safety
-    /// Cancel safe: a dropped future has renewed the lease or has not.
+    /// Cancel safe. If the future is dropped, the lease may or may not have been renewed.
     pub async fn confirm_lease(&self) -> Result<(), Error> {
         if !self.is_protected() {
             return Ok(());

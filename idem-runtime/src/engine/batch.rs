@@ -115,8 +115,8 @@ struct PulledItem<I, F: Future, B> {
 enum Group<I, F: Future, B> {
     /// An item of the group has started; the items in the queue wait for its end.
     Busy(VecDeque<PulledItem<I, F, B>>),
-    /// An item of the group was not acknowledged, so no further item of the group starts. Holds the time until a later
-    /// delivery may succeed, if that time is known.
+    /// An item of the group was not acknowledged, so no further item of the group starts. Holds the pause after which a
+    /// later delivery may succeed, if that pause is known.
     Stopped(Option<Duration>),
 }
 
@@ -136,7 +136,7 @@ struct RunningItem<I, F: Future, B> {
 }
 
 impl<I, F: Future, B, C> ObserveAll<I, F, B, C> {
-    /// Sets the number of items that run at a time (default: 16); 0 counts as 1.
+    /// Sets the number of items that run at a time (default: 16; 0 means 1).
     pub fn limit(mut self, limit: usize) -> Self {
         self.limit = limit.max(1);
         self
@@ -214,8 +214,8 @@ where
             for item in this.woken.take() {
                 this.poll_item(item);
             }
-            // An item that is woken during this loop also wakes the batch. An item that was started during this loop
-            // does not wake the batch, so the loop must poll the item.
+            // The loop goes on while items may start: a new item enters the wake list without a wake-up of the batch,
+            // so only this loop polls the item for the first time.
             let has_more = this.calls.is_some() || !this.next_of_groups.is_empty();
             if !has_more || this.running.len() >= this.limit {
                 break;
@@ -533,7 +533,7 @@ impl<T, E> Batch<KafkaRecord, T, E> {
     }
 }
 
-/// Record of Kafka, in the terms of AWS Lambda.
+/// Partition and offset of a Kafka record, as AWS Lambda names a record in the response of a handler.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 #[non_exhaustive]
 pub struct KafkaRecord {
@@ -555,7 +555,7 @@ impl KafkaRecord {
 #[serde(rename_all = "camelCase")]
 #[non_exhaustive]
 pub struct ItemFailures<N = String> {
-    /// Entries, one for each message.
+    /// Entries, one for each message that is not acknowledged.
     pub batch_item_failures: Vec<ItemFailure<N>>,
 }
 

@@ -8,7 +8,8 @@ use crate::error::Error;
 use crate::key::Key;
 use crate::store::{BeatGuard, Callback, Timer};
 
-/// Reaction of a delivery to [`Beat::lost`](crate::store::Beat::lost): the broker no longer extends the message.
+/// Reaction of a delivery to [`Beat::lost`](crate::store::Beat::lost), by which the callback of the beats reports that
+/// the broker no longer extends the message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnBeatLost {

@@ -29,8 +29,8 @@ const RESERVE_PAUSES: [Duration; 2] = [Duration::from_millis(10), Duration::from
 /// Pauses between the tries of a duplicate that waits for another attempt while the store is down. After an outage the
 /// duplicate gets its result up to one pause late.
 const PAUSES_IN_WAIT: Backoff = Backoff::new(RESERVE_PAUSES[1], Duration::from_secs(1));
-/// Pause of a duplicate that waits until this process has written the late end of an attempt. The write is repeated at
-/// about the same interval.
+/// Pause between two reservations of a duplicate that waits until this process has written the end of an attempt whose
+/// lease has lapsed. The process repeats that write about once a second too.
 const END_PAUSE: Duration = Duration::from_secs(1);
 /// Number of owner tokens that a call may use. A call needs another token if a clean-up has released its reservation,
 /// or if its lease lapsed before the record was marked as begun.
@@ -39,10 +39,10 @@ const TOKENS: u8 = 3;
 /// Result of the first phase of a call, which reserves the key.
 pub(super) struct BeginResult {
     pub(super) start: Start,
-    /// Time that the call waited for another attempt, if it waited. A wait for another item of the same batch counts as
-    /// zero.
+    /// Time that the call waited for another attempt; `None` if the call did not wait. Zero if the call waited only for
+    /// another item of its batch.
     pub(super) waited: Option<Duration>,
-    /// True if the store answered immediately.
+    /// True if the store answered the last reservation at the first poll.
     pub(super) at_once: bool,
     /// Turn of the call on its key, if the call belongs to a batch. An `Arc`, because the drop of an empty
     /// `Option<Arc>` is inlined, while the drop of a box is a function call in every call.
@@ -74,7 +74,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
     async move {
         let Subject { store, policy, key, .. } = &subject;
         let mode = policy.current_mode();
-        // The delivery must observe each of its calls, in every mode.
+        // This line precedes the check of the mode, because the delivery must observe its calls in mode `off` too.
         let turns = observer::begins(&**store, key.as_ref().ok());
         if mode == Mode::Off {
             let start = unprotected(&subject, mode, key.as_ref().ok(), None);
@@ -209,7 +209,8 @@ enum Step {
 enum OpenAnswer {
     /// The attempt with this number has another payload under the same key.
     Mismatch(u32),
-    /// The record shows the attempt with this number as interrupted, but this process still runs or ends the attempt.
+    /// The record shows the attempt with this number as interrupted, but this process still runs the attempt or writes
+    /// its end.
     EndsLate(u32),
 }
 
@@ -225,8 +226,8 @@ struct Request<'a> {
     subject: &'a Subject,
     mode: Mode,
     reserve: ReserveRequest,
-    /// Time when the earliest unanswered request of this owner was sent. An unanswered request may have taken effect,
-    /// or may still.
+    /// Time when the earliest unanswered request with the current owner token was sent. An unanswered request may have
+    /// taken effect, or may still take effect.
     unanswered_since: Option<Instant>,
     /// Time when the call found the first attempt that it waits for.
     met_at: Option<Instant>,
@@ -238,7 +239,7 @@ struct Request<'a> {
     at_once: bool,
     /// Number of owner tokens that the call has used.
     tokens: u8,
-    /// Permission to wait although the message has few deliveries left.
+    /// Permission to wait regardless of `in_progress`, because the message has few deliveries left.
     last_wait: Option<LastWait>,
 }
 
@@ -344,7 +345,7 @@ impl<'a> Request<'a> {
             self.late_ends = self.store().context().late_writes().changes();
             // A repeated reservation may have taken effect at its first request, so the lease counts from that request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
-            // The state of a repeated request exists only if the store does not answer immediately.
+            // The future that repeats the request is created only if the store does not answer at the first poll.
             let (mut answer, since, unanswered) = {
                 let asking = self.store().reserve(&self.reserve);
                 let mut asking = asking.watched_since(self.store(), StoreOp::Reserve, Some(now));
@@ -360,7 +361,7 @@ impl<'a> Request<'a> {
             if unanswered {
                 self.unanswered_since = Some(asked_at);
             }
-            // The body of a granted lease may have to wait until the lease is confirmed or the record is marked.
+            // Before the body begins, the granted lease may have to be renewed, or the record marked as begun.
             if let Some(unready) = self.unready(&answer, since) {
                 self.at_once = false;
                 // Boxed: most leases are ready, and every call would carry the size of `prepare` inline.
@@ -368,8 +369,8 @@ impl<'a> Request<'a> {
                     Ok(PreparedLease::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
-                            // The renewal, or the mark that the body begins, has changed the record: its bytes are no
-                            // longer those of the reservation.
+                            // The renewal, or the mark that the body begins, has changed the record, so the `LeaseMark`
+                            // of the reservation no longer fits the record.
                             lease.mark = LeaseMark::default();
                         }
                     }
@@ -399,8 +400,9 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Waits for attempt `attempt`, whose lease has lapsed and which this process still runs or ends. The record shows
-    /// the attempt as interrupted until its end is written. The wait is as long as the policy allows.
+    /// Waits for attempt `attempt`, whose lease has lapsed, and which this process still runs or whose end this process
+    /// still writes. The record shows the attempt as interrupted until its end is written. The wait is as long as the
+    /// policy allows.
     async fn await_end(&mut self, attempt: u32) -> Step {
         self.store().context().store_answered();
         self.may_wait_at_last();
@@ -516,8 +518,8 @@ impl<'a> Request<'a> {
         Start::Refused(Error::Store { key, store, started: false, may_be_reserved, retry_after, source })
     }
 
-    /// Gets the permission to wait for another attempt regardless of `in_progress`. The call gets the permission only
-    /// if the message has few deliveries left and few other calls have it.
+    /// Requests the permission to wait for another attempt regardless of `in_progress`. The permission is granted only
+    /// if the message has few deliveries left and few other calls hold this permission.
     fn may_wait_at_last(&mut self) {
         if self.last_wait.is_none() && self.mode == Mode::Enforce && observer::budget().is_scarce() {
             self.last_wait = self.store().context().counts().last_wait();
@@ -628,8 +630,8 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Reserves the key as the one duplicate that has the turn. Passes the number of the attempt that holds the key
-    /// then to the other waiting duplicates.
+    /// Reserves the key as the only one of the waiting duplicates that asks the store now. Passes the number of the
+    /// attempt that holds the key after this reservation to the other waiting duplicates.
     async fn ask_for_all(&mut self, aboard: &mut WaitTicket) -> Step {
         let step = self.ask().await;
         aboard.settle(match &step {
@@ -836,7 +838,7 @@ fn lapsed_before_its_body() -> StoreError {
     StoreError::new(StoreErrorKind::Unavailable, message)
 }
 
-/// Frees the key if a call is dropped whose reservation may have taken effect, or may still.
+/// Frees the key when a call is dropped while its reservation may have taken effect, or may still take effect.
 struct ReservationGuard<'a> {
     store: &'a Arc<dyn Store>,
     request: &'a ReserveRequest,

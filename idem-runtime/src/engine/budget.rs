@@ -51,7 +51,8 @@ impl Budget {
 impl Budget {
     /// Returns the disposition of a message that is to be delivered again. In its last delivery the message becomes a
     /// dead letter, because some brokers then delete it. Otherwise the message is delivered again after `after`. If
-    /// `after` is unknown, the pause grows with the number of deliveries, if that is counted, and is at least `again`.
+    /// `after` is unknown, the pause is at least `again`, and grows with the number of deliveries if the broker reports
+    /// that number.
     pub(super) fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
         match self.is_last() {
             true => Disposition::DeadLetter,
@@ -77,8 +78,8 @@ impl Budget {
     }
 }
 
-/// Holds the time since which no delivery of this process has reached a call, usually because no connection was
-/// available.
+/// Returns a context without a store. Its outage record holds the time since which no delivery of this process has
+/// reached a call, usually because no connection was available.
 pub(super) fn unreached_calls() -> &'static StoreContext {
     static UNREACHED: SharedOnce<StoreContext> = SharedOnce::new();
     UNREACHED.get_or_init(|| StoreContext::without_renewal("none", Arc::new(SystemClock::default())))

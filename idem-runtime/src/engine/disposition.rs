@@ -1,4 +1,4 @@
-//! Disposition of a message: a rule about the set of calls that its delivery made and the result of the delivery.
+//! Disposition of a message: the rule that computes it from the calls and the result of a delivery.
 //!
 //! The first row that applies decides. The order of the calls has no influence.
 //!
@@ -17,8 +17,8 @@
 //!   handler swallows the error, the message is done.
 //! - *Together*: the delivery returned its error in the poll in which the call ended. An error of a later poll is a
 //!   different error, and may pass. Errors carry no identity, so this rule is a guess and may be wrong in both
-//!   directions. Another failure in the same poll counts as the call's error. A handler that awaits something between
-//!   the call and its own return is delivered again.
+//!   directions. Another failure in the same poll is taken for the call's error. If a handler awaits something between
+//!   the call and its own return, the message is delivered again although the error is final.
 //!
 //! In the last delivery that the broker allows, `Retry` becomes `DeadLetter`, because no further delivery follows.
 
@@ -60,7 +60,7 @@ pub(super) enum Verdict {
 /// Applies the rule; see the table in the module's documentation.
 pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: DeliveryResult) -> Verdict {
     let (mut any, mut may_pass, mut refused) = (false, false, false);
-    // Latest time after which a call may succeed, and latest time after which a recorded error may pass.
+    // Longest pause after which a call may succeed, and longest pause after which a recorded error may pass.
     let (mut after, mut error_after) = (None, None);
     let mut final_error = false;
     for call in calls {

@@ -36,8 +36,8 @@ pub(super) fn may_pass(error: &StoreError) -> bool {
     }
 }
 
-/// Registers in the store handle that this process ends an attempt of the key after the lapse of its lease. `None` if
-/// the end is not written any more after that lapse.
+/// Registers in the store handle that this process writes the end of an attempt of the key even after the lease has
+/// lapsed. Returns `None` if this process gives up that write when the lease lapses.
 pub(super) fn ends_late(store: &Arc<dyn Store>, lease: &Lease) -> Option<LateEndGuard> {
     outlasts_lease(lease).then(|| store.context().ends_late(&lease.key))
 }
@@ -248,7 +248,7 @@ fn log_late(
 /// reserved once more with the same owner token, and then released. After that the late request can't succeed: an
 /// insert finds a record, and a replacement names a record that has been replaced.
 ///
-/// If the clean-up has given up and the late reservation takes effect then, its lease lapses without a body: the key is
+/// If the late reservation takes effect after the clean-up has given up, its lease lapses without a body: the key is
 /// held for one lease, the attempt is not counted, and the key is not interrupted. If the record may be marked as begun
 /// (`may_be_marked`), the attempt would be counted and the key interrupted, so the clean-up is then repeated after the
 /// lease too.
@@ -304,7 +304,7 @@ async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), 
                 }
                 Err(error) => Err(error),
             },
-            // The call's reservation is released already, or the record belongs to another attempt. The late request
+            // The call's reservation is released already, or another attempt has written the record. The late request
             // can't replace a record that is newer than itself.
             Ok(_) => Ok(()),
             // The reservation of this clean-up may have taken effect, so it is released.

@@ -63,9 +63,10 @@ use crate::store::Store;
 
 /// One call of an idempotent function: its store, its key, its policy, and the recorder of its result.
 ///
-/// `#[idempotent]` makes an operation of each call. By default a value is recorded as [`Json`], and an error frees the
-/// key; [`codec`](Self::codec), [`record_errors`](Self::record_errors) and [`record_errors_if`](Self::record_errors_if)
-/// set other rules. `Within::operation` makes an operation inside of a user's transaction.
+/// `#[idempotent]` creates an operation for each call. By default a value is recorded as [`Json`], and an error frees
+/// the key; [`codec`](Self::codec), [`record_errors`](Self::record_errors) and
+/// [`record_errors_if`](Self::record_errors_if) set other rules. `Within::operation` makes an operation inside of a
+/// user's transaction.
 ///
 /// # Examples
 /// ```
@@ -179,7 +180,7 @@ impl<R> Operation<R> {
     /// # Panics
     /// If `body` panics. The key is then freed immediately, or is interrupted under
     /// [`OnCrash::Fail`](crate::OnCrash::Fail). A panic of a migration ([`OnUndecodable`](crate::OnUndecodable)) also
-    /// becomes a panic of this call; the record is not changed then.
+    /// becomes a panic of this call, and leaves the record unchanged.
     ///
     /// # Cancel safety
     /// Dropping the future cancels the body, drops its values, and then frees the key, or interrupts the key under

@@ -31,11 +31,11 @@ use crate::store::{Beat, Callback};
 ///   error of a call, the message is delivered again. If no delivery can change that error, the message is set aside,
 ///   although the delivery returned `Ok`. A recorded error means that its operation has finished, even if the delivery
 ///   swallowed the error.
-/// - If the delivery returns a recorded error, the message is set aside. An error of the delivery counts as the
+/// - If the delivery returns a recorded error, the message is set aside. An error of the delivery is taken for the
 ///   recorded error of a call if the delivery ends in the same poll as that call. An error of a later poll is a
-///   different error, and its message is delivered again.
+///   different error, and the message is delivered again.
 /// - If a call was dropped before it returned, for example by a time-out around it, the message is delivered again. The
-///   same rule holds for a call in a nested `observe`, `observe_all` or `transact`.
+///   message is also delivered again if the dropped call was made in a nested `observe`, `observe_all` or `transact`.
 /// - If the delivery called no idempotent function, the message is delivered again, and the library logs a warning. A
 ///   call in a spawned task must be observed in that task: `tokio::spawn(observe(…))`.
 ///
@@ -167,7 +167,7 @@ impl<F: Future, B> Observe<F, B> {
         self.map_observer(|observer| observer.group = Some(group.into().into_boxed_str()))
     }
 
-    /// Sets the time for which the broker may deliver the message again; `None` stands for an unlimited time.
+    /// Sets how long the broker may go on redelivering the message; `None` means that there is no limit.
     pub(crate) fn redelivered_for(self, longest: Option<Duration>) -> Self {
         self.map_observer(|observer| observer.redelivered_for = Some(longest.unwrap_or(Duration::MAX)))
     }
@@ -454,9 +454,9 @@ impl<F: Future, C> Observe<F, OnBeat<C>> {
 
 impl<F: Future, B> Observe<F, B> {
     /// Sets the number of times that the broker has delivered this message, this delivery included:
-    /// `ApproximateReceiveCount`, `x-delivery-count` plus one, `delivered`. With this number the time in `Retry` grows
-    /// with the deliveries, even where no attempt counts them. If a handler runs for long, its duplicate is delivered
-    /// again after a growing number of leases, up to the longest pause of the policy's
+    /// `ApproximateReceiveCount`, `x-delivery-count` plus one, `delivered`. With this number the pause in `Retry` grows
+    /// from delivery to delivery, even if the deliveries start no attempt. If a handler runs for long, its duplicate is
+    /// delivered again after a growing number of leases, up to the longest pause of the policy's
     /// [`Backoff`](crate::policy::Backoff).
     ///
     /// ```
@@ -480,8 +480,9 @@ impl<F: Future, B> Observe<F, B> {
     /// instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout` plus
     /// one lease). So the message is not set aside while its work is in progress. At most four duplicates of a store
     /// handle wait for this reason at a time, because each waiting duplicate occupies a slot of its consumer; a further
-    /// duplicate returns its error. A call whose store does not answer repeats its request for the same time. Combine
-    /// the limit with [`on_beat`](Observe::on_beat) where the broker has a time-out.
+    /// duplicate returns its error. In the last two deliveries a call whose store does not answer also repeats its
+    /// request for up to `timeout` plus one lease. Combine the limit with [`on_beat`](Observe::on_beat) where the
+    /// broker has a time-out.
     ///
     /// In the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
     /// [`DeadLetter`](crate::Disposition::DeadLetter), because no further delivery comes, and some brokers then delete

@@ -37,7 +37,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Returns the refusal behind `error`; `None` if the body had started.
+    /// Returns the refusal that `error` reports; `None` if the body had started.
     pub(crate) fn of(error: &Error) -> Option<Self> {
         match error {
             Error::InProgress { .. } => Some(Self::InProgress),
@@ -145,12 +145,12 @@ impl ObservedCall {
     };
 
     /// Returns the standing of the call if its transaction is committed. If the transaction was rolled back already,
-    /// the standing reflects that.
+    /// returns the standing after the rollback.
     pub(super) fn standing(&self, budget: Budget) -> Standing {
         match (self.commit, self.standing_once_committed()) {
             (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
             // A mismatch of fingerprints may mean another payload, or a payload whose type changed with a deployment.
-            // The second case passes.
+            // In the second case a later delivery may succeed.
             (_, Standing::RefusedForGood) if self.is_mismatch() && budget.has_more() => {
                 Standing::MayPass(Some(deployment_pause(self.key.as_ref())))
             }
@@ -208,8 +208,8 @@ impl ObservedCall {
         matches!(self.progress, Progress::Reserving | Progress::Running | Progress::Recording)
     }
 
-    /// Returns whether the effect may have happened although the record does not show it. Assumes that the call is not
-    /// polled again.
+    /// Returns whether the effect of the operation may have happened although the record does not show the effect.
+    /// Assumes that the call is not polled again.
     pub(super) fn uncertain(&self) -> bool {
         match self.progress {
             Progress::Running

@@ -31,9 +31,10 @@ pub(crate) struct Observer {
     pub(super) final_error: bool,
     pub(super) budget: Budget,
     pub(super) timer: TimerSlot,
-    /// Batch of the delivery, and its index in the batch.
+    /// Batch of the delivery, and the index of the delivery in the batch; `None` outside of a batch.
     pub(super) turns: Option<(Turns, usize)>,
-    /// Time for which the broker may deliver the message again, if known; `Duration::MAX` stands for an unlimited time.
+    /// Time for which the broker may go on redelivering the message, if known; `Duration::MAX` means that there is no
+    /// limit.
     pub(super) redelivered_for: Option<Duration>,
     /// Group of messages that the broker wants handled in order.
     pub(super) group: Option<Box<str>>,
@@ -59,7 +60,7 @@ impl Observer {
             Some(known) => *known = call,
             None => {
                 *seat = Some(self.calls.len());
-                // Most deliveries make one call, but a vector that grows by itself reserves space for four.
+                // Most deliveries make one call, but the first `push` of a vector would reserve space for four.
                 if self.calls.is_empty() {
                     self.calls.reserve_exact(1);
                 }
@@ -99,8 +100,8 @@ impl Observer {
         (key, last.and_then(|call| call.attempt), pause)
     }
 
-    /// Takes over the message's settings from the enclosing observation. Returns whether the enclosing observation
-    /// needs a timer.
+    /// Copies the settings of the message that this observation lacks from the enclosing observation. Returns whether
+    /// the enclosing observation needs a timer.
     pub(super) fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
         let wanted_outside = with_observer(|outer| {
             self.budget = self.budget.or(outer.budget);
@@ -185,7 +186,8 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
 }
 
 /// Records that the transaction of this delivery begins, for the first time or again. Forgets the calls of an earlier
-/// try. Until [`settle`] is called, the delivery counts as ended in the middle of the transaction.
+/// try. The first entry becomes a call that reserves its key: if the delivery ends before [`settle`] is called, the
+/// message is delivered again.
 #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub(crate) fn unsettled() {
     with_observer(|observer| {
@@ -219,8 +221,8 @@ pub(crate) fn settle(settled: TransactionEnd) {
     });
 }
 
-/// Records that a call on `store` begins, whose timer the delivery may need. Returns the batch of the delivery and its
-/// index there, if the delivery belongs to a batch.
+/// Records that a call on `store` begins. A delivery that needs a timer takes the timer of its first call. Returns the
+/// batch of the delivery and the index of the delivery in that batch; `None` outside of a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
     with_observer(|observer| {
         // The call was added last, without its key. The key seeds the pause of the delivery, in case that the call is
@@ -241,8 +243,8 @@ pub(super) fn budget() -> Budget {
     with_observer(|observer| observer.budget).unwrap_or_default()
 }
 
-/// Returns the time for which the broker may deliver the current message again, if known; `Duration::MAX` stands for an
-/// unlimited time.
+/// Returns the time for which the broker may go on redelivering the current message, if known; `Duration::MAX` means
+/// that there is no limit.
 pub(super) fn redelivered_for() -> Option<Duration> {
     with_observer(|observer| observer.redelivered_for).flatten()
 }

@@ -212,7 +212,8 @@ enum SetAside {
     Failure,
     /// The deployment is wrong, as opposed to the message.
     Deployment,
-    /// The payload differs from the recorded one, or its type has changed: fingerprints can't distinguish the two.
+    /// The payload differs from the recorded one, or its type has changed: fingerprints can't distinguish the two
+    /// cases.
     Mismatch,
 }
 

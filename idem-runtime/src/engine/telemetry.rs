@@ -44,8 +44,8 @@ pub(super) struct Facts {
 }
 
 impl Telemetry {
-    /// Creates the telemetry of a call. The current span becomes the parent of the call's span. The attribute makes the
-    /// call in the first poll of its function, so the parent is the span of that poll.
+    /// Creates the telemetry of a call. The current span becomes the parent of the call's span. A function with
+    /// `#[idempotent]` creates its call when the function is first polled, so the parent is the span of that poll.
     pub(super) fn new(subject: &Subject) -> Self {
         let Subject { store, key, policy, fingerprint } = subject;
         // A call without a valid key is still counted under its scope.

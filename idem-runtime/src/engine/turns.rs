@@ -15,7 +15,7 @@ use crate::sync::{Mutex, lock};
 /// Keys on which items of a batch work. Items with the same key take turns, in the order of their arrival.
 ///
 /// Turns are not needed for safety, because the store lets one body run for a key in any case. A turn only spares the
-/// later item a refusal. So a call that stops waiting and asks the store is safe.
+/// later item a refusal. So a call may stop waiting for its turn and ask the store.
 #[derive(Clone, Default)]
 pub(super) struct Turns(Arc<Mutex<HashMap<Key, Arc<KeyTurns>>>>);
 
@@ -47,8 +47,8 @@ impl Drop for Turn {
 }
 
 impl Turns {
-    /// Waits until no other item's call has the turn on `key`, or until `limit` is over. Returns the turn (`None`
-    /// without one), and whether the call waited.
+    /// Waits until no other item's call has the turn on `key`, or until `limit` is over. Returns the turn, and whether
+    /// the call waited. The turn is `None` if the time is over, or if another call of the same item has the turn.
     pub(super) async fn enter(
         &self,
         key: &Key,

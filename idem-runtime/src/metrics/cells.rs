@@ -6,7 +6,7 @@ use super::facade;
 use super::snapshot::{Distribution, Series, Value};
 use super::table::{Kind, Metric};
 
-/// Value of a family's open label: the name of a scope or a store.
+/// Value of the first label of a metric, which has no closed set of values: the name of a scope or a store.
 type OpenLabel<'a> = &'a str;
 
 /// Counters of one metric, one for each combination of its closed labels.

@@ -1,7 +1,7 @@
 //! Export of all metrics through the facade `metrics`, for any exporter that the program has.
 //!
 //! Handles of the facade are made once for each scope and store, so that an event costs no look-up and no allocation. A
-//! handle belongs to the recorder that is installed when the handle is made: install the recorder before the first
+//! handle reports to the recorder that is installed when the handle is made: install the recorder before the first
 //! call.
 
 use ::metrics::{Key, Level, Metadata, with_recorder};

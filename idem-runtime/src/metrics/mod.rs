@@ -38,8 +38,8 @@ use crate::sync::SharedList;
 static TRANSACTIONS: SharedList<Arc<Metrics>> = SharedList::new();
 
 /// Returns the metrics of calls inside of your own transactions (`PostgresStore::within`, `SqliteStore::within`), for
-/// the whole process: such calls have no store handle of their own. The metrics are kept by driver (label `store`) and
-/// by scope; a scope has one series for each driver that it uses.
+/// the whole process: the store handle of such a call ends with the call, so it can't hold metrics. The metrics are
+/// kept by driver (label `store`) and by scope; a scope has one series for each driver that it uses.
 pub fn in_transactions() -> Snapshot {
     // The number of leases is 0, because transactions hold the leases of their calls.
     Snapshot { series: TRANSACTIONS.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
@@ -73,7 +73,7 @@ impl Metrics {
     }
 
     /// Returns the metrics of all calls inside of transactions with this driver, in the whole process: each call in a
-    /// transaction has its own store handle.
+    /// transaction has its own store handle, which ends with the call.
     pub(crate) fn of_transactions(store: &'static str, clock: &Arc<dyn Clock>) -> Arc<Self> {
         let make = || Arc::new(Self::new(store, Arc::clone(clock)));
         Arc::clone(TRANSACTIONS.find_or_add(|known| known.store == store, make))

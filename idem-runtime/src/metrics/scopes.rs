@@ -18,7 +18,7 @@ use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
 /// Number of scopes with their own counters. Scopes are written in code; more scopes mean that data is used as a scope
 /// by mistake.
 const LIMIT: usize = 200;
-/// Number of lists: large enough that a search reads few scopes.
+/// Number of lists in [`Scopes`]: large enough that a search reads few scopes.
 const LISTS: usize = 32;
 /// Scope under which all scopes beyond the limit are counted.
 const OTHER: &str = "_other";

@@ -64,8 +64,8 @@ pub enum Value {
 pub struct Distribution {
     /// Upper bounds of the buckets, in the unit of the metric.
     pub bounds: Vec<f64>,
-    /// Number of values in each bucket. A value counts only in the lowest bucket that holds it. The last bucket holds
-    /// the values above all bounds.
+    /// Number of values in each bucket. Each value is counted in one bucket only: the first bucket whose upper bound is
+    /// not below the value. The last bucket holds the values above all bounds.
     pub counts: Vec<u64>,
     /// Sum of all values, in the unit of the metric.
     pub sum: f64,

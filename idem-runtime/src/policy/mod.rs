@@ -110,9 +110,9 @@ impl Policy {
 
     /// Sets the longest pause of a body whose lease has lapsed because the store does not answer its renewals (default:
     /// three times the lease). The body goes on if the store answers in time and no other attempt has taken over. After
-    /// that time the body is cancelled, and the call returns [`Error::LeaseLost`](crate::Error::LeaseLost) with the
-    /// last error of the store. If the store refuses the renewal permanently, because a right is missing or the record
-    /// is damaged, the body ends when its lease lapses.
+    /// the longest pause the body is cancelled, and the call returns [`Error::LeaseLost`](crate::Error::LeaseLost) with
+    /// the last error of the store. If the store refuses the renewal permanently, because a right is missing or the
+    /// record is damaged, the body ends when its lease lapses.
     #[must_use]
     pub const fn max_pause(self, max_pause: Duration) -> Self {
         Self { max_pause: Some(max_pause), ..self }
@@ -141,7 +141,8 @@ impl Policy {
         Self { in_progress, ..self }
     }
 
-    /// Sets the reaction of the next delivery after an attempt died without an answer (default: [`OnCrash::Retry`]).
+    /// Sets the reaction of the next delivery to an attempt that crashed before it recorded an end (default:
+    /// [`OnCrash::Retry`]).
     #[must_use]
     pub const fn on_crash(self, on_crash: OnCrash) -> Self {
         Self { on_crash, ..self }
@@ -149,7 +150,7 @@ impl Policy {
 
     /// Limits the runs of the body without a recorded result: after `max_attempts` runs the call returns
     /// [`Error::AttemptsExhausted`] instead of another run (default: unlimited). In a transaction of the user,
-    /// `transact` counts the runs; a transaction that was opened otherwise refuses this option.
+    /// `transact` counts the runs; a call in a transaction that the user opened without `transact` refuses this option.
     ///
     /// # Panics
     /// If `max_attempts` is zero, because the body could never run. In a `const` this panic is a compile error.
@@ -282,7 +283,7 @@ pub enum PolicyProblem {
     TtlBelowRedelivery {
         /// Configured retention.
         ttl: Duration,
-        /// Time for which the broker may deliver the message again; `None` if that time is unlimited.
+        /// Time for which the broker may go on redelivering the message; `None` if that time is unlimited.
         redelivery: Option<Duration>,
     },
     /// A call of the store may take as long as the lease, or longer.

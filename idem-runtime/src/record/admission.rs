@@ -21,7 +21,8 @@ pub enum Admission {
 
 impl Record {
     /// Decides the effect of `request` on this record. `lapses_in` is the time until the lease of a pending record
-    /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and makes its decision atomic.
+    /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and applies the returned
+    /// effect atomically.
     pub fn admit(&self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self.clone())))
     }
@@ -53,7 +54,7 @@ impl Record {
             State::Pending { on_crash, begun, .. } => (lapsed(*on_crash, *begun, request.on_crash), true),
             State::Interrupted => (OnCrash::Fail, false),
             // The request arrived after its attempt was released, or after a decision about that attempt. The request
-            // must not hold the key, because no body would run under it.
+            // must not reserve the key, because no body would run under that reservation.
             State::Released if self.owner.is_after(request.owner) => {
                 return Some(Admission::Answer(Reservation::Released { attempt: self.attempt }));
             }
@@ -98,8 +99,8 @@ impl Record {
     }
 }
 
-/// Returns the rule for a lapsed attempt. `on_crash` is the option of that attempt, `caller` the option of the new
-/// request.
+/// Returns the option `on_crash` that applies to a lapsed attempt: `Fail` interrupts the key, `Retry` lets the new
+/// request run its body. `on_crash` is the option of that attempt, `caller` the option of the new request.
 ///
 /// `fail` promises at most one run, no matter whether the lapsed attempt or the new request has this option. An attempt
 /// under `fail` marks its record as begun before its body begins, so without this mark no body began. The body of an

@@ -44,7 +44,7 @@ pub(crate) struct Parts<'a> {
     pub(crate) decided_reason: Option<&'a str>,
 }
 
-/// Extent of a read record.
+/// Parts of a record that a store has read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum ReadExtent {
     Whole,
@@ -128,7 +128,7 @@ impl<'a> Parts<'a> {
                     StoredResult::LeftOut { codec: CodecName::new(codec.as_bytes())?, size }
                 }
             },
-            // A negative number stands for a size above `i64::MAX` with the same 64 bits.
+            // A negative number is a size above `i64::MAX`, whose 64 bits were written as a signed integer.
             (None, None, Some(bytes)) => StoredResult::TooLarge { size: bytes.cast_unsigned() },
             (None, None, None) => StoredResult::Unencodable,
             _ => return None,

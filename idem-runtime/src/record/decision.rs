@@ -65,7 +65,8 @@ impl Action {
         }
     }
 
-    /// Returns the end that the action records; `None` for an action that neither resolves nor replaces.
+    /// Returns the end of the operation that the action records; `None` for an action other than `Resolve` and
+    /// `Replace`.
     pub const fn finish(&self) -> Option<&Finish> {
         match self {
             Self::Resolve(finish) | Self::Replace(finish) => Some(finish),
@@ -139,8 +140,8 @@ impl Decision {
         self.action.finish().map(Finish::result)
     }
 
-    /// Returns whether the decision may end a live lease. Any other decision is refused if the lease is live when the
-    /// record is written, and so is a decision to break a lease that had lapsed.
+    /// Returns whether the decision may end a live lease. All other decisions are refused if the lease is live when the
+    /// record is written. A decision to break a lease that the operator saw as lapsed is one of these other decisions.
     pub fn ends_live_lease(&self) -> bool {
         self.action == Action::BreakLease && self.seen.standing == Standing::Running
     }
@@ -245,18 +246,19 @@ impl Inspection {
 
 impl Record {
     /// Decides the effect of `decision` on this record. `lapses_in` is the time until the lease of a pending record
-    /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and makes its decision atomic.
+    /// lapses; zero if the lease has lapsed. The function is pure: every store calls it, and applies the returned
+    /// effect atomically.
     ///
     /// Every decision gives the record another owner token. So a store that compares owner, attempt and state applies
-    /// only one of two decisions about the same record. Nor does a late write of the attempt look like a copy of the
-    /// decision.
+    /// only one of two decisions about the same record. For the same reason a late write of the attempt can't be
+    /// mistaken for a repetition of the decision.
     ///
     /// If the same person repeats a decision, the decision finds the record that it made, and writes that record again.
     /// The repetition gets the same answer as the first decision.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
         let Decision { seen, action, by, reason, .. } = decision;
         let standing = self.standing(lapses_in);
-        // A decision about a damaged record is refused here, because this record can be read.
+        // The operator saw a damaged record, but this record can be read, so it has changed since then.
         if seen.standing == Standing::Damaged {
             return Ruling::Answer(DecisionAnswer::changed(standing));
         }
@@ -317,8 +319,8 @@ impl Record {
     }
 
     /// Returns whether `decision` has been applied already: the record is in the state that the action leads to, and
-    /// was decided by the person of `decision`. The owner token must be the
-    /// successor of the token that the person saw.
+    /// was decided by the person of `decision`. The owner token of the record must be the successor of the token that
+    /// the person saw.
     fn is_made_by(&self, decision: &Decision) -> bool {
         let is_its_end = match &decision.action {
             Action::Reopen | Action::Discard => self.state == State::Released && self.attempts_used == 0,

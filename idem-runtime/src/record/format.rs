@@ -17,8 +17,8 @@
 //! | then | provenance, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
 //! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
 //!
-//! The two times are in milliseconds since 1970, by the store's clock. If the record was replaced as a whole, the times
-//! are by the holder's clock.
+//! The two times are in milliseconds since 1970, by the store's clock. If the holder replaced the whole record, the
+//! times are by the clock of the holder's machine.
 
 use std::fmt;
 use std::time::Duration;
@@ -39,7 +39,7 @@ pub const VERSION: u8 = 1;
 /// Length of the fixed part of a record in bytes, which is the length of the shortest record.
 pub const HEADER_BYTES: usize = 48;
 /// End of the bytes that identify a write: state (byte 5), owner token, attempt and counted attempts (bytes 8 to here).
-/// Any two writes of a record differ before this end.
+/// Any two different writes of a record differ in the bytes before this position.
 pub const IDENTITY_END: usize = 32;
 /// Number of leading bytes that [`decode_start`] needs to read a record without its result.
 pub const START_BYTES: usize = 1024;
@@ -86,7 +86,7 @@ pub fn millis(duration: Duration) -> u64 {
     duration.as_secs().saturating_mul(1000).saturating_add(rest.into())
 }
 
-/// Returns the bytes of `record`.
+/// Returns the written form of `record`.
 pub fn encode(record: &Record) -> Vec<u8> {
     let mut out = Vec::with_capacity(room_for(record));
     write(record, &mut out);
@@ -226,8 +226,8 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Decodes like [`decode`], but takes the result out of `value` without a further reference to its memory. From the
-/// provenance of a finished record only the trace is read, because a replay needs no more.
+/// Decodes like [`decode`], but consumes `value`: the result takes over its memory, without another reference count.
+/// From the provenance of a finished record only the trace is read, because a replay needs no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;

@@ -38,7 +38,7 @@ pub struct Lease {
 
 /// Number in a [`Lease`] that its store uses for its own purposes: up to 48 bits, 0 by default.
 ///
-/// A store sets the mark in the lease that its `reserve` returns, and finds the mark in every later call for that
+/// A store sets the mark in the lease that its `reserve` returns, and receives the mark with every later call for that
 /// attempt. The engine sets the mark back to 0 when a later write has changed the record before the body begins.
 /// Comparisons ignore the mark: a lease with a mark equals the same lease without one.
 ///

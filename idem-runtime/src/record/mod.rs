@@ -72,7 +72,7 @@ pub enum State {
         ttl: Duration,
         /// Reaction to a crash of the attempt, after the lease has lapsed.
         on_crash: OnCrash,
-        /// True if the record is marked as begun ([`Store::begin`](crate::Store::begin)). An attempt that lapses
+        /// True if the record is marked as begun ([`Store::begin`](crate::Store::begin)). An attempt whose lease lapses
         /// without the mark is neither counted nor interrupted.
         begun: bool,
     },
@@ -168,7 +168,7 @@ impl Record {
         Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, provenance }
     }
 
-    /// Returns the lease of `request`, whose pending record this is.
+    /// Returns the lease that this pending record grants to `request`.
     pub fn lease(&self, request: &ReserveRequest) -> Lease {
         Lease {
             key: request.key.clone(),
@@ -203,8 +203,8 @@ impl Record {
         }
     }
 
-    /// Returns whether this record belongs to the attempt of `lease`, by owner token and attempt number. The token
-    /// alone is not enough: a late copy of a reservation may give the same owner another attempt than the running one.
+    /// Returns whether the attempt of `lease` wrote this record: owner token and attempt number are equal. The token
+    /// alone is not enough: a late copy of a reservation may create a second attempt with the same owner token.
     pub fn is_of(&self, lease: &Lease) -> bool {
         self.owner == lease.owner && self.attempt == lease.attempt
     }
@@ -230,7 +230,8 @@ impl Record {
         self.state.result().is_some()
     }
 
-    /// Returns the retention of the record if it were written now; `ttl` unless the record is pending.
+    /// Returns the time after which the record would expire if it were written now. For a pending record, this is the
+    /// sum of the lease and the retention in its state; for any other record, this is `ttl`.
     pub fn retention(&self, ttl: Duration) -> Duration {
         match self.state {
             State::Pending { lease, ttl, .. } => lease.saturating_add(ttl),

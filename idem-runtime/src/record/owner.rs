@@ -21,8 +21,8 @@ impl OwnerToken {
         &self.0
     }
 
-    /// Returns the successor of this token, for the record that a decision makes. No attempt has the successor, so the
-    /// earlier attempt can't write any more.
+    /// Returns the successor of this token, for the record that a decision makes. No attempt has the successor as its
+    /// token, so the earlier attempt can't write any more.
     pub(super) fn succeeded(self) -> Self {
         Self(u128::from_be_bytes(self.0).wrapping_add(Self::DECISION).to_be_bytes())
     }
@@ -34,7 +34,8 @@ impl OwnerToken {
 
     /// Returns whether this token is `attempt`, or was made from `attempt` by decisions.
     pub(super) fn is_after(self, attempt: Self) -> bool {
-        // The product is the number of decisions between the two tokens: the step is odd, so it has an inverse.
+        // The product is the number of decisions between the two tokens: `DECISION` is odd, so it has an inverse modulo
+        // 2^128.
         let apart = u128::from_be_bytes(self.0).wrapping_sub(u128::from_be_bytes(attempt.0));
         apart.wrapping_mul(Self::DECISION_INVERSE) <= u128::from(u32::MAX)
     }
@@ -64,9 +65,9 @@ impl fmt::Debug for OwnerToken {
 
 /// Source of unique owner tokens in one process, for records that no other process sees.
 ///
-/// The tokens are a Weyl sequence from a random start, and unique within the handle. The probability that two handles
-/// make the same token is the number of tokens divided by 2^128. After a `fork()`, and in copies of a virtual machine,
-/// the sequence repeats. So records that other processes see need random tokens
+/// The tokens are a Weyl sequence from a random start, and unique within one `Owners` value. The probability that two
+/// values make the same token is the number of tokens divided by 2^128. After a `fork()`, and in copies of a virtual
+/// machine, the sequence repeats. So records that other processes see need random tokens
 /// ([`StoreContext::new`](crate::store::StoreContext::new)).
 #[derive(Debug)]
 pub(crate) struct Owners {

@@ -198,7 +198,7 @@ impl std::error::Error for TraceparentError {}
 #[derive(Clone, Default)]
 pub struct Provenance(SmallValue);
 
-/// Content of a provenance, usually without an allocation: every request, record and lease contains one.
+/// Content of a provenance, usually without an allocation: every request, record and lease contains a provenance.
 #[derive(Clone, Default)]
 enum SmallValue {
     #[default]
@@ -332,7 +332,7 @@ impl Provenance {
         }
     }
 
-    /// Returns the provenance with another operator and reason. An empty text stands for an absent one.
+    /// Returns the provenance with another operator and reason. An empty text means that no name or no reason is given.
     #[must_use]
     pub fn with_decision(&self, by: &str, reason: &str) -> Self {
         if by.is_empty() && reason.is_empty() && self.decided_by().is_none() && self.decided_reason().is_none() {
@@ -342,8 +342,8 @@ impl Provenance {
         Self::of_texts([holder, traceparent, by, reason])
     }
 
-    /// Returns the provenance for a record that replaces a record with `before`. Keeps operator and reason of the last
-    /// decision.
+    /// Returns the provenance for a record that replaces a record with the provenance `before`. Operator and reason are
+    /// those of `before`.
     pub(super) fn after(&self, before: &Self) -> Self {
         let (by, reason) = (before.decided_by(), before.decided_reason());
         match (by, reason) {

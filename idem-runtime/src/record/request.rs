@@ -25,7 +25,7 @@ pub struct ReserveRequest {
     pub on_crash: OnCrash,
     /// Largest number of attempts that may run; `None` if the number is unlimited.
     pub max_attempts: Option<NonZeroU32>,
-    /// Information for people, for the record of the attempt.
+    /// Information for people, which the record of the attempt keeps.
     pub provenance: Provenance,
 }
 
@@ -86,7 +86,7 @@ impl ReserveRequest {
         Self { provenance: self.provenance.with_holder(holder), ..self }
     }
 
-    /// Sets the trace to which the run belongs.
+    /// Sets the trace that the run is part of.
     #[must_use]
     pub fn traceparent(self, traceparent: impl Into<Option<Traceparent>>) -> Self {
         Self { provenance: self.provenance.with_traceparent(traceparent.into()), ..self }
@@ -99,7 +99,8 @@ impl ReserveRequest {
 pub enum Verdict {
     /// The write took effect, in this call or in an earlier call with the same owner token.
     Applied,
-    /// The record belongs to another attempt, or no longer exists. This write changed nothing.
+    /// Another attempt or a decision has replaced the record, or the record no longer exists. This write changed
+    /// nothing.
     Refused,
 }
 

@@ -8,8 +8,8 @@ use super::{Lease, Record};
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Reservation {
-    /// The request arrived late: its owner has already released the key. The record is unchanged. Another attempt needs
-    /// another owner token.
+    /// The request arrived late: its owner has already released the key. The record is unchanged. A further attempt
+    /// needs a new owner token.
     Released {
         /// Number of the latest attempt.
         attempt: u32,

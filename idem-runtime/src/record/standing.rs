@@ -51,7 +51,7 @@ impl Standing {
         }
     }
 
-    /// Returns whether the effect may have happened although the record does not show it.
+    /// Returns whether the effect of the operation may have happened although the record does not show the effect.
     pub const fn is_uncertain(self) -> bool {
         matches!(self, Self::Lapsed | Self::Interrupted | Self::Damaged)
     }
