@@ -149,7 +149,7 @@ pub enum Error {
         attempt: u32,
         /// Suggested time until the next delivery.
         retry_after: Duration,
-        /// Error of the last renewal; `None` if the record no longer belongs to this attempt.
+        /// Error of the last renewal; `None` if another attempt took over, or if the record is gone.
         source: Option<StoreError>,
     },
     /// The body ran for longer than `timeout` and was cancelled. The key is free, or under `on_crash = fail` the
@@ -203,7 +203,7 @@ pub enum Error {
     /// not begin.
     #[non_exhaustive]
     HeldBack {
-        /// Suggested time until the next delivery: that of the earlier message, if the earlier message has one.
+        /// Suggested time until the next delivery: the pause of the earlier message, if that pause is known.
         retry_after: Duration,
     },
     /// The body ran, and its result could not be recorded. The key is held until the lease lapses. Under `on_crash =
@@ -347,8 +347,8 @@ impl Error {
         }
     }
 
-    /// Returns whether the effect may have happened although the record does not show it. An alert on uncertain errors
-    /// is advisable.
+    /// Returns whether the effect of the operation may have happened although the record does not show the effect. An
+    /// alert on uncertain errors is advisable.
     pub fn is_uncertain(&self) -> bool {
         self.doubt().is_some()
     }

@@ -247,8 +247,8 @@ pub fn never<T>() -> T {
     unreachable!("the attribute puts this behind `if false`")
 }
 
-/// A type whose bounds are checked, as a function pointer: the compiler's messages would show the definition of a
-/// struct.
+/// A type whose bounds are checked. It is a function pointer, because for a struct the compiler's messages would also
+/// show the definition of the struct.
 pub type BoundCheck<T> = fn() -> T;
 
 pub const fn returning<T>() -> BoundCheck<T> {

@@ -42,7 +42,7 @@ pub(super) struct BeginResult {
     /// Time that the call waited for another attempt; `None` if the call did not wait. Zero if the call waited only for
     /// another item of its batch.
     pub(super) waited: Option<Duration>,
-    /// True if the store answered the last reservation at the first poll.
+    /// True if the store answered the last reservation without a wait.
     pub(super) at_once: bool,
     /// Turn of the call on its key, if the call belongs to a batch. An `Arc`, because the drop of an empty
     /// `Option<Arc>` is inlined, while the drop of a box is a function call in every call.
@@ -345,7 +345,7 @@ impl<'a> Request<'a> {
             self.late_ends = self.store().context().late_writes().changes();
             // A repeated reservation may have taken effect at its first request, so the lease counts from that request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
-            // The future that repeats the request is created only if the store does not answer at the first poll.
+            // The future that repeats the request is created only if the store does not answer immediately.
             let (mut answer, since, unanswered) = {
                 let asking = self.store().reserve(&self.reserve);
                 let mut asking = asking.watched_since(self.store(), StoreOp::Reserve, Some(now));

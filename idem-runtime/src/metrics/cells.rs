@@ -56,7 +56,7 @@ pub(crate) struct Histograms {
 struct Histogram {
     /// One bucket for each bound, plus one bucket for values above all bounds.
     counts: Box<[AtomicU64]>,
-    /// Sum of all values, in parts of the unit.
+    /// Sum of all values in parts of the unit: nanoseconds for seconds, millionths for ratios.
     sum: AtomicU64,
     exported: facade::Histogram,
 }

@@ -28,10 +28,11 @@ pub enum Kind {
     Counter,
     /// A number that goes up and down.
     Gauge,
-    /// Numbers of values up to each bound.
+    /// Number of values in each bucket, and the sum of all values.
     #[non_exhaustive]
     Histogram {
-        /// Upper bounds in parts of the unit; [`Metric::buckets`] returns the bounds in whole units.
+        /// Upper bounds of the buckets in parts of the unit: nanoseconds for seconds, millionths for ratios.
+        /// [`Metric::buckets`] returns the bounds in whole units.
         bounds: &'static [u64],
     },
 }
@@ -51,7 +52,7 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// Returns the number of parts in one unit. Histograms add whole parts.
+    /// Returns the number of parts in one unit. Histograms add whole numbers of parts.
     pub(super) const fn parts(self) -> u64 {
         match self {
             Self::Count | Self::Bytes => 1,

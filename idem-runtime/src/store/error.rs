@@ -21,7 +21,8 @@ pub enum StoreErrorKind {
     /// The result is larger than the store can hold. Nothing was written; the engine records the completion without the
     /// result.
     TooLarge,
-    /// The store can't do this operation, or needs a more explicit request for it. Nothing was written.
+    /// The store can't do this operation, or does it only on an explicit request, such as a list by `Filter::scan`.
+    /// Nothing was written.
     Unsupported,
     /// The user's transaction can't continue, and none of its writes takes effect. Roll the transaction back and
     /// deliver the message again.

@@ -55,7 +55,7 @@ impl<'a, T> StoreFuture<'a, T> {
         self
     }
 
-    /// Returns an immediate success, and otherwise leaves the future unchanged.
+    /// Takes the result of a call that succeeded immediately. Otherwise returns `None` and leaves the future unchanged.
     pub(crate) fn at_once(&mut self) -> Option<T> {
         match &mut self.reply {
             FutureState::Ready(answer) if matches!(answer, Some(Ok(_))) => answer.take()?.ok(),

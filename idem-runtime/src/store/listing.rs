@@ -91,7 +91,8 @@ impl Filter {
         self.standings.is_empty() || self.standings.contains(&standing)
     }
 
-    /// Returns whether the filter selects a record with this key and inspection. The page is not compared.
+    /// Returns whether the filter selects a record with this key and inspection. [`limit`](Self::limit) and
+    /// [`after`](Self::after) have no influence.
     pub fn matches(&self, key: &Key, inspection: &Inspection) -> bool {
         let in_scope = self.scope.as_deref().is_none_or(|scope| key.scope() == scope);
         let is_old = self.older_than.is_none_or(|age| match inspection.began {
@@ -201,8 +202,8 @@ impl Page {
         });
     }
 
-    /// Adds the entry that a store holds under the key `stored`, if `filter` selects the entry. `Ok(None)` stands for
-    /// an expired entry.
+    /// Adds the entry that a store holds under the key `stored`, if `filter` selects the entry. `Ok(None)` is an
+    /// expired entry.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn add<E>(&mut self, filter: &Filter, stored: &str, entry: Result<Option<Inspection>, E>) {
         let key = Some(stored).filter(|key| key.starts_with(Key::STORED)).and_then(|key| key.parse::<Key>().ok());

@@ -53,7 +53,7 @@ use crate::sync::lock;
 ///
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
 ///   one gets [`Reservation::Granted`]. [`Record::admit`](crate::record::Record::admit) decides the effect of a
-///   reservation on the record; the store makes that decision atomic.
+///   reservation on the record; the store applies that effect atomically.
 /// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
 ///   [`release`](Store::release) change only a pending record, and only if the call presents the record's owner token.
 ///   All these operations except `release` also compare the number of the attempt. A refusal is an answer
@@ -81,8 +81,8 @@ use crate::sync::lock;
 pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Returns a handle to the same store and the same [`StoreContext`], for work that outlives a call.
     ///
-    /// Each operation takes a handle. Duplicates of one key share a wait if their handles are the same `Arc`. If a
-    /// store makes a new handle for each call, each duplicate waits alone.
+    /// Each operation calls this method once. Duplicates of one key share a wait if their handles are the same `Arc`.
+    /// If a store makes a new handle for each call, each duplicate waits alone.
     fn handle(&self) -> Arc<dyn Store>;
 
     /// Returns a handle to the same store and the same [`StoreContext`] for the library's own renewals and late writes.
@@ -138,7 +138,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///
     /// Refuses unless owner token and `lease.attempt` match the record. The token alone is not enough: a late copy of a
-    /// reservation may give its owner a later attempt, and this write would lower the number of that attempt.
+    /// reservation may create a later attempt with the same owner token, and this write would then lower the attempt
+    /// number in the record.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
@@ -158,9 +159,9 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// the record at the end of the wait, so that a waiting duplicate need not reserve.
     ///
     /// The store reads the returned record after the call began, so the record is as good as the answer to a
-    /// reservation: a duplicate replays the result in it. After `None` the caller reserves: `None` means neither that
-    /// there is no record nor that the attempt still runs. A store may always return `None`. A record that can't be
-    /// read is an error, as for a reservation.
+    /// reservation: a duplicate replays the result in it. After `None` the caller reserves: `None` shows neither
+    /// whether there is a record nor whether the attempt still runs. A store may always return `None`. A record that
+    /// can't be read is an error, as for a reservation.
     ///
     /// The engine makes one `wait` call for all duplicates of a key that wait in the same [`handle`](Store::handle) and
     /// runtime.
@@ -178,8 +179,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Applies an operator's decision to a record, in one atomic step, and wakes its waiters.
     ///
-    /// [`Inspection::decide`] returns the effect of the decision, or the reason of its refusal; the store makes that
-    /// effect atomic. The record keeps its retention, and also its attempt number unless the decision removes the
+    /// [`Inspection::decide`] returns the effect of the decision, or the reason of its refusal; the store applies that
+    /// effect atomically. The record keeps its retention, and also its attempt number unless the decision removes the
     /// record. A decision is applied only to the record that its operator saw: of two decisions about the same record
     /// one is applied. A repeated decision changes nothing.
     ///
@@ -208,8 +209,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer. The kind of the error is [`StoreErrorKind::Unsupported`] if the
-    /// store can't list records, if the store can list records only by a scan, or if the cursor belongs to another
-    /// store.
+    /// store can't list records, if the store can list records only by a scan, or if another store made the cursor.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page>;
 
     /// Checks that the store can be reached, with one cheap request to each of its servers. Changes nothing.
@@ -246,8 +246,8 @@ pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result
 
 impl Policy {
     /// Checks that `store` can honour the durations. In addition to [`check`](Policy::check), a lease must be longer
-    /// than the time limit of a call of the store; otherwise one slow call costs the lease. Call this method at the
-    /// start of a program: a call of a handler under a wrong policy only logs a warning.
+    /// than the time limit of a call of the store; otherwise a lease may lapse during one slow call. Call this method
+    /// at the start of a program: a call of a handler under a wrong policy only logs a warning.
     ///
     /// # Errors
     /// [`PolicyProblem`] names the option that the store can't honour, and suggests a value.

@@ -436,7 +436,7 @@ pub enum OperatorError {
         /// [Name](crate::store::Action::name) of the refused action.
         action: &'static str,
     },
-    /// The store can't do this operation, or needs a more explicit request for it.
+    /// The store can't do this operation, or does it only on an explicit request, such as a list by [`Filter::scan`].
     #[non_exhaustive]
     Unsupported {
         /// Name of the store.

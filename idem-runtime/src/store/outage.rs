@@ -27,7 +27,7 @@ pub(super) struct Outage {
 struct OutageState {
     since: Option<Instant>,
     failed: [u64; 4],
-    /// Time of the last failure of each kind, if the kind has not succeeded since.
+    /// Time of the last failure of each kind of operation; `None` once an operation of that kind has succeeded.
     failing: [Option<Instant>; 4],
     /// True if a line about the current failures was written.
     told: bool,
@@ -47,7 +47,7 @@ struct LogLine {
 }
 
 impl Outage {
-    /// Counts a failure of kind `what`. Returns the content of a line if a line is due.
+    /// Counts a failed operation of the kind `what`. Returns the content of a line if a line is due.
     fn fails(&self, what: usize, now: Instant) -> Option<LogLine> {
         let mut state = self.state.lock();
         let passed = |earlier: Option<Instant>| earlier.map(|earlier| now.saturating_since(earlier));
@@ -68,8 +68,8 @@ impl Outage {
         Some(LogLine { since: now.saturating_since(since), failed: state.failed, is_first })
     }
 
-    /// Records a success of kind `what`. Returns a line if this success ends an outage that was reported. The function
-    /// costs one atomic load if no operation has failed.
+    /// Records a successful operation of the kind `what`. Returns a line if this success ends an outage that was
+    /// reported. The function costs one atomic load if no operation has failed.
     #[inline]
     fn succeeds(&self, what: usize, now: impl FnOnce() -> Instant) -> Option<LogLine> {
         if self.open.load(Ordering::Relaxed) { self.ends(what, now()) } else { None }
@@ -80,8 +80,8 @@ impl Outage {
         let mut state = self.state.lock();
         state.failing[what] = None;
         // A store that renews leases but accepts no results is still in an outage: other kinds of operations must
-        // succeed too. A kind that has not failed for some time is no longer requested, and does not prolong the
-        // outage.
+        // succeed too. A kind of operation whose last failure is older than [`FIRST_PAUSE`] is no longer requested, and
+        // does not prolong the outage.
         let goes_on = |failed: &Instant| now.saturating_since(*failed) < FIRST_PAUSE;
         if state.failing.iter().flatten().any(goes_on) {
             return None;
@@ -153,7 +153,7 @@ impl Outage {
 }
 
 /// Returns the kind under which an operation is counted: 0 begins an attempt, 1 renews leases, 2 ends an attempt, 3
-/// stands for all other operations.
+/// does anything else.
 const fn kind_of(op: StoreOp) -> usize {
     match op {
         StoreOp::Reserve | StoreOp::Begin => 0,

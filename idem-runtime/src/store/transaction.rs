@@ -84,8 +84,8 @@ pub trait TransactionStore: Sealed + Clone {
     fn decide(&self, decision: &Decision) -> impl Future<Output = Result<DecisionAnswer, StoreError>>;
 }
 
-/// Source of a [`StoreError`] for a transaction that the server undid in favour of another transaction: the user may
-/// repeat the whole transaction.
+/// Source of a [`StoreError`] for a transaction that the server rolled back because it conflicts with another
+/// transaction: the user may repeat the whole transaction.
 #[derive(Debug)]
 #[cfg_attr(
     not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
@@ -101,7 +101,7 @@ impl fmt::Display for TransactionConflict {
 
 impl Error for TransactionConflict {}
 
-/// Returns whether the server undid the transaction in favour of another transaction.
+/// Returns whether the server rolled the transaction back because it conflicts with another transaction.
 pub(crate) fn is_conflict(error: &StoreError) -> bool {
     error.source().is_some_and(<dyn Error>::is::<TransactionConflict>)
 }

@@ -19,9 +19,9 @@ pub(crate) struct EventCounts {
 }
 
 struct CountTables {
-    /// Failures of bodies that run without a record, by key.
+    /// Consecutive failures of bodies that run without a record, by key.
     failures: TagCounts,
-    /// Calls in transactions that the store refused, by key.
+    /// Consecutive calls in transactions that the store refused, by key.
     refusals: TagCounts,
     /// Duplicates that found a running attempt, by key and attempt.
     meetings: TagCounts,
@@ -78,14 +78,14 @@ impl EventCounts {
         self.tables.refusals.count_or_forget(self.tag(key), is_refused)
     }
 
-    /// Records that a duplicate found attempt number `attempt` of `key` running. Returns the number of duplicates of
-    /// this attempt in this handle; the number starts again if the table has forgotten the attempt.
+    /// Records that a duplicate found attempt number `attempt` of `key` running. Returns how often duplicates in this
+    /// handle have found this attempt; the number starts again if the table has forgotten the attempt.
     pub(crate) fn meets(&self, key: &Key, attempt: u32) -> u32 {
         // Multiplying by an odd number spreads attempt numbers over all bits of the tag.
         self.tables.meetings.again(self.tag(key) ^ u64::from(attempt).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
-    /// Lets a duplicate wait although its message has few deliveries left. Returns `None` if [`LastWait::MOST`]
+    /// Lets a duplicate wait because its message has few deliveries left. Returns `None` if [`LastWait::MOST`]
     /// duplicates already wait for this reason.
     pub(crate) fn last_wait(&self) -> Option<LastWait> {
         let more = |waiting| (waiting < LastWait::MOST).then_some(waiting + 1);

@@ -208,7 +208,8 @@ impl DeliveryTable {
         self.shards.iter().all(|shard| shard.is_empty())
     }
 
-    /// Forgets all deliveries without dropping them: they belong to the parent process.
+    /// Forgets all deliveries without dropping them. Called in a forked child, whose parent process handles these
+    /// deliveries.
     pub(super) fn forget(&self) {
         self.shards.iter().for_each(|mut shard| std::mem::forget(std::mem::take(&mut *shard)));
     }
@@ -266,7 +267,7 @@ impl DeliveryTable {
 
 impl Beat {
     /// Runs the callback of this beat on the runtime of its delivery, until the delivery ends or the time limit is
-    /// over. `report` receives the key, the time since the start of the delivery, and the result of the callback.
+    /// over. `report` receives the key, the time since the beats of the delivery began, and the result of the callback.
     /// `report` is dropped without a call if the callback panics, if its runtime drops the task, or if the delivery has
     /// ended.
     pub(super) fn call(

@@ -46,7 +46,7 @@ impl LateWrites {
         }
     }
 
-    /// Starts work that [`flush`](LateWrites::flush) waits for, until the returned value is dropped.
+    /// Makes [`flush`](LateWrites::flush) wait until the returned value is dropped.
     pub(crate) fn under_way(self: &Arc<Self>) -> FlushGuard {
         self.under_way.fetch_add(1, Ordering::SeqCst);
         FlushGuard(Arc::clone(self))
@@ -79,8 +79,8 @@ impl LateWrites {
         self.changes.load(Ordering::Relaxed)
     }
 
-    /// Returns whether an attempt of `key` is being ended after the lapse of its lease, or was renewed or ended in this
-    /// way after [`changes`](LateWrites::changes) had returned `since`.
+    /// Returns whether an attempt of `key` is being ended after the lapse of its lease, or was renewed or ended after
+    /// that lapse since [`changes`](LateWrites::changes) returned `since`.
     pub(super) fn is_ending(&self, key: &Key, since: u32) -> bool {
         let is_later = |end: &LateEnd| end.changed != since && end.changed.wrapping_sub(since) < u32::MAX / 2;
         self.ends.lock().get(key).is_some_and(|end| end.writes > 0 || is_later(end))

@@ -97,7 +97,8 @@ pub(super) struct RenewalFailure {
 }
 
 pub(super) struct LeaseEntry {
-    /// Handle of the call, so that the renewal task alone does not keep a store open.
+    /// Store handle of the call. The renewal task uses this handle and has no handle of its own, which would keep the
+    /// store open.
     pub(super) store: Arc<dyn Store>,
     pub(super) lease: Lease,
     /// Time when the last confirmed reservation or renewal was sent. The lease is live from this time on, for its
@@ -113,8 +114,8 @@ pub(super) struct LeaseEntry {
     pub(super) failing: Option<Box<RenewalFailure>>,
     /// Standing of the lease, but never [`LeaseStanding::Lapsed`], which depends on the current time.
     pub(super) standing: LeaseStanding,
-    /// True once the attempt is ending while it holds its lease. A renewal that is refused afterwards may have come
-    /// after that end.
+    /// True once the attempt is ending while it holds its lease. A renewal that is refused afterwards may have reached
+    /// the store after the end of the attempt was recorded.
     pub(super) is_ending: bool,
     /// Waker of the body's task, which is woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
@@ -178,7 +179,7 @@ pub(super) struct LeaseTable(Shards<LeaseShard, SHARDS>);
 /// Leases that are due for renewal, and bodies whose time is over.
 #[derive(Default)]
 pub(super) struct DueLeases {
-    /// Handle of a call whose lease is due, for the renewals.
+    /// Store handle of one of the calls whose leases are due. All renewals of this scan use this handle.
     pub(super) store: Option<Arc<dyn Store>>,
     pub(super) leases: Vec<Lease>,
     /// Leases that need a renewal call of their own, because the store refused a renewal permanently.
@@ -189,7 +190,7 @@ pub(super) struct DueLeases {
     pub(super) over: Vec<Waker>,
 }
 
-/// State of the renewal of leases.
+/// State of the lease renewals of one store handle.
 #[derive(Default)]
 pub(crate) struct RenewalStates {
     /// Number of leases that are kept alive.
@@ -211,7 +212,8 @@ impl LeaseTable {
         self.0.iter().map(|shard| shard.len()).sum()
     }
 
-    /// Returns whether an attempt of `key` runs or is being ended, and has not lost its lease before.
+    /// Returns whether this process runs an attempt of `key` or writes its end. An attempt that lost its lease while
+    /// its body ran is left out.
     pub(super) fn runs(&self, key: &Key) -> bool {
         let runs = |it: &LeaseEntry| it.lease.key == *key && (it.standing != LeaseStanding::Lost || it.is_ending);
         self.0.iter().any(|shard| shard.values().any(runs))
@@ -273,7 +275,7 @@ impl DueLeases {
         self.lag = self.lag.max(now.saturating_since(entry.due));
         self.store.get_or_insert_with(|| Arc::clone(&entry.store));
         // The error of a call for several leases does not show which lease the store permanently refuses. Only a
-        // refusal of its own lease may end a body, so a refused lease that has lapsed gets a call of its own.
+        // refusal of its own lease may end a body, so a refused lease that has lapsed is renewed by a call of its own.
         let is_alone = entry.is_refused() && entry.held_until() <= now;
         match is_alone {
             true => self.alone.push(entry.lease.clone()),

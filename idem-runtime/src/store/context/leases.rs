@@ -28,7 +28,8 @@ pub(super) const NEVER: u64 = u64::MAX;
 const LOOKING: u64 = NEVER - 1;
 /// Longest sleep of the renewal task, so that the task ends soon after the last handler has ended.
 pub(super) const LONGEST_SLEEP: Duration = Duration::from_secs(10);
-/// Delay after which a renewal task may belong to the parent process: the child of a `fork()` has no copy of the task.
+/// If a scan is overdue by more than this time, the process may be the child of a `fork()`: the child has no copy of
+/// the renewal task.
 const OVERDUE: Duration = Duration::from_secs(1);
 
 /// Leases that one store handle keeps alive in one process.
@@ -36,8 +37,8 @@ const OVERDUE: Duration = Duration::from_secs(1);
 /// A handler is registered before its first poll, so even a handler that never yields keeps its lease. A single task
 /// finds the leases that are due and renews them through [`Store::upkeep`], by [`Clock::spawn`]: the real clock uses a
 /// thread of the library, which no handler blocks. A renewal without an answer is repeated while the first renewal is
-/// still under way, and each lease has its own answer. So a key, a node or a connection that hangs costs no other
-/// lease.
+/// still under way, and each lease has its own answer. So a key, a node or a connection that hangs does not make other
+/// leases lapse.
 ///
 /// The renewal task starts with the first handler, ends some seconds after the last handler, and starts again in the
 /// child of a `fork()`.
@@ -109,7 +110,8 @@ impl Leases {
         self.table.len()
     }
 
-    /// Returns whether an attempt of `key` runs or is being ended, and has not lost its lease before.
+    /// Returns whether this process runs an attempt of `key` or writes its end. An attempt that lost its lease while
+    /// its body ran is left out.
     pub(super) fn runs(&self, key: &Key) -> bool {
         self.table.runs(key)
     }
@@ -295,7 +297,8 @@ impl Leases {
     }
 
     /// Longest time for which `lease` may still be live, if its last confirmed request was sent at `confirmed_at` or
-    /// later. A refused renewal does not shorten the time: it may have found the record that this attempt finished.
+    /// later. A refused renewal does not shorten the time: the renewal may have found the record that this attempt
+    /// finished.
     pub(crate) fn may_be_held_for(&self, lease: &Lease, confirmed_at: Instant) -> Duration {
         if !self.beats() {
             return lease.duration;
@@ -325,8 +328,8 @@ impl Leases {
         }
     }
 
-    /// Resets the state of a store in memory in the child of a `fork()`: the renewal task and the deliveries belong to
-    /// the parent.
+    /// Resets the state of a store in memory in the child of a `fork()`: the renewal task and the deliveries are those
+    /// of the parent process.
     fn start_anew(self: &Arc<Self>) {
         self.deliveries.forget();
         self.late_writes.start_anew();
@@ -350,7 +353,7 @@ impl Leases {
         self.clock.spawn(Box::pin(beat(TaskGuard { leases: Arc::clone(self), process, has_ended: false })));
     }
 
-    /// Returns whether the renewal task belongs to the parent process.
+    /// Returns whether a parent process started the renewal task, so that the task does not run in this process.
     fn is_forked(&self) -> bool {
         let process = self.process.load(Ordering::SeqCst);
         process != 0 && process != std::process::id()
@@ -367,7 +370,7 @@ impl Leases {
         }
     }
 
-    /// Returns whether the renewal task has no work. A lease that is never renewed is no work.
+    /// Returns whether the renewal task has no work. Leases of a handle that never renews are no work for the task.
     fn is_idle(&self) -> bool {
         (!self.beats() || self.live() == 0) && self.deliveries.is_empty()
     }
@@ -413,8 +416,8 @@ impl Leases {
     /// Applies the store's answer to the renewal of `lease` that was sent at `asked_at`.
     fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
         let mut shard = self.table.shard_of(lease.owner);
-        // The same owner has another attempt if the store answered its reservation twice. The answer is then about an
-        // older lease.
+        // If the store answered a reservation twice, the entry may hold a newer attempt with the same owner token. The
+        // answer to the renewal of the older lease is then ignored.
         let Some(entry) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
         };
@@ -527,7 +530,7 @@ async fn beat(mut running: TaskGuard) {
             return;
         }
         // The task ends only after a sleep, so that a sequence of short handlers does not start a task for each
-        // handler. A handle that renews no leases belongs to one transaction, and its task ends immediately.
+        // handler. A handle that renews no leases serves one transaction, and its task ends immediately.
         if (slept || !leases.beats()) && leases.is_idle() {
             if running.end() {
                 return;
@@ -584,7 +587,7 @@ impl Timer {
     }
 }
 
-/// Keeps a delivery beating until this value is dropped.
+/// Repeats the beats of a delivery until this value is dropped.
 pub(crate) struct BeatGuard {
     leases: Arc<Leases>,
     number: u64,
@@ -604,7 +607,7 @@ impl BeatGuard {
 }
 
 impl Drop for BeatGuard {
-    /// Ends the beats, and cancels a running callback: its requests would reach the broker after the message
+    /// Ends the beats, and cancels a running callback: otherwise its requests would reach the broker after the message
     /// is settled.
     fn drop(&mut self) {
         self.leases.deliveries.remove(self.number);
@@ -617,7 +620,7 @@ impl Drop for BeatGuard {
     }
 }
 
-/// Ends a callback, even if the callback panics or its runtime drops it.
+/// Records the end of a callback, even if the callback panics or its runtime drops the task of the callback.
 struct CallbackGuard {
     leases: Arc<Leases>,
     number: u64,

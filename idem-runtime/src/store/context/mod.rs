@@ -227,8 +227,8 @@ impl StoreContext {
 
     /// Waits until every late write and renewal is done: the writes of handlers that were cancelled or panicked, and
     /// the renewals under way. Call `flush` on shutdown, after the handlers have ended and before the process ends. A
-    /// write may outlast its lease, as under `on_crash = fail` in an outage; `flush` waits for such a write only until
-    /// the lease lapses.
+    /// write may be repeated beyond its lease, for example under `on_crash = fail` in an outage; `flush` waits for such
+    /// a write only until the lease lapses.
     ///
     /// # Cancel safety
     /// Cancel safe: the writes continue.
@@ -280,7 +280,7 @@ impl StoreContext {
         self.here().late_writes.ends_late(key)
     }
 
-    /// Returns whether an attempt of `key` runs in this handle, or was ended after its lease since
+    /// Returns whether an attempt of `key` runs in this handle, or was ended after the lapse of its lease since
     /// [`LateWrites::changes`] returned `since`. The lapse of its lease does not prove that an attempt of this handle
     /// has crashed: an outage delays renewals and ends alike.
     pub(crate) fn is_at_work(&self, key: &Key, since: u32) -> bool {

@@ -20,7 +20,7 @@ impl TagCounts {
         Self(SharedOnce::new())
     }
 
-    /// Counts the event `tag` if it `happened`, and sets its count to zero otherwise. Returns the count.
+    /// Counts the event `tag` if `happened` is true; otherwise sets the count of `tag` to zero. Returns the count.
     pub(super) fn count_or_forget(&self, tag: u64, happened: bool) -> u32 {
         match happened {
             true => self.again(tag),

@@ -11,8 +11,8 @@ use crate::stores::memory::interleavings::request;
 use crate::sync::atomic::AtomicUsize;
 use crate::sync::{TestClock, explore};
 
-/// Makes a store that holds a lease. The clock of the store stands still, so a duplicate that is not woken waits
-/// forever.
+/// Makes a store with one reserved key, and returns the store and the lease. The clock of the store stands still, so a
+/// duplicate that is not woken waits forever.
 fn held() -> (Arc<dyn Store>, Lease) {
     let store = MemoryStore::options().clock(TestClock::default()).build().handle();
     match block_on(store.reserve(&request(&store, 1))).expect("answered") {

@@ -25,7 +25,8 @@ use crate::sync::{Mutex, lock};
 
 /// Pause after a failed [`Store::wait`].
 const AFTER_A_FAILURE: Duration = Duration::from_millis(100);
-/// A wait that ends within this time is early: a store may return early. A pause follows if the attempt still runs.
+/// [`Store::wait`] may return before the attempt has ended. If it returns within this time and the attempt still runs,
+/// a pause follows.
 const EARLY: Duration = Duration::from_millis(10);
 /// Longest time for which members wait for the member with the turn, whose call may no longer be polled.
 const LONGEST_TURN: Duration = Duration::from_millis(100);
