@@ -82,7 +82,7 @@ where
     }
 }
 
-/// Default of [`ObserveAll::limit`].
+/// Number of items that run at a time, unless [`ObserveAll::limit`] sets another number.
 const DEFAULT_LIMIT: usize = 16;
 
 /// Future of [`observe_all`].
@@ -103,7 +103,7 @@ pub struct ObserveAll<I, F: Future, B, C> {
     deadline: Deadline,
 }
 
-/// An item taken from the iterator.
+/// An item that the batch has taken from the iterator and not started yet.
 struct PulledItem<I, F: Future, B> {
     item: usize,
     id: I,

@@ -343,7 +343,8 @@ impl<'a> Request<'a> {
         let unsettled = {
             let now = self.clock().now();
             self.late_ends = self.store().context().late_writes().changes();
-            // A repeated reservation may have taken effect at its first request, so the lease counts from that request.
+            // A repeated reservation may have taken effect at its first request, so the lease is measured from that
+            // request.
             let mut asked_at = self.unanswered_since.unwrap_or(now);
             // The future that repeats the request is created only if the store does not answer immediately.
             let (mut answer, since, unanswered) = {
@@ -720,7 +721,7 @@ struct GrantedLease {
 
 /// State of a lease after [`prepare`].
 enum PreparedLease {
-    /// The lease is held, counted from this time: the body may begin.
+    /// The lease is held, and its duration is measured from this time: the body may begin.
     Since(Instant),
     /// Another attempt holds the key.
     Lost,
@@ -750,8 +751,8 @@ async fn prepare(request: &Request<'_>, unready: GrantedLease) -> Result<Prepare
     Ok(PreparedLease::Since(since))
 }
 
-/// Renews a lease that has lapsed before its body could start. Returns the time from which the lease counts again;
-/// `None` if the lease is lost. If the renewal fails, the reservation is released.
+/// Renews a lease that has lapsed before its body could start. Returns the time when the confirmed renewal was sent,
+/// from which the lease is measured; `None` if the lease is lost. If the renewal fails, the reservation is released.
 async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let renew = || async {
         let answers = renew_all(request.store(), std::slice::from_ref(lease)).await?;
@@ -761,16 +762,18 @@ async fn confirm(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>
     hold(request, lease, false, &[], renew).await
 }
 
-/// Marks in the record that the body begins. Returns the time from which the lease counts; `None` if the store refuses
-/// the mark. If the store does not answer, the reservation is released, because the body has not begun.
+/// Marks in the record that the body begins. Returns the time when the confirmed mark was sent, from which the lease is
+/// measured; `None` if the store refuses the mark. If the store does not answer, the reservation is released, because
+/// the body has not begun.
 async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, StoreError> {
     let store = request.store();
     hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
 }
 
 /// Repeats the request `ask`, which renews `lease`, until its answer arrives before the end of the renewed lease.
-/// Returns the time from which that lease counts; `None` if the store refuses. After an error, and if this future is
-/// dropped, the reservation is released. `marks` is true if the request may mark the record as begun.
+/// Returns the time when the confirmed request was sent, from which the lease is measured; `None` if the store refuses
+/// the request. After an error, and if this future is dropped, the reservation is released. `marks` is true if the
+/// request may mark the record as begun.
 async fn hold<F>(
     request: &Request<'_>,
     lease: &Lease,

@@ -91,7 +91,8 @@ where
     }
 }
 
-/// Result of a call, once the call has a result. Handlers with the same types share this code.
+/// Recorder of a call, and the result of the call as soon as the result is known. Handlers with the same types share
+/// this code.
 struct ResultSlot<R, T, E> {
     recorder: R,
     result: Option<Result<T, E>>,

@@ -16,7 +16,7 @@ use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
 use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
-/// A reserved key. The drop releases the key, or marks the key as interrupted.
+/// An attempt that has reserved its key. The drop of this value releases the key, or marks the key as interrupted.
 pub(super) struct HeldAttempt {
     /// The attempt. While the body is polled, the attempt is swapped with the current attempt of the thread: this field
     /// then holds the attempt of the outer call, or `None`.
@@ -29,7 +29,7 @@ pub(super) struct HeldAttempt {
     pub(super) on_uncertain: Option<fn(Uncertain<'_>)>,
     /// Release that the drop of this value writes; `None` if the drop writes nothing.
     on_drop: Option<Release>,
-    /// End of the body; `None` until the body has ended.
+    /// Reason why the body ended; `None` while the body has not ended.
     ended: Option<BodyExit>,
     /// True if the body made a call that the library temporarily refused.
     refused_inside: bool,
@@ -44,7 +44,7 @@ pub(super) struct EndingAttempt {
 }
 
 impl EndingAttempt {
-    /// Sends the end of the attempt to the store once. `None` if there is nothing to write.
+    /// Sends the end of the attempt to the store once. Returns `None` if there is nothing to write.
     pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
         let Attempt { store, lease, .. } = self.held.attempt();
         self.ending.as_ref().map(|ending| late::write(&**store, lease, ending))
@@ -177,7 +177,7 @@ impl HeldAttempt {
                     %key, store, attempt,
                     "the lease was lost: another attempt has taken over, or the record was removed; the body was cancelled"
                 );
-                // The record belongs to another attempt or is gone, so the drop must not write.
+                // Another attempt has written the record, or the record is gone, so the drop must not write.
                 self.on_drop = None;
                 Err(self.lost())
             }

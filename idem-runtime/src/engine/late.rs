@@ -52,7 +52,7 @@ pub(super) struct Tries<'a> {
     pause: Duration,
     /// Set if the write is repeated after the lapse of the lease, while the process lives and the record is retained.
     outlasts: Option<LateEndGuard>,
-    /// Keeps `flush` waiting until the lease has lapsed.
+    /// Keeps `flush` waiting until the lease has lapsed. `None` after that lapse, and for a write that its call awaits.
     under_way: Option<FlushGuard>,
 }
 
@@ -71,7 +71,7 @@ impl<'a> Tries<'a> {
         self.store.context().clock().now().saturating_since(self.began)
     }
 
-    /// Returns whether a renewal that was sent after the first try is confirmed.
+    /// Returns whether the store has confirmed a renewal of the lease that was sent after the first try.
     pub(super) fn renewed(&self) -> bool {
         self.store
             .context()

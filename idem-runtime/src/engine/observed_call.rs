@@ -96,7 +96,7 @@ pub(crate) enum RecordedPart {
     Result,
 }
 
-/// Facts about the [`Error`] of a call.
+/// Disposition of a call's [`Error`], and whether the error is a mistake of the deployment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ErrorFacts {
     pub(crate) disposition: Disposition,

@@ -23,11 +23,12 @@ pub(crate) type Seat = Option<usize>;
 #[derive(Default)]
 pub(crate) struct Observer {
     pub(super) calls: Vec<ObservedCall>,
-    /// Indexes of the same calls in the enclosing observation.
+    /// Index of each call of `calls` among the calls of the enclosing observation; `None` before its first report.
     pub(super) outside: Vec<Seat>,
     /// True if a call has changed since the last report to the enclosing observation.
     pub(super) changed: bool,
-    /// True if a call finished with an error in the current poll; while the delivery is not polled, in the last poll.
+    /// True if a call finished with a final error in the current poll of the delivery or, between two polls, in the
+    /// last poll.
     pub(super) final_error: bool,
     pub(super) budget: Budget,
     pub(super) timer: TimerSlot,
@@ -125,8 +126,8 @@ impl Observer {
 thread_local! {
     /// Observer of the delivery whose [`observe`] is being polled on this thread.
     static OBSERVER: RefCell<Option<Observer>> = const { RefCell::new(None) };
-    /// True while [`OBSERVER`] holds an observer. A call checks this several times, and most calls are not observed.
-    /// `IS_OBSERVED` needs no drop, so the check is one load.
+    /// True while [`OBSERVER`] holds an observer. A call checks this several times, and most calls are not observed. A
+    /// thread-local value without a destructor is read by one load.
     static IS_OBSERVED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -204,7 +205,7 @@ pub(crate) fn settle(settled: TransactionEnd) {
         // The entry of the first call holds the state of the transaction.
         let mut transaction = ObservedCall::NEW;
         if let TransactionEnd::NotBegun { again } = settled {
-            // The calls of an earlier try are undone, and must not count.
+            // The calls of an earlier try are undone, and must not decide the disposition.
             calls.fill(ObservedCall::NEW);
             transaction.again = Some(again);
         }

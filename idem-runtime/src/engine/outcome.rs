@@ -18,7 +18,7 @@ use crate::policy::Backoff;
 pub struct Outcome {
     call: ObservedCall,
     disposition: Disposition,
-    /// Disposition until the transaction of a call is committed.
+    /// Disposition of the message until [`committed`](Self::committed) records the commit of the user's transaction.
     uncommitted: Disposition,
     pending_commit: bool,
     uncertain: bool,

@@ -122,7 +122,8 @@ where
             Err(error) => match self.on_error.decide(error) {
                 OnError::Release => AttemptEnd::Release(Release::Returned),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
-                    // An operation must not end with an error that duplicates can't replay.
+                    // An error ends the operation only if duplicates can replay it. An error that can't be stored frees
+                    // the key instead.
                     stored @ StoredResult::Encoded { .. } => AttemptEnd::Finish(Finish::Failed(stored)),
                     _ => AttemptEnd::Release(Release::Returned),
                 },

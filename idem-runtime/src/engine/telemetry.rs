@@ -39,7 +39,8 @@ pub(super) struct Facts {
     body_began: u64,
     /// True while the body is being polled. Stays true if that poll panics.
     pub(super) polling: bool,
-    /// Outcome of the call, if an error or the mode decides the outcome.
+    /// Outcome of the call, if a replay, an error or the mode decides the outcome; `None` if the result of the body
+    /// decides.
     outcome: Option<CallOutcome>,
 }
 
@@ -273,8 +274,8 @@ fn outcome_of(error: &Error) -> CallOutcome {
     }
 }
 
-/// Logs an error, at a level that matches the need for an operator. An outage of the store is logged once, elsewhere. A
-/// lost lease or a time limit is logged where it is detected.
+/// Logs an error, at a level that matches the need for an operator. An outage of the store is logged by the store
+/// handle, once for all calls. A lost lease or a time limit is logged where it is detected.
 fn log_error(error: &Error) {
     match error {
         Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(

@@ -115,9 +115,9 @@ impl<'a> Parts<'a> {
     }
 
     fn read(self) -> Option<Record> {
-        // No other combination of codec, result and size is ever written.
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
         let text = Option::<&str>::unwrap_or_default;
+        // Stores write only these combinations of codec, result and size. Any other combination is a damaged record.
         let payload = match (self.codec, self.result, self.result_bytes) {
             (Some(codec), Some(bytes), None) => {
                 StoredResult::Encoded { codec: CodecName::new(codec.as_bytes())?, bytes }

@@ -23,7 +23,7 @@ struct CountTables {
     failures: TagCounts,
     /// Consecutive calls in transactions that the store refused, by key.
     refusals: TagCounts,
-    /// Duplicates that found a running attempt, by key and attempt.
+    /// Number of times that a duplicate found a running attempt, by key and attempt.
     meetings: TagCounts,
     /// Number of duplicates that wait only because their message has few deliveries left.
     last_waits: AtomicUsize,

@@ -80,7 +80,7 @@ pub(super) struct Delivery {
     every: Duration,
     began: Instant,
     callback: Mutex<Callback>,
-    /// Runtime that polls the delivery.
+    /// Runtime that polled the delivery when its beats began, and that runs the callbacks; `None` outside of a runtime.
     home: Option<Handle>,
     lost: AtomicBool,
     over: AtomicBool,
@@ -148,7 +148,7 @@ impl Delivery {
     }
 }
 
-/// Schedule of a delivery in its store handle.
+/// Schedule of the beats of one delivery.
 struct BeatSchedule {
     delivery: Arc<Delivery>,
     due: Instant,

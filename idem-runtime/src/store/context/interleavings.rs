@@ -21,7 +21,7 @@ use crate::sync::{TestClock, explore};
 const LEASE: Duration = Duration::from_secs(6);
 const TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// One process with a store.
+/// A store in memory with a test clock, as one process has it.
 #[derive(Clone)]
 struct World {
     clock: TestClock,

@@ -19,17 +19,17 @@ pub(crate) struct LateWrites {
     /// Number of writes and renewals under way.
     under_way: AtomicUsize,
     flushed: PerProcess<Notify>,
-    /// Attempts that are renewed or ended after the lapse of their lease.
+    /// Attempts that are renewed or ended after the lapse of their lease, by key.
     ends: SharedOrAnew<HashMap<Key, LateEnd>>,
     /// Number of changes of `ends`.
     changes: AtomicU32,
 }
 
-/// A renewal or an end of an attempt that came after the lapse of the lease.
+/// Attempts of one key that were renewed or ended after the lapse of their lease, or are being ended.
 struct LateEnd {
     /// Number of writes under way that end an attempt of this key.
     writes: usize,
-    /// Number of the latest change of this entry, among the changes of all entries.
+    /// Value of [`LateWrites::changes`] after the latest change of this entry.
     changed: u32,
 }
 

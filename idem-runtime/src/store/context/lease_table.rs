@@ -142,8 +142,8 @@ impl LeaseEntry {
         self.failing.as_ref().is_some_and(|failing| failing.error.is_for_good())
     }
 
-    /// Time when the body stops waiting for a renewal, unless a renewal succeeds before. The time counts from the first
-    /// failed renewal, because a suspended process sends no renewals.
+    /// Time when the body stops waiting for a renewal, unless a renewal succeeds before. The wait is measured from the
+    /// first failed renewal, because a suspended process sends no renewals.
     pub(super) fn give_up_at(&self) -> Instant {
         match (self.failing.as_deref(), self.pause.get()) {
             (Some(RenewalFailure { error, is_its_own: true, .. }), Some(_)) if error.is_for_good() => self.held_until(),
@@ -230,7 +230,7 @@ impl LeaseTable {
             for entry in shard.values() {
                 states.leases += 1;
                 if beats && entry.standing == LeaseStanding::Held {
-                    // The lag counts from `confirmed_at`, so that a renewal without an answer is late too.
+                    // The lag is measured from `confirmed_at`, so that a renewal without an answer is late too.
                     let due = entry.confirmed_at.saturating_add(entry.beat());
                     let lag = now.saturating_since(due);
                     states.lag = states.lag.max(lag);

@@ -59,7 +59,7 @@ pub(crate) struct Leases {
     earlier: PerProcess<Notify>,
     late_writes: Arc<LateWrites>,
     metrics: Arc<Metrics>,
-    /// Failures of a broker since its last success.
+    /// Failed callbacks of beats since the last callback that succeeded, for log lines.
     broker_outage: Outage,
     /// True after a test has declared that the process crashed.
     abandoned: AtomicBool,
@@ -122,7 +122,8 @@ impl Leases {
         self.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether a dropped call may still write.
+    /// Returns whether a task may write the end of a dropped call: not in a transaction, and not after
+    /// [`abandon`](Self::abandon).
     pub(super) fn writes_late(&self) -> bool {
         self.beats() && !self.abandoned.load(Ordering::SeqCst)
     }
@@ -258,7 +259,8 @@ impl Leases {
         Some(entry.confirmed_at)
     }
 
-    /// Records a renewal that another part of the engine sent at `asked_at`.
+    /// Records that the store has confirmed a renewal of the lease of `owner`, which another part of the engine sent at
+    /// `asked_at`.
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
         let mut late = None;
         if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {

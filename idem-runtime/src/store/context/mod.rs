@@ -71,7 +71,7 @@ struct ProcessState {
     metrics: Arc<Metrics>,
     /// Waits that duplicates share. A forked child starts without waits.
     flights: PerProcess<Flights>,
-    /// Failures of the store since its last success.
+    /// Failed operations of the store since the last operation that succeeded, for log lines.
     outage: Outage,
     /// Time since which no reservation was answered, in nanoseconds since the clock's origin, or [`UP`].
     down_since: AtomicU64,
@@ -254,7 +254,7 @@ impl StoreContext {
         self.mode == RenewalMode::OfProcess && self.clock.is_moved()
     }
 
-    /// Returns whether a dropped call of this handle may still write.
+    /// Returns whether a task may write the end of a dropped call of this handle.
     pub(crate) fn writes_late(&self) -> bool {
         self.latest().leases.writes_late()
     }

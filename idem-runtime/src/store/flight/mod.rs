@@ -55,7 +55,7 @@ struct Flight {
     members: Mutex<Members>,
     /// Future that the members poll. The lock of this future is taken before all other locks.
     wait: Mutex<Option<Wait>>,
-    /// True if `wait` must be polled.
+    /// True if the future in `wait` must be polled: it is new, or it was woken after its last poll.
     woken: AtomicBool,
 }
 
