@@ -45,7 +45,7 @@ pub mod types {
 
 // ---- The scope -----------------------------------------------------------------------------------------------------
 
-/// Makes the scope of one handler, for a `static`.
+/// Makes the scope of one handler. The generated code keeps this scope in a `static`.
 #[track_caller]
 pub const fn scope(name: &'static str, shared: bool) -> Scope {
     Scope::of_handler(name, shared)
@@ -64,12 +64,12 @@ pub const fn scope_name(name: &'static str) -> &'static str {
 /// compile.
 pub fn function<F>(_: F) {}
 
-/// Starts the key of a handler that records values.
+/// Makes the builder of a key, for a handler that records values.
 pub fn key_of_values<T, E>(scope: &'static Scope, _: BoundCheck<Result<T, E>>) -> KeyBuilder<'static> {
     KeyBuilder::of_results(scope, type_name::<T>())
 }
 
-/// Starts the key of a handler that records values and errors.
+/// Makes the builder of a key, for a handler that records values and errors.
 pub fn key_of_results<T, E>(scope: &'static Scope, _: BoundCheck<Result<T, E>>) -> KeyBuilder<'static> {
     KeyBuilder::of_results(scope, type_name::<Result<T, E>>())
 }

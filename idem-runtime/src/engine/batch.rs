@@ -457,12 +457,12 @@ impl<I, T, E> Batch<I, T, E> {
 
     /// Returns the items that can't succeed ([`Disposition::DeadLetter`]).
     ///
-    /// A stream has no dead-letter queue: Kinesis, DynamoDB streams and Kafka continue at the lowest failure of a shard
-    /// or partition. So a message that can't succeed blocks all later messages until the event source gives up
-    /// (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the message). Send
-    /// a message that can't succeed to a queue of your own, record that with [`set_aside`](BatchItem::set_aside), and
-    /// respond then. If the sending fails, return the error: the whole batch is delivered again, and finished
-    /// operations are replayed.
+    /// A stream has no dead-letter queue: Lambda reads Kinesis, DynamoDB streams and Kafka again from the first failed
+    /// record of a shard or partition. So a message that can't succeed blocks all later messages until the event source
+    /// gives up (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the
+    /// message). Send a message that can't succeed to a queue of your own, record that with
+    /// [`set_aside`](BatchItem::set_aside), and respond then. If the sending fails, return the error: the whole batch
+    /// is delivered again, and finished operations are replayed.
     ///
     /// ```
     /// # use idem_runtime::brokers::{Batch, ItemFailures};

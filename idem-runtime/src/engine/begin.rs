@@ -420,8 +420,8 @@ impl<'a> Request<'a> {
     /// Returns whether the record must be marked as begun before the body of `lease` begins.
     ///
     /// Under `on_crash = fail` a crash after the mark interrupts the key, and a crash before the mark leaves the key
-    /// free. `max_attempts` counts only marked attempts. Most calls are the first attempt of their key; under
-    /// `max_attempts` a first attempt is marked only if the limit is 1.
+    /// free. `max_attempts` counts only marked attempts. Most calls are the first attempt of their key. To save a
+    /// write, a first attempt under `max_attempts` is marked only if the limit is 1.
     fn marks(&self, lease: &Lease) -> bool {
         let Policy { on_crash, max_attempts, .. } = self.subject.policy;
         let counts = max_attempts.is_some_and(|max| lease.attempt > 1 || max.get() == 1);
@@ -580,8 +580,8 @@ impl<'a> Request<'a> {
         let Policy { backoff, lease, .. } = self.subject.policy;
         let retry_after = match observer::budget().number() {
             Some(number) => {
-                // Only deliveries that found this attempt are counted: other deliveries show nothing about its
-                // duration.
+                // Only deliveries that found this attempt are counted: other deliveries show nothing about the duration
+                // of this attempt.
                 let met = self.store().context().counts().meets(&key, attempt).min(number);
                 backoff.beyond(lapses_in, lease, met, self.reserve.owner.seed())
             }
@@ -770,10 +770,10 @@ async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, S
     hold(request, lease, true, &RESERVE_PAUSES, || store.begin(lease).watched(store, StoreOp::Begin)).await
 }
 
-/// Repeats the request `ask`, which renews `lease`, until its answer arrives before the end of the renewed lease.
-/// Returns the time when the confirmed request was sent, from which the lease is measured; `None` if the store refuses
-/// the request. After an error, and if this future is dropped, the reservation is released. `marks` is true if the
-/// request may mark the record as begun.
+/// Sends the request `ask`, which renews `lease`, until an answer arrives within the duration of the lease. Returns the
+/// time when the confirmed request was sent, from which the lease is measured; `None` if the store refuses the request.
+/// After an error, and if this future is dropped, the reservation is released. `marks` is true if the request may mark
+/// the record as begun.
 async fn hold<F>(
     request: &Request<'_>,
     lease: &Lease,

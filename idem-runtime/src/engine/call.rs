@@ -200,7 +200,7 @@ where
 trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
 
-    /// Prepares for the drop of the call, whose first step is the drop of the body's values.
+    /// Keeps the lease alive during the drop of the call, whose first step is the drop of the body's values.
     fn drops_values(self: Pin<&mut Self>);
 }
 

@@ -43,8 +43,8 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
         };
         let is_release = matches!(attempt.ending, Some(AttemptEnd::Release(_)));
         let EndingAttempt { held, ending } = &mut attempt;
-        // The drop of `EndingAttempt` repeats two kinds of writes: a failed release, and a result that no other attempt
-        // can supply.
+        // The drop of `EndingAttempt` repeats two kinds of failed writes: a release, and under `on_crash = fail` a
+        // result, because no other attempt may run to produce it.
         let goes_on = match &ended {
             Ok(_) => false,
             Err(error) => is_release || (held.enforced && may_pass(error) && outlasts_lease(&held.attempt().lease)),

@@ -41,7 +41,7 @@ static TRANSACTIONS: SharedList<Arc<Metrics>> = SharedList::new();
 /// the whole process: the store handle of such a call ends with the call, so it can't hold metrics. The metrics are
 /// kept by driver (label `store`) and by scope; a scope has one series for each driver that it uses.
 pub fn in_transactions() -> Snapshot {
-    // The number of leases is 0, because transactions hold the leases of their calls.
+    // The number of leases is 0: in a transaction, locks of the database hold the key, and no lease is renewed.
     Snapshot { series: TRANSACTIONS.iter().flat_map(|metrics| metrics.snapshot(0).series).collect() }
 }
 

@@ -46,8 +46,8 @@ pub enum OnStoreError {
     /// Returns [`Error::Store`](crate::Error::Store); the body doesn't run.
     #[default]
     Fail,
-    /// Runs the body unprotected, and the [`Outcome`](crate::Outcome) reports the failure of the store. A call that
-    /// waits for another attempt runs the body when its wait is over.
+    /// Runs the body unprotected, and the [`Outcome`](crate::Outcome) reports the failure of the store. If the store
+    /// fails while a call waits for another attempt, the call runs the body when its wait is over.
     Run,
 }
 

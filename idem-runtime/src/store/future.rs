@@ -13,7 +13,8 @@ use crate::record::Verdict;
 
 /// Future of a store call: an immediate result, or a boxed future.
 ///
-/// A store in memory answers without an allocation. Every other store writes `StoreFuture::new(async move { … })`.
+/// A store in memory answers without an allocation. The methods of every other store return `StoreFuture::new(async
+/// move { … })`.
 #[must_use = "futures do nothing unless polled"]
 pub struct StoreFuture<'a, T> {
     reply: FutureState<'a, T>,

@@ -34,7 +34,7 @@ pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     const NAME: &'static str;
 
-    /// Name of the schema that holds the table of records, or of the table itself.
+    /// Name of the schema (PostgreSQL) or of the table (SQLite) that holds the records.
     #[doc(hidden)]
     fn place(&self) -> &str;
 
@@ -46,8 +46,8 @@ pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     fn rewind(&self) -> impl Future<Output = Result<(), StoreError>>;
 
-    /// Releases the last savepoint, and keeps the writes since. After the call of `begun`, the savepoint is released
-    /// even if the future is dropped.
+    /// Releases the last savepoint, and keeps the writes since. Calls `begun` when the release begins: from then on the
+    /// savepoint is released even if the future is dropped.
     #[doc(hidden)]
     fn keep(&self, begun: impl FnOnce()) -> impl Future<Output = Result<(), StoreError>>;
 
@@ -72,8 +72,8 @@ pub trait TransactionStore: Sealed + Clone {
     #[doc(hidden)]
     fn release(&self, lease: &Lease, release: Release) -> impl Future<Output = Result<Verdict, StoreError>>;
 
-    /// Waits until no other transaction holds `key`, for at most `at_most`. Returns whether the caller should keep the
-    /// effects of the wait; otherwise the caller undoes them.
+    /// Waits until no other transaction holds `key`, for at most `at_most`. Returns true if the caller must keep the
+    /// effects of the wait (locks and settings), and false if the caller must undo them by the savepoint.
     #[doc(hidden)]
     fn wait(&self, key: &Key, at_most: Duration) -> impl Future<Output = Result<bool, StoreError>>;
 

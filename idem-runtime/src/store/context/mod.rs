@@ -152,7 +152,7 @@ impl StoreContext {
         self
     }
 
-    /// Returns the state of this process. The call costs a system call, except for a store in memory, whose forked
+    /// Returns the state of this process. This method makes a system call, except for a store in memory, whose forked
     /// child continues with a copy of the parent's state.
     fn here(&self) -> &ProcessState {
         match self.mode {

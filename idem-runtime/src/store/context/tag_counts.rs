@@ -38,7 +38,8 @@ impl TagCounts {
         let known = slot.load(Ordering::Relaxed);
         let before = if known & !COUNT == tag & !COUNT { known & COUNT } else { 0 };
         let count = (before + 1).min(COUNT);
-        // Of two concurrent writes one may be lost. The smaller count only shortens a pause.
+        // If two threads count at the same time, one of the two events may be lost. A count that is too small only
+        // shortens a pause.
         slot.store(tag & !COUNT | count, Ordering::Relaxed);
         u32::try_from(count).unwrap_or(u32::MAX)
     }
