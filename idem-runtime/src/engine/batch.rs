@@ -428,8 +428,8 @@ impl<I, R> BatchItem<I, R> {
         self.outcome.disposition()
     }
 
-    /// Records that the user has moved the message to another queue: the message then counts as acknowledged, and no
-    /// longer as a failure of the batch.
+    /// Records that the user has moved the message to another queue: [`Batch::acknowledged`] then includes the message,
+    /// and the failures of the batch no longer include it.
     pub fn set_aside(&mut self) {
         self.is_set_aside = true;
     }

@@ -32,11 +32,12 @@ pub struct Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// Lets the next delivery run again: releases the record, and counts no earlier attempt against `max_attempts`. The
-    /// action is refused if the operation has finished.
+    /// Lets the next delivery run again: releases the record, and resets the number of attempts that count against
+    /// `max_attempts` to zero. The action is refused if the operation has finished.
     Reopen,
     /// Discards the result of a finished operation, and lets the next delivery run again: releases the record, and
-    /// counts no earlier attempt against `max_attempts`. The action is refused unless the operation has finished.
+    /// resets the number of attempts that count against `max_attempts` to zero. The action is refused unless the
+    /// operation has finished.
     Discard,
     /// Ends the operation with this result. A missing result is supplied, but a recorded result is never replaced.
     Resolve(Finish),

@@ -111,9 +111,9 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store did not answer. A failure is never reported as "no record".
     fn reserve<'a>(&'a self, request: &'a ReserveRequest) -> StoreFuture<'a, Reservation>;
 
-    /// Marks in the record that the body of this attempt begins, and renews the lease. Under `on_crash = fail`, and
-    /// where `max_attempts` counts, the engine polls no body before the store confirms this write. An attempt that
-    /// lapses without the mark is neither interrupted nor counted.
+    /// Marks in the record that the body of this attempt begins, and renews the lease. Under `on_crash = fail`, and for
+    /// an attempt that must count against `max_attempts`, the engine polls the body only after the store has confirmed
+    /// this write. An attempt that lapses without the mark is neither interrupted nor counted.
     ///
     /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). Refuses a lease that has lapsed by the
     /// store's clock, unless the record is already marked: a late request must not mark a record.

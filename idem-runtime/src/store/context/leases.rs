@@ -122,8 +122,8 @@ impl Leases {
         self.abandoned.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether a task may write the end of a dropped call: not in a transaction, and not after
-    /// [`abandon`](Self::abandon).
+    /// Returns whether a task may write the end of a dropped call: not in a transaction, and not after a call of
+    /// `abandon`.
     pub(super) fn writes_late(&self) -> bool {
         self.beats() && !self.abandoned.load(Ordering::SeqCst)
     }

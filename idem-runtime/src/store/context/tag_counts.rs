@@ -1,4 +1,4 @@
-//! Counts of repeated events that no record counts.
+//! Table of the numbers of repeated events, for events that no record counts.
 
 use std::fmt;
 
