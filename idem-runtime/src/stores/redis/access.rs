@@ -32,8 +32,8 @@ pub(super) struct Core {
     pub(super) terms: ExchangeTerms,
     pub(super) prefix: Box<str>,
     pub(super) limits: Arc<Limits>,
-    /// Times until which leases of other handles certainly hold. With these times, a duplicate of a hot key costs one
-    /// round trip.
+    /// For the lease of another handle, by owner token: the time until which the lease certainly holds, from an earlier
+    /// answer of the server. While this time has not passed, a duplicate costs one round trip instead of two.
     pub(super) held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 
@@ -55,19 +55,19 @@ impl Core {
         u64::try_from(wall_millis(self.clock())).unwrap_or_default()
     }
 
-    /// Returns the age of an attempt that began at `began`. The clock of the holder or of the server set `began`, but
-    /// no answer contains the present time of that clock. Thus the wall clock of this host measures the age, which is
-    /// wrong by the difference of the two clocks.
+    /// Returns the age of an attempt that began at `began`, in milliseconds since 1970 by the clock of its holder or of
+    /// the server. No answer contains the present time of that clock, so the wall clock of this host measures the age.
+    /// The age is wrong by the difference between the two clocks.
     pub(super) fn age(&self, began: Option<u64>) -> Option<Duration> {
         let now = self.wall_millis();
         began.map(|began| Duration::from_millis(now.saturating_sub(began)))
     }
 
-    /// Returns the time for which a pending record's lease is sure to hold, by the state of this handle, without asking
-    /// the server.
+    /// Returns the time for which the lease of the pending attempt `owner` certainly holds, without asking the server;
+    /// `None` if this process does not know the lease, or the lease may have lapsed.
     ///
-    /// A lease only grows while its record is pending, so an earlier answer stays true. Only durations are carried from
-    /// the server's clock to this process's clock.
+    /// A lease is only ever extended while its record is pending, so an earlier answer stays true. The server answers
+    /// with durations, which this process adds to the time of its own clock at which it asked.
     pub(super) fn known_to_hold(&self, owner: OwnerToken) -> Option<Duration> {
         let now = self.now();
         let until = self.context.leases().held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;
@@ -86,7 +86,7 @@ impl Core {
     }
 }
 
-/// The state of a store, and the connections of one runtime.
+/// The state of a store and the connections of one runtime, for one operation.
 pub(super) struct Access<'a> {
     pub(super) core: &'a Core,
     pub(super) connections: Here<'a, Connections>,
@@ -103,12 +103,12 @@ impl Access<'_> {
     }
 }
 
-/// Makes the call of a script on one key.
+/// Makes the command that calls `script` with one key.
 pub(super) fn call(script: &Script, name: Name<'_>, args: impl FnOnce(&mut Cmd)) -> RedisCommand {
     RedisCommand::script(script, std::iter::once(name), args)
 }
 
-/// Returns the owner token and the number of an attempt, in the bytes that a record holds.
+/// Returns the owner token and the number of an attempt, encoded as in a record.
 pub(super) fn attempt_of(lease: &Lease) -> [u8; 20] {
     let mut attempt = [0; 20];
     attempt[..16].copy_from_slice(lease.owner.as_bytes());

@@ -35,11 +35,12 @@ impl fmt::Display for Name<'_> {
 #[derive(Clone)]
 pub(super) struct RedisCommand {
     pub(super) command: Cmd,
-    /// Source of the script that the command calls, for a server that has forgotten it.
+    /// Source of the script that the command calls, to be sent if the server has forgotten the script; `None` for a
+    /// command that calls no script.
     pub(super) source: Option<&'static str>,
     /// True if the answer may be a record.
     pub(super) returns_record: bool,
-    /// True if the command is sent even if its caller is gone.
+    /// True if the command is sent even if its caller has dropped its future.
     pub(super) is_kept: bool,
 }
 
@@ -49,7 +50,7 @@ impl RedisCommand {
         Self { command, source: None, returns_record: false, is_kept: false }
     }
 
-    /// Calls `script` with these keys and arguments.
+    /// Makes the command that calls `script` with these keys and arguments.
     pub(super) fn script<'n>(
         script: &Script,
         keys: impl ExactSizeIterator<Item = Name<'n>>,
@@ -67,13 +68,14 @@ impl RedisCommand {
         Self { returns_record: true, ..self }
     }
 
-    /// Marks the command to be sent even if its caller is gone.
+    /// Marks the command to be sent even if its caller has dropped its future.
     pub(super) fn keep_if_dropped(self) -> Self {
         Self { is_kept: true, ..self }
     }
 }
 
-/// Returns the same call with the source of its script, from which the server loads the script.
+/// Converts an `EVALSHA` command into the `EVAL` command with the same keys and arguments. The server loads the script
+/// from `source`.
 pub(super) fn with_source(call: &Cmd, source: &str) -> Cmd {
     let mut command = Cmd::new();
     command.arg("EVAL").arg(source);
@@ -93,7 +95,7 @@ pub(super) fn key_of(command: &Cmd) -> &[u8] {
     }
 }
 
-/// Returns argument `at` of a command, where argument 0 is its name; empty if the command has fewer arguments.
+/// Returns argument `at` of a command; empty if the command has fewer arguments. Argument 0 is the command's name.
 pub(super) fn argument(command: &Cmd, at: usize) -> &[u8] {
     match command.args_iter().nth(at) {
         Some(redis::Arg::Simple(argument)) => argument,

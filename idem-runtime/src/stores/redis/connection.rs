@@ -17,14 +17,14 @@ use crate::combine::race;
 use crate::kit::metered::Meter;
 use crate::sync::{Process, lock};
 
-/// Pause after a failure to connect. Callers in this pause get the same error.
+/// Pause after a failed try to connect. A caller during this pause gets the error of that try.
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 /// Largest number of new connections that one exchange waits for: a primary may be replaced while its connection is
 /// being opened.
 const CONNECTIONS: usize = 4;
 /// Longest duration of an exchange while bytes move on its connection, as a multiple of the time limit.
 const LONGEST: u32 = 15;
-/// A timer that fires this late shows that the runtime was busy, and so did not read any answer either.
+/// A timer that fires later than this shows that the runtime was busy, and so did not read any answer either.
 const LATE: Duration = Duration::from_millis(100);
 
 /// A user's connection: multiplexed, so that clones share it.
@@ -108,7 +108,7 @@ struct Own<P> {
     timeout: Duration,
     place: P,
     open: Mutex<OpenState>,
-    /// Number of connections opened so far.
+    /// Copy of `OpenState::generation`, which can be read without the lock.
     opened: AtomicU64,
 }
 
@@ -133,7 +133,8 @@ struct OpenConnection {
     connection: MultiplexedConnection,
     pulse: Arc<Pulse>,
     sees_bytes: bool,
-    /// Keeps the driver task alive.
+    /// The task that reads and writes; `None` if the client has started its own task. Ends with the last clone of this
+    /// connection.
     _driver: Option<Arc<OwnedTask>>,
 }
 
@@ -207,8 +208,8 @@ impl<P: Place> Connection<P> {
         answers.and_then(|answers| if answers.len() == count { Ok(answers) } else { Err(ExchangeFailure::Lost) })
     }
 
-    /// Returns the time that an operation may wait to be sent: longer while the server keeps answering earlier
-    /// operations.
+    /// Returns the time that an operation may wait to be sent. This time is longer while bytes still move on the
+    /// connection: the server works, but slowly.
     pub(super) fn patience(&self) -> Duration {
         let pulse = match &self.end {
             End::Theirs(theirs) => Some(Arc::clone(&theirs.pulse)),
@@ -239,8 +240,8 @@ impl<P: Place> Connection<P> {
     }
 
     /// Runs `exchange`. Gives up when no byte has moved on its connection for the time limit, or after [`LONGEST`] time
-    /// limits. Time in which the runtime was busy does not count. If `is_news`, the answer counts as movement, because
-    /// the bytes of this connection can't be observed.
+    /// limits. Time in which the runtime was busy is not included. If `is_news`, the bytes of this connection can't be
+    /// observed, and its successful answers are noted as moved bytes.
     async fn in_time<T>(
         &self,
         pulse: &Pulse,
@@ -274,8 +275,8 @@ impl<P: Place> Connection<P> {
         }
     }
 
-    /// Opens the connection. Returns the error of the client unchanged, because some mistakes in its settings show only
-    /// at the first connection.
+    /// Opens the connection. Returns the error of the client unchanged, so that the caller can find mistakes in the
+    /// settings: some of these mistakes show only at the first connection.
     pub(super) async fn try_open(&self) -> Result<(), RedisError> {
         match &self.end {
             End::Theirs(_) => Ok(()),
@@ -285,7 +286,7 @@ impl<P: Place> Connection<P> {
 }
 
 impl<P: Place> Own<P> {
-    /// Returns the open connection, or a new one.
+    /// Returns the open connection, or opens a new one.
     async fn open(self: &Arc<Self>) -> Result<OpenConnection, RedisError> {
         if let Some(way) = self.get() {
             return Ok(way);
@@ -302,7 +303,8 @@ impl<P: Place> Own<P> {
                 {
                     return Err(error.clone());
                 }
-                // A closed channel that is still set means that a runtime dropped the task that opened the connection.
+                // If `connecting` holds a closed channel, a runtime has dropped the task that was opening the
+                // connection.
                 match open.connecting.clone().filter(|connecting| connecting.has_changed().is_ok()) {
                     Some(connecting) => connecting,
                     None => {
@@ -366,7 +368,7 @@ impl<P: Place> Own<P> {
     }
 
     /// Forgets the connection if its answers show that it is unusable. Callers that still wait for an answer keep their
-    /// clone of it.
+    /// clone of the connection.
     ///
     /// Returns an error if another server is the primary by now: the write that the old primary answered may be lost.
     fn look_after(

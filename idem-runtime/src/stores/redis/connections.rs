@@ -75,7 +75,7 @@ pub(super) struct ServerLocation {
     pub(super) place: ServerPlace,
     /// The tasks that track the server's location.
     pub(super) watching: Vec<OwnedTask>,
-    /// A connection to the server that is already open.
+    /// An open connection to the server; `None` if no connection has been opened yet.
     pub(super) plain: Option<ServerConnection>,
 }
 

@@ -24,8 +24,8 @@ pub(super) enum ExchangeFailure {
     /// The runtime dropped the exchange, the answer makes no sense, or the answering server had already been replaced:
     /// the operation may have taken effect.
     Lost,
-    /// The server gave this answer, but too few replicas have the write: the write may get lost with the server. The
-    /// second field is the server's reason why replicas are missing, if the server gave a reason.
+    /// The server gave this answer, but too few replicas have confirmed the write: the write may get lost with the
+    /// server. The second field is the server's reason why confirmations are missing, if the server gave a reason.
     Unreplicated(Box<Value>, Option<Arc<str>>),
 }
 
@@ -68,16 +68,16 @@ impl ExchangeFailure {
         matches!(self, Self::Refused(refusal) if &*refusal.code == "TRYAGAIN")
     }
 
-    /// Returns whether the server does not support an option of a command. Such a command has written nothing. Every
-    /// error with the general code `ERR` counts, because the text differs from server to server. A request that the
-    /// server could not read (`Protocol error`) does not count.
+    /// Returns whether the server does not support an option of a command. Such a command has written nothing. Returns
+    /// true for every error with the general code `ERR`, because the text differs from server to server; false for a
+    /// request that the server could not read (`Protocol error`).
     pub(super) fn is_unknown_option(&self) -> bool {
         matches!(self, Self::Refused(ErrorReply { code, message })
             if &**code == "ERR" && !message.starts_with("Protocol error"))
     }
 
-    /// Converts the error of a connection that could not be opened, so nothing was sent. An error reply of the server
-    /// keeps its code.
+    /// Converts the error of a failed try to open a connection, before which nothing was sent. An error reply of the
+    /// server keeps its code.
     pub(super) fn not_opened(error: RedisError) -> Self {
         match error.kind() {
             ErrorKind::Server(_) => Self::of(error),
@@ -108,7 +108,7 @@ impl ExchangeFailure {
 /// Returns the error of an operation whose exchange failed.
 pub(super) fn failed(failure: ExchangeFailure) -> StoreError {
     match failure {
-        // A script never stops halfway: it checks everything before its first write.
+        // A refused script has written nothing: every script makes all its checks before its first write.
         ExchangeFailure::Refused(refusal) => refused(&refusal),
         ExchangeFailure::NotSent(reason) => {
             StoreError::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))

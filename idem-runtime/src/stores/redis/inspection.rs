@@ -85,16 +85,17 @@ impl StoredValue {
 }
 
 /// Makes the inspection of a record whose retention ends in `left` milliseconds, at `expires_at` by the server's clock.
-/// A negative number stands for a missing expiry; a negative `expires_at` also for a time that the login may not ask
-/// for.
+/// Both numbers are negative if the record has no expiry. `expires_at` is also negative if the login may not send
+/// `PEXPIRETIME`.
 fn inspection(record: Record, value: &Bytes, left: i64, expires_at: i64) -> Result<Inspection, StoreError> {
-    // `left` is negative for a value without an expiry. A record without an expiry and without a lease is kept forever.
+    // A negative `left` means no expiry. A record without a lease is then kept forever; a pending record is damaged.
     let expires_in = u64::try_from(left).map_or(Duration::MAX, Duration::from_millis);
     let [mut seen, mut began] = format::times(value);
     let lapses_in = match record.state {
         State::Pending { .. } if left < 0 => return Err(damaged()),
         State::Pending { lease, ttl, .. } => {
-            // The lease was not renewed yet, so the retention of the record began with the attempt.
+            // A record without times has not been renewed: the server set its expiry when the attempt was reserved, so
+            // the attempt began one full retention (lease and ttl) before the expiry.
             let since = u64::try_from(expires_at).ok().and_then(|at| at.checked_sub(millis(lease) + millis(ttl)));
             began = began.or(since);
             seen = seen.or(began);

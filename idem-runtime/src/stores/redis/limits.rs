@@ -20,9 +20,10 @@ use crate::sync::{Mutex, PerProcess, lock};
 pub(super) const SURE: usize = 1024 * 1024;
 /// Default limit of a server, in bytes.
 const DEFAULT: usize = 512 * 1024 * 1024;
-/// Number of connections in a row that must break under a large value before the value counts as the reason.
+/// Number of connections in a row that must break while a large value is sent before the store takes the size as the
+/// reason.
 const BREAKS: u32 = 4;
-/// Time for which a learned limit counts. Afterwards the store tries again: an operator may have raised the server's
+/// Time for which a learned limit applies. Afterwards the store tries again: an operator may have raised the server's
 /// limit, or the network may have been the reason for the failures.
 const LEARNED_FOR: Duration = Duration::from_secs(60);
 
@@ -38,9 +39,10 @@ const UNTOLD: usize = usize::MAX;
 
 #[derive(Clone, Default, Debug)]
 struct LearnedLimits {
-    /// Values of this size and above count as too large until this time.
+    /// Smallest size, in bytes, of the values that are refused as too large, and the time until which they are refused.
     too_large: Option<(usize, Instant)>,
-    /// The smallest value under which the latest connections broke, and the number of these connections.
+    /// Size in bytes of the smallest value during which one of the latest connections broke, and the number of these
+    /// connections.
     broke: Option<(usize, u32)>,
 }
 
@@ -56,7 +58,7 @@ impl Limits {
         self.told.fetch_min(most, Ordering::Relaxed);
     }
 
-    /// Notes the limit that servers reported to `other`, too.
+    /// Takes over the limit that `other` holds from servers, if it is smaller.
     pub(super) fn configure_from(&self, other: &Self) {
         self.configure(other.told.load(Ordering::Relaxed));
     }

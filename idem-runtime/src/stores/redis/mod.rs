@@ -1,11 +1,12 @@
 //! Records in one Redis or Valkey server, in a cluster, or in the primary that sentinels name.
 //!
-//! A record is one string in the [format](crate::record::format) that all byte stores share. `SET key record NX GET PX
-//! retention` reserves a key or returns its record in one round trip. The only clock is the server's: each renewal sets
-//! the full retention anew, so the age of a lease is the full retention minus the remaining retention. Only changes of
-//! an existing record need a script. A completion needs no script if the server has `SET … IFEQ` and the record is
-//! unchanged since its reservation. Each script checks the owner token; the scripts of a renewal and of a completion
-//! also check the attempt's number.
+//! A record is one string in the [format](crate::record::format) that all byte stores share.
+//! `SET key record NX GET PX retention` reserves a key or returns its record in one round trip. The server's clock is
+//! the only clock: a reservation and each renewal set the expiry of the key to the full retention, so the age of a
+//! lease is the full retention minus the remaining retention. A reservation of an absent key needs no script, and
+//! neither does a completion if the server has `SET … IFEQ` and the record is unchanged since its reservation. Every
+//! other change of a record is a script. The scripts by which an attempt changes its record check the owner token; all
+//! of these scripts except the release also check the attempt's number.
 //!
 //! Layers, from the top. A file imports from the layers below its own:
 //!
@@ -57,12 +58,12 @@ impl RedisStore {
     ///   `redis+unix:///path` for a socket.
     /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`; the
     ///   hosts are the sentinels. The login is for the primary; the login for the sentinels is
-    ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: each new connection asks all of them, and uses the
-    ///   answer of the latest failover. The store follows the primary on its own.
+    ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: to open a connection, the store asks all of them
+    ///   and uses the answer of the latest failover. After a failover the store connects to the new primary.
     /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]`; the hosts are some of its nodes.
     ///
-    /// The URLs for sentinels and clusters take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write
-    /// characters with a meaning in URLs as `%XX`.
+    /// The URLs for sentinels and clusters take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write a
+    /// character that has a meaning in URLs as `%XX`.
     ///
     /// # Errors
     /// [`Misconfigured`] for an invalid URL, a refused login, a server that is too old or not Redis, a replica, a name

@@ -22,9 +22,9 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Makes a node whose connections `connect` makes, each at first use. `plain` is a connection that is already open;
-    /// `None` if `connect` has to make it. A node for upkeep renews leases over its own connection, so that no late
-    /// result delays them.
+    /// Makes a node whose connections are made by `connect`, and opened at their first use. `plain` is a connection
+    /// that is already open; `None` if `connect` has to make this connection, too. A node for upkeep renews leases over
+    /// a separate connection, so that the answers to other operations delay no renewal.
     pub(super) fn new(
         plain: Option<ServerConnection>,
         connect: impl Fn(Duration) -> ServerConnection,
@@ -61,7 +61,7 @@ impl Node {
         self.dispatch(&op).run(op)
     }
 
-    /// Runs `op` while the slot of its key is still migrating to this server.
+    /// Runs `op`, preceded by `ASKING`, while the slot of its key is still migrating to this server.
     pub(super) fn run_asking<'a>(&'a self, op: Op<'a>) -> OpFuture<'a> {
         self.dispatch(&op).run_asking(op)
     }

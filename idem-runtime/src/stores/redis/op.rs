@@ -1,4 +1,4 @@
-//! Operations of a store on its keys. One type describes an operation from the caller to the exchange.
+//! Operations of a store on its keys. The same type describes an operation in the caller and in the exchange.
 
 use redis::Value;
 

@@ -74,18 +74,18 @@ impl RedisOptions {
         Self { response_timeout, ..self }
     }
 
-    /// Counts a reservation, a renewal, a result or a release only once `count` replicas also have it, by `WAIT`
-    /// (default: waits for no replica).
+    /// Acknowledges a reservation, a renewal, a result or a release only after `count` replicas have confirmed the
+    /// write, by `WAIT` (default: waits for no replica).
     ///
-    /// A primary that fails takes with it every write that no replica has: an acknowledged operation runs again.
-    /// `min_replicas` withholds that acknowledgement. If fewer than `count` replicas confirm a write `within` that
-    /// time, the call fails with [`StoreErrorKind::Unconfirmed`](crate::StoreErrorKind::Unconfirmed), no body runs, and
-    /// a result is [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only from a result that the
-    /// replicas have. The price: while replicas are missing, the store reserves, records and replays nothing.
+    /// If a primary fails, every write that no replica has is lost, and an operation that was already acknowledged runs
+    /// again. If fewer than `count` replicas confirm a write in the time `within`, the call fails with
+    /// [`StoreErrorKind::Unconfirmed`](crate::StoreErrorKind::Unconfirmed), no body runs, and a result is
+    /// [`Unrecorded`](crate::Error::Unrecorded). A replay, too, is answered only after the replicas have confirmed the
+    /// result. The price: while replicas are missing, the store reserves, records and replays nothing.
     ///
     /// Only a `count` of *all* replicas of a primary makes failovers lossless: with fewer, a lagging replica may be
-    /// promoted. A replica confirms what it holds in memory, so the confirmation of a replica that restarts without
-    /// persistence is void.
+    /// promoted. A replica confirms a write that it holds in memory: if the replica has no persistence and restarts, it
+    /// loses the write that it has confirmed.
     ///
     /// Confirmed writes have their own connection. Concurrent operations share one `WAIT`. An operation may also have
     /// to wait for the exchange ahead of it, so a call takes up to `response_timeout` plus twice `within`. Keep this

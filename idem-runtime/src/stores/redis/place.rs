@@ -21,7 +21,7 @@ pub(super) enum ServerPlace {
 }
 
 impl ServerPlace {
-    /// Waits until the server moves to another address than the one of `version`.
+    /// Waits until the server moves to another address than the address of `version`; forever if the address is fixed.
     pub(super) async fn moved(&self, version: u64) {
         match self {
             Self::At(_) => std::future::pending().await,

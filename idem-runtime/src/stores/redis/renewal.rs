@@ -44,7 +44,7 @@ async fn renew_group(
     answer: &Answers<'_>,
 ) -> Result<(), StoreError> {
     match renew_call(access, leases, group).await {
-        // The slot is migrating, and this call renewed nothing. A call that names a single key can still succeed.
+        // The slot is migrating, and the call renewed nothing. A call that names a single key can still succeed.
         Err(failure) if failure.is_split_slot() && group.len() > 1 => {
             let each = group.chunks(1).map(|one| async move {
                 let answers = renew_call(access, leases, one).await;

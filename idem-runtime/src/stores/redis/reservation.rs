@@ -23,11 +23,12 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     let first = Record::first(request);
     let ttl_ms = millis(first.retention(request.ttl));
     let write = RecordWrite { name, record: &first, reserved_at: None, expected: None, ttl_ms };
-    // The record that a failed takeover found in place of the expected record, and the rest of its lease.
+    // If the latest takeover failed: the record that the takeover found in place of the expected record, and the rest
+    // of its lease.
     let mut changed: Option<(Bytes, Duration)> = None;
     for look in 0..LOOKS {
         if pause_before(look, access.core.clock()).await {
-            // After the pause, that record may be out of date.
+            // The record that the takeover found may be out of date after the pause.
             changed = None;
         }
         let (found, left) = match changed.take() {
@@ -72,8 +73,9 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     Err(keeps_changing())
 }
 
-/// Answers with the found record if the answer does not depend on an unknown lease. `left` is the rest of the lease, if
-/// known. If the lease must be asked for, returns the record, and the decision that applies if the lease has lapsed.
+/// Answers with the record `found`, unless the answer depends on whether the record's lease still holds, and this
+/// process does not know. In that case, returns the record, and the decision that applies if the lease has lapsed.
+/// `left` is the rest of the lease, if known.
 fn answer_found(
     access: &Access<'_>,
     request: &ReserveRequest,
@@ -89,7 +91,7 @@ fn answer_found(
             Admission::Replace { .. } => unreachable!("a finished record is not replaced"),
         }
     }
-    // A lease that certainly holds decides without a further round trip.
+    // If the lease certainly holds, the answer needs no further round trip.
     let pending = record.is_pending();
     let holds = if pending { left.filter(|left| !left.is_zero()) } else { None };
     if pending && let Some(lapses_in) = holds.or_else(|| access.core.known_to_hold(record.owner)) {
@@ -98,7 +100,7 @@ fn answer_found(
             Admission::Replace { .. } => unreachable!("a live lease is not replaced"),
         }
     }
-    // A record that is not pending has no lease to ask about.
+    // A record that is not pending has no lease, so its answer needs no question to the server.
     match record.admit(request, Duration::ZERO) {
         Admission::Answer(answer) if !pending || left.is_some() => Ok(ControlFlow::Break(answer)),
         lapsed => Ok(ControlFlow::Continue((record, lapsed))),
@@ -138,10 +140,10 @@ async fn take(
         command.arg(seen).arg(lease).arg(retention).arg(&value).arg(new_retention);
         command.arg(&*access.core.terms.channel);
     });
-    // Replicas must confirm the takeover. The answer that another attempt holds the lease is valid without replicas.
+    // Replicas must confirm a takeover. If another attempt holds the lease, the answer is valid without replicas.
     let taken = access.run(name, Op::Write(asked.returns_record())).await;
     let taken = match taken {
-        // Another attempt holds the lease, so the answer needs no replica (see `looked`).
+        // The answer only says "in progress", so it needs no replica (see `looked`).
         Err(ExchangeFailure::Unreplicated(taken, why)) => match *taken {
             Value::Int(1..) if met.owner != owner => *taken,
             Value::Array(parts) if is_held_by_another(&parts, owner) => Value::Array(parts),
@@ -175,8 +177,9 @@ fn depends_on_lease(answer: &Reservation) -> bool {
     matches!(answer, Reservation::Interrupted { .. } | Reservation::AttemptsExhausted { .. })
 }
 
-/// Checks the answer to a reservation. "In progress" may come from an unreplicated record. A result or our own
-/// reservation must be replicated, because the caller relies on it.
+/// Accepts the answer to a reservation without replicas if the answer is an unfinished attempt of another owner: the
+/// caller only learns "in progress". A result or our own reservation must be replicated, because the caller relies on
+/// it.
 fn looked(answer: OpAnswer, owner: OwnerToken) -> OpAnswer {
     match answer {
         Err(ExchangeFailure::Unreplicated(found, why)) => match *found {

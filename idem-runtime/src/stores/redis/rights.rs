@@ -16,8 +16,8 @@ pub enum Purpose {
     Opening,
     /// Needed by a call or a renewal.
     Calls,
-    /// Needed by a store with `min_replicas`. Other stores use only `PEXPIRETIME` of these commands, to show operators
-    /// when an attempt began.
+    /// Needed by a store with `min_replicas`. A store without `min_replicas` uses only one of these commands:
+    /// `PEXPIRETIME`, to show operators when an attempt began.
     Replicas,
     /// Needed to wake the duplicates that wait for a completion.
     Wakes,

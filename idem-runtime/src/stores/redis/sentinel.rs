@@ -1,10 +1,10 @@
 //! Finds the primary through the sentinels that watch over it.
 //!
-//! - Every new connection asks all sentinels. The answer of the latest failover (its *epoch*) wins: a sentinel that was
-//!   cut off still names the old primary. The named server must report itself as the primary.
-//! - The store asks the sentinels again when one of them announces a failover, and every five seconds. When the
+//! - To open a connection, the store asks all sentinels. The answer of the latest failover (its *epoch*) wins: a
+//!   sentinel that was cut off still names the old primary. The named server must report itself as the primary.
+//! - The store asks the sentinels again when a sentinel announces a failover, and every five seconds. When the
 //!   sentinels name another server, the store closes its connection to the old server, and does not trust a late answer
-//!   from there.
+//!   of the old server.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -26,7 +26,7 @@ use crate::sync::lock;
 /// Time limit for the answer of one sentinel. An unreachable sentinel must not delay the answers of other sentinels for
 /// long.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// Interval between questions while no announcement arrives: an announcement can get lost with its connection.
+/// Longest interval between two rounds of questions: an announcement can get lost with its connection.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 /// Pause before a broken subscription is made again.
 const RESUBSCRIBE: Duration = Duration::from_millis(500);
@@ -45,7 +45,7 @@ pub(super) struct Sentinels {
     announced: Notify,
 }
 
-/// Answer of a sentinel.
+/// The primary, as a sentinel names it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Primary {
     host: String,
@@ -82,14 +82,14 @@ impl Sentinels {
         *self.version.borrow()
     }
 
-    /// Waits until the sentinels name another primary than the one of `version`.
+    /// Waits until the sentinels name another primary than the primary of `version`.
     pub(super) async fn moved(&self, version: u64) {
         let mut versions = self.version.subscribe();
         // The wait can't fail, because the sender lives as long as `self`.
         let _ = versions.wait_for(|now| *now != version).await;
     }
 
-    /// Returns a client of the primary that the sentinels name now, and its version.
+    /// Returns a client of the primary that the sentinels name now, and the version of the primary's address.
     pub(super) async fn primary(&self) -> Result<(Client, u64), RedisError> {
         let (Primary { host, port, .. }, version) = self.ask().await?;
         Ok((elsewhere(&self.template, &host, port)?, version))
@@ -136,8 +136,8 @@ impl Sentinels {
         (ErrorKind::Io, "no sentinel answers").into()
     }
 
-    /// Notes the latest answer of the sentinels. Ignores an epoch earlier than the known epoch. If all sentinels have
-    /// answered, the earlier epoch counts: an operator has set up the sentinels anew.
+    /// Notes the latest answer of the sentinels. Ignores an epoch earlier than the known epoch, unless all sentinels
+    /// have answered: then an operator has set up the sentinels anew.
     fn learn(&self, latest: &Primary, all: bool) -> (Primary, u64) {
         let mut known = lock(&self.known);
         match &*known {
@@ -201,7 +201,8 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
 /// Returns the answer of one sentinel; `None` if the sentinel watches no primary called `name`.
 async fn ask(sentinel: &Connection<Client>, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
     let mut questions = Pipeline::new();
-    // The address changes as soon as a replica is promoted; the details change only at the end of the failover.
+    // Two commands: the address changes as soon as a replica is promoted, but the details, which hold the epoch, change
+    // only at the end of the failover.
     questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
     questions.cmd("SENTINEL").arg("MASTER").arg(name);
     let answers = sentinel.many(&questions).await?;

@@ -27,8 +27,8 @@ use crate::sync::SharedOnce;
 /// - *Atomicity*: `SET … NX GET` decides which attempt reserves a key. All later changes are `SET … IFEQ` (Valkey 8.1,
 ///   Redis 8.4) or scripts that compare the owner token. Each command names keys of one slot only.
 /// - *Clock*: the server's clock. A step of that clock shifts leases and retentions. After a failover the new primary's
-///   clock counts. For operators only, a completion notes when its attempt began: by the wall clock of its process, or
-///   by the server's clock if the lease was renewed before.
+///   clock applies. A finished record also holds the time at which its attempt began, for display only: by the wall
+///   clock of the attempt's process, or by the server's clock if the lease was renewed before the completion.
 /// - *Durability*: the server's settings decide (`appendonly`, `save`). A record that the server loses in a crash, or
 ///   evicts, is forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a
 ///   warning. Replication is asynchronous, so a failover forgets the writes that the new primary had not received yet,
@@ -65,7 +65,7 @@ pub(super) struct RedisInner {
     this: Weak<RedisInner>,
     core: Arc<Core>,
     runtimes: PerRuntime<Connections>,
-    /// The handle for upkeep; `None` in the handle for upkeep itself.
+    /// The handle for renewals and late writes, made at its first use; `None` in that handle itself.
     upkeep: Option<SharedOnce<Arc<RedisInner>>>,
 }
 
@@ -87,18 +87,21 @@ impl RedisInner {
         Arc::new_cyclic(|this| Self { this: this.clone(), core, runtimes: PerRuntime::default(), upkeep })
     }
 
-    /// Returns the access of an operation that is called in the current runtime.
+    /// Returns the shared state and the connections of the current runtime, for one operation. Fails outside a tokio
+    /// runtime.
     fn access(&self) -> Result<Access<'_>, StoreError> {
         let core = &*self.core;
-        // Connections may be inherited from before a fork: a connection itself refuses to be used in another process.
+        // A forked child may inherit the connections of its parent here. Such a connection fails each exchange in the
+        // child.
         let connections = self.runtimes.here_or_inherited(|_| core.plan.open(&core.terms, self.upkeep.is_none()));
         let outside = || ExchangeFailure::Unusable("no tokio runtime: call the store from inside one".into());
         Ok(Access { core, connections: connections.ok_or_else(|| failed(outside()))? })
     }
 }
 
-/// Returns the time at which `lease` was reserved, in milliseconds since 1970, if its record may be unchanged since
-/// then: a renewal, which is due after a third of the lease, changes it.
+/// Returns the time at which `lease` was reserved, in milliseconds since 1970, if less than a third of the lease has
+/// passed since. The first renewal is due after that third and changes the record, so until then the record may be
+/// unchanged.
 fn unchanged_since(lease: &Lease, core: &Core) -> Option<u64> {
     let reserved_at = lease.mark.get()?.get();
     let age = Duration::from_millis(core.wall_millis().saturating_sub(reserved_at));
@@ -156,8 +159,8 @@ impl Store for RedisInner {
             let record = Record::after(lease, finish.state());
             let bytes = format::len(&record);
             limits.check(bytes, clock)?;
-            // A large value goes to the script at the first try: after a failed `SET … IFEQ` it would have to
-            // be sent again.
+            // A large value is written by the script, without trying `SET … IFEQ`: if `SET … IFEQ` failed, the value
+            // would have to be sent a second time.
             let reserved_at = unchanged_since(lease, &self.core).filter(|_| bytes < SURE);
             let expected = reserved_at.map(|_| Record::reserved(lease));
             let name = access.name_of(&lease.key);
@@ -204,7 +207,8 @@ impl Store for RedisInner {
                     .wakeups
                     .wait(&name.to_string(), until.saturating_since(clock.now()), clock, mark)
                     .await?;
-                // Replicas have to confirm a result, because the caller relies on it.
+                // `Op::Write`, although this only reads: with `min_replicas`, replicas have to confirm the result,
+                // because the caller relies on it.
                 let found = look_at(&access, name, Op::Write).await?.map(|stored| stored.found).transpose()?;
                 let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
                 if !goes_on || clock.now() >= until {

@@ -63,7 +63,7 @@ impl Meter for Pulse {
 pub(super) struct OpenedStream {
     pub(super) connection: MultiplexedConnection,
     pub(super) pulse: Arc<Pulse>,
-    /// True if each byte updates the pulse, false if only complete answers do.
+    /// True if the pulse notes each byte that moves, false if it notes only complete answers.
     pub(super) sees_bytes: bool,
     /// The task that reads and writes; `None` if the client has started its own task.
     pub(super) driver: Option<OwnedTask>,
@@ -103,7 +103,8 @@ fn config() -> AsyncConnectionConfig {
         .set_pipeline_buffer_size(DRIVER_QUEUE)
 }
 
-/// Opens a connection over a stream. `stream` opens that stream, and gets the pulse that notes when bytes move on it.
+/// Opens a connection over the stream that `stream` opens. The argument of `stream` is the pulse, which must note when
+/// bytes move on the stream.
 async fn over<S, F>(
     info: &ConnectionInfo,
     clock: &Arc<dyn Clock>,
@@ -154,8 +155,8 @@ mod tls {
     use tokio_rustls::TlsConnector;
     use tokio_rustls::client::TlsStream;
 
-    /// Returns whether the operating system trusts any certificate authority. If not, the client's own list of
-    /// authorities may still have some.
+    /// Returns whether the operating system trusts any certificate authority. If not, the client opens the connection,
+    /// because the client's own list may still contain authorities.
     pub(super) fn trusts_somebody() -> bool {
         !rustls_native_certs::load_native_certs().certs.is_empty()
     }

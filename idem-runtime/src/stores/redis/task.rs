@@ -1,8 +1,8 @@
-//! A task that ends with its owner.
+//! A task that is aborted when its owner is dropped.
 
 use tokio::task::AbortHandle;
 
-/// A task that ends with its owner.
+/// Handle of a task, which is aborted when the handle is dropped.
 pub(super) struct OwnedTask(pub(super) AbortHandle);
 
 impl Drop for OwnedTask {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::scripts::Scripts;
 use crate::clock::Clock;
 
-/// Number of replicas that must have a write before its answer counts, and the time that the server waits for them.
+/// Number of replicas that must confirm a write, and the time that the server waits for their confirmations.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Replicas {
     pub(super) count: usize,
@@ -19,7 +19,7 @@ pub(super) struct ExchangeTerms {
     pub(super) clock: Arc<dyn Clock>,
     /// Time limit of one exchange that waits for no replica.
     pub(super) timeout: Duration,
-    /// The replicas that confirm a write; `None` if the answer to a write counts without replicas.
+    /// The replicas that have to confirm a write; `None` if no replica has to.
     pub(super) replicas: Option<Replicas>,
     /// Channel on which ends of attempts are published.
     pub(super) channel: Arc<str>,

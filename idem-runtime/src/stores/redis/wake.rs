@@ -51,7 +51,8 @@ impl PublicationSource {
         }
     }
 
-    /// Waits until publications arrive at another server than the one of `version`.
+    /// Waits until the server has moved to another address than the address of `version`. In a cluster, waits forever:
+    /// every node receives all publications.
     async fn moved(&self, version: u64) {
         match self {
             Self::One(place) => place.moved(version).await,
@@ -82,8 +83,9 @@ impl Wakeups {
         Self { source, channel: channel.to_owned(), waiting, subscription }
     }
 
-    /// Waits until `key` is published, at most `at_most`. `mark` marks the record and returns whether there is an
-    /// attempt to wait for. `mark` runs once the subscription exists, so that the publication can't be missed.
+    /// Waits until `key` is published, but no longer than `at_most` or the polling interval. `mark` marks the record
+    /// and returns whether there is an attempt to wait for. `mark` runs after the subscription, so that the publication
+    /// can't be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -102,7 +104,8 @@ impl Wakeups {
         Ok(())
     }
 
-    /// Subscribes at first use. Returns whether publications arrive.
+    /// Starts the subscription at first use, and waits up to [`POLL`] for the server to confirm it. Returns whether
+    /// publications arrive.
     async fn subscribe(&self, clock: &dyn Clock) -> bool {
         let Some(source) = &self.source else { return false };
         let subscription = self.subscription.get_or_init(|| {

@@ -12,8 +12,8 @@ use crate::record::format;
 pub(super) struct RecordWrite<'a> {
     pub(super) name: Name<'a>,
     pub(super) record: &'a Record,
-    /// Time of the reservation that a completion ends, in milliseconds since 1970; `None` in a reservation, and in a
-    /// completion whose record must have changed since.
+    /// Time at which the attempt was reserved, in milliseconds since 1970. `None` in a reservation, and in a completion
+    /// whose record must have changed since its reservation.
     pub(super) reserved_at: Option<u64>,
     /// The record as the reservation wrote it; `None` if `reserved_at` is `None` or the server does not support `SET …
     /// IFEQ`.
@@ -35,7 +35,8 @@ impl RecordWrite<'_> {
         let value_at = bytes.len();
         format::write(self.record, bytes);
         if let Some(reserved_at) = self.reserved_at {
-            // If a script writes this value instead of `SET … IFEQ`, the script keeps the times of the stored record.
+            // If a script writes this value instead of `SET … IFEQ`, the script keeps the times that the stored record
+            // has.
             format::set_times(&mut bytes[value_at..], reserved_at);
         }
         let expected_at = bytes.len();
@@ -76,7 +77,7 @@ impl WriteLayout {
 pub(super) struct EncodedWrite<'a> {
     pub(super) key: &'a [u8],
     value: &'a [u8],
-    /// Empty if a script has to compare.
+    /// The bytes of the record before a completion; empty if a script has to compare the owner token instead.
     pub(super) expected: &'a [u8],
     ttl_ms: u64,
 }

@@ -10,7 +10,7 @@ use super::super::op::OpAnswer;
 use super::op_batch::WriteEntry;
 use super::replies::Replies;
 
-/// `Ok` if enough replicas have the write; otherwise the reason that the server gave, if any.
+/// `Ok` if enough replicas have confirmed the write; otherwise the reason that the server gave, if any.
 pub(super) type ReplicationResult = Result<(), Option<Arc<str>>>;
 
 /// The answers of one exchange, in the order of its commands.
@@ -48,7 +48,7 @@ fn parts(answer: OpAnswer) -> Result<(Value, ReplicationResult), ExchangeFailure
     }
 }
 
-/// Reads the answer to an `MGET` of `count` keys. `None` stands for an absent key.
+/// Reads the answer to an `MGET` of `count` keys. The item of an absent key is `None`.
 pub(super) fn looked_up(
     found: OpAnswer,
     count: usize,

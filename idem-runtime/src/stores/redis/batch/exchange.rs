@@ -62,10 +62,10 @@ impl Exchanges {
 
     /// Sends the commands of `pipeline`, and waits until the replicas confirm.
     ///
-    /// `WAIT` covers only the writes of its own connection. A replay writes nothing, nor does an operation that finds
-    /// its write already done. `WAIT` alone would confirm the answers of both, although perhaps no replica has the
-    /// record. Replicas apply all writes in one order, so one further write after the commands covers every record in
-    /// the answers.
+    /// `WAIT` waits only for earlier writes of its own connection. Two kinds of operations write nothing: a replay, and
+    /// a repeated write whose first copy has already taken effect. After such an operation, `WAIT` alone would succeed
+    /// although perhaps no replica has the record in the answer. So a write that changes nothing follows the commands.
+    /// Replicas apply all writes in one order: a replica that confirms this write has every record in the answers.
     async fn confirmed(&self, pipeline: &mut Pipeline, replicas: Replicas) -> Result<ExchangeAnswers, ExchangeFailure> {
         let (asking, key) = match &pipeline.cmd_iter().collect::<Vec<_>>()[..] {
             [first, second, ..] if argument(first, 0) == b"ASKING" => (true, key_of(second).to_vec()),

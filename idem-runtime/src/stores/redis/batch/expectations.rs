@@ -4,7 +4,7 @@ use super::super::terms::ExchangeTerms;
 use crate::kit::replays::Replays;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Limit of the record bytes that one exchange may return, by the expected size of a record.
+/// Largest sum of the expected sizes of the records that one exchange returns, in bytes.
 const ANSWER_BYTES: usize = 1024 * 1024;
 /// Assumed size of a record before any has arrived, in bytes.
 const FIRST_RECORD: usize = 64 * 1024;
@@ -15,7 +15,8 @@ pub(super) struct Expectations {
     pub(super) replays: Replays,
     /// Generation of the connection whose server refused `SET … IFEQ`; 0 if no server has refused it.
     plain_sets: AtomicU64,
-    /// Size of the largest recent record, in bytes.
+    /// Expected size of a record, in bytes: the size of the largest record in the latest answers, or more if earlier
+    /// records were larger.
     record: AtomicUsize,
 }
 
@@ -28,9 +29,9 @@ impl Expectations {
         }
     }
 
-    /// Returns whether to send `SET … IFEQ` over the connection of this `generation`. The version of the server decides
-    /// when the store is opened; later, a refused `IFEQ` decides. A new connection may lead to another server, so the
-    /// store tries the option again.
+    /// Returns whether to send `SET … IFEQ` over the connection of this `generation`. For the first connection, the
+    /// version of the server decides. A server that refuses `SET … IFEQ` gets no further one over the same connection.
+    /// A new connection may lead to another server, so the store tries the option again.
     pub(super) fn compares(&self, generation: u64) -> bool {
         generation != self.plain_sets.load(Ordering::Relaxed)
     }

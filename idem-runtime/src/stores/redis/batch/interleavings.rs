@@ -168,7 +168,7 @@ fn each_operation_gets_its_own_answer() {
     });
 }
 
-/// An operation that waits for a lane is not sent once its caller is gone. An operation that ends an attempt is sent.
+/// An operation that waits for a lane is not sent if its caller is gone, unless the operation ends an attempt.
 #[test]
 fn an_operation_without_a_caller_is_not_sent() {
     explore(|| {

@@ -12,8 +12,9 @@ use super::replies::{Replies, ReplyWaiter};
 use super::sender::{BatchSender, STALLED};
 use crate::kit::lanes::{Lane, LaneOwner, Lanes, LoneTurn, gather};
 
-/// Largest number of batches in flight. First runs keep the server busy with scripts, so the server should always find
-/// another batch. Replays keep the client busy: more lanes would only make the batches smaller.
+/// Largest number of batches in flight. Scripts of first runs are work for the server: while the server runs one batch,
+/// the next batch should already wait there. Replays are work for the client: more lanes would only make the batches
+/// smaller.
 pub(super) const LANES: usize = 3;
 const LANES_FOR_REPLAYS: usize = 2;
 

@@ -1,4 +1,4 @@
-//! Sends the operations of many tasks over one connection. An operation walks from file to file:
+//! Sends the operations of many tasks over one connection. An operation passes through these files:
 //!
 //! | file | step |
 //! |---|---|
@@ -12,16 +12,17 @@
 //! | `replies`, `op_future` | the answer reaches the caller |
 //!
 //! - A lone command never waits: while nothing is in flight, a command goes straight to the connection. Operations that
-//!   gather meanwhile share one pipeline: one write, one answer to read, one wake-up.
+//!   are called while another operation is in flight gather, and share one pipeline: one write, one answer to read, one
+//!   wake-up.
 //! - A completion is `SET … IFEQ` with the bytes that the reservation wrote, if the server supports that option and the
 //!   caller has the bytes. If the bytes differ (a duplicate has marked the record, or another attempt holds it), a
 //!   script decides. Completions that need a script share one call for many keys.
 //! - While most reservations turn out to be replays, one `MGET` first looks up the keys of all gathered reservations,
-//!   with a tenth of the work for the server. The absent keys are then reserved.
+//!   which costs the server a tenth of the work of a reservation for each key. The absent keys are then reserved.
 //! - A batch is limited by the size of its requests, and by the size of its answers as estimated from the latest
 //!   answers.
-//! - If a caller goes away before its operation is sent, the operation is dropped. Only the end of an attempt is still
-//!   sent, by a lane.
+//! - If a caller drops its future before the operation is sent, the operation is not sent, unless it ends an attempt: a
+//!   lane still sends the end of an attempt.
 
 mod answer;
 mod exchange;
@@ -53,8 +54,7 @@ use crate::kit::lanes::LoneTurn;
 pub(super) struct Dispatch(Arc<ConnectionLanes>);
 
 impl Dispatch {
-    /// Makes a dispatch that sends over `connection`, from tasks of the current runtime. A gathered operation waits at
-    /// most as long as an exchange may take.
+    /// Makes a dispatch that sends over `connection`, from tasks of the current runtime.
     pub(super) fn new(connection: ServerConnection, terms: ExchangeTerms) -> Self {
         Self(Arc::new(ConnectionLanes::new(BatchSender::new(connection, terms))))
     }

@@ -13,7 +13,7 @@ const BATCH: usize = 256;
 /// A batch with this many bytes of keys and values takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
 
-/// An operation in a batch, and the slot of its answer.
+/// An operation in a batch, and the index of its answer in [`Replies`].
 pub(super) struct BatchEntry<T> {
     pub(super) slot: usize,
     pub(super) op: T,

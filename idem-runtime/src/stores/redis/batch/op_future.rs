@@ -33,8 +33,8 @@ impl Future for OpFuture<'_> {
 }
 
 /// Guards an operation that must be sent although its caller drives it. If the caller drops the operation before the
-/// answer, the guard calls `hand_over`, which gives the operation to a lane. An operation that is sent twice has no
-/// further effect.
+/// answer, the guard calls `hand_over`, which gives the operation to a lane. If the operation is sent twice, the second
+/// copy changes nothing.
 pub(super) struct DelegatedOp<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> DelegatedOp<F> {

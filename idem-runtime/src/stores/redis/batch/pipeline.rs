@@ -32,7 +32,8 @@ pub(super) struct SentCommand {
 }
 
 impl SentCommand {
-    /// Makes the same call with the source of its script: the server has forgotten the script.
+    /// Makes the same call with the source of its script, for a server that has forgotten the script; `None` if the
+    /// command calls no script.
     pub(super) fn with_source(&self, pipeline: &Pipeline) -> Option<Cmd> {
         Some(with_source(pipeline.cmd_iter().nth(self.at)?, self.source?))
     }

@@ -1,7 +1,7 @@
 //! Finds the node of a cluster that serves a key.
 //!
-//! - Each of the 16 384 slots belongs to a node. Each node has its own connections and batches, so that a node that
-//!   hangs delays only its own keys.
+//! - One node serves each of the 16 384 slots. The store has separate connections and batches for each node, so that a
+//!   node that hangs delays only its own keys.
 //! - A node that does not serve a slot answers with a redirect and writes nothing. The operation follows the redirect,
 //!   up to six redirects in total.
 //! - The store asks the nodes (up to 16 per round) for the map of slots after every failure, and every five seconds.
@@ -58,7 +58,7 @@ pub(super) struct NodeNames {
 }
 
 impl NodeNames {
-    /// Makes a cluster of these nodes. All connections have the settings of `first`.
+    /// Notes the nodes that the user named. All connections to the cluster have the settings of `first`.
     pub(super) fn new(first: &Client, nodes: Vec<Client>) -> Self {
         Self { template: first.get_connection_info().clone(), nodes, seen: PerProcess::default() }
     }
@@ -112,7 +112,7 @@ impl Member {
 }
 
 impl Cluster {
-    /// Makes the cluster of `named`, starting from its latest view.
+    /// Makes the cluster of the nodes in `named`, starting from the latest view that any runtime has received.
     pub(super) fn new(named: &Arc<NodeNames>, terms: ExchangeTerms, for_upkeep: bool) -> Arc<Self> {
         let map = Map { epoch: 0, slots: vec![None; SLOTS.into()], members: HashMap::new(), seeds: Vec::new() };
         let cluster = Self {
@@ -218,7 +218,7 @@ impl Cluster {
             .iter()
             .map(|member| {
                 Box::pin(async move {
-                    // A view counts as soon as it arrives, before slower nodes have answered.
+                    // A view is used as soon as it arrives, before slower nodes have answered.
                     if let Some(view) = View::ask(member.connection(), &member.address.0).await {
                         self.learn(&Arc::new(view));
                     }
@@ -335,8 +335,8 @@ impl Cluster {
                 }
                 _ => {
                     match &answer {
-                        // The slot has moved. A primary that was paused during a failover still answers when it
-                        // resumes, but it discards its writes as soon as it follows the new primary.
+                        // The slot has moved to another node. A primary that was paused during a failover still answers
+                        // when it resumes, but discards its writes as soon as it follows the new primary.
                         Ok(_) if !asking && !self.is_owner(&member, slot) => {
                             return Err(ExchangeFailure::Lost);
                         }

@@ -1,4 +1,4 @@
-//! Slots of keys.
+//! Computes the cluster slot of a key.
 
 use super::super::command::Name;
 
@@ -13,7 +13,7 @@ pub(in super::super) fn slot_of(name: Name<'_>) -> u16 {
 }
 
 /// Returns the slot of a key. If braces enclose a part of the key, only the part between the first `{` and the next `}`
-/// counts, unless that part is empty. Users choose the keys, so a key may contain braces.
+/// is hashed, unless that part is empty. Users choose the keys, so a key may contain braces.
 fn slot(key: &[u8]) -> u16 {
     let position = |bytes: &[u8], wanted: u8| bytes.iter().position(|byte| *byte == wanted);
     let tag = position(key, b'{').and_then(|open| {

@@ -38,7 +38,7 @@ pub(super) struct View {
     pub(super) ranges: Vec<SlotRange>,
 }
 
-/// The nodes that hold some slots.
+/// A range of slots, and the nodes that hold these slots.
 pub(super) struct SlotRange {
     pub(super) first: u16,
     pub(super) last: u16,

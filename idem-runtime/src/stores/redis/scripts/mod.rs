@@ -1,10 +1,10 @@
-//! The scripts that change records, and the hashes that name them at a server.
+//! The scripts that change or read records, and the hashes that name the scripts at a server.
 
 use std::fmt;
 
 /// Error code of a script that found a damaged record.
 pub(super) const DAMAGED: &str = "DAMAGED";
-/// Script that writes to a key without changing anything.
+/// Script that writes to a key, but leaves its value and its expiry as they are.
 pub(super) const TOUCH: &str = include_str!("touch.lua");
 
 /// A script, and the hash that names it at the server.
