@@ -21,7 +21,7 @@ pub(super) struct Database {
     timeout: Duration,
     /// True if a connection is one session of the server, which keeps prepared statements.
     prepares: bool,
-    /// Permits for operations other than renewals, if a connection must always stay free for renewals.
+    /// Permits for operations other than renewals; `None` if no connection has to stay free for renewals.
     spare: Option<Semaphore>,
 }
 
@@ -127,7 +127,7 @@ impl fmt::Debug for Database {
     }
 }
 
-/// A statement that can be sent immediately.
+/// A statement, and a connection that can send it immediately.
 pub(super) struct Ready<'a> {
     database: &'a Database,
     connection: TakenSession<'a>,

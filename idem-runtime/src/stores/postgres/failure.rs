@@ -60,7 +60,8 @@ impl OpFailure {
         Self { is_late: true, ..failure }
     }
 
-    /// Adapts the failure to an operation without a result, whose parameters are never too large.
+    /// Adapts the failure to an operation that writes no result. The parameters of such an operation are never too
+    /// large, so `TooLarge` becomes `Misconfigured`.
     pub(super) fn without_result(self) -> Self {
         match self.kind {
             StoreErrorKind::TooLarge => Self { kind: StoreErrorKind::Misconfigured, ..self },
@@ -72,7 +73,8 @@ impl OpFailure {
         Self { gives_up: true, ..self }
     }
 
-    /// Adapts the failure to the `effect` of its statement: a statement that only reads leaves no doubt about a write.
+    /// Adapts the failure to the `effect` of its statement. A statement that only reads has written nothing, so
+    /// `Unconfirmed` becomes `Unavailable`.
     pub(super) fn of(self, effect: Effect) -> Self {
         match (effect, self.kind) {
             (Effect::Reads, StoreErrorKind::Unconfirmed) => Self { kind: StoreErrorKind::Unavailable, ..self },

@@ -1,8 +1,9 @@
 //! Records in a table of a PostgreSQL server.
 //!
 //! A record is one row. `INSERT … ON CONFLICT DO NOTHING` reserves a key, and the same statement reads an existing row:
-//! a replay neither locks nor writes a row. Every change of a row is one `UPDATE` that compares the owner token, and
-//! every time is the server's `statement_timestamp()`. No transaction is open while a handler runs.
+//! a replay neither locks nor writes a row. Every change of a row by an attempt is one `UPDATE` that compares the owner
+//! token, and every time is the server's `statement_timestamp()`. The store holds no transaction open while a handler
+//! runs.
 
 mod batch;
 mod client;
@@ -59,13 +60,15 @@ use crate::store::{
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
-/// Number of reads of a record that exists but is not visible, within about 60 ms. Usually the record is just being
-/// committed; an open transaction of the user may keep it invisible for long.
+/// Number of reads, within about 60 ms, after which a record that exists but is not visible is reported as held by a
+/// transaction. Usually another session is just committing the record; a transaction of the user may keep the record
+/// invisible for longer.
 const LOOKS_AT_UNSEEN: u32 = 8;
-/// Time after which a duplicate shall ask again for a key that an open transaction of the user holds. Most such
-/// transactions are short, but nothing limits them. The time doubles with each duplicate in this process, up to 6.4 s.
+/// Shortest time after which a duplicate asks again for a key that an open transaction of the user holds. Most such
+/// transactions are short, but nothing limits them. The time doubles with each duplicate of the key in this process, up
+/// to 6.4 s.
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
-/// Number of times that a call in this process found a key held by a transaction.
+/// For each key, by its hash: number of calls in this process that found the key held by a transaction.
 static MEETINGS: TagCounts = TagCounts::new();
 /// Largest number of leases that one statement renews. Limits the time for which the statement locks their rows against
 /// attempts that finish.
@@ -159,12 +162,12 @@ store_of_shared!(PostgresStore);
 struct PostgresInner {
     this: Weak<PostgresInner>,
     common: Arc<PostgresCore>,
-    /// Largest number of connections of each runtime.
+    /// Largest number of connections that this handle opens in each runtime.
     connections: usize,
     /// True for the handle that makes renewals and late writes.
     is_upkeep: bool,
-    /// The handle for upkeep. Forked processes may share this handle, because it opens no connection before its first
-    /// use in a process.
+    /// The handle for renewals and late writes, made at its first use. Forked processes may share this handle, because
+    /// it opens no connection before its first use in a process.
     upkeep: SharedOnce<Arc<PostgresInner>>,
     runtimes: PerRuntime<Local>,
     /// Handle of the background purge, which ends when this field is dropped.
@@ -178,14 +181,16 @@ struct PostgresCore {
     schema: Box<str>,
     namespace: Box<str>,
     response_timeout: Duration,
-    /// True if a connection is one session of the server, so no pooler is between.
+    /// True if each connection is one session of the server, so that the session keeps prepared statements; false
+    /// behind a pooler.
     has_sessions: bool,
     sql: Arc<Statements>,
     calls: ConnectionSource,
     upkeep: ConnectionSource,
     listener: Option<Listener>,
     purge_every: Option<Duration>,
-    /// The `listed_at` from which the next purge goes on.
+    /// The `listed_at` at which the next purge begins: the latest `listed_at` that the previous purge read, or the
+    /// earliest time if the previous purge reached the end of the index.
     purged_to: AtomicI64,
     /// The process that opened the store.
     process: Process,
@@ -212,8 +217,8 @@ impl PostgresCore {
         let (clock, limit) = (&self.clock, self.response_timeout);
         let source = match &self.calls {
             _ if is_upkeep => self.upkeep.clone(),
-            // The connections of the user's pool end with the runtime that opened them, and in a forked process they
-            // belong to the parent. Other runtimes and processes therefore open their own connections.
+            // The connections of the user's pool end with the runtime that opened them, and a forked child must not use
+            // its parent's connections. Other runtimes and processes therefore open their own connections.
             ConnectionSource::Pool(pool) if !is_first || !self.process.is_this() => {
                 ConnectionSource::LikePool(pool.clone())
             }
@@ -344,7 +349,7 @@ impl PostgresInner {
     }
 
     /// Sets the state of a pending record to `state`, by compare-and-set on owner token and attempt number; for a
-    /// release, on the owner token only. Counts an earlier copy of the same write as applied.
+    /// release, on the owner token only. Answers "applied" also if an earlier copy of this write has ended the record.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
@@ -369,9 +374,9 @@ impl PostgresInner {
         Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
-    /// Renews those of `leases` that are at `places`, and answers each lease. Answers "refused" for a lease that
-    /// the statement did not renew, unless another session had only locked its row. Returns the places of leases
-    /// with locked rows.
+    /// Renews the leases at the indexes `places`, and answers each lease. Answers "refused" for a lease that the
+    /// statement did not renew, unless another session had only locked its row. Returns the indexes of the leases with
+    /// locked rows.
     async fn renew_some(
         &self,
         leases: &[Lease],
@@ -423,12 +428,13 @@ impl PostgresInner {
         Err(StoreError::new(StoreErrorKind::Unavailable, message))
     }
 
-    /// Purges up to `batch` records that are due. Returns the numbers of removed and of postponed records.
+    /// Purges up to `batch` records whose `listed_at` has passed: removes the expired records, and postpones the
+    /// records that were renewed. Returns the numbers of removed and of postponed records.
     async fn purge_batch(&self, batch: u32) -> Result<(u64, u64), StoreError> {
         let from = Micros(self.common.purged_to.load(Ordering::Relaxed));
         let (mut gone, mut kept) = self.purge_from(from, batch).await?;
-        // A second purge starts from the beginning. This purge finds records that were locked during an earlier purge,
-        // or whose `listed_at` has been set to an earlier time since.
+        // A second purge starts from the beginning. The second purge finds records that were locked during an earlier
+        // purge, or whose `listed_at` has been set to an earlier time since.
         let rest = u64::from(batch).saturating_sub(gone + kept);
         if rest > 0 && from != Micros::FIRST {
             let more = self.purge_from(Micros::FIRST, u32::try_from(rest).unwrap_or(batch)).await?;
@@ -621,8 +627,8 @@ impl Store for PostgresInner {
     }
 
     /// Runs one statement, which walks along the index of `listed_at` from the end of the last purge. At the end of the
-    /// index, a second statement starts from the beginning. The purge leaves rows that another session is writing for a
-    /// later purge, and moves the `listed_at` of records that were renewed.
+    /// index, a second statement starts from the beginning. The purge skips rows that another session is writing, and
+    /// leaves these rows to a later purge. A record that was renewed gets a later `listed_at`.
     fn purge(&self, batch: u32) -> StoreFuture<'_, u64> {
         StoreFuture::new(async move { Ok(self.purge_batch(batch).await?.0) })
     }

@@ -19,10 +19,10 @@ use crate::clock::SystemClock;
 use crate::store::{StoreContext, StoreError};
 use crate::sync::Process;
 
-/// Oldest server that supports all statements used here.
+/// Oldest version of the server that supports all statements of this store, as in `server_version_num`.
 const OLDEST: i64 = 120_000;
 /// Longest time that a statement waits for the lock of one key, in milliseconds. Only a transaction of the user holds a
-/// key for longer than a commit takes. Meanwhile all other operations of the statement wait, too.
+/// key for longer than a commit takes. While a statement waits, all operations in it wait.
 const LOCK_TIMEOUT_MS: u32 = 1000;
 /// Longest time that a renewal or a late write waits for the lock of one key, in milliseconds. One locked row must not
 /// delay the renewal of other leases.
@@ -217,11 +217,12 @@ impl PostgresOptions {
         }
         // A pooler refuses session settings.
         if !self.behind_pgbouncer {
-            // Longer than the time limit of an exchange, because a long answer takes time on a slow network. When the
-            // store gives up an exchange, it cancels the statement itself.
+            // `statement_timeout` is longer than the time limit of an exchange, because a long answer takes time on a
+            // slow network. When the store gives up an exchange, it cancels the statement itself.
             let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
-            // The planner can reach a row only by its key, in a fixed order of joins, even right after the table was
-            // empty. A statement thus has only one possible plan, and the server plans each statement only once.
+            // With these settings, the planner finds rows only by an index and joins them only in nested loops, even if
+            // the table was empty a moment ago. A statement thus has only one possible plan, and the server plans
+            // each statement only once.
             let ours = format!(
                 "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
@@ -287,8 +288,8 @@ impl PostgresOptions {
 /// Returns the encryption of the connections of `config`.
 fn tls(config: &mut Config) -> Result<Tls, StoreError> {
     if config.get_ssl_mode() != SslMode::Require {
-        // The driver's default (`prefer`) is not used: it protects from no attacker, but fails if a certificate is not
-        // trusted.
+        // The driver's default (`prefer`) is not used: it does not stop an attacker who suppresses the encryption, and
+        // it fails if a certificate is not trusted.
         config.ssl_mode(SslMode::Disable);
         return Ok(Tls::Off);
     }
@@ -366,8 +367,8 @@ impl StatementPool {
     }
 }
 
-/// Returns whether the comment on a table begins with this version. An administrator may have added text after the
-/// version.
+/// Returns whether the comment on a table begins with [`sql::TABLE_VERSION`]. An administrator may have added text
+/// after the version.
 fn is_ours(comment: &str) -> bool {
     comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
 }

@@ -47,7 +47,7 @@ pub(super) enum ConnectionSource {
     LikePool(Pool),
 }
 
-/// Time of the latest exchange of bytes.
+/// Time of the latest exchange of bytes, on one connection and on all connections of its runtime.
 #[derive(Clone)]
 pub(super) struct LastExchange {
     clock: Arc<dyn Clock>,
@@ -151,7 +151,8 @@ impl Sessions {
         Self { source, idle: Mutex::default(), size, room, limit, exchanged }
     }
 
-    /// Returns the largest number of connections. Other work may use some connections of the user's own pool.
+    /// Returns the largest number of connections. If the connections belong to the user's own pool, other work may use
+    /// some of them.
     pub(super) fn size(&self) -> usize {
         match &self.source {
             ConnectionSource::Pool(pool) => pool.status().max_size,
@@ -385,7 +386,7 @@ async fn connect_plain(config: &Config, exchanged: &LastExchange) -> Result<(Cli
     spawn(&config, TimedTls { tls: PlainTls, exchanged: exchanged.clone() }).await
 }
 
-/// An unencrypted connection.
+/// The socket of a connection, below the encryption if there is any. Notes the time of each exchange of bytes.
 type Stream = Metered<Socket, LastExchange>;
 
 /// An encryption layer that leaves the connection unchanged.
@@ -418,7 +419,7 @@ impl TlsStream for Stream {
     }
 }
 
-/// Encrypts by `tls`, and notes the time of each exchange of bytes.
+/// Encrypts a socket with `tls`, and notes the time of each exchange of bytes on that socket.
 #[derive(Clone)]
 struct TimedTls<T> {
     tls: T,

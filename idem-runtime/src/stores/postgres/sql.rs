@@ -4,7 +4,7 @@
 //! reads and writes alike. Outside of a transaction this time equals `now()`. Inside of a user's transaction, `now()`
 //! is the start of the transaction: a lease that lapsed later would still seem to hold, and could not be taken over.
 //!
-//! An expired record counts as absent in every statement, whether or not it was purged. No statement writes to a row of
+//! Every statement treats an expired record as absent, whether or not it was purged. No statement writes to a row of
 //! another format. No statement waits for a row that another session has locked, nor for a record that a user's
 //! transaction has not committed yet: the statement skips such a key, and its answer shows that the key was skipped.
 
@@ -26,7 +26,7 @@ use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 
 /// Default schema.
 pub(super) const SCHEMA: &str = "idem";
-/// Start of the comment on the table.
+/// Version of the table. The comment on the table begins with this text.
 pub(super) const TABLE_VERSION: &str = "idem 1";
 /// Longest name of a schema, in bytes: the name of a channel is `idem:` and the schema, and has 63 bytes at most.
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
@@ -43,8 +43,8 @@ fn quoted(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// Largest number of hash partitions. Each statement locks all partitions, and the server's memory for locks has
-/// limits.
+/// Largest number of hash partitions. Each statement locks all partitions, and the server's memory for locks is
+/// limited.
 pub(super) const MAX_PARTITIONS: u16 = 128;
 /// The storage parameters in [`DDL`]. A partitioned table takes no storage parameters, but its partitions do.
 const STORAGE: &str = " WITH (fillfactor = 30)";
@@ -72,7 +72,7 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
     let mut text = String::new();
     for (n, part) in ddl.split("\"idem\"").enumerate() {
         if n > 0 {
-            // A quote within a text that stands within another text is written as four quotes.
+            // In a text that is nested in another text, a quote is written as four quotes.
             let is_in_text = text.ends_with("''") || text.ends_with("''ALTER TABLE ");
             text += &if is_in_text { name.replace('\'', "''''") } else { name.clone() };
         }
@@ -111,7 +111,8 @@ pub(super) fn listen(channel: &str) -> String {
     format!("LISTEN {}", quoted(channel))
 }
 
-/// Returns the seed of the locks on keys, so that two schemas share no locks.
+/// Returns the seed of the hash that turns keys into numbers of advisory locks. Each schema has its own seed, so that
+/// two schemas share no locks.
 fn lock_seed(schema: &str) -> i64 {
     i64::from_be_bytes(*Sha256::digest(schema).first_chunk().expect("a digest is longer"))
 }
@@ -316,7 +317,7 @@ impl Statements {
         // invisible to other sessions. The lock ends with the transaction. If another key has the same hash, the only
         // consequence is a wait.
         let lock_number = |key: &str| format!("hashtextextended({key} COLLATE \"C\", '{}'::bigint)", lock_seed(schema));
-        // The statement first tests the lock, because an insert of that key would wait for the transaction and delay
+        // The statement first tests the lock, because an insert of a held key would wait for the transaction and delay
         // all other keys of the statement. The test releases the lock immediately: one lock for each key of a batch
         // could exhaust the server's memory for locks. If a transaction takes the key between this test and the insert,
         // the insert waits, up to the `lock_timeout`.
@@ -337,7 +338,8 @@ impl Statements {
                 ms("u.ttl_ms"),
             )
         };
-        // A waiter has marked the row, so that an end without waiters takes no lock at its commit.
+        // Only a waiter sets `waited`. Without a waiter, the end of an attempt sends no notification, so its commit does
+        // not take the lock that all commits with `NOTIFY` share.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
         let there = format!("r.format = {VERSION} AND r.expires_at > {now}");
         // A row that another session has locked must not block the other rows of the statement. A row whose `xmax` is
@@ -465,8 +467,8 @@ impl Statements {
              WHERE r.key = due.key AND NOT due.is_over RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept), (SELECT max(listed_at) FROM due)"
         );
-        // The limit counts the rows that the statement reads. The last row of the answer contains the last key that was
-        // read.
+        // `LIMIT` applies to the rows that the statement reads, not to the rows that it returns. The last row of the
+        // answer contains the last key that was read.
         let unread = format!("{}, {REST}", ANSWER.replace("r.result,", "NULL::bytea,"));
         let none = "NULL::text, NULL::timestamptz";
         let list = format!(
@@ -653,7 +655,7 @@ impl Statements {
         StoreError: From<A::Error>,
     {
         let key = decision.key.as_str();
-        // An unreadable row can only be forgotten; an expired record counts as absent.
+        // An unreadable row can only be forgotten. An expired record is treated as absent.
         let found = match self.look_at(at, key).await {
             Err(error) if error.kind() == StoreErrorKind::Corrupt => return self.decide_damaged(at, decision).await,
             found => found?.filter(|found| !found.is_expired()),
@@ -665,7 +667,7 @@ impl Statements {
             Ruling::Remove => None,
         };
         // Writes only if the record is unchanged since it was read: the parameters contain its owner, attempt, state
-        // and count.
+        // and number of attempts used.
         let seen = Parts::of(&found.record);
         let may_live = decision.ends_live_lease();
         let rows = match &with {
@@ -882,7 +884,8 @@ fn is_null<'a, T: FromSql<'a>>(row: &'a impl Cells, at: usize) -> bool {
 /// Reads a row with these columns.
 pub(super) fn met(row: &impl Cells, columns: Columns) -> LookupResult {
     match row.cell::<Option<i16>>(0) {
-        // A row of nulls stands for a record that the statement made. A row whose format alone is null is damaged.
+        // A row of nulls means that the statement made the record. If the format is null but other columns are not, the
+        // row is damaged.
         Ok(None) if is_null::<&str>(row, 1) && is_null::<&[u8]>(row, 2) => LookupResult::Made,
         Ok(Some(format)) => LookupResult::Found(found(row, format, ReadExtent::Whole, columns).map(Box::new)),
         _ => LookupResult::Found(Err(FormatError::Damaged)),

@@ -1,4 +1,4 @@
-//! The connections of a runtime, and the statements that it sends.
+//! The connections of a runtime, and the statements of its store.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use super::failure::OpFailure;
 use super::param::Effect;
 use super::sql::{Executor, Statement, Statements};
 
-/// The connections of a runtime, and the statements that it sends.
+/// The connections of a runtime, and the statements of its store.
 #[derive(Debug)]
 pub(super) struct StatementPool {
     pub(super) database: Database,
     pub(super) sql: Arc<Statements>,
-    /// Permit of the one batch that writes and may be in flight: a batch of reservations (unless most of them should be
-    /// replays), of begun bodies, or of ends of attempts. Meanwhile the operations of all tasks gather for the next
-    /// batches, which halves the number of commits.
+    /// Single permit for batches that write, so that only one such batch is in flight: a batch of reservations (unless
+    /// most of them should be replays), of begun bodies, or of ends of attempts. Meanwhile the operations of all tasks
+    /// gather for the next batches, which halves the number of commits.
     pub(super) turn: Semaphore,
 }
 

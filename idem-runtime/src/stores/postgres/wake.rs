@@ -1,7 +1,7 @@
 //! Wakes the duplicates that wait for an attempt in another process.
 //!
 //! A waiter marks the row. The statement that ends the attempt finds the mark and notifies. An attempt without waiters
-//! sends no notification, and so takes no lock at its commit.
+//! sends no notification, so its commit does not take the lock that all commits with `NOTIFY` share.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -89,8 +89,8 @@ impl Wakeups {
         self.listener.is_some()
     }
 
-    /// Waits until a notification names `key`, at most `at_most`. `mark` marks the row. `mark` runs only after the
-    /// store listens, so that no notification can be missed.
+    /// Waits until a notification names `key`, but no longer than `at_most` or the polling interval. `mark` marks the
+    /// row. `mark` runs only after the store listens, so that no notification can be missed.
     pub(super) async fn wait(
         &self,
         key: &str,
@@ -110,7 +110,8 @@ impl Wakeups {
         Ok(())
     }
 
-    /// Starts to listen at first use. Returns whether notifications arrive.
+    /// Starts to listen at first use, and waits up to [`POLL`] for the connection. Returns whether notifications
+    /// arrive.
     async fn listen(&self) -> bool {
         let Some(listener) = &self.listener else { return false };
         let listening = self.listening.get_or_init(|| {

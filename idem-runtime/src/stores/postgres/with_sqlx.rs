@@ -116,7 +116,7 @@ impl TransactionSession for InSqlx<'_, '_> {
 
     async fn keep(&self, begun: impl FnOnce()) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
-        // No other statement is in flight on the connection, so the first poll queues the `RELEASE`.
+        // No other statement is in flight on the connection, so the first poll of `commit` queues the `RELEASE`.
         begun();
         Manager::commit(&mut connection).await?;
         Ok(())

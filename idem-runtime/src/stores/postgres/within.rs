@@ -250,8 +250,8 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 return Err(StoreError::new(StoreErrorKind::Aborted, "the server returned no row for a reservation"));
             };
             let said = said.map_err(corrupt)?;
-            // This transaction holds the key, so the count of duplicates that found the key held by another transaction
-            // starts anew.
+            // This transaction holds the key. The count of calls that found the key held by another transaction starts
+            // anew.
             if said.is_held {
                 MEETINGS.forget(request.key.seed());
             }

@@ -19,7 +19,7 @@ struct Echo<const OUTLIVES: bool> {
     database: Database,
     turn: Option<Semaphore>,
     server: Arc<GatedServer>,
-    /// Number of large operations that are being done.
+    /// Number of large operations in flight.
     large: Arc<AtomicUsize>,
 }
 
@@ -178,7 +178,7 @@ fn an_operation_on_a_locked_row_fails_alone() {
     });
 }
 
-/// Large operations share no statement, take half of the connections, and block no other operation.
+/// Large operations share no statement, take at most half of the connections, and block no other operation.
 #[test]
 fn large_operations_leave_connections_to_other_operations() {
     explore(|| {
@@ -189,7 +189,8 @@ fn large_operations_leave_connections_to_other_operations() {
                 thread::spawn(move || block_on(call(&lanes, &format!("large-{of}"))))
             })
             .collect();
-        // The server blocks the operations that were sent, and checks their number.
+        // The gate of the server is shut, so the operations that were sent stay in flight: no more than half of the
+        // connections.
         block_on(server.exchanges(ROOM_FOR_LARGE + 1));
         let small = Arc::clone(&lanes);
         let small = thread::spawn(move || block_on(call(&small, "small")));
@@ -234,8 +235,7 @@ fn sent_without_a_caller<const OUTLIVES: bool>(kind: &'static str) -> usize {
     server.arrived(&format!("{kind}gone"))
 }
 
-/// An operation that waits for a lane is not sent once its caller is gone. An operation that outlives its caller is
-/// sent.
+/// An operation that waits for a lane is not sent if its caller is gone, unless the operation outlives its caller.
 #[test]
 fn an_operation_without_a_caller_is_not_sent() {
     explore(|| {

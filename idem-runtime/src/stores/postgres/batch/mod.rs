@@ -6,8 +6,8 @@
 //!   operations as one statement of many rows, with a single commit.
 //! - An operation whose caller is gone is not sent, unless the operation has to outlive its caller
 //!   ([`Work::OUTLIVES`]). After the lane has sent an operation, its caller can't stop it.
-//! - An operation that fails because another session's transaction holds its key is sent alone from then on, so that it
-//!   blocks no other operation.
+//! - If an operation fails because another session's transaction holds its key, the operations on this key are sent
+//!   alone for ten seconds, so that they block no other operation.
 //! - An operation with a large result is sent alone, too, in parallel with other large results: within one statement,
 //!   one process of the server would compress one result after the other. About half of the connections carry no large
 //!   results.
@@ -103,9 +103,9 @@ struct WorkLanesInner<W: Work> {
     /// Permits for large operations. `None` if there are too few connections: large operations then gather like all
     /// other operations.
     large: Option<Semaphore>,
-    /// Keys that were locked, and the time until which they count as locked.
+    /// Keys whose rows were locked, and the time until which operations on these keys are sent alone.
     locked: Mutex<HashMap<String, Instant>>,
-    /// True if `locked` contains keys, which is rare: most operations then need no lock to check.
+    /// True if `locked` may contain keys, which is rare. While false, an operation need not take the lock of `locked`.
     any_locked: AtomicBool,
 }
 
@@ -127,7 +127,7 @@ struct LoneOp<'a, W: Work> {
 
 impl<W: Work> Drop for LoneOp<'_, W> {
     fn drop(&mut self) {
-        // The operation may have been sent already. An operation that runs twice has no further effect.
+        // The operation may have been sent already. In that case the second copy changes nothing.
         if W::OUTLIVES
             && let Some(operation) = self.operation.take()
         {
@@ -196,7 +196,7 @@ impl<W: Work> WorkLanesInner<W> {
         (self.large.is_some() && W::bytes(operation) > LARGE).then_some(LoneReason::Large)
     }
 
-    /// Returns whether another session had `key` locked recently.
+    /// Returns whether another session has recently locked the row of `key`.
     fn was_locked(&self, key: &str) -> bool {
         if !self.any_locked.load(Ordering::Relaxed) {
             return false;

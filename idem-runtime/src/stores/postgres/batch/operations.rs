@@ -74,8 +74,8 @@ impl Reservations {
         ];
         for row in &ready.query(&params, Effect::Writes).await? {
             if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
-                // If a purge removed the old row while this statement made a new row, the answer contains both. Only
-                // the new row counts.
+                // If a purge removed the old row while this statement made a new row, the answer contains both. The new
+                // row is the record.
                 if !matches!(keys[*at].met, LookupResult::Made) {
                     keys[*at].met = sql::met_in_a_batch(row);
                 }
@@ -201,7 +201,7 @@ impl Work for Reservations {
     }
 }
 
-/// Notes that bodies have begun, as a kind of [`Work`].
+/// Marks for bodies that begin, as a kind of [`Work`].
 pub(in super::super) struct BeginMarks(Arc<StatementPool>);
 
 impl BeginMarks {
@@ -210,7 +210,7 @@ impl BeginMarks {
     }
 
     /// Writes into the records of `leases` that the bodies begin. Returns for each lease whether its record now shows
-    /// this. An attempt has one caller, so no attempt occurs twice in `leases`.
+    /// that the body has begun. An attempt has one caller, so no attempt occurs twice in `leases`.
     async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = || order.iter().map(|place| leases[*place]);
