@@ -12,7 +12,8 @@ use crate::store::{StoreError, StoreErrorKind};
 /// Advice if an unexpected pooler answers.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
 
-/// The failure of an operation, which had no effect or may have had one. One failure may answer many operations.
+/// The failure of an operation. `kind` shows whether the operation may have had an effect. One failure may answer all
+/// operations of a batch.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one failure")]
 pub(super) struct OpFailure {

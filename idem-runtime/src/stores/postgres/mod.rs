@@ -360,8 +360,8 @@ impl PostgresInner {
             }
             let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
             match found {
-                // The record still belongs to this attempt: another session had locked the row, or the row was not
-                // visible yet. The loop tries again.
+                // The attempt is still pending: another session had locked the row, or the row was not visible yet. The
+                // loop tries again.
                 Some(found)
                     if found.is_pending()
                         && found.owner == lease.owner

@@ -221,8 +221,8 @@ impl PostgresOptions {
             // slow network. When the store gives up an exchange, it cancels the statement itself.
             let timeout = (self.response_timeout * LONGEST).as_millis().clamp(1, 2_147_483_647);
             // With these settings, the planner finds rows only by an index and joins them only in nested loops, even if
-            // the table was empty a moment ago. A statement thus has only one possible plan, and the server plans
-            // each statement only once.
+            // the table was empty a moment ago. A statement thus has only one possible plan, and the server plans each
+            // statement only once.
             let ours = format!(
                 "-c statement_timeout={timeout} -c lock_timeout={lock_timeout} -c default_transaction_isolation=read\\ committed -c jit=off \
                  -c enable_seqscan=off -c enable_bitmapscan=off -c enable_hashjoin=off -c enable_mergejoin=off \
@@ -312,7 +312,7 @@ impl StatementPool {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server is not PostgreSQL: it answers differently".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
-        // If the columns of the answer have a wrong type, the server is not PostgreSQL either.
+        // Columns of a wrong type also show that the server is not PostgreSQL.
         let read = || -> Result<_, tokio_postgres::Error> {
             let (version, number): (&str, i64) = (row.try_get(0)?, row.try_get(1)?);
             let (encoding, standby): (&str, bool) = (row.try_get(2)?, row.try_get(3)?);

@@ -338,8 +338,8 @@ impl Statements {
                 ms("u.ttl_ms"),
             )
         };
-        // Only a waiter sets `waited`. Without a waiter, the end of an attempt sends no notification, so its commit does
-        // not take the lock that all commits with `NOTIFY` share.
+        // Only a waiter sets `waited`. Without a waiter, the end of an attempt sends no notification, so its commit
+        // does not take the lock that all commits with `NOTIFY` share.
         let wake = format!("CASE WHEN r.waited THEN pg_notify('{channel}', r.key) END");
         let there = format!("r.format = {VERSION} AND r.expires_at > {now}");
         // A row that another session has locked must not block the other rows of the statement. A row whose `xmax` is
@@ -353,7 +353,7 @@ impl Statements {
             )
         };
         let (free_one, free_many) = (free("(VALUES ($1)) AS a (key)"), free("unnest($1) AS a (key)"));
-        // A release passes no attempt number, so no number is compared.
+        // For a release, `u.attempt` is null: its caller may not know the attempt's number, so no number is compared.
         let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, attempts_used = greatest(r.attempts_used - u.refund, 0), \
@@ -789,7 +789,7 @@ pub(super) struct FoundRow {
     pub(super) expires_at: Micros,
     /// Time of the server's clock at which the statement read the record.
     pub(super) now: Micros,
-    /// `None` if the statement did not read this column.
+    /// Time at which the key was first seen; `None` if the statement did not read this column.
     pub(super) first_seen_at: Option<Micros>,
     pub(super) began_at: Micros,
 }
@@ -831,7 +831,8 @@ impl FoundRow {
         Inspection::new(self.record, expires_in, lapses_in).since(first_seen, Some(began))
     }
 
-    /// Returns the row that a reservation of the same batch made, for the other requests of its key.
+    /// Makes the row that a reservation has just written, as the other requests for its key in the same batch find the
+    /// row.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
         let now = Micros(0);

@@ -27,7 +27,7 @@ const LONGEST: u32 = 15;
 /// A timer that fires later than this shows that the runtime was busy, and so did not read any answer either.
 const LATE: Duration = Duration::from_millis(100);
 
-/// A user's connection: multiplexed, so that clones share it.
+/// A connection that the user opened. All clones of the connection share one socket.
 trait SharedConnection: ConnectionLike + Send + Sync {
     fn boxed_clone(&self) -> Box<dyn SharedConnection>;
 }

@@ -11,7 +11,7 @@ use super::write::RecordWrite;
 pub(super) enum Op<'a> {
     /// `SET key value NX GET PX ttl`. The answer is nil if the key is now reserved, otherwise the existing value.
     Reserve(RecordWrite<'a>),
-    /// A completion. The answer is 1 if the record belongs to this attempt and is now finished, otherwise 0.
+    /// A completion. The answer is 1 if the record of this attempt is now finished, otherwise 0.
     Finish(RecordWrite<'a>),
     /// A command that renews leases.
     Renew(RedisCommand),

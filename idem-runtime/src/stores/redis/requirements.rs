@@ -52,7 +52,8 @@ pub(super) async fn prepare(
             _ => return Err(misconfigured("the server is not Redis: it answers `SCRIPT LOAD` differently".to_owned())),
         };
     }
-    // A login that may not send `CONFIG GET` gets no limit here; the store learns the limit from failures.
+    // If the login may not send `CONFIG GET`, the limit stays unknown here, and the store learns the limit from
+    // failures.
     let [value, request] = LIMITS.map(|_| answer().ok().and_then(|answer| setting(&answer)));
     // `client-query-buffer-limit` applies to the whole request, so the other parts of the request are subtracted.
     let request = request.map(|bytes| bytes.saturating_sub(BESIDE));

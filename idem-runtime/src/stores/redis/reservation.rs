@@ -192,7 +192,8 @@ fn looked(answer: OpAnswer, owner: OwnerToken) -> OpAnswer {
 
 /// Returns whether the record is an unfinished attempt of another owner, running or abandoned.
 fn is_of_another(found: &[u8], owner: OwnerToken) -> bool {
-    // Unreadable bytes lead to an error either way. `true` leads to the decoder's error, which has more details.
+    // If the bytes are unreadable, the reservation fails. `true` passes the bytes to the decoder, whose error has more
+    // details.
     format::is_unfinished_of_another(found, owner).unwrap_or(true)
 }
 

@@ -76,7 +76,7 @@ impl fmt::Debug for RedisInner {
 }
 
 impl RedisInner {
-    /// Makes the first handle of a store, with the connections of the current runtime, which opened them.
+    /// Makes the first handle of a store. `connected` are the connections that the current runtime has opened.
     pub(super) fn new(core: Arc<Core>, connected: Connections) -> Arc<Self> {
         let store = Self::on(core, Some(SharedOnce::new()));
         store.runtimes.here(|_| connected);

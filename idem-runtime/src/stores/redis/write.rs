@@ -35,8 +35,8 @@ impl RecordWrite<'_> {
         let value_at = bytes.len();
         format::write(self.record, bytes);
         if let Some(reserved_at) = self.reserved_at {
-            // If a script writes this value instead of `SET … IFEQ`, the script keeps the times that the stored record
-            // has.
+            // `SET … IFEQ` writes this time. A script instead keeps the times of the stored record, if the stored
+            // record has times.
             format::set_times(&mut bytes[value_at..], reserved_at);
         }
         let expected_at = bytes.len();

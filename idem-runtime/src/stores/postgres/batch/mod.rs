@@ -238,7 +238,7 @@ impl<W: Work> WorkLanesInner<W> {
         let database = self.work.database();
         let now = database.clock().now();
         let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
-            // The server stalls. An operation that waited this long is not sent, so its caller can be told that nothing
+            // The server stalls. An operation that waited this long is not sent, so its error can state that nothing
             // was written.
             now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
         });

@@ -79,7 +79,8 @@ pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided
         Ok(parts) => parts,
         Err(failure) => return replies.refuse(entries.iter().map(|entry| entry.slot), &failure),
     };
-    // The script answers with one letter for each completion. The letter `E` stands for an error, whose text follows.
+    // The script answers with one letter for each completion. The letter `E` means an error of the server, whose text
+    // is the second element of the answer.
     let (letters, error) = match value {
         // The script for one key answers with a number.
         Value::Int(_) if entries.len() == 1 => {

@@ -29,9 +29,9 @@ impl Expectations {
         }
     }
 
-    /// Returns whether to send `SET … IFEQ` over the connection of this `generation`. For the first connection, the
-    /// version of the server decides. A server that refuses `SET … IFEQ` gets no further one over the same connection.
-    /// A new connection may lead to another server, so the store tries the option again.
+    /// Returns whether the server of the connection `generation` is assumed to support `SET … IFEQ`. For the first
+    /// connection, the version of the server decides. After a server has refused the option, its connection is not
+    /// asked again. A new connection may lead to another server, so the store tries the option again.
     pub(super) fn compares(&self, generation: u64) -> bool {
         generation != self.plain_sets.load(Ordering::Relaxed)
     }

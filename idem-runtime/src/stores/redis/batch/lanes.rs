@@ -85,8 +85,8 @@ impl LaneOwner for ConnectionLanes {
             let operations = batch.len();
             let mut unanswered = LaneGuard(Some(Arc::clone(&batch.replies)));
             if sender.terms.clock.now().saturating_since(batch.opened) > sender.connection().patience() {
-                // The server stalls. A batch that waited this long is not sent, so its callers can be told that nothing
-                // was written. An operation thus takes two time-outs at most, unless the server keeps answering other
+                // The server stalls. A batch that waited this long is not sent, so its error can state that nothing was
+                // written. An operation thus takes two time-outs at most, unless the server keeps answering other
                 // operations.
                 batch.replies.refuse_rest(&ExchangeFailure::NotSent(STALLED.into()));
             } else {

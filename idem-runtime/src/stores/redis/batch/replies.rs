@@ -1,4 +1,4 @@
-//! The answers of one batch. The lane that sends the batch sets them, and the callers take them.
+//! The answers of one batch. The lane that sends the batch sets the answers, and the callers take them from here.
 
 use std::pin::Pin;
 use std::sync::Arc;
