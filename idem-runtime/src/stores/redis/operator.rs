@@ -44,8 +44,8 @@ pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, S
     let mut page = Page::default();
     for (name, look) in names.iter().zip(looks) {
         match look {
-            // Another application may have written a value of another type of Redis under this prefix. The list shows
-            // such a key as corrupt.
+            // Another application may have written a value of another type of Redis under this prefix. The page counts
+            // such a key as unreadable.
             Err(error) if error.kind() != StoreErrorKind::Corrupt => return Err(error),
             found => page.add(filter, name.strip_prefix(prefix).unwrap_or_default(), found),
         }
