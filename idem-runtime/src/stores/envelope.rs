@@ -36,7 +36,7 @@ pub(crate) enum Form {
 /// A decoded envelope.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Envelope {
-    /// Number of the [`Form`]. An envelope with an unknown number counts as damaged.
+    /// Number of the [`Form`]. An envelope with an unknown number is read as damaged.
     pub(crate) form: u8,
     /// The codec that wrote the result.
     pub(crate) codec: CodecName,
@@ -108,7 +108,7 @@ pub(crate) fn payload_of(record: &mut Record) -> Option<&mut StoredResult> {
     }
 }
 
-/// Returns the payload that stands for an unreadable result.
+/// Returns the payload of a record whose result can't be read, with the reason.
 pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> StoredResult {
     StoredResult::Unreadable { reason: reason.into() }
 }

@@ -49,8 +49,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 ///
 /// **The object store removes the objects.** Give the prefix a lifecycle rule that removes objects some time after the
 /// longest `ttl`, never sooner: an object and its record are about equally old. This wrapper removes only the object of
-/// an attempt that lost its lease. The lifecycle rule also removes the object of an attempt that dies between object
-/// and record, and the object of a result that an operator discards.
+/// an attempt that lost its lease. The lifecycle rule also removes the object of an attempt that dies between the
+/// upload of its object and the write of its record, and the object of a result that an operator discards.
 ///
 /// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
 /// prefix. All consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the
@@ -169,8 +169,8 @@ impl fmt::Debug for OffloadedInner {
     }
 }
 
-/// Reason why an object can't be retrieved. All texts are from this library, because an error text of an object store
-/// may quote requests.
+/// Reason why an object can't be retrieved. Every reason is a text of this library, because an error text of an object
+/// store may quote requests.
 enum ObjectFailure {
     /// The object will not be available later either.
     Gone(&'static str),
@@ -321,7 +321,7 @@ impl OffloadedInner {
         Ok(decided)
     }
 
-    /// Replaces the envelope in a record by the result that it refers to, before the record is replayed.
+    /// Replaces the envelope in a record by the result to which the envelope refers, before the record is replayed.
     async fn open_replay(&self, key: &Key, record: &mut Record) {
         if let Some(payload) = envelope::payload_of(record)
             && let StoredResult::Encoded { codec: CODEC, bytes } = payload

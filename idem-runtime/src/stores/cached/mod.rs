@@ -24,8 +24,8 @@ use crate::store::{Store, StoreError, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
 use crate::sync::{Mutex, MutexGuard, PerProcess, SharedOnce, lock};
 
-/// Largest number of shards, a power of two. More shards would hold no results of megabytes in a cache of the default
-/// size; with fewer, threads would often wait for the same lock.
+/// Largest number of shards, a power of two. With more shards, a shard of a cache of the default size could hold no
+/// result of several megabytes. With fewer shards, threads would often wait for the same lock.
 const MOST_SHARDS: usize = 16;
 /// Smallest number of entries in a shard. [`LEAST_BYTES`] is the smallest size of a shard in bytes.
 const LEAST_ENTRIES: usize = 64;
@@ -210,7 +210,7 @@ struct Shard {
     ring: Vec<Key>,
     hand: usize,
     bytes: usize,
-    /// Entries that wait for an answer of the store. The number of an entry identifies it.
+    /// Future entries, whose records calls are reading from the store. Each future entry has its own number.
     making: Vec<EntryDraft>,
     made: u64,
     /// Owners of the latest writes whose result may have taken effect: writes in flight, successful writes, and writes
@@ -274,7 +274,7 @@ enum CacheAnswer {
     Answer(Reservation),
 }
 
-/// An entry that a ticket reserves while the store is asked.
+/// A future entry of the cache, while the holder of its [`Ticket`] asks the store for the record.
 struct EntryDraft {
     number: u64,
     key: Key,
@@ -283,8 +283,8 @@ struct EntryDraft {
     from: u32,
 }
 
-/// An entry that waits for an answer of the store. The entry is dropped if another call shows meanwhile that the record
-/// is no longer final.
+/// The right of a call to cache the record that the store is about to return. The right ends if another call shows
+/// meanwhile that this record is no longer final.
 struct Ticket<'a> {
     cache: &'a Cache,
     key: &'a Key,
@@ -433,7 +433,8 @@ impl Cache {
             + record.and_then(|record| record.state.result()).map_or(0, StoredResult::stored_bytes)
     }
 
-    /// Inserts an entry. The record may be replayed until `fresh_until`; the key counts as finished until `ends_at`.
+    /// Inserts an entry. The record may be replayed until `fresh_until`; the cache treats the key as finished until
+    /// `ends_at`.
     fn put(
         &self,
         shard: &mut Shard,
@@ -663,7 +664,7 @@ impl Store for CachedInner {
         }
         StoreFuture::new(async move {
             let told = self.inner.wait(key, attempt, at_most).await?;
-            // The answer to a wait counts as the first replay of the record.
+            // This answer is the first replay of the record, so the next replay caches the record.
             if told.as_ref().is_some_and(|found| is_final(&found.record)) {
                 self.cache.note_finished(key);
             }

@@ -72,8 +72,8 @@ pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tr
         | "ValidationException" => Misconfigured,
         _ => Unconfirmed,
     };
-    // A try counts as open if the server failed during it. This try was refused, but an earlier open try may have taken
-    // effect.
+    // A try is open if the server failed during it. The last try was refused, but an earlier try that is open may have
+    // taken effect.
     let kind = if tries.none_open() { kind } else { Unconfirmed };
     // Only the messages of these codes are shown: other messages may quote the request or its signature.
     let told = match code {

@@ -48,10 +48,10 @@ use crate::store::{
 };
 use crate::sync::PerProcess;
 
-/// Largest number of quick renewals in flight.
+/// Largest number of renewals in flight that have taken less than [`SLOW`].
 const RENEWED_AT_ONCE: usize = 32;
-/// Time after which a renewal in flight no longer counts against [`RENEWED_AT_ONCE`], so that it delays no other
-/// renewal.
+/// Time after which a renewal in flight is slow. A slow renewal is not included in [`RENEWED_AT_ONCE`], so that it
+/// delays no other renewal.
 const SLOW: Duration = Duration::from_millis(250);
 /// First pause of a waiting duplicate between two reads of its record; the pause grows up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -68,7 +68,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// - *Durability*: DynamoDB stores a confirmed write on several disks and does not lose it.
 /// - *Limits*: an item has at most 400 KB, including all attributes. A result that does not fit is refused before it is
 ///   sent ([`StoreErrorKind::TooLarge`]), and the operation is recorded without its result. The TTL of the table
-///   deletes records some days after their retention; until then they count as absent.
+///   deletes records some days after their retention; until then the store treats expired records as absent.
 /// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and
 ///   beat; three for a takeover and for another attempt after a release. A refused write costs as much capacity as a
 ///   write of the present item. A duplicate that waits for another process reads the record after 50 ms, and then less
@@ -93,10 +93,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// separately cached credentials. If your client was given an HTTP client (`http_client`), the second client would use
 /// the same HTTP client. So pass a client with another HTTP client to [`upkeep_client`](DynamoOptions::upkeep_client).
 ///
-/// **`fork`.** A forked child makes its own client in the same way. If your client was given an HTTP client, calls of
-/// the child may use connections of the parent: no answer arrives, and each such call takes
-/// [`response_timeout`](DynamoOptions::response_timeout) until all these connections have failed. So make client and
-/// store in the child.
+/// **`fork`.** A forked child makes its own client, with the same settings but separate connections. If your client was
+/// given an HTTP client, calls of the child may use connections of the parent: no answer arrives, and each such call
+/// fails after [`response_timeout`](DynamoOptions::response_timeout), until all inherited connections have failed. So
+/// make client and store in the child.
 ///
 /// ```no_run
 /// # fn open(client: aws_sdk_dynamodb::Client) {
@@ -529,12 +529,12 @@ impl DynamoInner {
         name: &str,
         met: Option<Attributes>,
     ) -> Result<Option<FoundItem>, StoreError> {
-        // An unreadable item does not belong to this attempt.
+        // An unreadable item is not the record of this attempt.
         let found = self.met(until, name, met).await?.and_then(|met| item::read(met).ok());
         Ok(found.filter(|found| !self.is_expired(found, self.now())))
     }
 
-    /// Returns the answer to the end of an attempt whose condition failed.
+    /// Returns the answer to a finish or a release whose condition failed.
     async fn ended(
         &self,
         until: Instant,
@@ -683,7 +683,7 @@ impl DynamoInner {
         let (now, mut page) = (self.now(), Page::default());
         for item in answer.items.unwrap_or_default() {
             if page.records.len() == filter.most() {
-                // The next page can begin at any key.
+                // The page is full. A scan can begin after any key, so the next page begins after the last listed key.
                 page.next = page.records.last().map(|(key, _)| Cursor::new(self.name_of(key)));
                 return self.examined(filter, page).await;
             }
@@ -906,7 +906,7 @@ impl DynamoInner {
 struct Renewal<'a> {
     at: usize,
     call: Pin<Box<dyn Future<Output = Result<Verdict, StoreError>> + Send + 'a>>,
-    /// The time for which the renewal counts against [`RENEWED_AT_ONCE`]; `None` afterwards.
+    /// Timer that ends when the renewal has taken [`SLOW`]; `None` afterwards.
     quick: Option<Sleep>,
 }
 
@@ -922,7 +922,7 @@ fn ago(now: i64, at: i64) -> Duration {
 
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
 
-/// Returns the condition that the pending record belongs to this attempt, for a renewal or a finish.
+/// Returns the condition that the item is the pending record of this attempt, for a renewal or a finish.
 fn held() -> String {
     format!("{OWNED} AND #attempt = :attempt")
 }

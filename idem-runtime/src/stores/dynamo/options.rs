@@ -73,14 +73,14 @@ impl DynamoOptions {
         Self { holder: name.into(), ..self }
     }
 
-    /// Largest difference between the clocks of two machines that use the table (default: 1 s). Machines that follow a
-    /// time server stay far below that. Use the same value on all machines.
+    /// Largest difference between the clocks of two machines that use the table (default: 1 s). Clocks that follow a
+    /// time server differ by far less. Use the same value on all machines.
     ///
     /// DynamoDB has no clock that a condition could read, so a record contains the time at which its lease lapses by
     /// the clock of its owner. Other machines take over only after that time *and this skew* have passed by their own
-    /// clocks. So a lease that is not renewed blocks its key for the lease and up to twice the skew. If two clocks are
-    /// farther apart, an attempt can be taken over while its lease still holds. The store logs a warning if an answer
-    /// shows that the clock of this machine differs from DynamoDB's clock by more than this skew.
+    /// clocks. So a lease that is not renewed blocks its key for the duration of the lease plus up to twice the skew.
+    /// If two clocks are farther apart, an attempt can be taken over while its lease still holds. The store logs a
+    /// warning if an answer shows that the clock of this machine differs from DynamoDB's clock by more than this skew.
     #[must_use]
     pub fn max_clock_skew(self, max_clock_skew: Duration) -> Self {
         Self { max_clock_skew, ..self }

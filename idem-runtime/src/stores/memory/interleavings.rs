@@ -30,7 +30,7 @@ fn result() -> Finish {
     Finish::Completed(StoredResult::Unencodable)
 }
 
-/// Counts the records, and the entries of waiting duplicates.
+/// Returns the number of records, and the number of keys with waiting duplicates.
 fn counted(store: &MemoryStore) -> (usize, usize) {
     let shards = store.0.records.shards.iter().flat_map(SharedWithChild::lock);
     shards.fold((0, 0), |(records, waiters), shard| (records + shard.places.len(), waiters + shard.waiters.len()))
@@ -55,7 +55,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
             }
             Reservation::InProgress { attempt, .. } => {
                 let waiting = store.wait(&request.key, attempt, LEASE);
-                // The duplicate already counts as waiting here, before its first poll.
+                // The duplicate is already registered as a waiter here, before the first poll of its future.
                 thread::yield_now();
                 block_on(waiting).expect("answered");
             }

@@ -125,7 +125,7 @@ struct Shard {
 /// The waiters of one key, and their number.
 #[derive(Debug)]
 struct Waiters {
-    /// Process of the waiters. The child of a `fork()` never uses the waiters of its parent.
+    /// Process in which the duplicates wait. The child of a `fork()` never uses the waiters of its parent.
     process: Process,
     woken: Arc<Notify>,
     count: usize,
@@ -554,7 +554,7 @@ struct Waiter<'a> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         let Ok(mut shard) = self.shard.lock() else { return };
-        // A wake-up removes the entry of the woken waiters, so the present entry may belong to later waiters.
+        // A wake-up removes the entry of the woken waiters, so the present entry may be the entry of later waiters.
         if let Some(waiters) = shard.waiters.get_mut(self.key).filter(|entry| Arc::ptr_eq(&entry.woken, &self.woken)) {
             waiters.count -= 1;
             if waiters.count == 0 {

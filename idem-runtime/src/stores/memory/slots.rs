@@ -18,7 +18,7 @@ use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
 use crate::record::{Finish, Holder, OwnerToken, Provenance, Record, Release, State, StoredResult};
 
-/// Capacity that an empty shard keeps.
+/// Largest number of slots whose memory a shard keeps when its last record is removed.
 const KEPT: usize = 32;
 
 /// A record, the end of its retention, and the time at which that end is checked.
@@ -173,7 +173,7 @@ impl Form {
                 written = size.to_be_bytes();
                 (Self::TOO_LARGE, &[], &written)
             }
-            // `LeftOut` stands only in the answer to a list, and is never written.
+            // `LeftOut` occurs only in the answer to a list, and is never written.
             StoredResult::Unencodable | StoredResult::LeftOut { .. } => (Self::UNENCODABLE, &[], &[]),
             StoredResult::Unreadable { reason } => (Self::UNREADABLE, &[], reason.as_bytes()),
         };
@@ -206,8 +206,9 @@ impl Form {
 }
 
 impl Slot {
-    /// Makes a slot that is listed `ttl` from now. If the attempt finishes immediately, the record expires at that
-    /// time, so the slot need not move then. The provenance is not part of a slot: only [`Slots`] handles provenances.
+    /// Makes a slot whose `listed_at` is `ttl` from now. If the attempt finishes immediately, the record expires at
+    /// `listed_at`, so the slot need not move in the [`Order`]. The provenance is not part of a slot: only [`Slots`]
+    /// handles provenances.
     pub(super) fn new(record: Record, key: &Key, hash: u32, ttl: Nanos, now: Nanos) -> Self {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, hash, fingerprint.as_ref(), &state);
@@ -270,7 +271,7 @@ impl Slot {
     }
 
     /// Restarts lease and retention of a pending record. `now` may be an old reading of the clock: a renewal never
-    /// shortens what a later reading has confirmed.
+    /// shortens a lease that was confirmed by a later reading.
     pub(super) fn renew(&mut self, now: Nanos) {
         if let Body::Open { stage: Stage::Pending(..), lease, ttl, .. } = self.body {
             self.expires_at = self.expires_at.max(now + lease + ttl);
@@ -278,7 +279,7 @@ impl Slot {
     }
 
     /// Notes that the body of the pending attempt begins, and renews the lease, unless the lease has lapsed at `now`.
-    /// Returns whether the body counts as begun.
+    /// Returns whether the record is marked as begun.
     pub(super) fn mark_begun(&mut self, now: Nanos) -> bool {
         let live = !self.lapses_in(now).is_zero();
         let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };
@@ -505,8 +506,8 @@ impl Slots {
     }
 }
 
-/// Returns the number of items by which a full vector grows: an eighth. `Vec` would double its capacity, which most
-/// stores never use.
+/// Returns the number of items by which a full vector grows: an eighth. `Vec` would double its capacity, and most
+/// stores would never use the added half.
 fn growth(len: usize) -> usize {
     (len / 8).max(16)
 }
@@ -647,7 +648,8 @@ mod tests {
             slots.get_mut(*place).listed_at = 5_000 + n * 7_919 % 1_000;
             order.sooner(*place, &slots);
         }
-        // Empties the heap; every fifth first place moves back once instead.
+        // Empties the heap. Every fifth time, the first place moves back instead of being removed, at most once for
+        // each place.
         let mut due = Vec::new();
         for n in 0.. {
             let Some(place) = order.first() else { break };

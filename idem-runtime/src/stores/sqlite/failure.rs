@@ -44,7 +44,8 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
             (Unavailable, "another process holds the lock on the file")
         }
         Some(ErrorCode::DiskFull) => (Full, "the disk is full, or the file has reached `max_bytes`"),
-        // The file was removed or replaced, so the next call checks which file is at the path.
+        // The file was removed or replaced. The error is `Unavailable`, because the next call checks which file is at
+        // the path.
         Some(ErrorCode::ReadOnly) if extended(error) == Some(ffi::SQLITE_READONLY_DBMOVED) => {
             (Unavailable, "the file was moved away")
         }

@@ -4,8 +4,8 @@
 //! inherits the list and the connections, but not the locks. A new connection of the child would rely on locks that the
 //! child does not hold: another process could then take itself for the last user of the file, and remove the WAL with
 //! the child's commits. So a child closes its inherited connections before it opens a connection. Closing is safe if no
-//! thread was using the inherited connection at the fork. The lock of the [`Link`] shows whether a thread was: each
-//! thread holds that lock while it is inside SQLite.
+//! thread was using the inherited connection at the fork. The lock of the [`Link`] shows whether a thread was using the
+//! connection: each thread holds that lock while it is inside SQLite.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::sync::{PerProcess, Process, lock};
 
 /// All connections in the memory of this process.
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
-/// Held while a connection is closed, until the link has cleared its `files`.
+/// Lock that a thread holds while it closes a connection, until the link has cleared its `files`.
 static CLOSING: PerProcess<Mutex<()>> = PerProcess::empty();
 /// Number of tries to lock the list, with a [`PAUSE`] in between. A thread of this process holds that lock only
 /// briefly; a lock that a thread of the parent held at the fork is never released.
@@ -111,8 +111,8 @@ impl Link {
     /// Closes a connection whose files were removed or replaced. A thread that is using the connection notices the
     /// change itself.
     fn close_if_outdated(&self) {
-        // Most links belong to other files. The locks of these connections are not taken: a lone caller that found its
-        // connection locked would have to use the reader thread.
+        // Most links are connections to files that are still in place. The locks of such connections are not taken: a
+        // lone caller that found its connection locked would have to use the reader thread.
         let files = lock(&self.files).clone();
         if files.is_none_or(|files| files.check().is_ok()) {
             return;
@@ -143,8 +143,8 @@ fn closing() -> MutexGuard<'static, ()> {
 /// Closes a connection that this process inherited at a fork.
 fn let_go(mut connected: MutexGuard<'_, Option<FileConnection>>) -> Result<(), StoreError> {
     let Some(FileConnection { connection, .. }) = connected.take() else { return Ok(()) };
-    // Keeps SQLite from checking whether this is the last connection: by the inherited list, SQLite would remove the
-    // WAL that other connections use.
+    // Keeps SQLite from checking whether this is the last connection: SQLite would trust the inherited list of locks,
+    // and remove a WAL that other processes still use.
     let quiet = connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true);
     let closed = match quiet {
         Ok(_) => connection.close().map_err(|(connection, _)| connection),

@@ -22,16 +22,17 @@ use crate::clock::{Instant, wall_millis};
 use crate::record::{Reservation, ReserveRequest};
 use crate::sync::lock;
 
-/// Duration from which a read counts as slow: it has probably waited for the disk.
+/// Duration above which a read is slow: such a read has probably waited for the disk.
 const SLOW: Duration = Duration::from_micros(200);
-/// Slow reads may take one part in [`SHARE`] of the time.
+/// Divisor of the time that slow reads may take: one twentieth of all time at most.
 const SHARE: u32 = 20;
-/// Time that slow reads may take in a row.
+/// Largest debt of slow reads ([`Pace::debt`]) with which lone callers still read.
 const GRACE: Duration = Duration::from_millis(5);
-/// Longest time that a single slow read counts for, unless the read before it was slow, too: a thread that was not
-/// scheduled for some time only looks like a slow disk.
+/// Longest time that one slow read adds to the debt, unless the read before it was slow, too: a pause of the thread,
+/// which the system did not schedule, only looks like a slow disk.
 const ALONE: Duration = Duration::from_micros(500);
-/// Time for which no read tries to open the connection again after a failure to open it.
+/// Debt after a failure to open the connection. The next try to open the connection follows when the debt has fallen to
+/// [`GRACE`], about one second later.
 const NOT_OPENED: Duration = Duration::from_millis(55);
 
 pub(super) struct InlineReader {

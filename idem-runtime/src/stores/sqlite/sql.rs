@@ -57,7 +57,7 @@ const COLUMNS: [&str; 23] = [
 /// Columns that a replay reads before the result, in this order.
 const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, \
                       lapses_at, traceparent, began_at, begun, codec, result_bytes";
-/// Columns that follow the result in all other look-ups.
+/// Columns that every other look-up reads after the result, in this order.
 const REST: &str = "holder, decided_by, decided_reason, first_seen_at";
 /// Index of the result. The next constants are the indexes of the columns in [`REST`], of the size of a result that a
 /// list leaves out, and of the key in a list.
@@ -319,8 +319,8 @@ impl FoundRow {
         Inspection::new(self.record, until(self.expires_at, now), lapses_in).since(first_seen, Some(began))
     }
 
-    /// Returns the rest of the lease; `None` unless the record is pending. The result never exceeds the whole lease,
-    /// although a look-up may have read the clock just before the row was written.
+    /// Returns the remaining time of the lease; `None` unless the record is pending. The result never exceeds the whole
+    /// lease, although a look-up may have read the clock just before the row was written.
     fn lapses_in(&self, now: i64) -> Option<Duration> {
         match self.record.state {
             State::Pending { lease, .. } => Some(until(self.lapses_at?, now).min(lease)),
@@ -698,7 +698,8 @@ fn flag(value: ValueRef<'_>) -> Result<bool, Trouble> {
     }
 }
 
-/// Decodes the record in a row; `None` if its retention has ended. A row of another version never counts as expired.
+/// Decodes the record in a row; `None` if its retention has ended. A row of another version is never treated as
+/// expired.
 fn read(row: &Row<'_>, now: i64) -> Result<Option<FoundRow>, Trouble> {
     let column = |index| row.get_ref(index);
     let format = column(0)?.as_i64()?;
@@ -743,7 +744,7 @@ fn read(row: &Row<'_>, now: i64) -> Result<Option<FoundRow>, Trouble> {
     };
     let began_at = column(12)?.as_i64()?;
     let record = parts.record()?;
-    // A pending record has a `lapses_at`, and no other record has one.
+    // A pending record has a `lapses_at`, and a record that is not pending has none.
     if record.is_pending() != lapses_at.is_some() {
         return Err(FormatError::Damaged.into());
     }

@@ -108,7 +108,7 @@ struct SqliteInner {
 struct OpenFile(PerProcess<Arc<Core>>);
 
 impl OpenFile {
-    /// Returns the file, which is the same for all processes.
+    /// Returns the path and the settings of the file. A forked child uses the path and the settings of its parent.
     fn database(&self) -> &Database {
         &self.0.first().state.database
     }
@@ -137,7 +137,7 @@ impl SqliteInner {
         Arc::new_cyclic(|this| Self { this: Weak::clone(this), context, open, lane, upkeep: SharedOnce::new() })
     }
 
-    /// Returns the threads of this process.
+    /// Returns the queues of this process's threads. Makes them at the first use after a fork.
     fn core(&self) -> &Arc<Core> {
         self.open.0.here_or(|parents| Arc::new(Core::new(Arc::clone(&parents.state.database))))
     }

@@ -151,7 +151,8 @@ impl TransactionStore for InSqlite<'_> {
         self.on_table(|table, now| table.release(lease, release, now))
     }
 
-    /// Waits for [`POLL`]. Only one transaction writes at a time, so the running attempt belongs to this transaction.
+    /// Waits for [`POLL`]. Only one transaction writes at a time, so the running attempt was reserved in this
+    /// transaction.
     async fn wait(&self, _: &Key, at_most: Duration) -> Result<bool, StoreError> {
         self.clock.sleep(at_most.min(POLL)).await;
         Ok(true)

@@ -6,19 +6,19 @@ use super::queue::{BATCH, Op, Queue};
 
 /// Smallest number of answered callers for whose next operations the writer waits.
 const COMPANY: usize = 4;
-/// Largest number of batches without a wait after the writer has waited in vain.
+/// Largest number of batches in a row that the writer commits without a wait, after it has waited in vain.
 const LONGEST_SKIP: u32 = 64;
 
-/// The callers that the last batch has answered. Most of these callers soon send their next operation, one by one. A
-/// commit that does not wait for these operations would contain only a few. So a batch takes more operations before its
-/// commit, and waits a little for the answered callers. A lone call is not delayed.
+/// The callers that the last batch has answered. Most of these callers soon send their next operation, one by one.
+/// Without a wait, each commit would contain only the few operations that have already arrived. So the writer waits a
+/// little before the commit of a batch, and adds the operations that arrive meanwhile. A lone call is not delayed.
 pub(super) struct LateJoiners<'a> {
     queue: &'a Queue,
     /// Number of operations that the last batch answered.
     answered: usize,
     /// Number of operations that already waited when the last batch was answered.
     waited: usize,
-    /// Number of batches without a wait, because the answered callers did not return.
+    /// Number of coming batches that the writer commits without a wait, because too few answered callers have returned.
     skip: u32,
     next_skip: u32,
 }

@@ -47,12 +47,12 @@ use crate::store::{Answers, StoreError, StoreErrorKind};
 /// operations are small, and because a time limit ends each transaction.
 const UPKEEP_BATCH: usize = 8192;
 /// Time for which the upkeep thread leaves the lock free between two transactions. A handle that waits for the lock
-/// tries more often than that ([`file`](super::file)), so it finds the lock free.
+/// tries at shorter intervals ([`file`](super::file)), so one of its tries finds the lock free.
 const TURN: Duration = Duration::from_micros(1500);
 /// Largest number of pauses of [`TURN`] in a row while the writer of the same handle still waits.
 const TURNS: u32 = 4;
-/// Interval at which the reader checks for commits of other handles while duplicates wait. [`POLL_FOR_EACH`] is added
-/// for each waiting duplicate.
+/// Interval at which the reader checks for commits of other handles while duplicates wait. Each waiting duplicate adds
+/// [`POLL_FOR_EACH`] to the interval.
 const POLL: Duration = Duration::from_millis(5);
 const POLL_FOR_EACH: Duration = Duration::from_micros(100);
 /// First pause of the upkeep thread between two tries to get the lock; the pause doubles up to [`LONGEST_PAUSE`]. The
@@ -75,7 +75,7 @@ pub(super) struct Core {
     reads: Queue,
     upkeep: Queue,
     numbers: AtomicU64,
-    /// Share of replays among recent reservations. Every answer that changes nothing counts as a replay.
+    /// Share of replays among recent reservations. A reservation whose answer changed nothing is counted as a replay.
     replays: Replays,
     inline: InlineReader,
 }
@@ -144,7 +144,8 @@ impl Core {
         if matches!(answer, Answer::Spared) {
             self.state.database.clock.sleep(SPARED).await;
             let left = self.limit().saturating_sub(self.state.database.clock.now().saturating_since(began));
-            // Boxed: most calls spare no lease, but would carry the size of this future inline.
+            // Boxed: few reservations pause for another owner's lease, but every reservation would carry the size of
+            // this future inline.
             answer = Box::pin(self.ask_one(queue, SqliteRequest::Reserve(request.clone(), false), left)).await?;
         }
         if lane == ThreadChoice::Calls {
@@ -176,8 +177,8 @@ impl Core {
             let op = self.op(queue, ask, AnswerTarget::One(reply));
             let number = op.number;
             self.push(queue, std::iter::once(op))?;
-            // Outside of a runtime there is no timer, and the future is polled only once: the operation is in the queue
-            // by then.
+            // Outside of a Tokio runtime there is no timer, so the answer has no time limit. A caller without a runtime
+            // polls this future only once, and that poll has already put the operation into the queue.
             let answered = match Handle::try_current() {
                 Ok(_) => race(answer, self.state.database.clock.sleep(limit)).await,
                 Err(_) => Some(answer.await),
@@ -277,8 +278,8 @@ impl Core {
                         if batch.is_empty() {
                             return true;
                         }
-                        // Other operations follow on this connection, so waiting for a resting connection would not
-                        // help.
+                        // Further operations of this batch follow on the same connection, so the answers are sent while
+                        // the thread still uses the connection.
                         session.send_answers();
                     }
                     false
@@ -353,7 +354,7 @@ impl Core {
         link.close();
     }
 
-    /// Leaves the lock free for [`TURN`], in which waiting connections try again. If the writer of this handle waits,
+    /// Leaves the lock free for [`TURN`], so that waiting connections can take it. If the writer of this handle waits,
     /// repeats the pause until the writer has the lock, up to [`TURNS`] times.
     fn let_others_write(&self) {
         for _ in 0..TURNS {

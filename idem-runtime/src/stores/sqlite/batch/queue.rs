@@ -22,7 +22,8 @@ pub(super) const BATCH_BYTES: usize = 4 * 1024 * 1024;
 /// An operation for a thread.
 #[derive(Debug)]
 pub(in super::super) enum SqliteRequest {
-    /// A reservation. The flag is true if it must not yet take over a lease that lapsed while the file was locked.
+    /// A reservation. The flag is true if the reservation must not yet take over a lease that lapsed while the file was
+    /// locked.
     Reserve(ReserveRequest, bool),
     Begin(Lease),
     Renew(Lease),

@@ -17,12 +17,14 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Longest duration of a transaction before its commit: all other writers wait for the lock meanwhile.
 const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
-/// Longest duration of a transaction of renewals and late writes, before its commit. Thousands of handlers may need
-/// such transactions at the same time. The commit adds the time to write about 2 MB of pages.
+/// Longest duration of a transaction of renewals and late writes, before its commit. Shorter than
+/// [`LONGEST_TRANSACTION`], because renewing the leases of thousands of handlers takes many such transactions in a row,
+/// between which other writers need the lock. The commit adds the time to write about 2 MB of pages.
 const LONGEST_UPKEEP: Duration = Duration::from_millis(8);
-/// Number of operations after which a transaction checks its duration.
+/// Number of operations that a transaction runs between two checks of its duration.
 const TIMED: usize = 8;
-/// Milliseconds after which a held lock counts as the reason why leases were not renewed.
+/// Shortest time for which another connection must have held the lock, in milliseconds, so that this store blames the
+/// lock for leases that were not renewed.
 const LONG_LOCK: i64 = 50;
 /// Longest time that a transaction waits, after its batch is done, for the next operations of the callers that were
 /// answered last.
@@ -73,7 +75,7 @@ pub(super) struct Session<'c> {
     state: &'c HandleState,
     connected: &'c FileConnection,
     table: Table<'c>,
-    /// Answers of the open transaction, which count only after the commit.
+    /// Answers to the operations of the open transaction. The answers are valid only after the commit.
     answers: Vec<OpResult>,
     /// Answers of committed operations. The answers are sent only when the thread no longer uses the connection,
     /// because a caller that has its answer may fork.
@@ -249,8 +251,8 @@ impl<'c> Session<'c> {
         }
         batch.retain(|op| !op.is_abandoned());
         begun.map_err(|error| TransactionFailure::nothing_written(&error))?;
-        // The files are checked under the lock: the index may have been removed while the transaction waited, and a
-        // lock in a removed index excludes no other process.
+        // The files are checked under the lock: the index file (`-shm`) may have been removed while the transaction
+        // waited, and a lock in a removed index excludes no other process.
         self.connected.files.check().map_err(|error| TransactionFailure::new(error, true))?;
         Ok(asked)
     }
@@ -392,8 +394,8 @@ impl<'c> Session<'c> {
         !failure.broken
     }
 
-    /// Reads from one snapshot, for as long as a transaction may take at most: while a snapshot is in use, SQLite can't
-    /// reuse the WAL from its beginning.
+    /// Reads from one snapshot, for at most [`LONGEST_TRANSACTION`]: while a snapshot is in use, SQLite can't reuse the
+    /// WAL from its beginning.
     fn look(
         &mut self,
         batch: &mut Vec<Op>,
@@ -554,7 +556,8 @@ mod tests {
             let (left, answers) = quiet.work(asks, |session, batch| assert!(session.write(batch, None)));
             assert!(left == 0 && answers.iter().all(Result::is_ok), "{answers:?}");
         }
-        // A transaction returns only some of the results, whether it writes or only reads.
+        // The 32 results together exceed `BATCH_BYTES`. So one transaction returns only some of them, whether it writes
+        // or only reads.
         let asks = || requests.iter().cloned().map(|request| SqliteRequest::Reserve(request, true)).collect::<Vec<_>>();
         let (left, answers) = quiet.work(asks(), |session, batch| assert!(session.write(batch, None)));
         assert!(answers.len() <= 4 && left == requests.len() - answers.len(), "{left} left");
