@@ -12,9 +12,9 @@ use std::hash::Hash;
 /// - A message that is never settled, because its handler was dropped, holds the commit at its offset: the message is
 ///   delivered again after a restart. Settled messages behind this offset take no memory.
 /// - [`assigned`](OffsetTracker::assigned) begins a generation of a partition, and [`revoked`](OffsetTracker::revoked)
-///   ends it. A message belongs to the generation in which it was started. A message that is settled after the end of
-///   its generation commits nothing, even if the partition has come back meanwhile: the consumer that had the partition
-///   in between commits its offsets.
+///   ends it. The tracker notes for each message the generation in which the message started. A message that is settled
+///   after the end of its generation commits nothing, even if the partition has been assigned to this consumer again:
+///   another consumer may have read the partition in between, and committed its own offsets.
 /// - Offsets need not be contiguous: transactions and compaction leave gaps.
 ///
 /// `P` names a partition, for example `(String, i32)`. The tracker is plain data: keep it in the loop that polls the
@@ -35,7 +35,7 @@ pub struct OffsetTracker<P> {
     /// Current generation of each assigned partition.
     assigned: HashMap<P, u64>,
     generations: HashMap<u64, Generation>,
-    /// Number of generations so far, which numbers the next generation.
+    /// Number of the latest generation; 0 before the first.
     numbered: u64,
 }
 
@@ -80,8 +80,8 @@ impl<P> OffsetTracker<P> {
     /// Settles a message that was acknowledged, set aside, or sent to a retry topic. Returns the offset that may be
     /// committed now (the next offset to read), if that offset has increased.
     ///
-    /// Returns `None` if the partition was revoked or assigned again since the message started: the message may belong
-    /// to another consumer by now.
+    /// Returns `None` if the partition was revoked or assigned again since the message started: another consumer may
+    /// have received the message by now.
     #[expect(clippy::needless_pass_by_value, reason = "nothing is settled twice")]
     pub fn settled(&mut self, started: StartedMessage) -> Option<i64> {
         let StartedMessage { generation, offset } = started;
@@ -100,7 +100,7 @@ impl<P> OffsetTracker<P> {
 }
 
 impl<P: Clone + Eq + Hash> OffsetTracker<P> {
-    /// Begins a new generation of the partition: from now on the partition belongs to this consumer, or is read from
+    /// Begins a new generation of the partition: from now on this consumer reads the partition, or reads it from
     /// another offset. Call this in the callback of a rebalance, after a manual assignment, and after a `seek`. Ends an
     /// earlier generation that was not revoked, for example because the group considered this consumer lost.
     pub fn assigned(&mut self, partition: &P) {
@@ -113,8 +113,7 @@ impl<P: Clone + Eq + Hash> OffsetTracker<P> {
     /// Notes that a message of `partition` has been received. Handlers may run concurrently. Call this function before
     /// the consumer is polled again.
     ///
-    /// Returns `None` if the partition is not assigned: the message belongs to another consumer by now, so don't handle
-    /// it.
+    /// Returns `None` if the partition is not assigned: another consumer receives the message, so don't handle it.
     pub fn started(&mut self, partition: &P, offset: i64) -> Option<StartedMessage> {
         let number = *self.assigned.get(partition)?;
         let generation = self.generations.get_mut(&number)?;
@@ -132,7 +131,7 @@ impl<P: Clone + Eq + Hash> OffsetTracker<P> {
         generation.map_or(0, |generation| generation.open.values().map(|count| *count as usize).sum())
     }
 
-    /// Ends the generation of the partition, which no longer belongs to this consumer. Commit the last offset that
+    /// Ends the generation of the partition, which this consumer no longer reads. Commit the last offset that
     /// [`settled`](OffsetTracker::settled) has returned.
     pub fn revoked(&mut self, partition: &P) {
         if let Some(number) = self.assigned.remove(partition) {

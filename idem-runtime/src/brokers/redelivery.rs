@@ -10,8 +10,8 @@ use crate::policy::Policy;
 /// Longest time for which a broker may deliver a message again, as input of [`Policy::check_redelivery`] and
 /// [`Observe::redelivery`].
 ///
-/// Each constructor takes values from the configuration of the broker. The time counts from the publication of the
-/// message, and a record's `ttl` counts from completion, which is later: a `ttl` as long as
+/// Each constructor takes values from the configuration of the broker. This time begins with the publication of the
+/// message, and a record's `ttl` begins with the completion, which is later. So a `ttl` as long as
 /// [`longest`](Redelivery::longest) suffices.
 ///
 /// This time does not cover a producer that publishes the same operation again, hours later.
@@ -22,7 +22,8 @@ pub struct Redelivery {
     retention: Option<Duration>,
     /// Time that a message may be kept beyond `retention`.
     segment: Duration,
-    /// Time after which a consumer group that is away starts again at the beginning.
+    /// Time for which Kafka keeps the offsets of a consumer group that is away. After this time the group starts again
+    /// at the beginning of the topic.
     offsets_retention: Option<Duration>,
     /// Time for which a dead-letter queue keeps the message.
     dlq: Option<Duration>,
@@ -143,8 +144,8 @@ impl Policy {
 
 impl<F: Future, B> Observe<F, B> {
     /// Sets the time for which the broker may deliver the message again. A call with a shorter `ttl` is refused with
-    /// [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), whether the `ttl` comes from the attribute, from a
-    /// policy, or is decided at run time. The message is kept and delivered again, as with every misconfiguration.
+    /// [`Error::InvalidPolicy`](crate::Error::InvalidPolicy), whether the `ttl` is set in the attribute, in a policy,
+    /// or at run time. The message is kept and delivered again, as with every misconfiguration.
     ///
     /// [`Policy::check_redelivery`] makes the same comparison at the start of the program, if the `ttl` is in a policy.
     ///

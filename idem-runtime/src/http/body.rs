@@ -92,7 +92,7 @@ impl DigestClaim {
     }
 
     fn fail(&self, defect: ProblemKind) -> BoxError {
-        // The first defect counts, because it ended the body.
+        // A later defect is ignored, because the first defect has ended the body.
         let _ = self.defect.set(defect);
         match defect {
             ProblemKind::BodyTimeout => "the body did not arrive in time".into(),
@@ -102,8 +102,7 @@ impl DigestClaim {
     }
 }
 
-/// Remaining time that the reader of a body waits for the client's data. Only the time of waiting counts, not the time
-/// between reads.
+/// Remaining time that the reader of a body waits for the client's data. The time between two reads is not subtracted.
 struct ArrivalTimer {
     clock: Arc<dyn Clock>,
     left: Duration,
@@ -263,7 +262,7 @@ pub(super) enum UnreadBody {
     Broken,
 }
 
-/// Returns whether a limit outside of the layer has cut the body.
+/// Returns whether a limit outside of the layer has cut off the body.
 fn is_limit(error: &(dyn std::error::Error + 'static)) -> bool {
     error.is::<LengthLimitError>() || error.source().is_some_and(is_limit)
 }
@@ -379,7 +378,7 @@ impl<B: Body> ResponseBody<B> {
         Self::of(ResponseKind::Resumed { frames: frames.into_iter().collect(), error, rest })
     }
 
-    /// Removes the layer's own fields from the trailers, also from those that are still to come.
+    /// Removes the layer's own fields from the trailers, including trailers that have not arrived yet.
     pub(super) fn without(mut self, own: &OwnFields) -> Self {
         match &mut self.kind {
             ResponseKind::Read { whole } => {
@@ -501,7 +500,7 @@ mod tests {
     use super::*;
     use crate::clock::ManualClock;
 
-    /// A body whose polls return these frames. `None` stands for a poll that is pending.
+    /// A body whose polls return these frames. `None` makes a poll pending.
     struct Script(VecDeque<Option<&'static str>>);
 
     impl Body for Script {

@@ -22,8 +22,8 @@ pub struct Description {
     /// `components` has the headers and parameters to which `operation` refers; add them to the components of your
     /// document.
     ///
-    /// Each response refers to the headers of the layer. The response `2XX` stands for the handler's own responses.
-    /// Each problem has an example, unless [`on_problem`](super::IdempotencyLayer::on_problem) is set.
+    /// Each response refers to the headers of the layer. The response `2XX` describes the handler's own responses. Each
+    /// problem has an example, unless [`on_problem`](super::IdempotencyLayer::on_problem) is set.
     pub openapi: String,
 }
 

@@ -54,7 +54,7 @@ fn trim(line: &[u8]) -> &[u8] {
     &line[start..end]
 }
 
-/// Reads a `String`. The parameters (`;name=value`) of the field do not belong to the key.
+/// Reads a `String`. The parameters (`;name=value`) after the `String` are not part of the key.
 fn string(quoted: &[u8]) -> Option<String> {
     let text = Parser::new(quoted).parse_item::<Cow<'_, StringRef>>().ok()?;
     Some(text.into_owned().into())
@@ -95,8 +95,8 @@ pub(super) fn digests(headers: &HeaderMap) -> Option<Digests> {
     })
 }
 
-/// The values of the known algorithms while a dictionary is read. If a name occurs several times, its last value
-/// counts. A value that is not a byte sequence becomes an empty value, whose length is invalid.
+/// The values of the known algorithms while a dictionary is read. If a name occurs several times, its last value is
+/// used. A value that is not a byte sequence becomes an empty value, whose length is invalid.
 #[derive(Default)]
 struct DigestValues {
     sha256: Option<Vec<u8>>,

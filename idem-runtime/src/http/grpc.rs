@@ -31,8 +31,8 @@ pub(super) enum ClientProtocol {
 }
 
 impl ClientProtocol {
-    /// Recognises the client of a request. A request for gRPC without HTTP/2 or without trailers counts as plain HTTP:
-    /// such a client could not read a gRPC status, and would take the status 200 for a success.
+    /// Recognises the client of a request. A request for gRPC without HTTP/2 or without trailers is answered as plain
+    /// HTTP: such a client could not read a gRPC status, and would take the status 200 for a success.
     pub(super) fn of(head: &request::Parts) -> Self {
         let takes_trailers = || {
             let lines = head.headers.get_all(header::TE).iter().filter_map(|line| line.to_str().ok());

@@ -136,7 +136,7 @@ pub(super) struct Payload<'a> {
 /// Path and query of a request.
 pub(super) type Target<'a> = (&'a str, Option<&'a str>);
 
-/// The fingerprint input that stands for a body.
+/// Hash of a body, which enters the fingerprint in place of the body.
 #[derive(Serialize)]
 pub(super) enum BodyPrint {
     /// The SHA-256 of the body's bytes.
@@ -176,7 +176,7 @@ pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {
 }
 
 impl<'a> Payload<'a> {
-    /// Returns the payload of a request to `uri`. The headers with these `names` belong to the payload.
+    /// Returns the payload of a request to `uri`. The headers with these `names` are part of the payload.
     pub(super) fn new(
         target: Option<Target<'a>>,
         uri: &Uri,
@@ -205,7 +205,8 @@ impl<'a> Payload<'a> {
     }
 }
 
-/// Precomputed hashes of the constant parts of a payload in which only target and body bytes count.
+/// Precomputed hashes of the constant parts of a payload that consists of a target and the bytes of a body, without
+/// headers.
 struct PartHashes {
     target: SumHash,
     headers: SumHash,

@@ -40,11 +40,11 @@ pub(super) enum JsonDefect {
     NotJson,
     /// The body nests deeper than [`MAX_DEPTH`].
     TooDeep,
-    /// An object has two members of one name: readers differ about which one counts.
+    /// An object has two members of one name: parsers differ about which of the two they use.
     TwoMembers,
 }
 
-/// Members of a JSON body that count when two requests are compared; see
+/// Members of a JSON body that are compared when two requests have the same key; see
 /// [`fingerprint_members`](super::IdempotencyLayer::fingerprint_members).
 ///
 /// ```
@@ -199,8 +199,8 @@ impl<'a> Reader<'a> {
         Ok(true)
     }
 
-    /// Reads the character after a value. Returns whether this character ends the container, which is itself a value
-    /// that has then ended.
+    /// Reads the character after a value. Returns whether this character ends the container. A container is itself a
+    /// value, which has then ended.
     fn ends_container(&mut self) -> Result<bool, JsonDefect> {
         let Some(&container) = self.open.last() else { return Ok(false) };
         match (container, self.peek().ok_or(JsonDefect::NotJson)?) {

@@ -122,7 +122,7 @@ impl IdempotencyLayer {
     /// one server serves several tenants under several hosts, and a [`Caller`] is unique only within its tenant.
     ///
     /// The host is `:authority` in HTTP/2 and `Host` in HTTP/1.1, in lower case and without the ports 80 and 443. A
-    /// request that names no host, or several, gets 400. Behind a proxy, the host that the proxy sends counts.
+    /// request that names no host, or several, gets 400. Behind a proxy, the layer uses the host that the proxy sends.
     #[must_use]
     pub fn separate_hosts(self, separate_hosts: bool) -> Self {
         self.with(|it| it.separate_hosts = separate_hosts)
@@ -179,7 +179,7 @@ impl IdempotencyLayer {
     }
 
     /// Adds headers to the payload: a request with the same key and another value of such a header is refused as
-    /// another request (default: none). `Host` stands for `:authority`, too; see
+    /// another request (default: none). The name `Host` also selects `:authority` of HTTP/2; see
     /// [`separate_hosts`](IdempotencyLayer::separate_hosts).
     #[must_use]
     pub fn fingerprint_headers(self, names: impl IntoIterator<Item = HeaderName>) -> Self {
@@ -191,8 +191,8 @@ impl IdempotencyLayer {
     ///
     /// All bodies are then compared [as JSON](super::Equality::Json), with its limits: a body that nests deeper than
     /// 400 levels, or repeats a name, gets 400. A body that is no object is compared as a whole, and a body that is not
-    /// JSON by its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path, query and headers still
-    /// count.
+    /// JSON by its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path, query and headers are still
+    /// compared.
     ///
     /// A change of this setting changes fingerprints: a retry of a request from before the change gets 422.
     #[must_use]
@@ -217,8 +217,8 @@ impl IdempotencyLayer {
     }
 
     /// Streams a body to the handler if the body is too long to be read, or its length is not stated, and
-    /// `Content-Digest` has a `sha-256` (default: no; such a body gets 413). This digest then stands for the body in
-    /// the fingerprint.
+    /// `Content-Digest` has a `sha-256` (default: no; such a body gets 413). This digest then enters the fingerprint in
+    /// place of the body.
     ///
     /// The digest, and a `sha-512` next to it, are checked while the body streams. If a digest does not match, the
     /// reader of the body gets an error, the client gets 400, and nothing is recorded. Effects that the handler had
@@ -262,9 +262,10 @@ impl IdempotencyLayer {
     /// Sets the limit of keys in flight (default: 1024). A key is in flight from the start of reading the body of its
     /// first request. A request with a further key gets 503.
     ///
-    /// Concurrent requests with one key count as one key in flight, because at most one of them runs its handler. The
-    /// number of duplicates (requests in addition to the first request of a key) has the same limit. So the layer holds
-    /// twice as many requests at most, each with a body of up to [`max_body_bytes`](IdempotencyLayer::max_body_bytes).
+    /// Concurrent requests with one key are one key in flight, because at most one of these requests runs its handler.
+    /// The number of duplicates (requests in addition to the first request of a key) has the same limit. So the layer
+    /// holds twice as many requests at most, each with a body of up to
+    /// [`max_body_bytes`](IdempotencyLayer::max_body_bytes).
     #[must_use]
     pub fn max_in_flight(self, max_in_flight: u32) -> Self {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_limit(max_in_flight)))
@@ -330,8 +331,8 @@ impl IdempotencyLayer {
     /// If `handler` panics.
     ///
     /// # Cancel safety
-    /// Dropping the future cancels the handler. The cancellation frees the key, or counts as an interruption. Spawn the
-    /// future, so that the handler outlives its client.
+    /// Dropping the future cancels the handler. The cancellation frees the key, or, under `on_crash = fail`, interrupts
+    /// an operation that has begun. Spawn the future, so that the handler outlives its client.
     pub async fn respond<F, H, R, E>(&self, request: Request<Bytes>, handler: F) -> Result<Response<ResponseBody<R>>, E>
     where
         F: FnOnce(Request<Bytes>) -> H,
@@ -433,7 +434,7 @@ where
             Classification::Protect(mut asked) => {
                 let settings = Arc::clone(&self.settings);
                 Box::pin(async move {
-                    // A request counts as in flight while its body is being read, because uploads take memory.
+                    // A request is in flight while its body is being read, because uploads take memory.
                     let place = match settings.enter(&asked) {
                         Ok(place) => place,
                         Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),

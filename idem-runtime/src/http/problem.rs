@@ -22,9 +22,9 @@ pub enum ProblemKind {
     InvalidBody,
     /// The body does not match its `Content-Digest`.
     DigestMismatch,
-    /// The request names no host, or several, and keys belong to hosts.
+    /// The request names no host, or several, and the layer separates the keys of each host.
     InvalidHost,
-    /// The request carries no credentials, and keys belong to callers.
+    /// The request carries no credentials, and the layer separates the keys of each caller.
     Unauthenticated,
     /// The request carries credentials that name no caller.
     Forbidden,
@@ -293,8 +293,8 @@ impl Problem {
     pub(super) fn of(error: Error) -> Self {
         let kind = match &error {
             Error::Store { started: false, .. } => ProblemKind::StoreUnavailable,
-            // A handler that lost its lease had begun, so its effects may have happened, whatever happened to the key
-            // since.
+            // A handler that lost its lease had begun, so its effects may have happened, even if another attempt has
+            // reserved the key since.
             Error::Store { started: true, .. } | Error::Unrecorded { .. } | Error::LeaseLost { .. } => {
                 ProblemKind::Unrecorded
             }

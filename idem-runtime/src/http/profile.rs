@@ -25,10 +25,11 @@ pub enum Recording {
     /// request that failed validation, before it had an effect.
     ///
     /// If an earlier attempt had begun, the key is freed as by [`Release`](Self::Release): the effects of that attempt
-    /// may have happened, and belong to its payload. If the store does not answer, the key is freed in the same way.
+    /// may have happened, so another payload must not use the key. If the store does not answer, the key is also freed
+    /// as by [`Release`](Self::Release).
     Forget,
-    /// The run counts as cut off, with unknown effects. Under `on_crash = retry` the key is freed; under `on_crash =
-    /// fail` the operation is interrupted.
+    /// The layer treats the run as cut off, with unknown effects. Under `on_crash = retry` the key is freed; under
+    /// `on_crash = fail` the operation is interrupted.
     Interrupt,
     /// The operation is recorded without its response: duplicates get 410, and the handler never runs again. Use this
     /// for responses that are streamed, or must not be stored.
@@ -115,8 +116,9 @@ impl Profile {
     /// The rules of Stripe's API: every response of an endpoint that has begun is recorded, including 500; another
     /// request under a used key gets 400; every response repeats the key.
     ///
-    /// 400, 415 and 422 count as failed validation, before the endpoint began, so the key is forgotten: a corrected
-    /// request can use it. A handler that refuses with such a status after it has begun inserts [`Recording::Record`].
+    /// The layer treats a 400, 415 or 422 as a validation that failed before the endpoint began, and forgets the key: a
+    /// corrected request can use the key again. A handler that refuses with such a status after it has begun inserts
+    /// [`Recording::Record`].
     pub const fn stripe() -> Self {
         Self {
             name: "stripe",
@@ -169,7 +171,8 @@ impl Profile {
 
 /// Records a 2xx, a 3xx, and a 4xx that depends on the request alone. A status that depends on credentials, or on the
 /// time of the request, frees the key. A 408 or 5xx leaves the effects unknown: a time limit or a guard against panics
-/// between the layer and the handler may have sent it. For a gRPC response, the status in its trailers decides.
+/// between the layer and the handler may have sent that status. For a gRPC response, the status in its trailers
+/// decides.
 fn record_what_depends_on_the_request(head: &Parts, trailers: &HeaderMap) -> Recording {
     let grpc = trailers.get("grpc-status").or_else(|| head.headers.get("grpc-status"));
     match grpc.map(HeaderValue::as_bytes) {

@@ -112,9 +112,10 @@ pub(super) struct KeyedRequest {
     method: Method,
     protocol: ClientProtocol,
     digests: Digests,
-    /// Digest that stands for a body that is streamed to the handler; `None` if the layer reads the body first.
+    /// Digest of a body that is streamed to the handler, which enters the fingerprint in place of the body; `None` if
+    /// the layer reads the body first.
     streams: Option<[u8; 32]>,
-    /// The trace that the request belongs to. Boxed: most requests have no trace.
+    /// Trace context of the request. Boxed: most requests have no trace.
     traceparent: Option<Box<Traceparent>>,
 }
 
@@ -182,8 +183,8 @@ impl Settings {
         self.methods().contains(&head.method) && self.covers.as_ref().map_or_else(|| !is_read(), |covers| covers(head))
     }
 
-    /// Returns the field of the key as it was sent, if responses repeat it. If a request has several such fields, none
-    /// is repeated.
+    /// Returns the field of the key as it was sent, if responses repeat this field. Returns `None` if a request has
+    /// several such fields.
     fn echo(&self, head: &Parts) -> Option<HeaderValue> {
         let mut lines = head.headers.get_all(&self.header).iter().filter(|_| self.profile.echoes_key);
         lines.next().filter(|_| lines.next().is_none()).cloned()
@@ -198,7 +199,7 @@ impl Settings {
             Err(KeyFieldProblem::Missing) => return problem(ProblemKind::MissingKey),
             _ => return problem(ProblemKind::InvalidKey),
         };
-        // Keys belong to callers, so a request without a caller is refused before anything is stored.
+        // The caller is a part of the key, so a request without a caller is refused before anything is stored.
         let caller = match &self.caller.0 {
             None => String::new(),
             Some(principal) => match (principal.of)(head).filter(|caller| !caller.trim().is_empty()) {
@@ -222,7 +223,7 @@ impl Settings {
         if head.extensions.get::<OuterKeys>().is_some_and(|covered| covered.keys().any(|it| *it == key)) {
             return Ok(None);
         }
-        // If a body is too long to be read, its digest has to stand for the body.
+        // The fingerprint of a body that is too long to be read needs the digest of the body.
         let Some(digests) = field::digests(&head.headers) else { return problem(ProblemKind::DigestMismatch) };
         let is_short = length.is_some_and(|length| length <= self.max_body_bytes as u64);
         let streams = digests.sha256.filter(|_| self.stream_digested && !is_short && !self.compares_json());
@@ -237,8 +238,8 @@ impl Settings {
         Ok(Some(KeyedRequest { key, caller, name, echo, method, protocol, digests, streams, traceparent }))
     }
 
-    /// Returns the part of the target that belongs to the key; `None` if the host belongs to the key and the request
-    /// names no host.
+    /// Returns the part of the target that enters the key; `None` if the host is part of the key and the request names
+    /// no host.
     fn route<'a>(&self, head: &'a Parts) -> Option<Cow<'a, str>> {
         let route = match self.profile.equality {
             Equality::Json => Cow::Borrowed(uri(head).path()),
@@ -254,7 +255,7 @@ impl Settings {
         }
     }
 
-    /// Returns the part of the target that belongs to the fingerprint.
+    /// Returns the part of the target that enters the fingerprint.
     fn target<'a>(&self, head: &'a Parts) -> Option<Target<'a>> {
         match self.profile.equality {
             Equality::Json => None,
@@ -262,7 +263,7 @@ impl Settings {
         }
     }
 
-    /// Reads the body of a request, unless its digest stands for the body.
+    /// Reads the body of a request, unless the body streams to the handler.
     pub(super) async fn read<B>(
         &self,
         head: &Parts,

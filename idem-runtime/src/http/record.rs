@@ -32,7 +32,8 @@ const ADDED: usize = 2;
 const HEAD_BYTES: usize = 8;
 const FIELD_BYTES: usize = 6;
 
-/// Headers that belong to one exchange, one connection or one session, so that no replay repeats them. Sorted.
+/// Names of headers that are valid only in one exchange, one connection or one session, so that no replay repeats them.
+/// Sorted.
 const NEVER: &[&str] = &[
     "age",
     "alt-svc",

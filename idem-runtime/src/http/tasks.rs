@@ -28,9 +28,9 @@ pub(super) type Carry = Arc<dyn Fn(HandlerTask) -> HandlerTask + Send + Sync>;
 
 /// The requests in flight.
 ///
-/// Requests with the same key count once against the limit, because at most one of them runs its handler; the others
-/// wait for that handler, or are about to be answered. So the duplicates of one key never use up the limit for other
-/// keys. The number of duplicates has its own limit, of the same size.
+/// The limit applies to keys, not to requests, because at most one request of a key runs its handler. The other
+/// requests of this key wait for that handler, or are about to be answered. So the duplicates of one key never use up
+/// the limit for other keys. The number of duplicates has its own limit, of the same size.
 pub(super) struct HandlerTasks {
     limit: u32,
     /// Limit of the requests of each caller, if one was set.
@@ -108,12 +108,12 @@ impl HandlerTasks {
         }
     }
 
-    /// Returns an empty count of handler tasks with another limit.
+    /// Returns handler tasks without requests, and with another limit.
     pub(super) fn with_limit(&self, limit: u32) -> Self {
         Self::new(limit, self.caller_limit)
     }
 
-    /// Returns an empty count of handler tasks with another limit for each caller.
+    /// Returns handler tasks without requests, and with another limit for each caller.
     pub(super) fn with_caller_limit(&self, caller_limit: u32) -> Self {
         Self::new(self.limit, Some(caller_limit))
     }
@@ -219,7 +219,7 @@ impl Gate {
 pub(super) struct LostHandler;
 
 /// Polls `run` in the caller's task until its handler begins, and in a spawned task from then on. Dropping this future
-/// cancels a call that is only reserved or waits, but not a handler that has begun. A panic of the handler continues in
+/// cancels a call whose handler has not begun, but not a handler that has begun. A panic of the handler continues in
 /// this future.
 pub(super) async fn detach<T: Send + 'static>(
     mut run: Pin<Box<dyn Future<Output = T> + Send>>,

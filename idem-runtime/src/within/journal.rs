@@ -53,8 +53,8 @@ struct UndoneAttempt {
 }
 
 impl UndoneAttempt {
-    /// Writes a record with the end of the attempt, so that the attempt counts and the next attempt has another number.
-    /// Returns false without a write if another attempt has the key by now.
+    /// Writes a record with the end of the attempt, so that `max_attempts` counts the attempt, and the next attempt has
+    /// another number. Returns false without a write if another attempt has reserved the key by now.
     async fn write<C: TransactionStore>(&self, transaction: &C) -> Result<bool, StoreError> {
         match transaction.reserve(&self.request).await? {
             Reservation::Granted { lease, .. } => {

@@ -1,9 +1,9 @@
 //! The store of one call in a transaction, which forwards each request to the future of the call.
 //!
 //! The engine, its attempts and its late writes need a store that lives as long as they do, and that any thread may
-//! use. A borrowed transaction is no such store. So the engine gets a [`Mailbox`] as its store. The future of the call,
-//! which may borrow the transaction, answers the requests in that mailbox. The mailbox ends with the call: no lease is
-//! renewed, and nothing is written late.
+//! use. A borrowed transaction does not live that long. So the engine gets a [`Mailbox`] as its store. The future of
+//! the call, which may borrow the transaction, answers the requests in that mailbox. The mailbox ends with the call: no
+//! lease is renewed, and nothing is written late.
 
 use std::fmt;
 use std::sync::{Arc, Weak};

@@ -32,8 +32,8 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 ///
 /// The record, and the writes that the body makes through the same transaction, commit together or not at all. The
 /// effect thus happens exactly once, no matter which step fails. `PostgresStore::transact`,
-/// `PostgresStore::transact_sqlx` and `SqliteStore::transact` begin the transaction, call, commit and return the action
-/// for the message: use them to handle messages.
+/// `PostgresStore::transact_sqlx` and `SqliteStore::transact` begin the transaction, run the call in it, commit, and
+/// return the disposition of the message: use these functions to handle messages.
 ///
 /// - *The commit* is up to you after the call has returned `Ok`, or to `transact`. The record and the result become
 ///   visible to other transactions at the commit; before the commit, it is unknown whether the operation takes effect.
@@ -44,16 +44,16 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 ///   `Ok` to the `COMMIT` of a transaction in which a statement has failed, although the server has rolled it back;
 ///   `transact` detects such a rollback.
 /// - *A rollback* undoes the record with everything else, and frees the key. Roll back when the call returns an error.
-///   After a rollback `transact` writes the ends of the attempts in a separate transaction, so that the attempts count
-///   and the pauses grow. A process that dies leaves no trace of its attempt. `max_attempts` is refused in a
-///   transaction that you begin yourself, with [`Error::Store`] of kind [`Misconfigured`], because no attempt would
-///   count there.
+///   After a rollback `transact` writes the ends of the attempts in a separate transaction, so that `max_attempts`
+///   counts the attempts, and the pauses grow. A process that dies leaves no trace of its attempt. `max_attempts` is
+///   refused in a transaction that you begin yourself, with [`Error::Store`] of kind [`Misconfigured`], because a
+///   rollback would also undo the number of attempts in the record.
 /// - *A swallowed error* leaves no write of the body. Each call has a savepoint, and the writes of the body are undone
 ///   when the body returns an error, panics or is cancelled. All other writes through the transaction during the call
 ///   are undone as well. If you then commit the transaction, the record of a body that returned an error shows that the
 ///   attempt ended without a result, and the next delivery runs the body; under `on_error = record` the record holds
 ///   the error. A call that was cancelled or panicked leaves no record. Under `on_crash = fail` such a call leaves the
-///   record of an attempt that died, and the operation counts as interrupted when the lease has lapsed.
+///   record of an attempt that died, and the operation is interrupted when the lease has lapsed.
 /// - *To keep the writes of a failing body*, return a value instead of an error: `Ok(Declined)` is committed together
 ///   with the writes.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.

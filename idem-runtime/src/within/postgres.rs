@@ -17,9 +17,9 @@ impl PostgresStore {
     /// at all. See [`Within`].
     ///
     /// The table is in the schema `idem`, or in another [`schema`](Within::schema). Under `REPEATABLE READ` and
-    /// `SERIALIZABLE`, a call ends the transaction with an error if its record was committed after this transaction
-    /// began, like any other conflict at these levels. Leases and retentions count from the statement, not from the
-    /// start of the transaction.
+    /// `SERIALIZABLE`, a call ends the transaction with an error if the record of its key was committed after this
+    /// transaction began, as with any other conflict at these levels. Leases and retentions begin at the statement that
+    /// writes the record, not at the start of the transaction.
     ///
     /// ```no_run
     /// # #[cfg(feature = "with-tokio-postgres-0_7")]
@@ -97,8 +97,8 @@ impl PostgresStore {
     /// `on_beat`, `catch_panics`, `message`. A delivery may be nested in another delivery.
     ///
     /// `client` may come from a pool. If the connection is dead, `transact` returns the driver's error, and the message
-    /// is delivered again after a pause that grows with the outage. So let the pool check connections that it hands
-    /// out, and take a new connection from the pool for each delivery.
+    /// is delivered again after a pause that grows with the length of the outage. So let the pool check connections
+    /// that it hands out, and take a new connection from the pool for each delivery.
     ///
     /// If the server aborts the transaction because of a conflict (a serialization failure or a deadlock, at the commit
     /// or in a statement of the library), a clone of `work` is tried again, up to five times in total. No write of the

@@ -34,7 +34,7 @@ struct CallState<'a> {
     turn: Option<Turn<'a>>,
     /// Number of open savepoints of the call: one of the call itself, and one of a write in the call.
     saved: usize,
-    /// The reservation of the call.
+    /// The reservation of the call, once the key is reserved.
     reserved: Option<ReserveRequest>,
 }
 

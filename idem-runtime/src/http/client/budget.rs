@@ -53,7 +53,7 @@ const TOKEN: u64 = 1000;
 pub(super) struct TokenBucket {
     budget: RetryBudget,
     units: AtomicU64,
-    /// Time up to which the bucket has gained units, in milliseconds.
+    /// Time up to which the bucket has gained units, in milliseconds since the origin of the clock.
     gained_until: AtomicU64,
 }
 
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(drain(&bucket, 1_499), 0);
         assert_eq!(drain(&bucket, 1_500), 1);
         assert_eq!(drain(&bucket, 4_500), 3);
-        // A clock that goes back adds no tokens, neither then nor while it catches up.
+        // A clock that goes back adds no tokens, neither at the step back nor until it has caught up.
         assert_eq!((drain(&bucket, 1_000), drain(&bucket, 4_500)), (0, 0));
     }
 

@@ -134,8 +134,8 @@ impl<E> RetryError<E> {
     }
 
     /// Returns whether the request may have reached the server. False means that the request certainly has not reached
-    /// the server. If the client was never ready for the request, its error is [`Client`](Self::Client), and the
-    /// request counts as sent.
+    /// the server. Also returns true if the client was never ready for the request, because this error is a
+    /// [`Client`](Self::Client), too.
     pub fn was_sent(&self) -> bool {
         matches!(self, Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. })
     }

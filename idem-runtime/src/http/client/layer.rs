@@ -74,7 +74,7 @@ impl RetryLayer {
         self.with(|it| it.max_pause = max_pause)
     }
 
-    /// Sets the length up to which the body of a response is read before the response counts as an answer (default: 1
+    /// Sets the largest body of a response that the layer reads before it returns the response, in bytes (default: 1
     /// MiB). A longer body streams to the application. With 0 every body streams, and a body that breaks off is not
     /// retried.
     #[must_use]
@@ -104,8 +104,8 @@ impl RetryLayer {
         self.with(|it| it.quoted = quoted)
     }
 
-    /// Sets the source of time and randomness (default: the machine's). A date in `Retry-After` is compared with its
-    /// wall clock.
+    /// Sets the source of time and random numbers (default: the clock and the random numbers of the machine). A date in
+    /// `Retry-After` is compared with the wall clock of this source.
     #[must_use]
     pub fn clock(self, clock: impl Clock) -> Self {
         self.with(|it| it.clock = Arc::new(clock))

@@ -56,7 +56,7 @@
 //!
 //! # Keys
 //!
-//! The key of a request comes from the first of these that is present: the header field, the extension [`CallKey`], the
+//! The key of a request is the first of these that is present: the header field, the extension [`CallKey`], the
 //! extension [`CallName`], a random UUID. A random key protects only the tries of one request: an application that
 //! sends the request again gets a new key. [`RetryLayer::require_key`] refuses requests without a key. Every response
 //! has the sent key as its extension [`CallKey`], and every error has the sent key in [`RetryError::key`].

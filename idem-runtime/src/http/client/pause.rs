@@ -36,7 +36,7 @@ fn is_transient(status: StatusCode) -> bool {
     )
 }
 
-/// Reads `Retry-After`. If the response has several such fields, the longest pause counts.
+/// Reads `Retry-After`. If the response has several such fields, returns the longest pause.
 pub(super) fn retry_after(headers: &HeaderMap, wall: Duration) -> Option<Duration> {
     let values = headers.get_all(header::RETRY_AFTER).iter();
     values.filter_map(|value| pause(value.to_str().ok()?.trim_matches([' ', '\t']), wall)).max()
