@@ -74,7 +74,7 @@ pin_project! {
     }
 }
 
-/// The digests that a client claims for a streamed body, and the defect that was found while it streamed.
+/// The digests that a client claims for a streamed body, and the defect that was found while the body streamed.
 pub(super) struct DigestClaim {
     digests: Digests,
     defect: OnceLock<ProblemKind>,
@@ -336,8 +336,8 @@ pin_project! {
     pub struct ResponseBody<B: Body> {
         #[pin]
         kind: ResponseKind<B>,
-        // The layer's own fields, which are removed from trailers that have not arrived yet. Boxed: few
-        // responses have trailers.
+        // The fields that only the layer may send. They are removed from the trailers when the trailers arrive. Boxed:
+        // few responses have trailers.
         own: Option<Box<OwnFields>>,
     }
 }

@@ -46,7 +46,7 @@ fn rejection(problem: KeyFieldProblem) -> KeyRejection {
     }))
 }
 
-/// Extracts the key that the layer around the handler read. Without a layer, the key comes from the field
+/// Extracts the key that the layer around the handler read. Without a layer, the key is read from the field
 /// `Idempotency-Key`, for `#[idempotent(key = "{key.0}", …)]`.
 impl<S: Send + Sync> FromRequestParts<S> for IdempotencyKey {
     type Rejection = KeyRejection;

@@ -28,7 +28,7 @@ const END: u8 = 0xff;
 /// Byte that ends the members of an object in the canonical form.
 const MEMBERS_END: u8 = 0xfe;
 
-/// Longest members of an object that are not replaced by their hash.
+/// Largest size in bytes of an object's members in the canonical form; a hash replaces larger members.
 const MAX_MEMBERS_BYTES: usize = 32;
 /// Largest number of digits of an exponent that is used in calculations.
 const MAX_EXPONENT_DIGITS: usize = 18;
@@ -284,7 +284,7 @@ impl<'a> Reader<'a> {
         self.rest.first().copied()
     }
 
-    /// Returns the number of next characters that are of this kind.
+    /// Returns the number of bytes at the start of `rest` for which `is_of_kind` is true.
     fn count(&self, is_of_kind: impl Fn(u8) -> bool) -> usize {
         self.rest.iter().position(|byte| !is_of_kind(*byte)).unwrap_or(self.rest.len())
     }
@@ -295,7 +295,7 @@ impl<'a> Reader<'a> {
         taken
     }
 
-    /// Reads the next character if it is of this kind. Returns whether a character was read.
+    /// Reads the next byte if `is_of_kind` is true for it. Returns whether a byte was read.
     fn takes(&mut self, is_of_kind: impl Fn(u8) -> bool) -> bool {
         let takes = self.rest.first().is_some_and(|byte| is_of_kind(*byte));
         self.take(usize::from(takes));

@@ -135,8 +135,9 @@ impl IdempotencyLayer {
         self.with(|it| it.methods = Some(methods.into_iter().collect()))
     }
 
-    /// Selects, among the requests with these methods, the requests that the layer covers (default: all but the
-    /// profile's `reads`). Other requests pass to the handler, with or without a key.
+    /// Selects, among the requests with a covered method ([`methods`](IdempotencyLayer::methods)), the requests that
+    /// the layer covers (default: all but the profile's `reads`). Other requests pass to the handler, with or without a
+    /// key.
     #[must_use]
     pub fn covers(self, covers: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.covers = Some(Arc::new(covers)))
@@ -264,7 +265,7 @@ impl IdempotencyLayer {
     ///
     /// Concurrent requests with one key are one key in flight, because at most one of these requests runs its handler.
     /// The number of duplicates (requests in addition to the first request of a key) has the same limit. So the layer
-    /// holds twice as many requests at most, each with a body of up to
+    /// holds at most twice `max_in_flight` requests, each with a body of up to
     /// [`max_body_bytes`](IdempotencyLayer::max_body_bytes).
     #[must_use]
     pub fn max_in_flight(self, max_in_flight: u32) -> Self {

@@ -36,9 +36,9 @@
 //!   `max_attempts`, modes and every [`Store`](crate::Store) work alike, and [`current`](crate::current) gives the
 //!   handler its attempt.
 //!
-//! Place the layer inside of compression, authentication and CORS, and outside of each layer that the handler's effect
-//! depends on. Under `on_crash = fail` a time limit or a guard against panics inside of this layer interrupts the
-//! operation, so set the policy's `timeout` instead. Without tower, call [`IdempotencyLayer::respond`].
+//! Place the layer inside of compression, authentication and CORS, and outside of every layer on which the effect of
+//! the handler depends. Under `on_crash = fail` a time limit or a guard against panics inside of this layer interrupts
+//! the operation, so set the policy's `timeout` instead. Without tower, call [`IdempotencyLayer::respond`].
 
 mod body;
 #[cfg(feature = "http-client")]

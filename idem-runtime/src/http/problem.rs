@@ -1,4 +1,4 @@
-//! Problems: the answers of the layer that do not come from the handler.
+//! Problems: the answers that the layer gives in place of the handler.
 
 use std::fmt;
 use std::time::Duration;

@@ -354,7 +354,7 @@ impl Settings {
     }
 
     /// Runs `handler` once for the key of the request, or answers without running it. Records the response before
-    /// returning it. The request counts as in flight until its future is dropped.
+    /// returning it. The request is in flight until the returned future is dropped.
     ///
     /// This is no `async fn`, and no statement here moves an argument: an `async fn` stores a moved argument twice, and
     /// the arguments make up most of the size of the future.

@@ -60,9 +60,10 @@ const NEVER: &[&str] = &[
     "www-authenticate",
 ];
 
-/// Field that marks a response as not recorded although its handler ran.
+/// Name of the field with which the layer marks a response that is not recorded although its handler ran.
 pub(super) const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
-/// Field that marks a response as not kept although its operation is recorded.
+/// Name of the field with which the layer marks a response that no duplicate will get, although its operation is
+/// recorded.
 pub(super) const REPLAYABLE: HeaderName = HeaderName::from_static("idempotency-replayable");
 
 /// The fields that only the layer sends: a handler that sends them, in the head or in trailers, would deceive the

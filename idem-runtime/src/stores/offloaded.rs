@@ -253,8 +253,8 @@ impl OffloadedInner {
         }
     }
 
-    /// Writes `finish`. A large result goes into an object, and a result whose codec name requires an envelope goes
-    /// into an envelope.
+    /// Records `finish`. First uploads a large result as an object. A result with the codec name of the envelope is
+    /// recorded in an envelope.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         let StoredResult::Encoded { codec, bytes } = finish.result() else {
             return self.inner.finish(lease, finish).await;
@@ -290,8 +290,8 @@ impl OffloadedInner {
         }
     }
 
-    /// Applies a decision. A large result goes into an object. A failed upload is an error, because an operator can
-    /// repeat the decision.
+    /// Applies a decision. First uploads a large result as an object. A failed upload is an error, because an operator
+    /// can repeat the decision.
     async fn decide_offloaded(&self, decision: &Decision, finish: &Finish) -> Result<DecisionAnswer, StoreError> {
         let with = |finish| Decision { action: decision.action.with_finish(finish), ..decision.clone() };
         let StoredResult::Encoded { codec, bytes } = finish.result() else { return self.inner.decide(decision).await };

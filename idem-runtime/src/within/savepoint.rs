@@ -279,7 +279,7 @@ fn is_large(payload: &StoredResult) -> bool {
     payload.stored_bytes() >= LARGE
 }
 
-/// Undoes a call that is dropped before its end.
+/// Guard that undoes the writes of a call if the call is dropped before its end.
 pub(super) struct Undo<'a, C: TransactionStore>(pub(super) Arc<SavepointScope<'a, C>>);
 
 impl<C: TransactionStore> Drop for Undo<'_, C> {

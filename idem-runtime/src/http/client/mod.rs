@@ -76,8 +76,8 @@
 //!   request;
 //! - whose response has the status 408, 425, 429, 500, 502, 503 or 504, or 409 with `Retry-After`, which means that the
 //!   first try still runs;
-//! - whose response has `Stripe-Should-Retry: true`. With `Stripe-Should-Retry: false` a response is final, whatever
-//!   its status.
+//! - whose response has `Stripe-Should-Retry: true`. With `Stripe-Should-Retry: false` a response is final, with any
+//!   status.
 //!
 //! Every other response is final. A request without a key, such as a GET, is sent once.
 //!

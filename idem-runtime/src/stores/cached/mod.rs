@@ -47,7 +47,8 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 /// interrupted records. [`Record::admit`] decides on a hit, so the fingerprint is checked as without the cache. An
 /// entry lives no longer than the retention of its record, by the process's monotonic clock. A record that this process
 /// finished is cached immediately. A record that another process finished is cached at its second replay, which also
-/// reads the rest of the retention. The first two replays cost one call each, as they would without the cache.
+/// reads the remaining time of the retention. The first two replays cost one call each, as they would without the
+/// cache.
 ///
 /// While one call for a key asks the store, other duplicates of the key on the same handle wait for the answer. If the
 /// answer is a finished record, these duplicates return the record without a call. Any other answer is not shared: each
@@ -259,7 +260,8 @@ struct Entry {
     last_age: Option<Duration>,
     /// Time at which the record must be read again.
     fresh_until: Instant,
-    /// Latest time at which the retention ends.
+    /// Time at which the entry expires: the earliest possible end of the record's retention; [`NEVER`] if this end is
+    /// unknown.
     ends_at: Instant,
     bytes: usize,
     touched: bool,
@@ -389,7 +391,7 @@ impl Cache {
     /// Caches a record that was just written, with its full retention.
     fn enter_written(&self, ticket: &Ticket<'_>, record: &Record, ttl: Duration) {
         // If the entry already holds a record, this write was a repetition, which neither changes the record nor
-        // extends its retention. The begin of the attempt is unknown here, so the age counts from the end of the
+        // extends its retention. The begin of the attempt is unknown here, so the age is measured from the end of the
         // attempt.
         self.enter(ticket, record, ttl, Some(Duration::ZERO), |entry| entry.record.is_none());
     }
@@ -542,7 +544,7 @@ impl CachedInner {
         if is_finished { self.read(request).await } else { self.reserve_in_store(request).await }
     }
 
-    /// Asks the store on behalf of all duplicates that join meanwhile.
+    /// Asks the store on behalf of all duplicates that join before the store answers.
     async fn lead(
         &self,
         request: &ReserveRequest,
@@ -560,7 +562,7 @@ impl CachedInner {
     }
 
     /// Waits for the answer to another duplicate. Unless that answer is a finished record, asks the store itself,
-    /// because a pending attempt or an error may have ended by now.
+    /// because the pending attempt may have ended, or the store may answer again.
     async fn join(
         &self,
         request: &ReserveRequest,

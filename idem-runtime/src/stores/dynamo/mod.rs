@@ -154,7 +154,7 @@ struct DynamoInner {
     this: Weak<DynamoInner>,
     context: Arc<StoreContext>,
     client: Connections,
-    /// The handle for upkeep, with separate connections; `None` in that handle.
+    /// The handle for upkeep, with separate connections; `None` in the handle for upkeep itself.
     upkeep: Option<Arc<DynamoInner>>,
     table: String,
     namespace: String,

@@ -394,7 +394,7 @@ impl MemoryInner {
         }
     }
 
-    /// Registers a waiting duplicate. Returns `None` if there is nothing to wait for.
+    /// Registers a waiting duplicate. Returns `None` if attempt number `attempt` of the key is not running.
     fn join<'a>(&'a self, key: &'a Key, attempt: u32) -> Result<Option<(Waiter<'a>, OwnedNotified)>, StoreError> {
         let now = self.now();
         let mut shard = self.shard(key).lock()?;

@@ -17,7 +17,7 @@ use super::file::{FileConnection, Files, abandon};
 use crate::store::StoreError;
 use crate::sync::{PerProcess, Process, lock};
 
-/// All connections in the memory of this process.
+/// The links of all connections in the memory of this process, including inherited connections.
 static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
 /// Lock that a thread holds while it closes a connection, until the link has cleared its `files`.
 static CLOSING: PerProcess<Mutex<()>> = PerProcess::empty();
@@ -39,7 +39,8 @@ impl Link {
         Arc::new(Self { process: Process::this(), connected: Mutex::default(), files: Mutex::default() })
     }
 
-    /// Locks the connection, if there is one. A thread holds this lock while it uses or closes the connection.
+    /// Waits for the lock of the connection. The guard holds `None` if the connection is closed. A thread holds this
+    /// lock while it uses or closes the connection.
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<FileConnection>> {
         lock(&self.connected)
     }
@@ -53,7 +54,7 @@ impl Link {
         }
     }
 
-    /// Connects, unless there is a connection.
+    /// Opens the connection of this link, unless it is open.
     ///
     /// # Errors
     /// The errors of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited

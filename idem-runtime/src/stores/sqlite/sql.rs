@@ -661,7 +661,8 @@ impl<'c> Table<'c> {
     }
 
     /// Visits up to `limit` rows whose `listed_at` has passed. Removes the rows whose retention has ended, and returns
-    /// their number. Gives the other rows a new `listed_at`: most of them were renewed or finished since.
+    /// their number. Gives the other rows a new `listed_at`: most of these rows were renewed or finished after their
+    /// `listed_at` was set.
     pub(crate) fn clean_up(&mut self, now: i64, limit: u32) -> rusqlite::Result<u64> {
         let due = self.sql(Sql::Due)?.query_map([now], |row| row.get::<_, Value>(0))?;
         let due = due.take(usize::try_from(limit).unwrap_or(usize::MAX)).collect::<rusqlite::Result<Vec<_>>>()?;

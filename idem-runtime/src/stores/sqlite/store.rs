@@ -99,7 +99,7 @@ struct SqliteInner {
     context: Arc<StoreContext>,
     open: Arc<OpenFile>,
     lane: ThreadChoice,
-    /// The handle for upkeep, made at first use; empty in that handle itself.
+    /// The handle for upkeep, made at first use; empty in the handle for upkeep itself.
     upkeep: SharedOnce<Arc<SqliteInner>>,
 }
 

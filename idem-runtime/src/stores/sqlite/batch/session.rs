@@ -77,7 +77,7 @@ pub(super) struct Session<'c> {
     table: Table<'c>,
     /// Answers to the operations of the open transaction. The answers are valid only after the commit.
     answers: Vec<OpResult>,
-    /// Answers of committed operations. The answers are sent only when the thread no longer uses the connection,
+    /// Answers to committed operations. The answers are sent only when the thread no longer uses the connection,
     /// because a caller that has its answer may fork.
     told: &'c mut PendingAnswers,
     /// True if the session waits for the lock, up to the busy timeout.

@@ -50,7 +50,7 @@ impl HandleState {
         wall_millis(&*self.database.clock)
     }
 
-    /// Counts a waiting duplicate.
+    /// Counts a waiting duplicate until the returned guard is dropped.
     pub(in super::super) fn count_waiter(&self) -> WaiterGuard<'_> {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         WaiterGuard(&self.waiters)
