@@ -95,8 +95,8 @@ pub(super) fn digests(headers: &HeaderMap) -> Option<Digests> {
     })
 }
 
-/// The values of the known algorithms while a dictionary is read. If a name occurs several times, its last value is
-/// used. A value that is not a byte sequence becomes an empty value, whose length is invalid.
+/// The digests of the known algorithms, collected while a dictionary is read. If a name occurs several times, its last
+/// value is used. A value that is not a byte sequence becomes an empty value, whose length is invalid.
 #[derive(Default)]
 struct DigestValues {
     sha256: Option<Vec<u8>>,

@@ -20,7 +20,7 @@
 
 use sha2::{Digest, Sha256};
 
-/// Deepest nesting that is read. Most readers of JSON accept no more than 128 or 512 levels.
+/// Deepest nesting that is read. Most JSON parsers accept no more than 128 or 512 levels.
 pub(super) const MAX_DEPTH: usize = 400;
 
 /// Byte that ends a text, a name or a number in the canonical form.

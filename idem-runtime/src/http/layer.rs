@@ -143,8 +143,8 @@ impl IdempotencyLayer {
         self.with(|it| it.covers = Some(Arc::new(covers)))
     }
 
-    /// Selects the covered requests that need a key (default: by the policy's `missing_key`). Other requests may have
-    /// no key; a request without a key runs unprotected.
+    /// Selects the covered requests that need a key (default: as the policy's `missing_key` decides). Other requests
+    /// may have no key; a request without a key runs unprotected.
     #[must_use]
     pub fn required(self, required: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.with(|it| it.required = Some(Arc::new(required)))
@@ -229,7 +229,7 @@ impl IdempotencyLayer {
         self.with(|it| it.stream_digested = stream_digested)
     }
 
-    /// Decides how a response is recorded if its handler did not set a [`Recording`] (default: by the profile).
+    /// Decides how a response is recorded if its handler did not set a [`Recording`] (default: as the profile decides).
     /// `recording` is called with the head, and again with the trailers if there are any.
     #[must_use]
     pub fn recording(

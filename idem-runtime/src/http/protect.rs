@@ -303,8 +303,8 @@ impl Settings {
         self.policy.current_mode() == Mode::Shadow
     }
 
-    /// Counts a request as in flight for as long as the returned place lives. Returns `None` in shadow mode if a limit
-    /// is reached.
+    /// Adds a request to the requests in flight until the returned place is dropped. Returns `None` in shadow mode if a
+    /// limit is reached.
     ///
     /// # Errors
     /// A limit is reached.
@@ -431,7 +431,7 @@ impl Settings {
                 response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
                 response
             }
-            // The handler ran in this call. A header shows the client whether its response could not be recorded.
+            // The handler ran in this call. If its response could not be recorded, a header shows this to the client.
             (result, Some(answer)) => {
                 let echo = asked.echo.is_some().then(|| self.header.clone());
                 let own = OwnFields { marker: self.marker.clone(), echo };

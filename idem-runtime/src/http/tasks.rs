@@ -64,7 +64,7 @@ impl Places {
     }
 }
 
-/// Reason why a request can't be counted as in flight.
+/// Reason why the layer does not admit a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum NoPlace {
     /// The limit of the layer is reached, or the layer is draining.
@@ -123,7 +123,7 @@ impl HandlerTasks {
         self.caller_limit.unwrap_or((self.limit / 4).max(1))
     }
 
-    /// Counts a request as in flight for as long as the returned guard lives.
+    /// Adds a request to the requests in flight until the returned guard is dropped.
     pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<&Arc<str>>) -> Result<Place, NoPlace> {
         let mut places = lock(&self.places);
         let is_duplicate = places.keys.contains_key(key);

@@ -32,8 +32,8 @@ impl Journal {
         }
     }
 
-    /// Writes the ends of the attempts. `records` returns the operations on the schema or table of an attempt. Returns
-    /// whether all errors that the attempts had recorded are recorded again.
+    /// Writes the end of each attempt into a new record, after the rollback. `records` returns the operations on the
+    /// schema or table of an attempt. Returns whether all errors that the attempts had recorded are recorded again.
     pub(super) async fn write<C: TransactionStore>(&self, records: impl Fn(&str) -> C) -> Result<bool, StoreError> {
         let mut recorded = true;
         for attempt in &self.attempts {

@@ -115,8 +115,8 @@ impl Store for Mailbox {
         StoreFuture::new(self.ask(|answer| MailboxRequest::Reserve(request.clone(), answer)))
     }
 
-    /// Sends no request. Under `on_crash = fail`, the reservation has already written that the body begins. No lease
-    /// can lapse, because the open transaction holds the key.
+    /// Sends no request. Under `on_crash = fail`, the reservation has already marked the record as begun. No lease can
+    /// lapse, because the open transaction holds the key.
     fn begin<'a>(&'a self, _: &'a Lease) -> StoreFuture<'a, Verdict> {
         StoreFuture::ready(Ok(if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied }))
     }

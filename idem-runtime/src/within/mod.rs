@@ -35,9 +35,9 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 /// `PostgresStore::transact_sqlx` and `SqliteStore::transact` begin the transaction, run the call in it, commit, and
 /// return the disposition of the message: use these functions to handle messages.
 ///
-/// - *The commit* is up to you after the call has returned `Ok`, or to `transact`. The record and the result become
-///   visible to other transactions at the commit; before the commit, it is unknown whether the operation takes effect.
-///   So the [`Outcome`](crate::Outcome) of a call that ran its body in your transaction is
+/// - *The commit* follows after the call has returned `Ok`: you commit the transaction, or `transact` does. The record
+///   and the result become visible to other transactions at the commit; before the commit, it is unknown whether the
+///   operation takes effect. So the [`Outcome`](crate::Outcome) of a call that ran its body in your transaction is
 ///   [pending](crate::Outcome::is_pending_commit), and its disposition is to deliver the message again, until
 ///   [`Outcome::committed`](crate::Outcome::committed) notes that the commit succeeded; the library logs a warning
 ///   about a pending outcome. The next delivery replays the committed result, and is acknowledged. A driver may answer

@@ -18,7 +18,7 @@ use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::lock;
 
 /// Size in bytes from which a result may be too large for the server. Such a result is written inside of a further
-/// savepoint.
+/// savepoint, so that a refusal by the server undoes only the write of the result.
 const LARGE: usize = 1024 * 1024;
 
 /// A call and its savepoint.

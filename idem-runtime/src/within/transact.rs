@@ -107,8 +107,8 @@ pub(super) async fn pause_after(number: u32, clock: &Arc<dyn Clock>) {
     clock.sleep(Duration::from_millis(10 << number.min(6))).await;
 }
 
-/// The work in a transaction. A panic of the work is caught, because the end of the panicked attempt must be written
-/// after the rollback. `None` once the work has ended.
+/// The user's work in a transaction. A panic of the work is caught, because the end of the panicked attempt must be
+/// written after the rollback. `None` once the work has ended.
 ///
 /// Boxed: a call in a transaction is large, and its caller's future would store it more than once.
 struct CaughtWork<F>(Option<Pin<Box<F>>>);

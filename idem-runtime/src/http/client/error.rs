@@ -115,7 +115,7 @@ impl<E> RetryError<E> {
         }
     }
 
-    /// Returns the limit that ended the tries; `None` if a retry would not have been made even without a limit.
+    /// Returns the limit that ended the tries; `None` if the layer would have made no further try even without a limit.
     pub fn limit(&self) -> Option<RetryLimit> {
         match self {
             Self::Client { limit, .. } | Self::TimedOut { limit, .. } => *limit,
@@ -140,7 +140,7 @@ impl<E> RetryError<E> {
         matches!(self, Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. })
     }
 
-    /// Name of the variant.
+    /// Returns the name of the variant.
     fn name(&self) -> &'static str {
         match self {
             Self::Unnamed { .. } => "Unnamed",

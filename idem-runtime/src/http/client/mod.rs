@@ -58,8 +58,9 @@
 //!
 //! The key of a request is the first of these that is present: the header field, the extension [`CallKey`], the
 //! extension [`CallName`], a random UUID. A random key protects only the tries of one request: an application that
-//! sends the request again gets a new key. [`RetryLayer::require_key`] refuses requests without a key. Every response
-//! has the sent key as its extension [`CallKey`], and every error has the sent key in [`RetryError::key`].
+//! sends the request again gets a new key. [`RetryLayer::require_key`] refuses requests that would get a random key.
+//! Every response has the sent key as its extension [`CallKey`], and every error has the sent key in
+//! [`RetryError::key`].
 //!
 //! Inside of an idempotent handler a [`CallName`] takes the place of a stored key: the key derives from the handler's
 //! own key. A request that is sent from another task (a `tower::buffer::Buffer`, `tokio::spawn`) needs a name that

@@ -310,7 +310,7 @@ where
                 Some(Ok(pause)) => {
                     let earlier = tries.last.take();
                     tries.last = end.into_response().map(read).or(earlier);
-                    // This step replaces the finished call, whose drop frees the connection.
+                    // The pause replaces the finished call, and so drops it, which frees the connection.
                     step.set(RetryStep::Pause { sleep: tries.settings.clock.sleep(pause) });
                 }
                 Some(Err(limit)) => return Poll::Ready(tries.result(end, Some(limit))),

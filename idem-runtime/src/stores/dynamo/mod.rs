@@ -2,8 +2,8 @@
 //!
 //! A record is one item, with an attribute for each of its parts. Every write is conditional, and the answer to a
 //! refused write contains the present item, so a replay is one call: the refused reservation. DynamoDB has no clock
-//! that a condition could read. A writer writes times of its own clock. A machine counts a written time as passed only
-//! when its own clock is later than that time by `max_clock_skew`.
+//! that a condition could read. A writer writes times of its own clock. A machine treats a written time as passed only
+//! when its own clock is later than that time by more than `max_clock_skew`.
 
 mod answer;
 mod failure;
@@ -342,7 +342,7 @@ impl DynamoInner {
         answer::written(self.bounded(until, call, &tries).await?, &tries)
     }
 
-    /// Returns the item called `name`, with the listed attributes only; with all attributes if the list is empty.
+    /// Returns the item called `name` with these `attributes` only, or with all attributes if `attributes` is empty.
     async fn get(
         &self,
         until: Instant,

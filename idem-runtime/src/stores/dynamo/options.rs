@@ -94,7 +94,7 @@ impl DynamoOptions {
         Self { response_timeout, ..self }
     }
 
-    /// Clock of the store (default: [`SystemClock`]). The times in the records are those of its [`wall`](Clock::wall)
+    /// Clock of the store (default: [`SystemClock`]). The times in the records are read from its [`wall`](Clock::wall)
     /// clock. Set another clock only in tests of leases, of retentions, or of clocks that differ.
     #[must_use]
     pub fn clock(self, clock: impl Clock) -> Self {

@@ -428,7 +428,8 @@ pub(super) struct Slots {
     slab: Slab<Slot>,
     /// Holder text of the store's own handles. Most provenances consist of it.
     own: Option<&'static str>,
-    /// Provenances that do not consist of `own` alone, by the place of their record.
+    /// The provenance of each record, by the place of the record. Omits records without a provenance, and records whose
+    /// provenance consists of `own` alone.
     provenances: BTreeMap<u32, Provenance>,
 }
 

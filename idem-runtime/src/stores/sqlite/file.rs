@@ -91,7 +91,7 @@ impl Database {
         Ok(Self { path, settings, clock, texts })
     }
 
-    /// Connects. Creates the file and the table if they are missing.
+    /// Opens a connection to the file. Creates the file and the table if they are missing.
     pub(super) fn create(&self) -> Result<FileConnection, StoreError> {
         self.connect(OpenFlags::SQLITE_OPEN_CREATE, true).map_err(|failure| match failure {
             OpenFailure::Refused(error) => error,
@@ -99,7 +99,8 @@ impl Database {
         })
     }
 
-    /// Connects again. Does not create a missing file, because an empty new file would forget every record.
+    /// Opens another connection to the file. Does not create a missing file, because an empty new file would forget
+    /// every record.
     pub(super) fn reconnect(&self) -> Result<FileConnection, StoreError> {
         self.connect(OpenFlags::empty(), false).map_err(|failure| match failure {
             OpenFailure::Refused(error) => error,
@@ -113,7 +114,7 @@ impl Database {
         self.settings.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
     }
 
-    /// Connects for renewals and late writes.
+    /// Opens a connection for renewals and late writes.
     pub(super) fn reconnect_for_upkeep(&self) -> Result<FileConnection, StoreError> {
         let connected = self.reconnect()?;
         let pragma = format!("PRAGMA wal_autocheckpoint = {UPKEEP_CHECKPOINT}");
@@ -295,8 +296,8 @@ impl Files {
 }
 
 /// Closes a connection whose files may have been removed or replaced. Normally the last connection to a file copies the
-/// log into the file, and removes log and index. A connection whose files are outdated must not do so, because the
-/// files at the path may belong to other processes.
+/// log into the file, and removes log and index. A connection whose files are outdated must neither copy nor remove
+/// anything, because other processes may use the files at the path.
 pub(super) fn abandon(connection: Connection) {
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).ok();
     drop(connection);
@@ -334,8 +335,8 @@ impl FileAtPath {
     }
 }
 
-/// A path in the form of the operating system. Each transaction checks three files twice, and a `Path` would be copied
-/// and converted at each check.
+/// A path as the system calls take it. Each transaction checks three files twice, and a `Path` would be copied and
+/// converted at each check.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 #[derive(Clone)]
 struct NativePath(std::ffi::CString);

@@ -100,7 +100,7 @@ impl SqliteOptions {
         Self { settings: SqliteSettings { max_bytes: Some(max_bytes), ..self.settings }, ..self }
     }
 
-    /// Clock of the store (default: [`SystemClock`]). The times in the records are those of its [`wall`](Clock::wall)
+    /// Clock of the store (default: [`SystemClock`]). The times in the records are read from its [`wall`](Clock::wall)
     /// clock, and all processes with this file compare these times. Set another clock only in tests of leases and
     /// retentions.
     #[must_use]
