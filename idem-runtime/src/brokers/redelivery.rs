@@ -109,8 +109,8 @@ impl Redelivery {
 }
 
 impl Policy {
-    /// Checks that the `ttl` of a record is at least as long as the broker may deliver the message again. Call this
-    /// function at the start of a program.
+    /// Checks that the `ttl` of a record is at least as long as the time for which the broker may deliver the message
+    /// again. Call this function at the start of a program.
     ///
     /// # Errors
     /// [`RedeliveryProblem`] shows both times, and the remedy.

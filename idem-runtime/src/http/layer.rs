@@ -247,8 +247,8 @@ impl IdempotencyLayer {
     }
 
     /// Sets the address of your pages about the problems, such as `https://api.example.com/problems/`. The `type` of a
-    /// problem is this address followed by its [name](super::ProblemKind::name), and `Link` points there (default:
-    /// `urn:idem:http:`, and no `Link`).
+    /// problem is this address followed by its [name](super::ProblemKind::name), and the header `Link` of the response
+    /// points to this `type` (default: `urn:idem:http:`, and no `Link`).
     #[must_use]
     pub fn problem_base(self, base: impl Into<String>) -> Self {
         self.with(|it| it.problem_base = base.into())

@@ -128,8 +128,8 @@ impl KeyedRequest {
         self.refusal(Problem::new(ProblemKind::Busy).retry_after(SOON))
     }
 
-    /// Builds the head for the handler. Moves the client's key into the extensions of the head, and notes there, for
-    /// inner layers, which key this layer has reserved.
+    /// Builds the head for the handler. Moves the client's key into the extensions of the head. Also stores the key
+    /// that this layer has reserved in the extensions, where inner layers find it.
     pub(super) fn mark(&mut self, mut head: Parts) -> Parts {
         let covered = OuterKeys { key: self.key.clone(), outer: None };
         if let Some(outer) = head.extensions.insert(covered)

@@ -91,7 +91,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
 
     async fn reserve(&self, request: ReserveRequest) -> Result<Reservation, StoreError> {
         if self.undoes && request.max_attempts.is_some() && !self.notes.note(|_| ()) {
-            // Without a journal the user began the transaction, and no attempt is counted after a rollback.
+            // There is no journal, so the user began the transaction, and no attempt is counted after a rollback.
             let message = "`max_attempts` can't count in a transaction that you begin yourself, as a rollback takes the \
                            attempt with it; use `transact`, which counts it after the rollback";
             return Err(StoreError::new(StoreErrorKind::Misconfigured, message));

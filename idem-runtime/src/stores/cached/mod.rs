@@ -211,7 +211,8 @@ struct Shard {
     ring: Vec<Key>,
     hand: usize,
     bytes: usize,
-    /// Future entries, whose records calls are reading from the store. Each future entry has its own number.
+    /// Future entries of the cache: calls are reading their records from the store. Each future entry has its own
+    /// number.
     making: Vec<EntryDraft>,
     made: u64,
     /// Owners of the latest writes whose result may have taken effect: writes in flight, successful writes, and writes

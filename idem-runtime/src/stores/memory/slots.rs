@@ -218,7 +218,8 @@ impl Slot {
         slot
     }
 
-    /// Replaces the record, and keeps its times. Keeps its provenance, too, until [`Slots::set_provenance`] is called.
+    /// Replaces the record, and keeps its times. Also keeps the provenance of the record, until
+    /// [`Slots::set_provenance`] is called.
     pub(super) fn set(&mut self, record: Record, key: &Key) {
         let Record { owner, attempt, attempts_used: starts, fingerprint, state, .. } = record;
         let body = Body::new(key, self.hash(), fingerprint.as_ref(), &state);

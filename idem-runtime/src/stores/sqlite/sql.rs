@@ -386,12 +386,12 @@ pub(crate) struct Table<'c> {
 }
 
 impl<'c> Table<'c> {
-    /// Makes a table whose statements live as long as the table.
+    /// Makes a [`Table`] whose prepared statements live as long as this value.
     pub(crate) fn new(connection: &'c Connection, name: &'c str) -> Self {
         Self { connection, source: StatementSource::Name(name), statements: [const { None }; Sql::COUNT] }
     }
 
-    /// Makes a table whose statements the connection keeps for later uses.
+    /// Makes a [`Table`] whose prepared statements the connection keeps for later uses.
     pub(super) fn kept(connection: &'c Connection, texts: &'c Texts) -> Self {
         Self { connection, source: StatementSource::Kept(texts), statements: [const { None }; Sql::COUNT] }
     }
