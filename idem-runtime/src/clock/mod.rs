@@ -14,7 +14,7 @@ pub use self::manual::ManualClock;
 pub(crate) use self::random::{Secret, SplitMix};
 pub use self::system::SystemClock;
 
-/// A point in the time of a [`Clock`]: the time since an origin that only this clock knows.
+/// A point in the time of a [`Clock`]: the time since the origin of this clock.
 ///
 /// Instants of two clocks, and so of two machines, can't be compared. Only durations may leave their process.
 ///

@@ -78,7 +78,8 @@ macro_rules! refuse {
     (@ $answer:ident) => { Result<Self::$answer, NotBytes> };
 }
 
-/// Implements the methods of a `Serializer` that bytes and lists of bytes never call, as refusals.
+/// Implements all methods of a `Serializer` that neither a byte nor a list of bytes calls. Each of these methods
+/// returns [`NotBytes`].
 macro_rules! refuse_the_rest {
     () => {
         type Error = NotBytes;

@@ -13,12 +13,13 @@ use super::shape::{Shape, ShapeStep};
 
 /// Largest depth of nesting, the same as in `serde_json`.
 const MAX_DEPTH: u8 = 127;
-/// Largest number of elements that may take no bytes.
+/// Number of elements that a value may have in addition to one element for each byte: elements such as `()` take no
+/// bytes.
 const MAX_EMPTY_ELEMENTS: usize = 65_536;
 
 /// Limits of one deserialization, and the reason why it was stopped.
 pub(super) struct Guard<'s> {
-    /// Number of elements that the bytes may still contain.
+    /// Number of further elements that the guard accepts. Starts at the number of bytes plus [`MAX_EMPTY_ELEMENTS`].
     elements: Cell<usize>,
     /// Shape of the values read so far; `None` if the codec does not check the shape.
     shape: Option<&'s Shape>,
@@ -76,7 +77,7 @@ pub(super) struct GuardedPart<'g, I> {
     names: Names,
 }
 
-/// Names in the reading type of parts that the bytes contain without names.
+/// Names that the type being read gives to the parts of a value, for a codec whose bytes contain no names.
 #[derive(Clone, Copy)]
 enum Names {
     None,

@@ -38,8 +38,8 @@ pub type CodecError = Box<dyn std::error::Error + Send + Sync>;
 ///
 /// A record carries the name of its codec, and this name includes the version of the written form. The first version
 /// has no number, as in `json`; a second version would be `json2`. Change [`Codec::NAME`] whenever the written form
-/// changes, so that no record is read as if a later version of the codec had written it. The library reserves `json`,
-/// `msgpack`, `postcard`, `bytes`, and these names with a number.
+/// changes, so that a new version of the codec does not misread the records of an old version. The library reserves
+/// `json`, `msgpack`, `postcard`, `bytes`, and these names with a number.
 ///
 /// A handler with one of the library's codecs also reads results that another codec of the library wrote, if the
 /// feature of that codec is enabled. So you can change the codec while records exist. For other changes, use
@@ -210,12 +210,13 @@ impl std::error::Error for RoundTripError {
 }
 
 thread_local! {
-    /// Reused buffer. A `Vec` that grew has spare capacity, so the bytes are copied out in their exact length.
+    /// Buffer that all JSON encodings on this thread reuse. The bytes of a result are copied out of the buffer in their
+    /// exact length, because a `Vec` that grew has spare capacity.
     static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// Size of the largest buffer that is reused. A longer result keeps the buffer, and the next result starts with a new
-/// buffer.
+/// Length in bytes of the longest result that is copied out of the reused buffer. A longer result takes the buffer
+/// itself, and the next result starts with a new buffer.
 const LONGEST_BUFFER: usize = 16 * 1024;
 
 /// JSON by `serde_json`, the default codec: readable, and tolerant of changes of the type.

@@ -2,11 +2,12 @@
 //! in which they are written.
 //!
 //! Writer and reader hash the same steps: the writer hashes the calls of `Serialize`, the reader the requests of
-//! `Deserialize`. Bytes without names differ in nothing but this hash if another type wrote them.
+//! `Deserialize`. If another type wrote the bytes, only this hash reveals the difference, because the bytes contain no
+//! names.
 
 use std::cell::Cell;
 
-/// A step that enters the hash. The numbers of the steps belong to the written form, and must not change.
+/// A step that enters the hash. Records contain hashes of these numbers, so the numbers must not change.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 pub(super) enum ShapeStep {

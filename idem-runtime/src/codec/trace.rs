@@ -12,7 +12,7 @@ use serde::ser::{self, Serializer};
 /// Trace of a value in the data model of serde.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Trace {
-    /// A value without data, for example `None`. The text names its kind.
+    /// A value without data, for example `None`. The text names the kind of value.
     Plain(&'static str),
     /// A number, with the name of its kind. A float is represented by its bits.
     Number(&'static str, u128),
@@ -91,7 +91,7 @@ impl ser::Error for NoTrace {
 
 struct Tracer;
 
-/// A value of parts whose trace is not finished.
+/// Trace of a value with parts, to which serde still adds parts.
 struct TracedParts {
     kind: &'static str,
     name: &'static str,

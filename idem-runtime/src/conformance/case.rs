@@ -30,7 +30,7 @@ pub type SubjectFuture = Pin<Box<dyn Future<Output = Subject> + Send>>;
 
 pub(super) type ClauseFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 type Spoil = Arc<dyn Fn(Key) -> ClauseFuture + Send + Sync>;
-/// Guard that blocks a record until it is dropped.
+/// Guard of a blocked record. The record stays blocked until the guard is dropped.
 type BlockGuard = Box<dyn Any + Send>;
 type Block = Arc<dyn Fn(Key) -> Pin<Box<dyn Future<Output = BlockGuard> + Send>> + Send + Sync>;
 
@@ -147,7 +147,7 @@ impl fmt::Debug for Subject {
 pub(super) const LONG: Duration = Duration::from_secs(600);
 /// Duration of a lease or retention whose end a test waits for.
 pub(super) const SHORT: Duration = Duration::from_millis(50);
-/// Pause that separates a time written before it from a time written after it.
+/// Pause between two writes of a test, long enough that the times that the store records for them differ.
 pub(super) const PAUSE: Duration = Duration::from_millis(120);
 /// Resolution of a store's clock, plus the drift between two clocks during a test.
 pub(super) const TOLERANCE: Duration = Duration::from_millis(40);
@@ -169,7 +169,8 @@ impl Case {
         Self { subject, clause, run, turn: AtomicUsize::new(0) }
     }
 
-    /// Returns the store and its second handle in turn, so that no answer comes from the memory of a single handle.
+    /// Returns the store and its second handle alternately, so that no handle can answer from its memory of its own
+    /// writes.
     pub(super) fn store(&self) -> &Arc<dyn Store> {
         match self.turn.fetch_add(1, Ordering::Relaxed) % 2 {
             0 => &self.subject.store,
@@ -196,7 +197,7 @@ impl Case {
         }
     }
 
-    /// Makes a request whose lease has lapsed after the next [`Case::lapse`].
+    /// Makes a request whose lease is so short that it has lapsed when the next [`Case::lapse`] returns.
     pub(super) fn short(&self, key: &Key) -> ReserveRequest {
         ReserveRequest { lease: SHORT, ..self.request(key) }
     }

@@ -42,8 +42,8 @@ impl Case {
         (key, lease)
     }
 
-    /// Returns keys whose first attempt crashed or ended without a result: one key for each way in which an attempt can
-    /// end so.
+    /// Returns four keys whose first attempt has no result: interrupted, released, lapsed, and lapsed under
+    /// `on_crash = fail`.
     async fn unfinished(&self) -> Vec<(Key, Lease, &'static str)> {
         let keys = ["interrupted", "released", "lapsed", "lapsed under `fail`"].map(|how| (self.key(how), how));
         let mut leases = Vec::new();

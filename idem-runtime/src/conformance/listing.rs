@@ -69,8 +69,8 @@ pub(super) async fn list_shows_each_once(case: &Case) {
     let [other, scope] = case.scopes();
     let mut expected = HashSet::new();
     for n in 0..7 {
-        // The names contain capital letters, small letters, and letters beyond ASCII: the store may have any order, but
-        // must have one.
+        // The names contain capital letters, small letters, and letters beyond ASCII: the store may sort names in any
+        // order, but each page must continue the order of the previous page.
         let name = ["a", "B", "b/c", "ü", "%", "~", "1"][n];
         for scope in [&scope, &other] {
             case.reserved(&case.request(&key(scope, name)), 1, "a key that was never used").await;

@@ -34,7 +34,7 @@
 //! # fn main() {}
 //! ```
 //!
-//! Clauses can share a server with each other and with later runs: every run uses its own keys, which come from
+//! Clauses can share a server with each other and with later runs: every run makes its own keys from an owner token of
 //! [`StoreContext::new_owner`](crate::store::StoreContext::new_owner). The clauses run in real time, so a store on a
 //! [`ManualClock`](crate::clock::ManualClock) can't be tested. No clause depends on the speed of the machine: leases
 //! that must stay live are long, and a test waits until a lease that must lapse has lapsed.
@@ -100,7 +100,7 @@ macro_rules! __conformance_tests {
     )* };
 }
 
-/// List of all clauses, with their names and claims. No other list repeats them.
+/// The only list of clauses, with their names and claims.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __conformance_clauses {

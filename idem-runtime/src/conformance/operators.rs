@@ -66,7 +66,8 @@ pub(super) async fn reopen_refused(case: &Case) {
     case.is_answered(&case.request(&key), finished, "a result that `reopen` left alone").await;
 }
 
-/// Checks that attempt 1 of the key can be reopened, and that the next attempt runs. The fingerprint of the key is 1.
+/// Checks that attempt 1 of the key can be reopened, and that the next attempt runs. The record has a fingerprint whose
+/// bytes all are 1.
 async fn runs_again(case: &Case, key: &Key, why: &str) {
     let before = case.recorded(key).await.record;
     let decision = case.decision(key, 1, Action::Reopen).await;

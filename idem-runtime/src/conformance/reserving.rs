@@ -194,7 +194,7 @@ pub(super) async fn released_owner_never_reserves_again(case: &Case) {
         assert_eq!(case.release(&lease, release).await, Verdict::Applied, "the release is still recognised");
         case.reserved(&case.request(&key), 2, "the key is free for another owner").await;
     }
-    // A reopened key does not belong to the crashed attempt any more.
+    // After a `reopen`, a late reservation of the crashed attempt gets no lease, and another owner can reserve the key.
     let key = case.key("reopened");
     let request = case.request(&key);
     let lease = case.reserved(&request, 1, "a key that was never used").await;

@@ -24,7 +24,7 @@ async fn survives(case: &Case, name: &str, finish: &Finish) {
     }
 }
 
-/// Returns the first bytes of a result as text.
+/// Returns the first bytes of the replayed result as text, for the message of a failed test.
 fn bytes(answer: &Reservation) -> String {
     let Reservation::Finished { record, .. } = answer else { return String::new() };
     match &record.state {

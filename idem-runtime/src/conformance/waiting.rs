@@ -132,7 +132,8 @@ pub(super) async fn wait_is_bounded(case: &Case) {
 }
 
 pub(super) async fn wait_tells_the_present(case: &Case) {
-    // Both handles wait, so that no handle answers from its own memory.
+    // Waits twice: if the first wait returns no record, the second wait uses the other handle, which has no memory of
+    // the first handle's writes.
     let shows = async |key: &Key, attempt: u32, why: &str| {
         for _ in 0..2 {
             let told = case.ask(case.store().wait(key, attempt, LONG), &format!("wait: {why}")).await;

@@ -430,7 +430,8 @@ pub(super) async fn release_ignores_the_number(case: &Case) {
     let key = case.key("");
     let first = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.release(&first, Release::Returned).await, Verdict::Applied);
-    // The answer to this reservation was lost: its caller may assume that the attempt is the first attempt.
+    // The answer to this reservation was lost, so its caller does not know that its attempt is the second one, and
+    // assumes 1.
     let request = case.request(&key);
     let second = case.reserved(&request, 2, "a released key").await;
     let unanswered = Record::first(&request).lease(&request);

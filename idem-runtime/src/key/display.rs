@@ -25,7 +25,8 @@ pub enum KeyDisplay {
     /// The whole key is shown.
     #[default]
     Whole,
-    /// The first characters of the key (this many, at most 253), and `%…`. A key that is not longer is shown whole.
+    /// The first characters of the key's text, and `%…`. The number of these characters is the value of the variant, at
+    /// most 253. A text that is not longer is shown whole.
     Prefix(u8),
     /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form
     /// ([`Key::as_str`](super::Key::as_str)). A reader who guesses the key can verify the guess.

@@ -16,7 +16,8 @@
 //!
 //! A digest that the caller made has no JSON, and is hashed as `d`, its length and its bytes.
 //!
-//! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, the last entry counts.
+//! Lengths and counts are eight bytes, big-endian. Of several entries with the same name, only the last entry is
+//! hashed.
 
 use std::fmt::{self, Display};
 use std::io;
@@ -30,23 +31,25 @@ use crate::codec::bytes;
 
 /// A hash of a payload: the same key with a different fingerprint is a misuse.
 ///
-/// Values that serde writes as equal JSON have equal fingerprints, and other values have other fingerprints; hash sets
-/// are the exception. A number counts by its value in the text of the JSON: `1`, `1.0` and `1e0` are one number, `-0.0`
-/// is 0, and `0.1` is the same from an `f32` and an `f64`. NaN and the infinities are `null`, like an absent value. The
-/// order of struct fields and of map entries doesn't matter. The fingerprint does not depend on the build, the machine
-/// or the order of a `HashMap` or a `HashSet`.
+/// Values that serde writes as equal JSON have equal fingerprints, and other values have other fingerprints, except
+/// hash sets (see below). A number is hashed by the value that its JSON text shows: `1`, `1.0` and `1e0` are one
+/// number, `-0.0` is 0, and `0.1` is the same from an `f32` and an `f64`. NaN and the infinities are `null`, like an
+/// absent value. The order of struct fields and of map entries doesn't matter. The fingerprint does not depend on the
+/// build, the machine or the order of a `HashMap` or a `HashSet`.
 ///
-/// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so the order of its elements
-/// does not count. A set is therefore another payload than an array with the same elements, whose order counts: `[from,
-/// to]` is not `[to, from]`. The library recognises a hash set by the name of its type. This name reaches the
-/// fingerprint only through [`Serializer::collect_seq`], which serde's own implementations call. A type that writes its
-/// elements one after another with `serialize_seq`, or a serializer in between (`erased_serde`, `serde_json::to_value`,
-/// the buffer of an internally tagged enum), hides that name. In these cases, sort the elements, or use a `BTreeSet`.
+/// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so its fingerprint does not
+/// depend on the order of its elements. A hash set therefore has another fingerprint than an array with the same
+/// elements, because the fingerprint of an array depends on the order: `[from, to]` is not `[to, from]`. The library
+/// recognises a hash set by the name of its type. This name reaches the fingerprint only through
+/// [`Serializer::collect_seq`], which serde's own implementations call. A type that writes its elements one after
+/// another with `serialize_seq`, or a serializer in between (`erased_serde`, `serde_json::to_value`, the buffer of an
+/// internally tagged enum), hides that name. In these cases, sort the elements, or use a `BTreeSet`.
 ///
 /// [`Serializer::collect_seq`]: serde::Serializer::collect_seq
 ///
-/// Bytes are an array of numbers, as in JSON, but `Bytes` are hashed as fast as a text, and a `Vec<u8>` takes twice
-/// that time. If a digest of a large upload already exists, the upload need not be hashed again: see [`PayloadDigest`].
+/// Bytes have the fingerprint of an array of numbers, as in JSON. Hashing a `Bytes` takes as long as hashing a text of
+/// the same length, and hashing a `Vec<u8>` takes twice as long. If a digest of a large upload already exists, the
+/// upload need not be hashed again: see [`PayloadDigest`].
 ///
 /// The first byte of a fingerprint is the [version](Fingerprint::version) of the rules above. Fingerprints of different
 /// versions can't be compared.
@@ -62,8 +65,8 @@ impl Fingerprint {
     /// Returns the fingerprint of `value`.
     ///
     /// # Errors
-    /// [`FingerprintError`] if the value's own `Serialize` fails, so that the value is unknown. A failure never counts
-    /// as "no fingerprint".
+    /// [`FingerprintError`] if the value's own `Serialize` fails, so that the value is unknown. A failure is never
+    /// treated as a missing fingerprint.
     ///
     /// ```
     /// use idem_runtime::key::Fingerprint;
@@ -112,7 +115,7 @@ impl Fingerprint {
         self.version() == other.version()
     }
 
-    /// Returns a number that distinguishes payloads, with the odds of 64 bits.
+    /// Returns the last 64 bits of the fingerprint: a number that differs between payloads.
     pub(crate) fn seed(&self) -> u64 {
         self.0.last_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes))
     }
@@ -158,9 +161,9 @@ impl ser::Error for FingerprintError {
 /// Returns a key for a downstream call: a UUID (version 8, RFC 9562) from SHA-256 over the namespace of the store, the
 /// parent key and the name. The UUID is short and plain enough for every API with idempotency keys.
 ///
-/// The UUID depends on nothing else. Two applications need different namespaces, or they make the same child keys. A
-/// parent key that is used again after its retention gives the same child keys as before, and the other API may still
-/// return its old answer for these keys.
+/// The UUID depends only on these three texts. Two applications need different namespaces, or they make the same child
+/// keys. A parent key that is used again after its retention gives the same child keys as before, and the other API may
+/// still return its old answer for these keys.
 pub(crate) fn child_key(namespace: &str, parent: &Key, name: &str) -> String {
     let mut hash = Sha256::new_with_prefix(b"idem child key 1\n");
     for part in [namespace, parent.as_str(), name] {
@@ -183,16 +186,16 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 
 /// An existing digest in place of its payload: `fingerprint = PayloadDigest::new(&upload.sha256)`.
 ///
-/// A digest is a payload like any other, or a part of one. A digest costs the same as a few bytes, however large the
-/// upload is. A `PayloadDigest` and its bare bytes as a payload have different fingerprints. So have a `PayloadDigest`
-/// and the payload that it was made from. Either all producers and consumers of a handler use the digest, or none
-/// does; otherwise a duplicate is a mismatch.
+/// A `PayloadDigest` can be the whole payload, or a part of the payload. Hashing a `PayloadDigest` takes as long as
+/// hashing a few bytes, however large the upload is. Its fingerprint differs from the fingerprint of the same bytes as
+/// a plain payload, and from the fingerprint of the upload itself. So either all producers and consumers of a handler
+/// use the digest, or none does; otherwise a duplicate is a mismatch.
 ///
 /// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
 /// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of less than
 /// [`MIN_BYTES`](Self::MIN_BYTES), such as a CRC or an absent header, is refused
-/// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The text of a digest,
-/// in hexadecimal or in Base64, is another digest than its bytes.
+/// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The bytes of a digest
+/// and its text (in hexadecimal or Base64) have different fingerprints.
 ///
 /// A serializer that computes no fingerprint gets the bytes of the digest.
 ///
@@ -239,7 +242,8 @@ const DIGEST: &str = "$idem_runtime::private::PayloadDigest";
 
 type Sum = [u8; 32];
 
-/// Hash that stands for a name or a value in an object. Made once for names and values that occur in many objects.
+/// SHA-256 of a name or a value, from which the hash of an object is computed. A name or value that occurs in many
+/// objects is hashed only once.
 #[cfg(feature = "http")]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SumHash(Sum);
@@ -250,7 +254,8 @@ impl SumHash {
         sum(value).map(Self)
     }
 
-    /// Returns the hash that stands for an object with these entries, whose names differ.
+    /// Returns the SHA-256 of an object with these entries, whose names differ. The result can be a value in another
+    /// object.
     pub(crate) fn of_object<const N: usize>(entries: [[Self; 2]; N]) -> Self {
         let mut hash = Sha256::new();
         object(&mut hash, entries);
@@ -282,7 +287,7 @@ fn digest(hash: &mut Sha256, digest: &[u8]) -> Result<(), FingerprintError> {
     Ok(())
 }
 
-/// Returns the hash that stands for a name or a value in an object.
+/// Returns the SHA-256 of the canonical form of a name or a value in an object.
 fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
     let mut hash = Sha256::new();
     value.serialize(Hasher::new(&mut hash))?;
@@ -292,7 +297,7 @@ fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
 /// Returns whether a collection or an iterator of this type yields its elements in the random order of a hash table.
 ///
 /// The `type_name` is the only information that serde passes on about a collection. If a later compiler spells the name
-/// in another way, a test fails, and the order of the elements counts again.
+/// in another way, a test fails, because fingerprints then depend on the order of the elements.
 fn is_unordered<I: ?Sized>() -> bool {
     /// Adapters that keep the order of their iterator, and keep or skip its elements.
     const ADAPTERS: [&str; 5] =
@@ -746,7 +751,7 @@ impl<'a> ser::Serializer for Hasher<'a> {
             .into_iter()
             .try_for_each(|(name, value)| ser::SerializeMap::serialize_entry(&mut object, &name, &value))?;
         if is_unordered::<I>() {
-            // The random order of a hash table must not decide which of two entries with the same name counts.
+            // The random order of a hash table must not decide which of two entries with the same name is hashed.
             object.entries.entries.sort_unstable();
         }
         ser::SerializeMap::end(object)

@@ -33,11 +33,11 @@ pub(crate) use self::scope::is_scope;
 /// old version: otherwise an upgrade would silently run old operations again.
 const VERSION: &str = "1/";
 
-/// Text that names one operation, under the scope of its handler.
+/// Name of one operation: the scope of its handler, and a text that identifies the operation within this scope.
 ///
-/// The stored form is `1/<scope>/<text>`: the version of the form, the scope (which holds no `/`), the text. `Display`
-/// leaves out the version that [`Key::as_str`] contains, and hides a part of the key if the policy requires it
-/// ([`KeyDisplay`]). Clones share the text.
+/// The stored form is `1/<scope>/<text>`: the version of the form, the scope (which contains no `/`), the text.
+/// `Display` leaves out the version that [`Key::as_str`] contains, and hides a part of the key if the policy requires
+/// it ([`KeyDisplay`]). Clones share the text.
 ///
 /// ```
 /// let key = idem_runtime::Key::new("shop::ship_order", "order:42").unwrap();

@@ -90,7 +90,8 @@ pub enum KeyProblem {
 }
 
 impl KeyProblem {
-    /// Returns whether the program is wrong, as opposed to the message: then no message to this handler can have a key.
+    /// Returns whether the program, not the message, causes the problem. If so, this handler can't build a key for any
+    /// message.
     pub const fn is_misconfiguration(&self) -> bool {
         matches!(self, Self::InvalidScope | Self::SharedScope { .. } | Self::SharedByResults { .. })
     }

@@ -5,7 +5,7 @@ use crate::sync::{SharedList, SharedOnce};
 
 /// Name of a handler in its keys. The attribute makes one `static` scope for each handler.
 ///
-/// In one process a scope belongs to the first handler that uses it. Another handler with the same scope is refused
+/// In one process, the first handler that uses a scope claims the scope. Another handler with the same scope is refused
 /// with [`KeyProblem::SharedScope`], unless both scopes are [`shared`](Scope::shared). The scope of a key from
 /// [`Key::new`](super::Key::new) is not checked: no handler owns such a key.
 #[derive(Debug)]
@@ -67,7 +67,8 @@ impl Scope {
 
     #[cold]
     fn claim(&self, result: &'static str) -> Result<&'static str, KeyProblem> {
-        /// All scopes in use, in 32 lists by the sum of the bytes of the scope, so that a search reads few scopes.
+        /// All scopes that handlers of this process have claimed, in 32 lists. The sum of a scope's bytes selects its
+        /// list, so that a search reads few scopes.
         static CLAIMED: [SharedList<ScopeClaim>; 32] = [const { SharedList::new() }; 32];
         check_scope(self.name)?;
         let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };

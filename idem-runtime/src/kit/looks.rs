@@ -12,8 +12,8 @@ pub(crate) const LOOKS: u32 = 20;
 /// The longest pause between two reads of the record. All pauses together take about a second.
 const LONGEST_PAUSE: Duration = Duration::from_millis(64);
 
-/// Pauses before read number `look` of the record, counted from zero, and returns whether time has passed. Reads 0 and
-/// 1 follow without a pause: a record that has just changed is no bad sign.
+/// Pauses before read number `look` of the record, counted from zero. Returns whether there was a pause: reads 0 and 1
+/// have none, because a record may well change once between two reads.
 pub(crate) async fn pause_before(look: u32, clock: &dyn Clock) -> bool {
     let Some(doublings) = look.checked_sub(2) else { return false };
     clock.sleep(Duration::from_millis(1 << doublings.min(6)).min(LONGEST_PAUSE)).await;

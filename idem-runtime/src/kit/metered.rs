@@ -11,8 +11,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::clock::Instant;
 
-/// For each time that an exchange has sent this many bytes without an answer, its time limit grows by the limit of a
-/// short exchange. The system accepts bytes immediately, and the library can't see how many bytes are still under way.
+/// Number of bytes for which an exchange gets more time: for each 256 KiB that the exchange has sent without an answer,
+/// its time limit grows by the limit of a short exchange. The system accepts bytes immediately, and the library can't
+/// see how many bytes are still under way.
 pub(crate) const SENT_IN_TIME: usize = 256 * 1024;
 
 /// Observer of a stream, which is notified when bytes move on the stream.
@@ -34,7 +35,7 @@ impl<M: Meter> Meter for Arc<M> {
     }
 }
 
-/// A point in time that many tasks may set; at first the clock's origin.
+/// A point in time that many tasks set and read; initially the clock's origin.
 #[derive(Debug, Default)]
 pub(crate) struct Moment {
     nanos: AtomicU64,

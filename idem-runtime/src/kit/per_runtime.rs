@@ -99,8 +99,8 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
     #[cfg(feature = "redis")]
     pub(crate) fn here_or_inherited(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
-        // A forked child gives no new runtime an id from before the fork, so a value with this id belongs to
-        // this runtime.
+        // A runtime that a forked child creates never has the id of a runtime from before the fork, so a value with
+        // this id was made for this runtime.
         let place = match self.0.first().find_first(runtime.id()) {
             Some(first) => RuntimeSlot::First(first),
             None => self.0.here().find_or_make(&runtime, make),

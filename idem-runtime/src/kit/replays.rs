@@ -6,7 +6,7 @@ use crate::sync::atomic::{AtomicUsize, Ordering};
 /// The share of replays among recent reservations.
 #[derive(Debug, Default)]
 pub(crate) struct Replays {
-    /// The share in 256ths.
+    /// The share in 256ths: 0 without replays, 256 if all recent reservations were replays.
     share: AtomicUsize,
 }
 
@@ -26,7 +26,7 @@ impl Replays {
     pub(crate) fn note(&self, replays: usize, asked: usize) {
         let before = self.share.load(Ordering::Relaxed);
         let now = 256 * replays / asked.max(1);
-        // A lone replay among first runs, or a first run among replays, means little.
+        // A batch of few reservations changes the share less, because a single replay or first run may be an exception.
         let weight = if asked > 8 { 4 } else { 8 };
         self.share.store(((weight - 1) * before + now) / weight, Ordering::Relaxed);
     }
@@ -44,7 +44,7 @@ mod tests {
             replays.note(1, 1);
         }
         assert!(replays.are_expected());
-        // One first run means little, a batch of first runs means much.
+        // One first run changes the share little, and a batch of first runs changes the share much.
         replays.note(0, 1);
         assert!(replays.are_expected());
         replays.note(0, 64);

@@ -271,7 +271,8 @@ pub(crate) struct SharedWithChild<T> {
 }
 
 /// Number of times that a child checks whether a lock is free, with a pause of [`PAUSE`] in between. The child's own
-/// threads hold a lock only for a moment.
+/// threads hold a lock only for a moment, so a lock that was never free must have been held by a thread of the parent
+/// at the fork.
 const LOOKS: u32 = 500;
 const PAUSE: Duration = Duration::from_millis(1);
 

@@ -15,7 +15,7 @@ use tokio::sync::Notify;
 
 use crate::clock::{Clock, Instant, ManualClock, Sleep, Task};
 
-/// Locks a mutex of `shuttle` or of `std`. Data that no test of interleavings shares keeps a mutex of `std`.
+/// Locks a mutex of `shuttle` or of `std`. Only data that a test of interleavings shares has a mutex of `shuttle`.
 pub(crate) fn lock<M: Lock + ?Sized>(mutex: &M) -> M::Guard<'_> {
     mutex.guard()
 }
@@ -77,7 +77,7 @@ impl<M: Lock> Lock for LazyLock<M> {
 /// another.
 ///
 /// `IDEM_INTERLEAVINGS` sets the number of orders (default: 1000). A failure prints its schedule, and
-/// [`shuttle::replay`] repeats it.
+/// [`shuttle::replay`] repeats the run with that schedule.
 pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     let count = std::env::var("IDEM_INTERLEAVINGS").map_or(1000, |count| count.parse().expect("a number"));
     let seed = std::env::var("IDEM_INTERLEAVINGS_SEED").map_or(0x1de4, |seed| seed.parse().expect("a number"));
@@ -115,7 +115,7 @@ struct SchedulerState {
     ended: bool,
     started: usize,
     alive: HashMap<usize, Option<AbortHandle>>,
-    /// Tasks that must be dropped.
+    /// Numbers of the tasks that were aborted and that the scheduler has not dropped yet.
     doomed: HashSet<usize>,
     /// Number of tasks that are woken or being polled.
     busy: usize,

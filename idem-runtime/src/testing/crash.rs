@@ -4,7 +4,7 @@ use crate::store::Store;
 
 /// Stops all renewals, releases and late writes of this store handle, as if its process had crashed. Running calls do
 /// not end: the test must drop them. Use `crash` in tests and demonstrations in which several store handles of one
-/// process stand for several processes.
+/// process represent several processes.
 ///
 /// ```
 /// use idem_runtime::MemoryStore;

@@ -23,7 +23,8 @@ use crate::engine::{Observe, Outcome, Refusal};
 use crate::error::Disposition;
 use crate::sync::lock;
 
-/// Time until the broker redelivers an unanswered message. The time doubles with each delivery, up to a lease.
+/// Time until the broker redelivers an unanswered message. The time doubles with each delivery, up to the length of the
+/// longest lease.
 const REDELIVERY: Duration = Duration::from_secs(1);
 /// Number of deliveries after which a message counts as never acknowledged. Deliveries that are refused as in progress
 /// are not counted.
@@ -32,14 +33,14 @@ const DELIVERIES: u32 = 30;
 const LATE: Duration = Duration::from_secs(3600);
 /// Default simulated time that a scenario may take.
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// Largest number of polls of the deliveries in a scenario.
+/// Largest number of polls that all tasks of a scenario together may make. A scenario that reaches this number spins.
 const POLLS: u64 = 1_000_000;
 /// Simulated time that follows the last delivery, for late writes and for tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
-/// Shortest lease that is assumed. Outages of the store, pauses of redelivery and time limits are derived from the
-/// longest lease.
+/// Lease that the explorer assumes if no lease of the handler is longer. The explorer derives outages of the store,
+/// pauses between deliveries, and time limits from the longest lease.
 const LEASE: Duration = Duration::from_secs(30);
-/// Number of characters of an error in a story.
+/// Largest number of characters of an error's text that a story shows.
 const SHOWN: usize = 160;
 /// Default limit of the number of scenarios.
 const MAX_SCENARIOS: usize = 50_000;
@@ -90,7 +91,7 @@ impl sealed::DeliveryOutput for Disposition {
         DeliveryAnswer { outcome, disposition: self, value: None, error: None }
     }
 
-    /// Returns false: a `Disposition` already contains the decision for a failed delivery.
+    /// Returns false: the consumer that computed the `Disposition` has already considered whether the handler failed.
     fn failed(&self) -> bool {
         false
     }
@@ -230,8 +231,8 @@ impl Explorer {
         self
     }
 
-    /// Runs only the scenario with this name, as it stands in a finding: `"crash@await:3/duplicate:during"`. The name
-    /// identifies the same scenario as long as the options are the same.
+    /// Runs only the scenario with this name, for example `"crash@await:3/duplicate:during"`. A finding contains the
+    /// name of its scenario. The name identifies the same scenario as long as the options are the same.
     ///
     /// ```
     /// use idem_runtime::testing::{Explorer, SimulatedStore, Worker};
@@ -377,14 +378,15 @@ struct ScenarioFacts {
 }
 
 impl ScenarioFacts {
-    /// Returns the cut for a later delivery, and records that the cut is used.
+    /// Returns the scenario's fault for a later delivery (`Cut::Nothing` if the scenario has only one fault), and
+    /// records that this fault has been used.
     fn cut_again(&mut self, scenario: Scenario) -> Cut {
         self.cut_again = true;
         scenario.then.map_or(Cut::Nothing, |(cut, _)| cut)
     }
 }
 
-/// Selects the cut of the scenario that applies to a delivery.
+/// Selects which of the scenario's cuts (its faults) hits a delivery.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CutSelection {
     /// The cut of the first delivery.
@@ -418,7 +420,8 @@ impl Scene {
         }
         self.all_ended().await;
         if self.scenario.duplicate == Duplicate::Late {
-            // The broker counts from the first delivery, and stops redelivering after the time `late`.
+            // The broker may redeliver until the time `late` after the first delivery. The duplicate arrives just
+            // before that time.
             let passed = self.world.clock().now().since_origin();
             self.world.clock().sleep(late.saturating_sub(passed).saturating_sub(SLOWER)).await;
             self.duplicate();
@@ -440,7 +443,8 @@ impl Scene {
         self.copies.borrow_mut().push(copy);
     }
 
-    /// Starts the delivery of the duplicates, each to its own worker, unless that has happened in this scenario.
+    /// Starts the delivery of the duplicates, each to its own worker. Does nothing if the duplicates of this scenario
+    /// have been started before.
     fn duplicate(self: &Rc<Self>) {
         if !std::mem::replace(&mut self.known.borrow_mut().duplicated, true) {
             for _ in 0..self.duplicates {
@@ -495,7 +499,8 @@ impl Scene {
                 }
                 DeliveryEnd::Unanswered | DeliveryEnd::Died => {}
             }
-            // The fault hits the first delivery. Later deliveries get only the second cut of the scenario.
+            // The first fault of the scenario hits only the first delivery. Its second fault, if any, hits a later
+            // delivery.
             if watched == CutSelection::First {
                 watched = CutSelection::Later;
             }
@@ -614,8 +619,8 @@ impl Scene {
         }
     }
 
-    /// Delivers the message to another worker, like a broker that has waited too long for an answer. Later resumes the
-    /// `stopped` worker.
+    /// Delivers the message to another worker, like a broker that has waited too long for an answer. Resumes the
+    /// `stopped` worker when the other worker has taken over or ended, as the scenario's fault requires.
     fn stand_in(self: &Rc<Self>, stopped: Worker) {
         let other = self.world.worker();
         let copy = {

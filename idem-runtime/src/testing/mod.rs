@@ -2,11 +2,11 @@
 //! that fails when a test asks for it ([`FaultyStore`]).
 //!
 //! [`explore`] delivers a message to your handler many times. The first run, the *plain run*, has no fault. The plain
-//! run collects points: the awaits at which the handler is pending, its store calls, and its effects. Each point then
-//! gives several scenarios. The handler is cancelled at the point. The worker is killed at the point, or stands still
-//! while another worker takes over. Requests and answers get lost. Duplicates arrive before the point, at the point and
-//! after it. The message is delivered again like by a broker, until it is acknowledged. Every effect is counted, and
-//! each difference from the plain run is a finding.
+//! run collects points: the awaits at which the handler is pending, its store calls, and its effects. For each point,
+//! the explorer then runs several scenarios. The handler is cancelled at the point. The worker is killed at the point,
+//! or stands still while another worker takes over. Requests and answers get lost. Duplicates arrive before the point,
+//! at the point and after it. The explorer redelivers the message, as a broker does, until the message is acknowledged.
+//! Every effect is counted, and each difference from the plain run is a finding.
 //!
 //! ```
 //! use idem_runtime::testing::{Problem, SimulatedStore, Worker, explore};

@@ -115,8 +115,8 @@ pub(super) struct Scenario {
     pub(super) duplicate: Duplicate,
     /// Fault of a later delivery, and the number of the await at which it happens.
     pub(super) then: Option<(Cut, usize)>,
-    /// Number of the order of tasks that is tried ([`Explorer::orders`](super::Explorer::orders)), from 0. The number
-    /// is added to the seed.
+    /// Number, from 0, of the order of tasks in which the scenario runs
+    /// ([`Explorer::orders`](super::Explorer::orders)). The explorer adds this number to the seed.
     pub(super) order: u32,
 }
 

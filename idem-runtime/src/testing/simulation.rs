@@ -25,8 +25,8 @@ const POLL_LIMIT: u64 = 10_000_000;
 /// Many tasks on one thread, in an order that a seed decides, on simulated time.
 ///
 /// The simulation picks the next task at random from the tasks that can go on. While no task can go on, time jumps to
-/// the next moment at which a sleep ends, so an hour takes no real time. No choice depends on the machine, so a seed
-/// repeats its run exactly.
+/// the next moment at which a sleep ends, so an hour takes no real time. No choice depends on the machine, so two runs
+/// with the same seed are identical.
 ///
 /// The simulation also runs the library's own tasks (heartbeats, late writes), and supports `tokio::spawn` and
 /// `tokio::time` in a handler. A handler must not use real input and output, because simulated time does not wait for
@@ -127,7 +127,8 @@ impl Simulation {
         self.seed
     }
 
-    /// Returns a random number below `limit`, from the same seed as the order of tasks.
+    /// Returns a random number below `limit`. The seed of the simulation decides this number, as it decides the order
+    /// of tasks.
     pub fn random(&self, limit: u64) -> u64 {
         self.tasks.random.borrow_mut().below(limit)
     }
@@ -155,7 +156,7 @@ impl Simulation {
         let ran = runtime.block_on(async {
             let mut future = pin!(future);
             let limit = clock.now().saturating_add(self.time_limit.get());
-            // Timer of the next jump of time.
+            // Simulated time of the next jump, and the timer that makes the runtime jump to that time.
             let mut due: Option<(Instant, Pin<Box<tokio::time::Sleep>>)> = None;
             let main = tasks.new_waker();
             main.wake_by_ref();

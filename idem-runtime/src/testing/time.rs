@@ -21,7 +21,7 @@ thread_local! {
     static RUNNING: RefCell<Option<Rc<Tasks>>> = const { RefCell::new(None) };
 }
 
-/// Clock of a [`Simulation`](crate::testing::Simulation). The time of the clock advances while no task can go on.
+/// Clock of a [`Simulation`](crate::testing::Simulation). The time of the clock advances only while no task can go on.
 ///
 /// The clock shows the time of the simulation's tokio runtime, so `tokio::time` in a handler shows the same time.
 #[derive(Clone)]
@@ -63,7 +63,7 @@ impl SimulatedClock {
     /// To let time pass normally, await [`sleep`](Clock::sleep).
     pub fn advance(&self, duration: Duration) {
         let _entered = self.0.runtime.enter();
-        // The first poll moves the time. A second poll would only yield, which the caller may do.
+        // The first poll moves the time. A second poll would only yield to other tasks, so this function polls once.
         let jump = pin!(tokio::time::advance(duration));
         let _ = jump.poll(&mut Context::from_waker(Waker::noop()));
     }
@@ -76,7 +76,8 @@ impl SimulatedClock {
     /// time jumps as in [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
-        // Tasks that are polled during the block do not belong to the attempt or the delivery of the blocking task.
+        // Tasks that are polled during the block must not see the attempt or the delivery of the blocking task as their
+        // own.
         let (mut nowhere, mut nobody) = (None, None);
         let _entered = CurrentGuard::enter(&mut nowhere);
         let _observation = Observation::enter(&mut nobody);

@@ -31,14 +31,15 @@ const DOWN_FOR_LEASES: u32 = 2;
 
 /// Duration of an effect in a task that the handler has spawned.
 const SPAWNED: Duration = Duration::from_millis(100);
-/// Delay that decides a race between a handler and its heartbeat.
+/// Delay by which one of two concurrent steps, for example a renewal and its handler, comes after the other step
+/// regardless of the seed.
 pub(super) const SLOWER: Duration = Duration::from_millis(1);
 
 /// A simulated worker process, to which the message is delivered.
 ///
 /// Build your handler's surroundings from a worker: its [`store`](Worker::store), and fakes whose effects are counted
-/// ([`effect`](Worker::effect)). Once a worker is killed, its store calls and its effects no longer happen. A clone
-/// stands for the same worker.
+/// ([`effect`](Worker::effect)). Once a worker is killed, its store calls and its effects no longer happen. A clone is
+/// a handle to the same worker.
 #[derive(Clone)]
 pub struct Worker(Arc<Process>);
 
@@ -76,8 +77,8 @@ impl Worker {
     }
 
     /// Creates an effect outside of the process, such as a charge or a mail. The effect happens when the returned value
-    /// is awaited. The name identifies the effect (`"charge order 42"`): in every scenario it must happen as often as
-    /// in the plain run.
+    /// is awaited. The name identifies the effect (`"charge order 42"`): in every scenario the effect must happen as
+    /// often as in the plain run.
     ///
     /// The returned future is pending before and after the effect happens, so the handler can be cut at both points.
     /// The output is true if the effect happened now, and false if its [`key`](Effect::key) was used before.
@@ -110,8 +111,8 @@ impl Worker {
         self.travel(|| "at a checkpoint".to_owned()).await;
     }
 
-    /// Returns state that the fakes of all workers share in one scenario, such as the books of a payment provider. The
-    /// state has one value of each type, which the first call creates.
+    /// Returns state that the fakes of all workers share in one scenario, such as the books of a payment provider. Each
+    /// type has one value, which the first call with this type creates.
     ///
     /// # Panics
     /// Never, because the value is found by its type.
@@ -254,8 +255,8 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
         return Err(NoAnswer(()));
     }
     if tokio::task::try_id().is_some() {
-        // An effect in a spawned task takes some time. A handler that does not await the task returns before the
-        // effect, and the explorer finds that.
+        // An effect in a spawned task takes some time. A handler that does not await the task returns before the effect
+        // happens, so that the explorer finds this mistake of the handler.
         world.clock.sleep(SPAWNED).await;
         worker.running().await;
     }
@@ -272,8 +273,8 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
     Ok(now)
 }
 
-/// Runs an effect whose request leaves the body before the worker stands still. The effect happens when the worker goes
-/// on, even if the body does not go on.
+/// Runs an effect whose request leaves the body before the worker stands still. The effect happens when the worker
+/// resumes, even if the body was dropped meanwhile.
 async fn late_effect(
     worker: Worker,
     name: String,

@@ -29,7 +29,7 @@ impl<Q: Default> Lanes<Q> {
     }
 }
 
-/// A server whose gate is shut at first, and the log of its exchanges.
+/// A fake server, which logs each exchange on arrival, and answers exchanges only after a test has opened its gate.
 pub(crate) struct GatedServer {
     /// Blocks each exchange that has arrived.
     gate: Semaphore,

@@ -124,7 +124,7 @@ impl<O: LaneOwner> Deref for Lane<O> {
 
 impl<O: LaneOwner> Drop for Lane<O> {
     /// Only a lane that panicked, or whose runtime is gone, is still counted here. The operations in the queue are
-    /// refused, because no other lane may take them.
+    /// refused, because this lane may have been the last one that could send them.
     fn drop(&mut self) {
         if self.is_counted {
             let lanes = self.owner.lanes();

@@ -45,7 +45,7 @@ impl WaiterTable {
     }
 }
 
-/// One waiting duplicate; the last waiter of a key removes the entry.
+/// One waiting duplicate. The drop of the last waiter of a key removes the key from the table.
 pub(crate) struct Waiter<'a> {
     waiting: &'a WaiterTable,
     key: String,
@@ -53,7 +53,8 @@ pub(crate) struct Waiter<'a> {
 }
 
 impl Waiter<'_> {
-    /// Returns a future that is ready once the key is woken. Wake-ups count from its first poll, or from `enable`.
+    /// Returns a future that is ready once the key is woken. The future notices only wake-ups that follow its first
+    /// poll or its `enable`.
     pub(crate) fn woken(&self) -> Notified<'_> {
         self.woken.notified()
     }
