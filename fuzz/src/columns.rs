@@ -225,7 +225,7 @@ struct Ended;
 
 /// Reads a row as SQLite stores it.
 fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Record>, Ended> {
-    // `lapses_at` belongs to pending records. In other states the reader ignores a number in that column.
+    // Only pending records use `lapses_at`. In other states the reader ignores a number in that column.
     let lapses = row[STATE] == Cell::Text("pending".to_owned()) || !matches!(row[LAPSES_AT], Cell::Int(_));
     let mut values = vec![Value::from(request.key.as_str().to_owned())];
     values.extend(row.iter().enumerate().map(|(at, cell)| match cell {

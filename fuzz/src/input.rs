@@ -1,4 +1,5 @@
-//! Values that are read from the bytes of a fuzzer. Missing bytes count as zeros, so that every input gives a value.
+//! Values that are read from the bytes of a fuzzer. Missing bytes are replaced by zeros, so that every input gives a
+//! value.
 
 use std::time::Duration;
 
@@ -34,7 +35,7 @@ impl<'a> Input<'a> {
         self.byte() & 1 == 1
     }
 
-    /// Returns a number, which is mostly a meaningful one and sometimes an arbitrary one.
+    /// Returns mostly a small number or a number near a limit, and sometimes an arbitrary number.
     pub(crate) fn integer(&mut self) -> i64 {
         match self.byte() {
             255 => i64::from_be_bytes(self.array()),

@@ -11,10 +11,11 @@ use idem_runtime::store::{Reservation, ReserveRequest};
 
 use super::input::Input;
 
-/// Asserts that a record is read as it was written, and that no other bytes are readable.
+/// Asserts that a record is read as it was written, and that bytes can be read as a record only if the library could
+/// have written them.
 pub fn record(data: &[u8]) {
     if let Ok(record) = format::decode(&Bytes::copy_from_slice(data)) {
-        // All bytes that are read as one record are equal, except for the flag of waiters.
+        // Two values that are read as the same record have equal bytes, except for the flag of waiters.
         let mut unmarked = data.to_vec();
         unmarked[FLAGS_AT] &= !FLAG_WAITED_FOR;
         // The store keeps the times, which are no part of the record.

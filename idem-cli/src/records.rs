@@ -21,7 +21,8 @@ use crate::response;
 use crate::scan;
 use crate::store::StoreArguments;
 
-/// Largest result that is read from a file: larger than any policy allows by default.
+/// Size in bytes of the largest result that the command reads from a file: far more than a policy allows by default
+/// (256 KiB).
 const MAX_RESULT_BYTES: u64 = 256 << 20;
 
 /// Shows the record of a key.
@@ -500,7 +501,7 @@ impl Act {
 
 pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
     let Resolve { key, completed, http_response, failed, without_result, codec, replace, change } = arguments;
-    // The result is read before the question is asked, so that only the person's answer is missing afterwards.
+    // The result is read before the person is asked to confirm, so that a wrong file is reported before the question.
     let (resolution, end) = match (completed, http_response, failed, without_result) {
         (_, Some(file), ..) => {
             let result = response::read(&bytes_of(file)?).map_err(|problem| wrong(file, &problem))?;

@@ -26,7 +26,7 @@ use server::{Mistake, serve, serve_and_close};
 const CASES: &str = include_str!("../cases/http.json");
 const PROFILES: [&str; 4] = ["ietf", "stripe", "acp", "ucp"];
 
-/// Mistake, profile of the server that makes it, and cases that catch it.
+/// A mistake, the profile of the server that makes this mistake, and the cases that catch the mistake.
 type Catch = (Mistake, &'static str, &'static [&'static str]);
 
 /// Mistakes that break a few rules. The listed cases are all cases that catch the mistake.
@@ -349,7 +349,7 @@ async fn arguments_replace_the_routes_and_callers_of_the_file_of_cases() {
         run([&*url].into_iter().chain(arguments)).await.0
     };
     assert_eq!(ask(&["--path", "/transfers", "--other-path", "/loans", "--counter", "/count"]).await, 0);
-    // The second caller now has the first one's credentials.
+    // The second caller now sends another token of the first caller.
     assert_eq!(ask(&["--caller", "second=Authorization: Bearer alice-2"]).await, 1);
     assert_eq!(ask(&["--counter", "/transfers"]).await, 2);
 }

@@ -302,8 +302,8 @@ impl Expansion<'_> {
         };
         // A `return` that is never taken fixes the output type, as in `tracing`: the compiler then reports a mismatch
         // inside of the user's body, and `?` has its target type. The type is named outside of the body, because the
-        // body may give its names another meaning, by `use Kind::*;` or by a struct of its own. A function item, which
-        // has no size, carries the type into the body.
+        // body may give the names in the type another meaning, by `use Kind::*;` or by a struct of its own. A function
+        // item, which has no size, carries the type into the body.
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;

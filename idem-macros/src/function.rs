@@ -55,7 +55,7 @@ fn find(tokens: TokenStream, word: &str) -> Option<Span> {
 }
 
 fn is_function(item: ParseStream<'_>) -> bool {
-    // A function has `fn` before its first brace, and no other item has.
+    // Only a function has the word `fn` before its first brace.
     let tokens: TokenStream = item.fork().parse().unwrap_or_default();
     let is_braces =
         |token: &TokenTree| matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace);

@@ -52,7 +52,7 @@ use crate::validate::Call;
 /// # }
 /// ```
 ///
-/// The attribute goes on free functions and methods with every form of `self`, in traits and `impl`s, under
+/// The attribute works on free functions and on methods with every form of `self`, in traits and `impl`s, under
 /// `#[async_trait]`, and above or below attributes such as `#[tracing::instrument]`. The expressions in the attribute
 /// see the names that the body sees at its beginning: the arguments, `self`, statics. These expressions are evaluated
 /// before the body runs, and only borrow, so the body may move the arguments. The body owns all arguments, even
@@ -121,10 +121,10 @@ use crate::validate::Call;
 /// generic function share its scope, and so do all types that use a default method of a trait. If two instantiations
 /// have different effects, put the difference into the key.
 ///
-/// In one process a scope belongs to one function. A second function with the same scope is refused when it is called
-/// (`Error::InvalidKey`). A call of a generic function with another return type than an earlier call is refused in the
-/// same way, because the call might replay a result of the earlier type. If several handlers share their results on
-/// purpose, each of these handlers declares `scope = shared("ship_order")`:
+/// In one process, only one function may use a scope. A second function with the same scope is refused when it is
+/// called (`Error::InvalidKey`). A call of a generic function with another return type than an earlier call is refused
+/// in the same way, because the call might replay a result of the earlier type. If several handlers share their results
+/// on purpose, each of these handlers declares `scope = shared("ship_order")`:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, idempotent};
@@ -228,8 +228,8 @@ use crate::validate::Call;
 ///
 /// An expression that is hashed into the record: `fingerprint = event`, or
 /// `fingerprint = (event.amount, event.currency)`. The same key with another fingerprint is a misuse:
-/// `Error::FingerprintMismatch`. The expression must implement `Serialize`. The order of an array counts; the order of
-/// a `HashMap` or a `HashSet` does not.
+/// `Error::FingerprintMismatch`. The expression must implement `Serialize`. The fingerprint depends on the order of an
+/// array, but not on the order of a `HashMap` or a `HashSet`.
 ///
 /// An existing digest of a large payload can replace the payload, alone or as a part:
 /// `fingerprint = (upload.name, PayloadDigest::new(&upload.sha256))`, with `idem_runtime::key::PayloadDigest`.

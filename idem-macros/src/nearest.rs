@@ -5,8 +5,8 @@ pub(crate) fn nearest<'a>(word: &str, candidates: &[&'a str]) -> Option<&'a str>
     let word = word.to_lowercase();
     let scored = candidates.iter().map(|candidate| (distance(&word, candidate), *candidate));
     let (distance, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
-    // A third of the letters may be wrong, and at least one: `tll` and `fingerprnit` are close to an option, `abc` is
-    // not.
+    // Up to a third of the letters may be wrong, and in a short word one letter: `tll` and `fingerprnit` are close to
+    // an option, `abc` is not.
     (distance <= (candidate.len() / 3).max(1)).then_some(candidate)
 }
 

@@ -35,7 +35,7 @@ pub(crate) struct Call {
     pub(crate) codec: Option<Type>,
 }
 
-/// The return type of the function, and the tokens to blame for its parts.
+/// The return type of the function, and the tokens at which the compiler reports problems of its parts.
 pub(crate) struct Output {
     pub(crate) ty: Type,
     pub(crate) value: Span,
@@ -322,8 +322,8 @@ fn fail<T>(tokens: impl ToTokens, message: impl Display) -> syn::Result<T> {
 
 /// Reports a function whose default scope (module path and name) another function may also have.
 ///
-/// A function in an `impl` or a `trait` whose signature does not show this is detected later, when the compiler
-/// resolves names.
+/// A function in an `impl` or a `trait` is one of these functions. If its signature does not show that it is in an
+/// `impl` or a `trait`, the compiler detects this later, when it resolves names.
 fn own_scope(function: &Function, problems: &mut Problems) {
     let signature = &function.signature;
     let write = format!("write for example `scope = \"orders::{}\"`", signature.ident.unraw());

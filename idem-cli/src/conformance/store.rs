@@ -32,7 +32,7 @@ pub(crate) struct StoreCheckArguments {
 
 /// Clauses of the store contract that this command does not check, because their tests need a server of their own.
 const UNARMED: [&str; 3] = ["unreachable_store", "foreign_value", "blocked_record_holds_up_no_other"];
-/// Time limit for the check of one clause. A check that takes longer hangs.
+/// Time limit for the check of one clause. A check that takes longer is reported as hanging.
 const LONGEST: Duration = Duration::from_secs(300);
 /// Largest result that the checks write to DynamoDB, which limits an item to 400 KB.
 const LARGEST_ITEM: usize = 390_000;

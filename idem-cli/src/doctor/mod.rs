@@ -62,7 +62,7 @@ pub(crate) struct Finding {
     check: &'static str,
     level: Level,
     found: String,
-    /// Consequence of the finding; empty if the check found no problem, like `remedy`.
+    /// Consequence of the finding. Both `consequence` and `remedy` are empty if the check found no problem.
     consequence: String,
     remedy: String,
 }

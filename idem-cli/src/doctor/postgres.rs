@@ -12,7 +12,8 @@ use crate::store::postgres::{Database, VERSION, ask, differences, refused};
 /// Number of dead rows above which the doctor warns, if the table also has more than half as many dead rows
 /// as live rows.
 const MANY_DEAD: i64 = 10_000;
-/// Limit for counting expired rows that no purge has removed.
+/// Number of rows that expired more than a day ago and still exist, from which the doctor warns. The doctor counts no
+/// further.
 const MANY_EXPIRED: i64 = 10_000;
 /// Highest fill factor that leaves space for small results in a page (measured: benches/README.md).
 const FULLEST: f64 = 50.0;

@@ -116,7 +116,7 @@ fn decided(decided: DecisionAnswer) -> Result<(), WrongAnswer> {
 }
 
 pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
-    // Unique, so that two concurrent probes use different keys.
+    // The name of the key is unique, so that two concurrent probes use different keys.
     let owner = store.context().new_owner();
     let name = owner.as_bytes().iter().fold(String::from("probe:"), |name, byte| format!("{name}{byte:02x}"));
     let key = Key::new("idem-doctor", name).expect("a short key");

@@ -10,7 +10,8 @@ use crate::store::sqlite::File;
 
 /// File systems whose locks or shared memory do not reach other machines.
 const REMOTE: [&str; 9] = ["nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs"];
-/// Size of a WAL that has not been copied into the file for a long time.
+/// Size in bytes from which the doctor warns about a WAL. A WAL grows to this size only if SQLite could not copy it
+/// into the file for a long time.
 const LARGE_WAL: u64 = 64 << 20;
 
 pub(crate) fn examine(file: &File, findings: &mut Findings) -> Result<(), Stop> {

@@ -28,7 +28,7 @@ use super::{Place, PlaceFuture, Server, parameters};
 use crate::report::{Stop, chain};
 use crate::tls;
 
-/// Limit for an answer, larger than any item or table description.
+/// Size in bytes of the longest answer that is read: more than any item or table description needs.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
 /// A table, and its location.
@@ -140,7 +140,7 @@ pub(crate) fn unreachable<E: std::error::Error + 'static>(error: &SdkError<E>) -
     Stop::Unreachable(format!("DynamoDB can't be used: {}", chain(error)))
 }
 
-/// Attribute by which DynamoDB deletes records.
+/// Attribute of a record that holds the time after which DynamoDB may delete the record.
 pub(crate) const TTL: &str = "purge_at";
 
 /// Lists the differences between the table and the table that this release needs.

@@ -12,7 +12,7 @@ use super::{Place, PlaceFuture, Server, compare, parameters};
 use crate::report::{Stop, chain};
 use crate::tls;
 
-/// Start of the comment on the table.
+/// Version of the table's layout that this release needs. The comment on the table in PostgreSQL starts with this text.
 pub(crate) const VERSION: &str = "idem 1";
 /// Default schema of the table of records.
 const SCHEMA: &str = "idem";
@@ -128,7 +128,7 @@ pub(crate) async fn ask(client: &Client, question: &str, texts: &[&str]) -> Resu
     client.query_typed(question, &params).await
 }
 
-/// Converts an error of PostgreSQL into a refusal of the command. PostgreSQL's message names the missing right.
+/// Converts an error of PostgreSQL into the reason why the command stops. PostgreSQL's message names the missing right.
 pub(crate) fn refused(error: &tokio_postgres::Error) -> Stop {
     Stop::Unreachable(format!("the server refused a statement: {}", chain(error)))
 }

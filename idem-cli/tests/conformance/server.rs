@@ -36,137 +36,137 @@ macro_rules! mistakes {
 }
 
 mistakes! {
-    /// Nothing is recorded.
+    /// The mistake: the server records nothing.
     RunsAgain,
-    /// The record is written after the answer.
+    /// The mistake: the server writes the record only after it has sent the response.
     RecordsLate,
-    /// 201 is replayed as 200.
+    /// The mistake: a response with the status 201 is replayed with the status 200.
     StatusLost,
-    /// A replay has no body.
+    /// The mistake: a replay has no body.
     BodyLost,
-    /// Equal payloads of quick operations count as one operation, even under different keys.
+    /// The mistake: equal payloads of quick operations are treated as one operation, even under different keys.
     KeyFromPayload,
-    /// Keys are compared without regard to case.
+    /// The mistake: keys are compared without regard to case.
     CaseIgnored,
-    /// Keys are stored in a column of 200 characters.
+    /// The mistake: the server compares only the first 200 characters of a key.
     KeysCutShort,
-    /// Keys may have any length.
+    /// The mistake: the server accepts keys of any length.
     LongAccepted,
-    /// Short keys are accepted, although they can be guessed.
+    /// The mistake: the server accepts short keys, which can be guessed.
     ShortAccepted,
-    /// An empty field counts as a key.
+    /// The mistake: an empty field is treated as a key.
     EmptyAccepted,
-    /// `""` counts as a key.
+    /// The mistake: `""` is treated as a key.
     QuotedEmptyAccepted,
-    /// No key is required although the profile requires one.
+    /// The mistake: no key is required although the profile requires one.
     KeyNotRequired,
-    /// A key is required although the profile requires none.
+    /// The mistake: a key is required although the profile requires none.
     KeyRequired,
-    /// All requests without a key share one key.
+    /// The mistake: all requests without a key share one key.
     NoKeyIsAKey,
-    /// A quote within a key is refused.
+    /// The mistake: the server refuses a key that contains an escaped quotation mark.
     EscapesRefused,
-    /// `"k"` and `k` are two keys.
+    /// The mistake: `"k"` and `k` are treated as two keys.
     QuotesKept,
-    /// `"k"` and `"k";v=1` are two keys.
+    /// The mistake: `"k"` and `"k";v=1` are treated as two keys.
     ParametersKept,
-    /// A malformed field counts as a key, unchanged.
+    /// The mistake: the server uses a malformed field as a key, unchanged.
     MalformedAccepted,
-    /// A field that is not a String of RFC 8941 is ignored.
+    /// The mistake: a field that is not a String of RFC 8941 is ignored.
     MalformedIgnored,
-    /// Only UUIDs in quotes are keys.
+    /// The mistake: the server accepts only UUIDs in quotation marks as keys.
     OnlyUuids,
-    /// The first field line counts.
+    /// The mistake: of several field lines the server uses the first, and ignores the others.
     FirstLineCounts,
-    /// The first key of a list counts.
+    /// The mistake: of a list of keys the server uses the first, and ignores the others.
     FirstOfListCounts,
-    /// Payloads are not compared.
+    /// The mistake: payloads are not compared.
     PayloadIgnored,
-    /// Another payload takes the key over.
+    /// The mistake: a request with another payload is refused, but its payload replaces the recorded one.
     PayloadOverwrites,
-    /// Payloads are compared only once there is a result.
+    /// The mistake: while a request runs, another payload under its key is refused like a duplicate.
     PayloadComparedLate,
-    /// Another payload runs while the first request runs.
+    /// The mistake: a request with another payload runs if the first request is still running.
     OtherPayloadRuns,
-    /// All routes share their keys, and the route is not part of the payload.
+    /// The mistake: all routes share their keys, and the route is not part of the payload.
     RouteIgnored,
-    /// All methods share their keys.
+    /// The mistake: all methods share their keys.
     MethodIgnored,
-    /// The query is not part of the payload.
+    /// The mistake: the query is not part of the payload.
     QueryIgnored,
-    /// The language that the client accepts is part of the payload.
+    /// The mistake: the language that the client accepts is part of the payload.
     LanguageCompared,
-    /// The key of a PUT is ignored.
+    /// The mistake: the server ignores the key of a PUT.
     PutUnprotected,
-    /// JSON is compared by its bytes.
+    /// The mistake: bodies are compared by their bytes although the profile compares JSON.
     BytesCompared,
-    /// Numbers are compared as text.
+    /// The mistake: numbers in bodies are compared as text, so `1` differs from `1.0`.
     NumbersAsWritten,
-    /// Bodies are compared as JSON although the profile compares bytes.
+    /// The mistake: bodies are compared as JSON although the profile compares bytes.
     JsonCompared,
-    /// `null` counts as absent.
+    /// The mistake: a member with the value `null` is treated as an absent member.
     NullIsAbsent,
-    /// The order of an array does not count.
+    /// The mistake: arrays in bodies are compared without regard to the order of their elements.
     ArraysAreSets,
-    /// A duplicate of a running request runs.
+    /// The mistake: a duplicate of a running request runs the operation again.
     RunningIsFree,
-    /// A duplicate of a running request waits.
+    /// The mistake: a duplicate of a running request waits for the response instead of being refused.
     RunningIsAwaited,
-    /// 409 has no `Retry-After`.
+    /// The mistake: a response with the status 409 has no `Retry-After`.
     NoRetryAfter,
-    /// The refusal of a duplicate of a running request has the code of another problem.
+    /// The mistake: the refusal of a duplicate of a running request has the code of another problem.
     RunningHasAnotherCode,
-    /// The refusal of a request without a key has the code of another problem.
+    /// The mistake: the refusal of a request without a key has the code of another problem.
     MissingKeyHasAnotherCode,
-    /// The refusal of a request without a key has no link.
+    /// The mistake: the refusal of a request without a key has no link.
     MissingKeyHasNoLink,
-    /// The refusal of another payload has no link.
+    /// The mistake: the refusal of another payload has no link.
     PayloadHasNoLink,
-    /// The refusal of a duplicate of a running request has no body.
+    /// The mistake: the refusal of a duplicate of a running request has no body.
     RunningHasNoBody,
-    /// The server reads first and writes later, so two requests may both find no record.
+    /// The mistake: the server reads first and writes later, so two requests may both find no record.
     ReadThenWrite,
-    /// The server looks for a record only at the first request of each connection.
+    /// The mistake: the server looks for a record only at the first request of each connection.
     LooksOncePerConnection,
-    /// The key is reserved before the body has arrived.
+    /// The mistake: the server reserves the key before the body has arrived.
     ReservesBeforeBody,
-    /// A hang-up cancels the operation, and frees the key.
+    /// The mistake: when the client hangs up, the server cancels the operation and frees the key.
     CancelledWithClient,
-    /// A response is recorded once it is delivered; without delivery it is forgotten.
+    /// The mistake: the server records a response only after the client has received it.
     RecordsTheDelivered,
-    /// A large response is not recorded.
+    /// The mistake: the server does not record a large response.
     LargeForgotten,
-    /// All callers share their keys.
+    /// The mistake: all callers share their keys.
     CallerIgnored,
-    /// The token identifies the caller, so a new token makes a new caller.
+    /// The mistake: the token identifies the caller, so a new token makes a new caller.
     TokenIsTheCaller,
-    /// A request without credentials counts as a caller of its own.
+    /// The mistake: all requests without credentials are treated as requests of one caller.
     NobodyIsSomebody,
-    /// The refusal of a request without credentials is recorded.
+    /// The mistake: the refusal of a request without credentials is recorded.
     RefusalIsRecorded,
-    /// A request without credentials gets the response of another caller with the same key.
+    /// The mistake: a request without credentials gets a recorded response if it sends the key of that response.
     NobodyGetsReplays,
-    /// Only successes are recorded.
+    /// The mistake: the server records only successful responses.
     ErrorsForgotten,
-    /// A server error is not recorded.
+    /// The mistake: the server does not record a response with a 5xx status, so a retry runs again.
     ServerErrorForgotten,
-    /// A server error is recorded.
+    /// The mistake: the server records a response with a 5xx status, so a retry gets the error again.
     ServerErrorRecorded,
-    /// The responses do not repeat the key.
+    /// The mistake: the responses do not repeat the key.
     KeyNotRepeated,
-    /// Refusals do not repeat the key.
+    /// The mistake: refusals do not repeat the key.
     KeyNotRepeatedInRefusals,
-    /// A replay has no field that marks it as a replay.
+    /// The mistake: a replay has no header field that marks it as a replay.
     NotMarked,
-    /// Every response is marked as a replay.
+    /// The mistake: every response is marked as a replay.
     AllMarked,
-    /// Only the content type is recorded among the headers.
+    /// The mistake: of the headers, the server records only the content type.
     HeadersLost,
-    /// Only one of several fields with the same name is recorded.
+    /// The mistake: of several header fields with one name, the server records only one.
     HeadersCollapsed,
-    /// A cookie is recorded as well.
+    /// The mistake: the server records a cookie, and replays it.
     CookieReplayed,
-    /// A refusal consists of its status alone.
+    /// The mistake: a refusal has only a status, and no body.
     BareRefusals,
 }
 
@@ -318,7 +318,8 @@ impl Server {
         if self.has(Mistake::KeyFromPayload) && !payload.contains("takes_ms") {
             id = Some(payload.clone());
         }
-        // The operation runs unprotected if the request has no key, or if this mistake skips the search for a record.
+        // The operation runs unprotected if the request has no key, or if `LooksOncePerConnection` skips the
+        // search for a record.
         let is_first = self.connections.lock().unwrap().insert(peer);
         let Some(id) = id.filter(|_| is_first || !self.has(Mistake::LooksOncePerConnection)) else {
             return Ok(self.respond(self.operate(&path, &body).await));

@@ -45,7 +45,7 @@ async fn the_runbook_resolves_the_death_of_a_worker_under_on_crash_fail() {
     let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
     assert_eq!((result.unwrap(), outcome.disposition()), (json!({ "receipt": "r-42" }), Disposition::Ack));
     assert_eq!(scene.charges("42"), 1);
-    // For another order, the provider has no charge.
+    // The operator finds no charge for order 43 at the payment provider.
     let mut worker = scene.worker("43", OnCrash::Fail, SECOND).await;
     worker.kill();
     until("the operation is interrupted", async || {

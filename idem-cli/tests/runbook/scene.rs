@@ -157,7 +157,7 @@ impl Scene {
     }
 }
 
-/// Returns the parts of a text between pairs of this sign.
+/// Returns each part of `text` that stands between two characters `sign`, as between quotes.
 fn quoted(text: &str, sign: char) -> impl Iterator<Item = &str> {
     text.split(sign).skip(1).step_by(2)
 }

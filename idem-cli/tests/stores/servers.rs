@@ -471,7 +471,8 @@ async fn the_doctor_of_postgresql_finds_settings_that_are_slow_for_large_tables(
     .await;
     let raw = postgres::raw(&url).await;
     raw.batch_execute(small).await.unwrap();
-    // Makes completions that find no space in the pages of their reservations.
+    // Completes records with results so large that the new versions of the rows don't fit into the pages of their
+    // reservations.
     let rows = "INSERT INTO idem.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, \
                 expires_at, listed_at, first_seen_at, began_at) SELECT '1/pay/' || n, '\\x00112233445566778899aabbccddeeff', 1, \
                 'pending', 1, 1, false, now(), now() + interval '1 day', now() + interval '1 day', now(), now() \

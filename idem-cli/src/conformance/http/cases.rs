@@ -72,7 +72,7 @@ pub(super) struct Case {
 }
 
 impl Case {
-    /// Returns the ground of the rule in `profile`; `None` if the profile does not have the rule.
+    /// Returns the sentence that asks for the rule in `profile`; `None` if the profile does not have the rule.
     pub(super) fn ground(&self, profile: Profile) -> Option<&Ground> {
         self.grounds.iter().find(|ground| ground.profiles.contains(&profile))
     }
@@ -166,10 +166,10 @@ pub(super) struct Send {
     pub(super) caller: Option<String>,
     /// Header lines in addition to the key and to the credentials of the caller.
     pub(super) headers: Vec<String>,
-    /// Key that the request sends: the name of a key, or a text in which `{name}` stands for a key. The profile decides
+    /// Key that the request sends: the name of a key, or a text in which a key replaces `{name}`. The profile decides
     /// whether the key is sent in quotes. Without `key` and `fields`, no key is sent.
     pub(super) key: Option<String>,
-    /// Field lines that the request sends instead of `key`, as written; `{name}` stands for a key.
+    /// Field lines that the request sends instead of `key`, as written, except that a key replaces `{name}`.
     pub(super) fields: Vec<String>,
     /// A text is sent as is, every other value as JSON.
     pub(super) body: Option<Value>,
@@ -457,8 +457,8 @@ pub(super) fn key_text(key: &str, unique: u128) -> Result<String, String> {
     }
 }
 
-/// Returns the key that stands for `name` in a case: a UUID, because some servers accept only UUIDs. The keys differ in
-/// each run of a case.
+/// Returns the key that a case calls `name`: a UUID, because some servers accept only UUIDs. The keys differ in each
+/// run of a case.
 fn uuid(unique: u128, name: &str) -> String {
     // FNV-1a: two names in a case give two keys.
     let hash = name

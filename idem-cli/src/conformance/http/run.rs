@@ -13,8 +13,8 @@ use super::wire::{Connection, Reply, Server};
 /// Pause between two requests with which a step waits for a change.
 const POLL: Duration = Duration::from_millis(10);
 
-/// Time after which a server has most likely noticed that the client hung up. No response confirms this, so a slower
-/// server passes the case untested.
+/// Time after which a server has most likely noticed that the client hung up. No response confirms that the server has
+/// noticed, so a slower server passes the case untested.
 const NOTICE: Duration = Duration::from_millis(300);
 
 /// Factor by which operations take longer when a case is repeated. A case is repeated if its operation ended before the

@@ -210,7 +210,7 @@ impl Connection {
             let digits = line.split(';').next().unwrap_or_default().trim();
             let length = usize::from_str_radix(digits, 16).map_err(|_| format!("a chunk has the length `{digits}`"))?;
             if length == 0 {
-                // Trailers, up to the empty line.
+                // Skips the trailers of a chunked body, up to the empty line.
                 while !self.line().await?.is_empty() {}
                 return Ok(body);
             }
