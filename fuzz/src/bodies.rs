@@ -7,8 +7,8 @@ use serde_json::Value;
 use super::fingerprints::equal;
 use super::input::Input;
 
-/// Asserts that the layer takes two bodies as equal only if they mean the same to `serde_json`, or are equal bytes that
-/// are not JSON.
+/// Asserts that the layer treats two bodies as equal only if `serde_json` parses equal values from them, or if they are
+/// equal bytes that are not JSON.
 pub fn bodies(data: &[u8]) {
     let mut input = Input(data);
     let (one, other) = (input.bytes(), input.rest());

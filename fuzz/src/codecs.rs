@@ -48,8 +48,8 @@ enum Untagged {
     Map(BTreeMap<String, Untagged>),
 }
 
-/// Asserts that a decoded value is encoded and decoded again as the same value, and that the decoder refuses all other
-/// bytes with an error.
+/// Asserts that a decoded value is encoded and decoded again as the same value, and that bytes that can't be decoded
+/// give an error.
 pub fn codecs(data: &[u8]) {
     let mut input = Input(data);
     match input.below(4) {

@@ -43,7 +43,7 @@ fn templates(text: &str) {
         return;
     }
     let parse = |text: &str| template::parse(&LitStr::new(text, Span::call_site()));
-    // The parser must give a refused template a message.
+    // If the parser refuses a template, its error must contain a message.
     let parts = match parse(text) {
         Ok(parts) => parts,
         Err(error) => {

@@ -36,9 +36,9 @@ pub(crate) struct KeyArguments {
     /// Method of the request
     #[arg(long, value_name = "NAME", default_value = "POST", requires = "http")]
     method: String,
-    /// Route of the request, as the layer sees it: axum's template without the names of its parameters
-    /// (`/payments/{}`) if the layer has no scope of its own, the path under a profile that compares JSON, otherwise
-    /// empty; with separate hosts, the host precedes it (`api.example.com/payments/{}`)
+    /// Route of the request: under a profile that compares JSON, the path; under other profiles, axum's template
+    /// without the names of its parameters (`/payments/{}`), or empty if the layer has a scope; with separate hosts,
+    /// the host precedes the route (`api.example.com/payments/{}`)
     #[arg(long, value_name = "PATH", default_value = "", requires = "http")]
     route: String,
     /// Sender of the request, as the layer's `Caller` returns it
@@ -136,7 +136,7 @@ fn parts(template: &str) -> Result<Vec<Option<String>>, String> {
     let mut rest = template.chars().peekable();
     while let Some(c) = rest.next() {
         match c {
-            // A doubled brace stands for one literal brace.
+            // A doubled brace is one literal brace.
             '{' | '}' if rest.peek() == Some(&c) => {
                 rest.next();
                 text.push(c);

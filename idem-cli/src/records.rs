@@ -365,7 +365,7 @@ fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
     };
     line("attempt", &format!("{}{counted}", record.attempt));
     line("revision", &found.revision().to_string());
-    // Each of the next lines appears only if the record contains the fact.
+    // The following lines of output are printed only if the record contains their values.
     if let Some(holder) = found.holder() {
         let process = holder.process().map_or(String::new(), |process| format!(", process {process}"));
         let name = holder.name().map_or(String::new(), |name| format!(", {name}"));

@@ -162,7 +162,7 @@ mod tests {
         for body in ["", "{\"a\":1}", "42", "42\r\n", "42\n43\n", "no number\r\nat all", "\r\n\r\n"] {
             assert_eq!(problem(&format!("{HEAD}{body}")), None, "{body:?}");
         }
-        // Without `Transfer-Encoding`, the same body is accepted as it is.
+        // Without `Transfer-Encoding`, a body that looks like chunks is accepted unchanged.
         assert_eq!(problem("HTTP/1.1 200 OK\r\n\r\n6\r\n{\"a\":1\r\n0\r\n\r\n"), None);
     }
 

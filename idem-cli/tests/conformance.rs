@@ -1,4 +1,5 @@
-//! The checker of HTTP servers, as a program: correct servers pass, each mistake is caught, and every case catches one.
+//! The checker of HTTP servers, as a program: correct servers pass, each mistake is caught, and every case of the
+//! checker catches at least one mistake.
 
 use std::collections::{BTreeSet, HashSet};
 use std::net::SocketAddr;

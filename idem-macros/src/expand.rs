@@ -118,8 +118,8 @@ impl Expansion<'_> {
             Part::Value(value) => self.part(value, parts.get(at + 1)),
         });
         let scope = self.scope();
-        // The function that builds the key also registers the type of the recorded results, of which each scope has
-        // one.
+        // The function that builds the key also registers the type of the recorded results, because a scope that is not
+        // shared has only one such type.
         let recorded = match self.call.on_error {
             OnError::Release => quote_spanned!(site=> key_of_values),
             OnError::Record(_) | OnError::Decide(_) => quote_spanned!(site=> key_of_results),
@@ -257,10 +257,11 @@ impl Expansion<'_> {
         }
     }
 
-    /// Makes `let output = ..;`, which checks the types one after another, each at the token to blame.
+    /// Makes `let output = ..;`, which checks the types one after another, each with the span at which the compiler
+    /// should report an error.
     ///
-    /// Each check is a method. If a type lacks such a method, the compiler reports one error, with the message of the
-    /// method's trait, and skips the later checks.
+    /// Each check is a method that only the right types have. If a type lacks the method, the compiler reports one
+    /// error, with the message of the method's trait, and skips the later checks.
     fn output(&self) -> TokenStream {
         let output = without_impl_trait(&self.call.output.ty);
         let [value, error] = [self.call.output.value, self.call.output.error];
@@ -301,9 +302,9 @@ impl Expansion<'_> {
             }
         };
         // A `return` that is never taken fixes the output type, as in `tracing`: the compiler then reports a mismatch
-        // inside of the user's body, and `?` has its target type. The type is named outside of the body, because the
-        // body may give the names in the type another meaning, by `use Kind::*;` or by a struct of its own. A function
-        // item, which has no size, carries the type into the body.
+        // inside of the user's body, and `?` converts errors to the error type of the function. The type is named
+        // outside of the body, because the body may give the names in the type another meaning, by `use Kind::*;` or by
+        // a struct of its own. A function item, which has no size, carries the type into the body.
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
@@ -320,8 +321,8 @@ impl Expansion<'_> {
                 #body
             }
         };
-        // The span is that of the value type, because every remaining error is about the value, for example about a
-        // lifetime that a replay can't have.
+        // The generated code has the span of the value type, because every remaining error is about the value, for
+        // example about a lifetime that a replay can't have.
         let [checked, operation] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
         quote_spanned! {value=>
             let __idem_handler = {

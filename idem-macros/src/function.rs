@@ -12,8 +12,8 @@ use syn::{
 
 /// A function with a body.
 ///
-/// The body stays a stream of tokens. The macro does not need the structure of the body, parsing it would take most of
-/// the time of an expansion, and so syntax that `syn` does not know passes unchanged.
+/// The body stays a stream of tokens. The macro does not need the structure of the body, and parsing the body would
+/// take most of the time of an expansion. Unparsed, the body may also contain syntax that `syn` does not know.
 pub(crate) struct Function {
     attributes: Vec<Attribute>,
     visibility: Visibility,

@@ -89,8 +89,8 @@ use crate::validate::Call;
 /// ## `key`
 ///
 /// A template, `key = "order:{event.order_id}:{event.line()}"`. Each pair of braces contains an expression; `{{` and
-/// `}}` stand for literal braces. Text, numbers and every type with `Display` or `idem_runtime::KeyPart` can be part of
-/// a key. Inside each value, the separator that follows the value is escaped, so different values never make the same
+/// `}}` are literal braces. Text, numbers and every type with `Display` or `idem_runtime::KeyPart` can be part of a
+/// key. Inside each value, the separator that follows the value is escaped, so different values never make the same
 /// key.
 ///
 /// A tuple of expressions, `key = (tenant, event.order_id)`, is the same as the template `"{tenant}:{event.order_id}"`.
@@ -150,14 +150,14 @@ use crate::validate::Call;
 ///
 /// ## `lease`
 ///
-/// Time that a pending record is honoured without a renewal. While the body runs, the lease is renewed after every
-/// third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
+/// Time for which a pending record blocks other attempts without a renewal. While the body runs, the lease is renewed
+/// after every third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
 ///
 /// ## `timeout`
 ///
 /// Longest run of the body. After this time the body is cancelled, the key is freed, and the caller gets
-/// `Error::TimedOut`; with `on_crash = fail` the operation counts as interrupted. A body that hangs thus holds its key
-/// no longer than this time, although its lease is renewed. Choose a time that is longer than the body ever needs:
+/// `Error::TimedOut`; with `on_crash = fail` the operation becomes interrupted. A body that hangs thus holds its key no
+/// longer than this time, although its lease is renewed. Choose a time that is longer than the body ever needs:
 /// `timeout = "10m"`. A body that blocks its thread can't be cancelled; after this time its lease is no longer renewed,
 /// and lapses.
 ///
@@ -215,9 +215,9 @@ use crate::validate::Call;
 ///
 /// ## `on_crash`
 ///
-/// `retry`: when a lease has lapsed, the next delivery takes over and runs the body again (at least once). `fail`: a
-/// body that started and did not return is not started again. Callers get `Error::Interrupted` until an operator
-/// resolves the record (at most once).
+/// `retry`: when a lease has lapsed, the next delivery takes over and runs the body again (at least once). `fail`:
+/// after a body that started and did not return, no further body starts. Callers get `Error::Interrupted` until an
+/// operator resolves the record (at most once).
 ///
 /// ## `max_attempts`
 ///
@@ -298,10 +298,10 @@ use crate::validate::Call;
 ///
 /// ## `mode`
 ///
-/// `enforce`: duplicates are suppressed. `shadow`: each step happens, and the outcome shows whether `enforce` would
-/// have suppressed the call, but the body always runs; use this mode to try the library on live traffic. `off`: the
-/// body runs without a store call. To change the mode while the process runs, give a [`policy`](#policy) with a
-/// `ModeSwitch`.
+/// `enforce`: duplicates are suppressed. `shadow`: the library still reserves, records and compares, and the outcome
+/// shows whether `enforce` would have suppressed the call, but the body always runs; use this mode to try the library
+/// on live traffic. `off`: the body runs without a store call. To change the mode while the process runs, give a
+/// [`policy`](#policy) with a `ModeSwitch`.
 ///
 /// ## `policy`
 ///

@@ -111,7 +111,7 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         problems.at(name.span(), format_args!("`{word}` is given twice; keep one of them"));
     }
     args.given.push(word.clone());
-    // Requires a value. `==` belongs to an expression, not to an option.
+    // Requires a value. In `name == …`, the option `name` has no value, because `==` is a comparison.
     if !input.peek(Token![=]) || input.peek(Token![==]) {
         return Err(syn::Error::new(name.span(), format!("`{word}` has no value; write `{}`", example(&word))));
     }

@@ -153,7 +153,7 @@ fn missing(args: &Args, problems: &mut Problems) {
     if !names.is_empty() {
         let examples: Vec<_> = names.iter().map(|name| example(name)).collect();
         let (names, examples) = (names.join("`, `"), examples.join(", "));
-        // The span is the whole attribute, because no token belongs to a missing option.
+        // The span is the whole attribute, because a missing option has no token.
         problems.at(Span::call_site(), format_args!("missing `{names}`; write for example `{examples}`"));
     }
 }

@@ -108,7 +108,7 @@ fn complain(text: &str) -> ExitCode {
 /// Returns whether all required cases pass.
 async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
     let server = Server::parse(url).map_err(|what| {
-        // The URL may contain a password, so the errors do not quote such a URL.
+        // A URL that contains `@` may contain a password, so the error does not quote this URL.
         let url = if url.contains('@') { "the URL" } else { url };
         Stop::Error(format!("{url} is not a URL to check: {what}"))
     })?;
@@ -124,8 +124,8 @@ async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
     let (mut failed, mut advice) = (0, 0);
     for (case, ground) in &chosen {
         let wrong = checker.run(case).await.err();
-        // A case also fails if the server itself is gone. Then the request for the counter fails, too, and there
-        // is no verdict.
+        // A case also fails if the server itself is gone. If the server is gone, the request for the counter fails too,
+        // and there is no verdict.
         if let Some(wrong) = &wrong {
             *if ground.level == Level::Required { &mut failed } else { &mut advice } += 1;
             if let Err(error) = checker.count().await {

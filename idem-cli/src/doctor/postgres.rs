@@ -15,7 +15,8 @@ const MANY_DEAD: i64 = 10_000;
 /// Number of rows that expired more than a day ago and still exist, from which the doctor warns. The doctor counts no
 /// further.
 const MANY_EXPIRED: i64 = 10_000;
-/// Highest fill factor that leaves space for small results in a page (measured: benches/README.md).
+/// Highest fill factor that leaves space for a small result in the page of its reservation (measured:
+/// benches/README.md).
 const FULLEST: f64 = 50.0;
 /// Smallest number of updates from which the share of updates that stay in their page is meaningful.
 const MANY_UPDATES: i64 = 10_000;
@@ -169,7 +170,7 @@ impl Table {
     }
 }
 
-/// Returns the tables that hold the rows of the records.
+/// Returns the table of the records, or its partitions if the table is partitioned.
 async fn tables(client: &Client, schema: &str) -> Result<Vec<Table>, tokio_postgres::Error> {
     // A vacuum pauses each time it has used up its cost limit. Each page that the vacuum changes costs one read and one
     // write.
@@ -361,8 +362,8 @@ async fn purge(database: &Database, client: &Client, findings: &mut Findings) ->
     Ok(())
 }
 
-/// Checks whether each connection is a session of its own. Behind a pooler, two open connections share a backend, or a
-/// connection changes its backend.
+/// Checks whether each connection has its own session in the server. Behind a pooler, two open connections share a
+/// backend, or a connection changes its backend.
 async fn pooler(database: &Database, client: &Client, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
     let other = database.connect(timeout).await?;
     let backend = async |client: &Client| one::<i32>(client, "SELECT pg_backend_pid()", &[]).await;

@@ -1,4 +1,4 @@
-//! A probe key that goes through all operations of a store.
+//! Runs all operations of a store on a probe key.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::report::{chain, human};
 /// Lease for the probe: longer than a run, short enough that leftovers of a killed run vanish soon.
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);
-/// Duration from which an operation counts as slow.
+/// Duration from which the doctor reports an operation as slow.
 const SLOW: Duration = Duration::from_millis(250);
 
 /// Wrong answer of a store.

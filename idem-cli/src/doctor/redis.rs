@@ -91,8 +91,8 @@ async fn persistence(info: &Info<'_>, server: &mut MultiplexedConnection, findin
     let check = "persistence";
     let fsync = setting(server, "appendfsync").await;
     let snapshots = setting(server, "save").await;
-    // The settings of the append-only file decide which records a crash loses; without such a file, the settings of
-    // snapshots do.
+    // The settings of the append-only file decide which records a crash loses; if there is no append-only file, the
+    // settings of snapshots decide this.
     match (info.get("aof_enabled"), fsync.as_deref(), snapshots.as_deref()) {
         ("1", Some("no"), _) => findings.warning(
             check,

@@ -31,7 +31,7 @@ fn check(file: &File, connection: &Connection, findings: &mut Findings) -> rusql
             "make sure that this is the right file",
         ),
     }
-    // The integrity check comes first, because the other checks do not read the table.
+    // This check finds damage to the table, which the other checks do not read.
     let damage: String = connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0))?;
     match damage.as_str() {
         "ok" => findings.ok("integrity", "quick_check finds nothing"),

@@ -75,7 +75,7 @@ impl StoreArguments {
     }
 }
 
-/// Returns an environment variable. An empty variable counts as not set.
+/// Returns an environment variable; `None` if the variable is not set, or is empty.
 fn variable(name: &str) -> Result<Option<String>, Stop> {
     match std::env::var(name) {
         Ok(value) if !value.is_empty() => Ok(Some(value)),

@@ -14,7 +14,7 @@ use ratatui::{DefaultTerminal, Frame};
 use super::{Look, Row, WatchArguments};
 use crate::report::{Stop, hidden};
 
-/// Width from which a row shows the holder.
+/// Width of the screen, in characters, from which a row also shows the holder.
 const WIDE: u16 = 80;
 /// Widths of the columns before the key.
 const STATE: u16 = 11;

@@ -263,7 +263,7 @@ impl Server {
         let (head, body) = request.into_parts();
         let path = head.uri.path().to_owned();
         let key = self.key(&head.headers)?;
-        // Keys belong to callers, so a request needs a caller before its key is used.
+        // Each caller has its own keys, so the server identifies the caller before it uses the key.
         let caller = match (self.caller(&head.headers), &key) {
             (Some(caller), _) => caller,
             (None, _) if self.has(Mistake::NobodyIsSomebody) => "nobody".to_owned(),

@@ -172,7 +172,8 @@ fn tidy(line: &str) -> String {
     words.join(" ")
 }
 
-/// Returns whether the output matches the page. A line `…` stands for any lines, and `…` inside of a line for any text.
+/// Returns whether the output matches the page. A line `…` on the page matches any number of lines, and `…` inside of a
+/// line matches any text.
 fn agree(expected: &[String], printed: &[String]) -> bool {
     match (expected.split_first(), printed.split_first()) {
         (None, None) => true,

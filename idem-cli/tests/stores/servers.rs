@@ -109,8 +109,8 @@ async fn all_commands_work_on_a_redis_server() {
     }
     finds(&doctor, "persistence", "ok", "each second");
     finds(&doctor, "replication", "warning", "no replica");
-    // A value that is not a record is shown as damaged and can be forgotten. A value of another Redis type belongs to
-    // another program and is left alone.
+    // A value that is not a record is shown as damaged and can be forgotten. A value of another Redis type was written
+    // by another program, and is left unchanged.
     let mut raw = raw(&url).await;
     let _: () = redis::cmd("SET").arg("idem:1/pay/odd").arg("not a record").query_async(&mut raw).await.unwrap();
     idem_at(&url, &["show", "pay/odd"]).ends(0).says("damaged: the value is not a record");

@@ -300,8 +300,8 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for GuardedPart<'_, V> {
         self.inner.visit_some(inner)
     }
 
-    // A newtype does not count as a level: a recursive type contains itself only through an option, a collection or an
-    // enum.
+    // A newtype is not counted as a level of nesting: a recursive type contains itself only through an option, a
+    // collection or an enum.
     fn visit_newtype_struct<D: Deserializer<'de>>(self, inner: D) -> Result<V::Value, D::Error> {
         let inner = self.with(inner);
         self.inner.visit_newtype_struct(inner)

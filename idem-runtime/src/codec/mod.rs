@@ -94,8 +94,8 @@ pub trait Codec: 'static {
 /// # Errors
 /// Error of the codec.
 pub(crate) fn write<C: Codec, T: Serialize>(value: &T) -> Result<(CodecName, Vec<u8>), CodecError> {
-    // Only `Json` is replaced by plain bytes. A user's own codec may encrypt, so no result of its handlers may bypass
-    // the codec.
+    // Only a result of a handler with `Json` is recorded as plain bytes. A user's own codec may encrypt, so no result
+    // of its handlers may bypass the codec.
     if TypeId::of::<C>() == TypeId::of::<Json>()
         && let Some(bytes) = bytes::of(value)
     {
@@ -235,8 +235,8 @@ const LONGEST_BUFFER: usize = 16 * 1024;
 /// change as under JSON.
 ///
 /// JSON writes bytes *inside of* a value as an array of numbers. `Postcard` writes all such bytes as bytes.
-/// `MessagePack` does so for a type that uses the bytes of serde: a `Bytes`, or a `Vec<u8>` under `#[serde(with =
-/// "serde_bytes")]`.
+/// `MessagePack` writes them as bytes if their type uses the bytes of serde: a `Bytes`, or a `Vec<u8>` under
+/// `#[serde(with = "serde_bytes")]`.
 ///
 /// [`Json::encode`](Codec::encode) itself always writes JSON.
 #[derive(Clone, Copy, Debug, Default)]

@@ -60,8 +60,8 @@ impl ResultProblem {
             | Self::Undecodable { .. }
             | Self::MigrationFailed { .. }
             | Self::MigratedUndecodable { .. } => true,
-            // `RecordedError` is not a mistake: handlers that share a key may differ in `on_error` permanently, and
-            // their messages would be delivered again forever.
+            // `RecordedError` is no misconfiguration: handlers that share a key may intentionally differ in `on_error`.
+            // As a misconfiguration, `RecordedError` would cause endless redeliveries.
             Self::TooLarge { .. } | Self::Unencodable | Self::Unreadable { .. } | Self::RecordedError => false,
         }
     }

@@ -35,7 +35,7 @@ impl<'s, S> Strict<'s, S> {
     }
 }
 
-/// A value inside of another value. Both values add to the same shape.
+/// A value inside of another value. Its parts enter the shape of the outer value.
 struct InnerValue<'a, T: ?Sized>(&'a T, &'a Shape);
 
 impl<T: Serialize + ?Sized> Serialize for InnerValue<'_, T> {

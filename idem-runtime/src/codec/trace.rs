@@ -21,7 +21,7 @@ pub(super) enum Trace {
     Parts(&'static str, &'static str, Vec<(FieldName, Trace)>),
 }
 
-/// Name of the field to which a part belongs; empty for elements and entries.
+/// Name of the field whose value a part is; empty for elements of sequences and entries of maps.
 type FieldName = &'static str;
 
 impl Trace {
@@ -91,7 +91,7 @@ impl ser::Error for NoTrace {
 
 struct Tracer;
 
-/// Trace of a value with parts, to which serde still adds parts.
+/// Trace of a value with parts, while serde still adds parts to the trace.
 struct TracedParts {
     kind: &'static str,
     name: &'static str,

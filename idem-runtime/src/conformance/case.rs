@@ -61,8 +61,8 @@ impl Subject {
         }
     }
 
-    /// Sets a second, independent handle to the same records, opened like in another process. The clauses use both
-    /// handles in turn.
+    /// Sets a second, independent handle to the same records, opened like in another process. The clauses alternate
+    /// between the two handles.
     #[must_use]
     pub fn peer(mut self, peer: impl Store) -> Self {
         self.peer = Arc::new(peer);
@@ -253,8 +253,8 @@ impl Case {
         }
     }
 
-    /// Returns the lease that `request` gets. Panics unless the lease belongs to attempt `attempt`, and the store
-    /// reports no takeover.
+    /// Returns the lease that `request` gets. Panics unless the number of the lease's attempt is `attempt`, and the
+    /// store reports no takeover.
     pub(super) async fn reserved(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(
@@ -265,8 +265,8 @@ impl Case {
         lease
     }
 
-    /// Returns the lease that `request` gets. Panics unless the lease belongs to attempt `attempt`, and the store
-    /// reports a takeover.
+    /// Returns the lease that `request` gets. Panics unless the number of the lease's attempt is `attempt`, and the
+    /// store reports a takeover.
     pub(super) async fn takes_over(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
         let (lease, takeover) = self.wins(request, why).await;
         assert_eq!(

@@ -240,7 +240,7 @@ pub(super) async fn replace_corrects(case: &Case) {
 }
 
 pub(super) async fn decisions_about_one_record(case: &Case) {
-    // The record is interrupted, because such a record accepts every decision except corrections.
+    // The record is interrupted, because an interrupted record accepts every decision except corrections.
     let interrupted = async |name: &str| {
         let key = case.key(name);
         let lease = case.first(&key, OnCrash::Fail).await;
@@ -347,7 +347,7 @@ pub(super) async fn decisions_name_the_seen_record(case: &Case) {
         assert_eq!(case.decides(&key, 1, Action::Replace(finish)).await, DecisionAnswer::Applied);
     }
     changed(seen, Standing::Completed, "a result that was replaced twice since").await;
-    // Fifth case: the key was forgotten, and its new first attempt has ended in the same way.
+    // Fifth case: the key was forgotten, and a new attempt 1 has completed with an equal result.
     let (key, _) = case.completed("forgotten").await;
     let seen = case.decision(&key, 1, Action::Discard).await;
     assert_eq!(case.decides(&key, 1, Action::Forget).await, DecisionAnswer::Applied);

@@ -208,7 +208,8 @@ pub(super) async fn replays_show_their_age(case: &Case) {
         replayed(&key, [began, case.now()], name).await;
     }
 
-    // The age counts from the start of the attempt that made the result, not from the first use of the key.
+    // The age of a replayed record is the time since the start of the attempt that made the result, not since the first
+    // use of the key.
     let key = case.key("taken over");
     case.reserved(&case.short(&key), 1, "a key that was never used").await;
     case.lapse().await;
@@ -250,7 +251,7 @@ pub(super) async fn decision_is_named(case: &Case) {
         case.shows(&key, &request.provenance, "a decision without a name").await;
     }
 
-    // A refused decision leaves no name. The name in an applied decision stays in the records of later attempts.
+    // A refused decision records no name. The name in an applied decision stays in the records of later attempts.
     let key = case.key("kept");
     let lease = case.held_by(&key, FIRST).await;
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);

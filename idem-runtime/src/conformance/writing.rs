@@ -206,7 +206,7 @@ pub(super) async fn many_renewals(case: &Case) {
         });
     }
     let mut leases = tasks.join_all().await.concat();
-    // Every hundredth lease belongs to a key that was never reserved.
+    // Every hundredth lease names a key that was never reserved.
     let is_lost = |at: usize| at % 100 == 99;
     for (at, lease) in leases.iter_mut().enumerate().filter(|(at, _)| is_lost(*at)) {
         lease.key = case.key(&format!("absent:{at}"));

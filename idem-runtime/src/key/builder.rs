@@ -98,8 +98,8 @@ impl<'a> KeyBuilder<'a> {
     /// Appends the text that the [`Display`] of `value` writes.
     pub fn display_part(&mut self, value: &dyn Display, next: Option<char>) {
         let mut escape = Escape { out: &mut self.text, next, blank: true };
-        // An error of `write!` comes from the value, because `Escape` never fails. The key is then missing: a truncated
-        // key could be the key of another operation.
+        // `Escape` never fails, so an error of `write!` is an error of the value's own `Display`. The key is then
+        // missing: a truncated key could be the key of another operation.
         let shown = write!(escape, "{value}");
         if shown.is_err() || escape.blank {
             self.missing_part();
@@ -131,7 +131,7 @@ impl<'a> KeyBuilder<'a> {
     /// Returns the finished key.
     ///
     /// # Errors
-    /// [`KeyError`] with the first problem of the key. A key without parts is missing too.
+    /// [`KeyError`] with the first problem of the key. The problem of a key without parts is [`KeyProblem::Missing`].
     pub fn build(self) -> Result<Key, KeyError> {
         let Self { text, problem, scope } = self;
         let problem = match problem {

@@ -33,9 +33,9 @@ use crate::codec::bytes;
 ///
 /// Values that serde writes as equal JSON have equal fingerprints, and other values have other fingerprints, except
 /// hash sets (see below). A number is hashed by the value that its JSON text shows: `1`, `1.0` and `1e0` are one
-/// number, `-0.0` is 0, and `0.1` is the same from an `f32` and an `f64`. NaN and the infinities are `null`, like an
-/// absent value. The order of struct fields and of map entries doesn't matter. The fingerprint does not depend on the
-/// build, the machine or the order of a `HashMap` or a `HashSet`.
+/// number, `-0.0` is 0, and `0.1` has one fingerprint as an `f32` and as an `f64`. NaN and the infinities are `null`,
+/// like an absent value. The order of struct fields and of map entries doesn't matter. The fingerprint does not depend
+/// on the build, the machine or the order of a `HashMap` or a `HashSet`.
 ///
 /// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so its fingerprint does not
 /// depend on the order of its elements. A hash set therefore has another fingerprint than an array with the same
@@ -188,8 +188,8 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 ///
 /// A `PayloadDigest` can be the whole payload, or a part of the payload. Hashing a `PayloadDigest` takes as long as
 /// hashing a few bytes, however large the upload is. Its fingerprint differs from the fingerprint of the same bytes as
-/// a plain payload, and from the fingerprint of the upload itself. So either all producers and consumers of a handler
-/// use the digest, or none does; otherwise a duplicate is a mismatch.
+/// a plain payload, and from the fingerprint of the upload itself. So let all producers and consumers of a handler use
+/// the digest, or let all use the upload; otherwise a duplicate is reported as a mismatch.
 ///
 /// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
 /// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of less than
@@ -332,8 +332,7 @@ enum Position<'a> {
     Name,
 }
 
-/// The elements of an array that were hashed so far. Only at its end is it known whether the array is hashed as bytes
-/// or as an array of values.
+/// An array while its elements are hashed. The array is hashed as bytes only if all its elements prove to be bytes.
 #[derive(Default)]
 struct Array {
     /// Elements of the array, as long as all elements are bytes.
@@ -432,7 +431,7 @@ impl<'a> Hasher<'a> {
             // the text.
             return text(self.out(), b'N', written.as_bytes());
         };
-        // Drop the zeros at both ends. `exponent` belongs to the last remaining digit.
+        // Drop the zeros at both ends. `exponent` is the power of ten of the last remaining digit.
         let (mut whole, mut significant) = (whole, fraction.trim_end_matches('0'));
         let mut exponent = i128::from(exponent) - significant.len() as i128;
         if significant.is_empty() {

@@ -7,13 +7,13 @@ use crate::sync::{SharedList, SharedOnce};
 ///
 /// In one process, the first handler that uses a scope claims the scope. Another handler with the same scope is refused
 /// with [`KeyProblem::SharedScope`], unless both scopes are [`shared`](Scope::shared). The scope of a key from
-/// [`Key::new`](super::Key::new) is not checked: no handler owns such a key.
+/// [`Key::new`](super::Key::new) is not checked, because no handler makes this key.
 #[derive(Debug)]
 pub struct Scope {
     pub(super) name: &'static str,
     site: Site,
     shared: bool,
-    /// True if the attribute made the scope, in a `static` of its own. The address of that `static` then identifies the
+    /// True if the attribute made the scope, in a separate `static`. The address of that `static` then identifies the
     /// handler. The location does not identify the handler: all handlers from one `macro_rules!` expansion have the
     /// same location.
     attribute: bool,

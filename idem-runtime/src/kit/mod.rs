@@ -1,4 +1,4 @@
-//! Code that several stores of the library use. Of this crate, a store imports only the modules `kit`, `store`,
+//! Code that several stores of the library use. A store imports only these modules of the crate: `kit`, `store`,
 //! `record`, `key`, `policy`, `clock`, `combine` and `sync`.
 
 #[cfg(any(feature = "redis", feature = "postgres"))]

@@ -1,11 +1,11 @@
 //! A value for each tokio runtime that calls a store, in each process.
 //!
-//! A connection, its timers and the tasks that batch operations belong to the runtime that made them: they stand still
-//! while that runtime is not driven, and end with it. So every runtime that calls has its own value, made at first use.
-//! The value is dropped as soon as the runtime ends; only the value of the first runtime stays, unused, until the store
-//! is dropped. A forked child inherits the parent's memory and sockets, but none of the threads that drive the parent's
-//! runtimes. So the child makes its own values, and never touches a value of the parent: the drop of a connection in
-//! the child would end the parent's session.
+//! A connection, its timers and the tasks that batch operations run only while the runtime that made them is driven,
+//! and end with that runtime. So every runtime that calls has its own value, made at first use. The value is dropped as
+//! soon as the runtime ends; only the value of the first runtime stays, unused, until the store is dropped. A forked
+//! child inherits the parent's memory and sockets, but none of the threads that drive the parent's runtimes. So the
+//! child makes its own values, and never touches a value of the parent: the drop of a connection in the child would end
+//! the parent's session.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,8 +27,8 @@ impl<T> Default for PerRuntime<T> {
 
 /// The values of one process.
 struct RuntimeTable<T> {
-    /// Value of the first runtime. A field of its own, because it is read without a lock, and most programs have only
-    /// one runtime.
+    /// Value of the first runtime. Separate from `others`, because this value is read without a lock, and most programs
+    /// have only one runtime.
     first: OnceLock<Local<T>>,
     /// Values of all other runtimes that have not ended.
     others: RwLock<Vec<Arc<Local<T>>>>,
@@ -94,8 +94,8 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
         Some(Here(self.0.here().find_or_make(&runtime, make)))
     }
 
-    /// Does the same as [`here`](Self::here) without a system call, for values that detect a fork themselves: a child
-    /// that goes on with the runtime of its parent gets its parent's value.
+    /// Returns the value of the current runtime like [`here`](Self::here), but without a system call. A forked child
+    /// that continues to use its parent's runtime gets the parent's value, so the value itself must detect a fork.
     #[cfg(feature = "redis")]
     pub(crate) fn here_or_inherited(&self, make: impl FnOnce(bool) -> T) -> Option<Here<'_, T>> {
         let runtime = Handle::try_current().ok()?;
@@ -197,8 +197,8 @@ impl<T> Drop for Tenant<T> {
         }
         let Some(table) = self.table.upgrade() else { return };
         if let Some(first) = table.first.get().filter(|first| first.runtime == self.runtime) {
-            // The first value stays until the table is dropped, because callers may be using it. Its connections have
-            // ended with the tasks that read them.
+            // The first value stays until the table is dropped, because callers may be using it. The connections of
+            // this value have ended with the tasks that read them.
             first.lives.store(false, Ordering::Relaxed);
         }
         let gone = {

@@ -1,7 +1,7 @@
 //! Primitives that threads share: locks, atomics and tasks. A panic of a thread poisons no lock.
 //!
-//! Under `--cfg shuttle` the primitives come from the crate `shuttle`, which tries many orders of the steps of threads;
-//! see `scripts/interleavings`.
+//! Under `--cfg shuttle` this module exports the primitives of the crate `shuttle`, which tries many orders of the
+//! steps of threads; see `scripts/interleavings`.
 
 #[cfg(not(shuttle))]
 use std::sync::PoisonError;
@@ -31,7 +31,7 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Process that made a value. A comparison with the current process detects a fork. A forked child has none of its
-/// parent's threads, and its connections still belong to the parent.
+/// parent's threads, and must not use the parent's connections.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Process(u32);
 

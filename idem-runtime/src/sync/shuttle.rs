@@ -99,7 +99,8 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     }
 }
 
-/// Tasks that run until they end or [`end`](Tasks::end) drops them. Counts the tasks that are woken or being polled.
+/// Tasks that run until they end or [`end`](Tasks::end) drops them, and the number of tasks that are woken or being
+/// polled.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tasks(Arc<TasksInner>);
 

@@ -26,8 +26,8 @@ use crate::sync::lock;
 /// Time until the broker redelivers an unanswered message. The time doubles with each delivery, up to the length of the
 /// longest lease.
 const REDELIVERY: Duration = Duration::from_secs(1);
-/// Number of deliveries after which a message counts as never acknowledged. Deliveries that are refused as in progress
-/// are not counted.
+/// Number of deliveries of an unacknowledged message after which the explorer reports [`Problem::Unacknowledged`].
+/// Deliveries that are refused as in progress are not counted.
 const DELIVERIES: u32 = 30;
 /// Default time from the first delivery to the last duplicate.
 const LATE: Duration = Duration::from_secs(3600);
@@ -127,7 +127,7 @@ impl DeliveryAnswer {
 /// that you count happened once. The [module](crate::testing) has an example.
 ///
 /// `explore` calls `deliver` for every delivery of one message. `deliver` builds the handler's surroundings from the
-/// [`Worker`], and calls the handler. [`Explorer`] does the same with options.
+/// [`Worker`], and calls the handler. [`Explorer`] explores a handler with options.
 ///
 /// # Panics
 /// If `explore` is called inside of a tokio runtime, because it starts its own runtime. Call `explore` from a
@@ -217,8 +217,8 @@ impl Explorer {
         self
     }
 
-    /// Sets the simulated time that a scenario may take before its handler counts as stuck (default: 1 h). The limit is
-    /// at least 30 leases.
+    /// Sets the simulated time that a scenario may take before the explorer reports its handler as stuck (default: 1
+    /// h). The limit is at least 30 leases.
     pub fn patience(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
@@ -232,7 +232,7 @@ impl Explorer {
     }
 
     /// Runs only the scenario with this name, for example `"crash@await:3/duplicate:during"`. A finding contains the
-    /// name of its scenario. The name identifies the same scenario as long as the options are the same.
+    /// name of its scenario. With other options of the explorer, this name may identify another scenario.
     ///
     /// ```
     /// use idem_runtime::testing::{Explorer, SimulatedStore, Worker};

@@ -74,7 +74,7 @@
 //!
 //! # Expectations
 //!
-//! - Each effect happens as often as in the plain run. An effect with an idempotency key of its own ([`Effect::key`])
+//! - Each effect happens as often as in the plain run. An effect whose request has an idempotency key ([`Effect::key`])
 //!   happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, an effect may also be missing
 //!   if the message was set aside.
 //! - The message and each duplicate are acknowledged in the end. The message is set aside only if the plain run sets it

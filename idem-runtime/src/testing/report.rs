@@ -6,7 +6,8 @@ use std::fmt;
 use super::problem::{Finding, Problem};
 use super::run::Run;
 
-/// Findings of [`explore`](super::explore). `Display` writes them for people; the same handler gives the same text.
+/// Findings of [`explore`](super::explore). `Display` writes the findings as text. Two explorations of one handler give
+/// equal texts.
 #[derive(Clone, Debug)]
 #[must_use = "look at its findings, or call `assert_once`"]
 pub struct Report {

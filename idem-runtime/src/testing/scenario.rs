@@ -50,7 +50,7 @@ impl fmt::Display for Cut {
     }
 }
 
-/// Point of the fault in the first delivery. The numbers count from 1.
+/// Point of the fault in the first delivery. The first await, store call or effect has the number 1.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Point {
     Nowhere,

@@ -106,13 +106,13 @@ impl Simulation {
         }
     }
 
-    /// Sets the simulated time after which a run counts as stuck (default: 1 d). This limit detects a task that waits
-    /// for an event that never comes.
+    /// Sets the simulated time after which a run is stopped as stuck (default: 1 d). This limit detects a task that
+    /// waits for an event that never comes.
     pub fn limit_time(&self, limit: Duration) {
         self.time_limit.set(limit);
     }
 
-    /// Sets the number of polls after which a run counts as stuck (default: 10 000 000).
+    /// Sets the number of polls after which a run is stopped as stuck (default: 10 000 000).
     pub fn limit_polls(&self, limit: u64) {
         self.poll_limit.set(limit);
     }

@@ -65,7 +65,7 @@ impl Tasks {
         Arc::new(TaskWaker { id, woken: Arc::clone(&self.woken) })
     }
 
-    /// Returns whether the run has made as many polls as it may.
+    /// Returns whether the run has used up its limit of polls.
     pub(super) fn is_exhausted(&self) -> bool {
         self.left.get() == 0
     }

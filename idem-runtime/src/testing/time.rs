@@ -58,7 +58,8 @@ impl SimulatedClock {
         Self(Arc::new(Time { runtime: runtime.clone(), origin: tokio::time::Instant::now(), state: Mutex::new(state) }))
     }
 
-    /// Moves time by `duration` in one jump, like for a process that was suspended: every timer in between fires late.
+    /// Moves time by `duration` in one jump, as if the process had been suspended: every timer that is due in between
+    /// fires late.
     ///
     /// To let time pass normally, await [`sleep`](Clock::sleep).
     pub fn advance(&self, duration: Duration) {
@@ -71,9 +72,9 @@ impl SimulatedClock {
     /// Blocks the thread of the calling task for `duration`, like `std::thread::sleep`. Meanwhile the other tasks of
     /// the simulation and the library's own tasks go on, as if they ran on other threads.
     ///
-    /// Tasks of `tokio::spawn`, sleeps of `tokio::time` and yields of `tokio::task::yield_now` wait, because they
-    /// belong to the runtime of the blocked thread. Outside of [`Simulation::run`](crate::testing::Simulation::run),
-    /// time jumps as in [`advance`](SimulatedClock::advance).
+    /// Tasks of `tokio::spawn`, sleeps of `tokio::time` and yields of `tokio::task::yield_now` wait, because the
+    /// blocked thread runs their runtime. Outside of [`Simulation::run`](crate::testing::Simulation::run), time jumps
+    /// as in [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
         // Tasks that are polled during the block must not see the attempt or the delivery of the blocking task as their

@@ -41,7 +41,7 @@ pub(super) struct File {
     pub(super) other_path: String,
     /// Path of the counter, which shows how often the operations have run.
     pub(super) counter: String,
-    /// Body of a request that sets none.
+    /// Body of each request whose step sets no body.
     pub(super) body: Value,
     /// Header lines with the credentials of each caller, by the name of the caller.
     pub(super) callers: BTreeMap<String, Vec<String>>,
@@ -460,7 +460,7 @@ pub(super) fn key_text(key: &str, unique: u128) -> Result<String, String> {
 /// Returns the key that a case calls `name`: a UUID, because some servers accept only UUIDs. The keys differ in each
 /// run of a case.
 fn uuid(unique: u128, name: &str) -> String {
-    // FNV-1a: two names in a case give two keys.
+    // The hash (FNV-1a) of the name makes the keys of different names in a case differ.
     let hash = name
         .bytes()
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::cases::{Case, Expect, Explanation, FIRST, Field, File, How, Profile, Send, Step, fill, header, key_text};
 use super::wire::{Connection, Reply, Server};
 
-/// Pause between two requests with which a step waits for a change.
+/// Pause between two requests of a step that polls the server until its answer changes.
 const POLL: Duration = Duration::from_millis(10);
 
 /// Time after which a server has most likely noticed that the client hung up. No response confirms that the server has

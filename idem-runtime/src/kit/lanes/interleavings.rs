@@ -14,7 +14,8 @@ use super::*;
 use crate::sync::explore;
 
 impl<Q: Default> Lanes<Q> {
-    /// Checks that after the end of all lanes no lane is still counted and, by `is_empty`, that no operation is left.
+    /// Checks that after the end of all lanes the count of running lanes is zero, and that `is_empty` finds no
+    /// operation in the queue.
     pub(crate) async fn all_have_ended(&self, is_empty: impl FnOnce(&Q) -> bool) {
         self.runtime.0.idle().await;
         assert_eq!(self.runtime.0.alive(), 0, "a lane is still running");

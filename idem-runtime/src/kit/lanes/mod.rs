@@ -1,7 +1,8 @@
 //! Lanes: the few tasks that send the operations of many callers, batch by batch.
 //!
 //! While nothing is in flight, the caller of an operation drives the operation itself. Otherwise operations gather in a
-//! queue. A lane takes the operations that are there, and ends when the queue is empty: a lane never waits for more.
+//! queue. A lane takes operations from the queue, and ends when the queue is empty. It does not wait for further
+//! operations.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -28,7 +29,7 @@ pub(crate) trait LaneOwner: Send + Sync + Sized + 'static {
 
     fn lanes(&self) -> &Lanes<Self::Queue>;
 
-    /// Sends batches until [`Lane::next`] returns none.
+    /// Sends batches until [`Lane::next`] returns `None`.
     fn run(lane: Lane<Self>) -> impl Future<Output = ()> + Send;
 
     /// Fails the operations of a queue that no lane will send: the runtime has shut down, or a lane has panicked.
@@ -45,7 +46,7 @@ impl Drop for LoneTurn<'_> {
 }
 
 impl<Q: Default> Lanes<Q> {
-    /// Makes lanes that run in the current runtime.
+    /// Makes an empty queue whose lanes will run in the current runtime.
     pub(crate) fn new() -> Self {
         let (lone, running) = (AtomicBool::new(false), AtomicUsize::new(0));
         Self { runtime: Handle::current(), lone, running, queue: Mutex::default() }
