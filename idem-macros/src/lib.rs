@@ -256,7 +256,7 @@ use crate::validate::Call;
 /// The answer to a duplicate if the recorded result doesn't decode as the function's return type, or was written by a
 /// codec that is not available. The body never runs again. `error`: `Error::ResultUnavailable`. A function
 /// `fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>` turns the recorded bytes into bytes of the handler's current
-/// codec, and the library replays these. The record itself stays unchanged.
+/// codec, and the library replays the converted result. The record itself stays unchanged.
 ///
 /// ```
 /// use idem_runtime::{Codec, CodecError, Error, Json, MemoryStore, Undecodable, idempotent};

@@ -124,8 +124,8 @@ async fn check(url: &str, arguments: &HttpArguments) -> Result<bool, Stop> {
     let (mut failed, mut advice) = (0, 0);
     for (case, ground) in &chosen {
         let wrong = checker.run(case).await.err();
-        // A case also fails if the server itself is gone. If the server is gone, the request for the counter fails too,
-        // and there is no verdict.
+        // A case also fails if the server stops during the case. The request for the counter then fails too, and the
+        // command gives no verdict.
         if let Some(wrong) = &wrong {
             *if ground.level == Level::Required { &mut failed } else { &mut advice } += 1;
             if let Err(error) = checker.count().await {
@@ -218,8 +218,8 @@ fn file(arguments: &HttpArguments) -> Result<File, String> {
     Ok(file)
 }
 
-/// Selects the cases of the profile, or of these only the cases that the arguments name. Each case comes with the
-/// sentence that asks for its rule.
+/// Selects the cases of the profile. If the arguments name cases, selects only the named cases of the profile. Each
+/// case comes with the sentence that asks for its rule.
 fn choose<'a>(file: &'a File, arguments: &HttpArguments) -> Result<Vec<(&'a Case, &'a Ground)>, String> {
     let profile = arguments.profile;
     let is_named = |case: &Case, name: &String| case.name == *name || case.id == *name;

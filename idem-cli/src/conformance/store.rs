@@ -30,7 +30,8 @@ pub(crate) struct StoreCheckArguments {
     pub(crate) json: bool,
 }
 
-/// Clauses of the store contract that this command does not check, because their tests need a server of their own.
+/// Clauses of the store contract that this command does not check, because their tests must make the server
+/// unreachable, overwrite a record, or block a record.
 const UNARMED: [&str; 3] = ["unreachable_store", "foreign_value", "blocked_record_holds_up_no_other"];
 /// Time limit for the check of one clause. A check that takes longer is reported as hanging.
 const LONGEST: Duration = Duration::from_secs(300);
@@ -45,8 +46,8 @@ pub(crate) async fn main(arguments: &StoreCheckArguments) -> Result<ExitCode, St
     if place.kind() == "dynamodb" {
         subject = subject.largest_result(LARGEST_ITEM).patience(Duration::from_secs(120));
     }
-    // The check of a clause fails by a panic. The line of the clause shows its message, so the default hook must not
-    // print the message too.
+    // The check of a clause fails by a panic. The clause's line of output shows the message of the panic, so the
+    // default hook must not print this message too.
     std::panic::set_hook(Box::new(|_| {}));
     let output = Output { json: arguments.json };
     let width = clauses.iter().map(|clause| clause.name().len()).max().unwrap_or_default();

@@ -23,7 +23,7 @@ const MANY_UPDATES: i64 = 10_000;
 /// Highest good threshold of autovacuum, in dead rows. With a higher threshold, autovacuum starts too late for a table
 /// whose purge removes many rows.
 const LATE_VACUUM: f64 = 1e6;
-/// An autovacuum run that sleeps longer than this, in seconds, is slow.
+/// Longest total pause of one autovacuum run, in seconds, that the doctor accepts.
 const SLOW_VACUUM: f64 = 3600.0;
 /// Number of pages in 64 MB. The bloat of a smaller table does not matter.
 const LARGE_PAGES: f64 = 8192.0;

@@ -28,7 +28,7 @@ impl From<StoreError> for WrongAnswer {
     }
 }
 
-/// The operations of a probe so far, and the slowest operation.
+/// A running probe: its store, the current step, the number of steps so far, and the slowest step.
 struct Probe<'a> {
     store: &'a dyn Store,
     step: &'static str,

@@ -153,7 +153,8 @@ async fn the_runbook_resolves_a_ttl_that_is_too_short() {
     let clock = ManualClock::new();
     let mut scene = Scene::at("A `ttl` is too short", "");
     scene.url = format!("sqlite:{}", scene.folder.file().display());
-    // The clock of the test ends at the present wall time, because the command uses the real clock.
+    // The clock of the test starts in the past, and shows the present wall time at the end: the command uses the real
+    // clock.
     clock.set_wall(SystemClock::default().wall().saturating_sub(HOUR + HOUR / 12));
     let options = SqliteStore::options().holder("payments").clock(clock.clone());
     let store = options.open(scene.folder.file()).await.unwrap();
@@ -317,7 +318,8 @@ async fn the_runbook_resolves_an_hour_without_the_store() {
     let mut scene = Scene::at("The store was away for an hour", &server.url());
     let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
     scene.begins(&store);
-    // The test waits for a few leases instead of an hour: in both cases the leases of all earlier attempts have lapsed.
+    // The test waits for a few leases instead of an hour: after a few leases, as after an hour, the leases of all
+    // earlier attempts have lapsed.
     let policy = PAY.lease(Duration::from_secs(3));
     assert!(deliver(&store, "41", policy, scene.charge("41")).await.1.executed());
     let (result, outcome) = deliver(&store, "42", policy, async {

@@ -16,7 +16,8 @@ pub use self::system::SystemClock;
 
 /// A point in the time of a [`Clock`]: the time since the origin of this clock.
 ///
-/// Instants of two clocks, and so of two machines, can't be compared. Only durations may leave their process.
+/// Instants of two clocks, and so of two machines, can't be compared. The library sends durations, never instants, to
+/// other processes.
 ///
 /// An instant is counted in nanoseconds. The last possible instant is 584 years after the origin.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -71,8 +71,8 @@ pub(super) struct GuardedPart<'g, I> {
     guard: &'g Guard<'g>,
     /// Number of further levels that may be nested inside of this part.
     depth: u8,
-    /// True if elements count against the limit. The elements of a struct or a tuple do not count, because the type
-    /// fixes their number.
+    /// True if the guard counts the elements of this part. The guard does not count the elements of a struct or a
+    /// tuple, because the type fixes their number.
     counts: bool,
     names: Names,
 }

@@ -37,10 +37,10 @@ use crate::codec::bytes;
 /// like an absent value. The order of struct fields and of map entries doesn't matter. The fingerprint does not depend
 /// on the build, the machine or the order of a `HashMap` or a `HashSet`.
 ///
-/// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so its fingerprint does not
-/// depend on the order of its elements. A hash set therefore has another fingerprint than an array with the same
-/// elements, because the fingerprint of an array depends on the order: `[from, to]` is not `[to, from]`. The library
-/// recognises a hash set by the name of its type. This name reaches the fingerprint only through
+/// A `HashSet`, of the standard library or of `hashbrown`, iterates in a random order, so the library makes its
+/// fingerprint independent of the order of its elements. A hash set therefore has another fingerprint than an array
+/// with the same elements, because the fingerprint of an array depends on the order: `[from, to]` is not `[to, from]`.
+/// The library recognises a hash set by the name of its type. This name reaches the fingerprint only through
 /// [`Serializer::collect_seq`], which serde's own implementations call. A type that writes its elements one after
 /// another with `serialize_seq`, or a serializer in between (`erased_serde`, `serde_json::to_value`, the buffer of an
 /// internally tagged enum), hides that name. In these cases, sort the elements, or use a `BTreeSet`.

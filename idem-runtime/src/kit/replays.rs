@@ -21,8 +21,8 @@ impl Replays {
         self.share.load(Ordering::Relaxed) >= 128
     }
 
-    /// Adds `asked` reservations, of which `replays` were replays, to the share. If two tasks call this concurrently,
-    /// one of the two changes may be lost.
+    /// Adds `asked` reservations, of which `replays` were replays, to the share. If two tasks call `note` concurrently,
+    /// the change of one of them may be lost.
     pub(crate) fn note(&self, replays: usize, asked: usize) {
         let before = self.share.load(Ordering::Relaxed);
         let now = 256 * replays / asked.max(1);

@@ -33,7 +33,8 @@ const DELIVERIES: u32 = 30;
 const LATE: Duration = Duration::from_secs(3600);
 /// Default simulated time that a scenario may take.
 const PATIENCE: Duration = Duration::from_secs(3600);
-/// Largest number of polls that all tasks of a scenario together may make. A scenario that reaches this number spins.
+/// Largest number of polls that all tasks of a scenario together may make. A scenario that reaches this number is
+/// stopped as stuck.
 const POLLS: u64 = 1_000_000;
 /// Simulated time that follows the last delivery, for late writes and for tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);

@@ -296,7 +296,7 @@ impl Checker<'_> {
         let labelled = |label: &String| run.replies.get(label).ok_or_else(|| format!("there is no response `{label}`"));
         if let Some(label) = &expect.same_as {
             let original = labelled(label)?;
-            // If the case allows several statuses, a refusal need not equal the response.
+            // If the case allows several statuses, a refusal need not equal the response `same_as`.
             if expect.status.is_none() || (200..300).contains(&status) {
                 if status != original.status {
                     let was = original.status;

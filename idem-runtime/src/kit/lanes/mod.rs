@@ -1,7 +1,7 @@
 //! Lanes: the few tasks that send the operations of many callers, batch by batch.
 //!
 //! While nothing is in flight, the caller of an operation drives the operation itself. Otherwise operations gather in a
-//! queue. A lane takes operations from the queue, and ends when the queue is empty. It does not wait for further
+//! queue. A lane takes operations from the queue, and ends when the queue is empty. A lane does not wait for further
 //! operations.
 
 use std::ops::Deref;
