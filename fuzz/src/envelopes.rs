@@ -18,7 +18,7 @@ use object_store::{ObjectStoreExt, PutPayload};
 
 use super::input::Input;
 
-/// Path of the object.
+/// Path of the object that holds a result outside of its record.
 const PATH: &str = "idem/object";
 
 /// Asserts that a wrapped result is unwrapped unchanged. Other bytes must give an unavailable result: never an error

@@ -169,7 +169,7 @@ struct Verdict {
 }
 
 impl Verdict {
-    /// Names of all cases that the server fails.
+    /// Names of all cases whose rule the server breaks, whether the rule is required or advised.
     fn broken(&self) -> BTreeSet<String> {
         self.failed.union(&self.advice).cloned().collect()
     }
@@ -488,7 +488,7 @@ async fn a_server_that_is_unreachable_or_stops_answering_gets_no_verdict() {
         (scripted("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n7", usize::MAX, false).await, "closed the connection"),
         (scripted("HTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n", usize::MAX, false).await, "answers 404 ``"),
         (scripted("HTTP/1.1 200 OK\r\n\r\n{\"a\":1,\"b\":2}", usize::MAX, false).await, "which is no counter"),
-        // Answers once, then never again.
+        // The server answers one request. Afterwards it answers no request, or stops.
         (scripted(COUNT, 1, false).await, "gone in the case `duplicate_is_replayed`: GET /count: no answer within 1 s"),
         (scripted(COUNT, 1, true).await, "gone in the case `duplicate_is_replayed`"),
     ] {

@@ -270,9 +270,9 @@ fn local_pattern(stmt: &Stmt) -> Option<&Pat> {
 pub(crate) struct Handler {
     /// Type that the function returns when it is awaited.
     pub(crate) output: Option<Type>,
-    /// Statements to protect.
+    /// The user's statements, which run as the protected body.
     pub(crate) body: TokenStream,
-    /// Names of the arguments in the statements.
+    /// Names that the arguments bind by value.
     pub(crate) owned: Vec<OwnedName>,
     /// Name of `self` in the statements, if they use another name.
     this: Option<Ident>,

@@ -180,9 +180,9 @@ struct Answer {
 
 #[derive(Debug)]
 struct Record {
-    /// `None` if the payload is not known yet.
+    /// Payload of the first request; `None` until its body has arrived.
     payload: Option<String>,
-    /// `None` while the operation runs.
+    /// Recorded response; `None` while the operation runs.
     answer: Option<Answer>,
 }
 
@@ -654,7 +654,7 @@ impl Drop for Forget {
     }
 }
 
-/// A body that is recorded once it is read to its end.
+/// Body of a response, which is recorded once this body has been read to its end.
 struct Guarded {
     body: Body,
     guard: Forget,

@@ -185,7 +185,7 @@ impl Drop for Worker {
     }
 }
 
-/// Variable that marks a process as a worker.
+/// Environment variable that only a worker process has: the orders of this process.
 const ORDERS: &str = "IDEM_RUNBOOK_WORKER";
 
 /// The body of a worker process, which an incident starts. As an ordinary test, this function does nothing.

@@ -264,7 +264,7 @@ async fn all_commands_work_on_a_postgresql_server() {
     ] {
         finds(&doctor, check, "ok", "");
     }
-    // A store in another schema is another store.
+    // A URL with another schema names another store, which has no table yet.
     let other = format!("{url}?schema=shop");
     idem_at(&other, &["show", "pay/42"]).ends(3);
     idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);

@@ -120,7 +120,7 @@ pub(super) async fn list_filters(case: &Case) {
     let young = key(&scope, "young");
     case.reserved(&case.request(&young), 1, "a key that was never used").await;
 
-    // Lists by standing.
+    // Checks lists by standing.
     for (standing, key) in &expected {
         let filter = Filter::new().scope(&*scope).standing(*standing).limit(1);
         let why = format!("the {standing} records");
@@ -132,7 +132,7 @@ pub(super) async fn list_filters(case: &Case) {
     let both = [Standing::Lapsed, Standing::Interrupted].map(|standing| expected[&standing].clone());
     assert_eq!(case.shown(&uncertain, "uncertain records").await, Some(HashSet::from(both)));
     let all: HashSet<Key> = expected.into_values().chain([young.clone()]).collect();
-    // Lists by scope and age.
+    // Checks lists by scope and age.
     let shown = case.shown(&Filter::new().scope(&*scope), "all records of a scope").await;
     assert_eq!(shown.as_ref(), Some(&all), "all records of a scope");
     let age = case.since(old_since);

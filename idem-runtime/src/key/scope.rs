@@ -84,7 +84,7 @@ impl Scope {
     }
 }
 
-/// Claim of a handler on a scope.
+/// Entry of a handler in the list of scopes that this process uses.
 #[derive(Clone, Copy, PartialEq)]
 struct ScopeClaim {
     name: &'static str,

@@ -164,7 +164,7 @@ impl<T: Clone + Default> PerProcess<Mutex<T>> {
 /// If a child is forked while a thread of its parent makes the value, the child makes its own value. With a `OnceLock`
 /// the child would wait for that thread forever.
 pub(crate) struct SharedOnce<T> {
-    /// Process that makes `first`.
+    /// Id of the first process that asked for the value, and so makes `first`; [`FREE`] before.
     maker: AtomicU32,
     first: OnceLock<T>,
     /// Values of children that were forked while a thread made `first`.

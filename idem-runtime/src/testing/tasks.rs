@@ -70,7 +70,7 @@ impl Tasks {
         self.left.get() == 0
     }
 
-    /// Adds tasks that were spawned through the clock.
+    /// Adds tasks that were spawned by [`Clock::spawn`](crate::clock::Clock::spawn).
     pub(super) fn adopt(&self, spawned: Vec<Task>) {
         for task in spawned {
             let waker = self.new_waker();
@@ -182,7 +182,7 @@ impl Tasks {
         }
     }
 
-    /// Drops all tasks. `spawned` returns tasks that were spawned through the clock meanwhile.
+    /// Drops all tasks. `spawned` returns the tasks that `Clock::spawn` has spawned meanwhile.
     pub(super) fn clear(&self, spawned: impl Fn() -> Vec<Task>) {
         loop {
             // The drop of a task may spawn a late write.

@@ -48,7 +48,7 @@ struct Process {
     world: Arc<World>,
     memory: MemoryStore,
     health: Mutex<Health>,
-    /// Notified of each change of `health`.
+    /// Wakes the tasks that wait for a change of `health`.
     changed: Notify,
 }
 
@@ -486,7 +486,7 @@ impl World {
         state.deliveries
     }
 
-    /// Returns the longest lease of a reservation.
+    /// Returns the longest lease that a reservation of this scenario has requested.
     pub(super) fn lease(&self) -> Duration {
         lock(&self.state).lease
     }

@@ -73,7 +73,7 @@ impl Server {
     pub(super) async fn connect(&self) -> Result<Connection, String> {
         let failed = |error: std::io::Error| format!("can't connect to {}: {error}", self.authority);
         let stream = TcpStream::connect((&*self.host, self.port)).await.map_err(failed)?;
-        // Half a request must arrive before the rest is sent.
+        // Disables Nagle's algorithm, so that half a request arrives before the rest is sent.
         let _ = stream.set_nodelay(true);
         let stream: Box<dyn Stream> = match &self.tls {
             Some((tls, name)) => Box::new(tls.connect(name.clone(), stream).await.map_err(failed)?),

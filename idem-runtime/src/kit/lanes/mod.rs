@@ -36,7 +36,7 @@ pub(crate) trait LaneOwner: Send + Sync + Sized + 'static {
     fn refuse(&self, queue: Self::Queue);
 }
 
-/// The right to send an operation alone.
+/// Right of one caller to send its operation itself, without the queue. The drop of this value returns the right.
 pub(crate) struct LoneTurn<'a>(&'a AtomicBool);
 
 impl Drop for LoneTurn<'_> {
