@@ -486,7 +486,8 @@ impl World {
         state.deliveries
     }
 
-    /// Returns the longest lease that a reservation of this scenario has requested.
+    /// Returns the longest lease that a reservation of this scenario has requested, or the lease that the explorer
+    /// assumes if that lease is longer.
     pub(super) fn lease(&self) -> Duration {
         lock(&self.state).lease
     }
